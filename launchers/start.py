@@ -1,0 +1,122 @@
+"""From a checked Run to training ranks: prepare the data, decide what the directory means, start or join the ranks."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launchers.local import run_ranks
+from launchers.place import Place
+from titan import console, lives
+from titan.run import Run
+from titan.settings import Refusal
+
+if TYPE_CHECKING:
+    import torch
+
+
+def here(run: Run, apart: bool = False) -> int:
+    """Run on this machine, in this process where one rank is enough.
+
+    Args:
+        run: the checked run.
+        apart: start a process even for one rank, so that nothing of it stays in this one.
+
+    Returns:
+        The exit code.
+    """
+    with lives.locked(Path(run.directory)):
+        for attempt in range(run.cluster.restarts + 1):
+            life = lives.begin(run, console.progress_line())
+            if isinstance(life, lives.Finished):
+                console.show_finished(life)
+                return 0
+            code = _ranks(run, life, apart or run.cluster.restarts > 0)
+            if code != 1 or attempt == run.cluster.restarts:
+                return code
+            print(f"titan: restart {attempt + 1} of {run.cluster.restarts}", file=sys.stderr)
+    return 1
+
+
+def _ranks(run: Run, life: lives.Life, apart: bool) -> int:
+    if run.layout.devices > 1 or apart:
+        return run_ranks((run, life), run.layout.devices, Path(run.directory))
+    from titan.worker import work
+
+    return work(run, life, Place())
+
+
+def lead(run: Run, place: Place) -> int:
+    """Rank 0 under torchrun or srun: decide, tell the other ranks, train."""
+    from titan.worker import work
+
+    store = _meet(place)
+    try:
+        with lives.locked(Path(run.directory)):
+            life = lives.begin(run, console.progress_line())
+            if isinstance(life, lives.Finished):
+                console.show_finished(life)
+                _send(store, place, 0)
+                return 0
+            _send(store, place, (run, life))
+            return _guarded(store, place, run, life, work)
+    except Refusal:
+        _send(store, place, 2)
+        raise
+
+
+def dismiss(place: Place, code: int) -> None:
+    """Rank 0 under torchrun or srun, when there is nothing to run: let the other ranks end with `code`."""
+    _send(_meet(place), place, code)
+
+
+def follow(place: Place) -> int:
+    """Any other rank under torchrun or srun: wait for rank 0's word, then train or end."""
+    from titan.worker import work
+
+    store = _meet(place)
+    word = pickle.loads(store.get("titan/word"))
+    store.add("titan/read", 1)
+    if isinstance(word, int):
+        return word
+    run, life = word
+    return _guarded(store, place, run, life, work)
+
+
+def _guarded(store: Any, place: Place, run: Run, life: lives.Life, work: Any) -> int:
+    """Train; of an error that several ranks see, only the first to fail speaks."""
+    try:
+        return int(work(run, life, place, store))
+    except (Refusal, KeyboardInterrupt):
+        raise
+    except Exception:
+        if store.add("titan/failed", 1) > 1:
+            return 1
+        print(f"titan: rank {place.rank} failed:", file=sys.stderr)
+        raise
+
+
+def _send(store: Any, place: Place, word: Any) -> None:
+    """Leave rank 0's word, and stay until all have read it: the store may live in this process."""
+    if not store.check(["titan/word"]):
+        store.set("titan/word", pickle.dumps(word))
+    if isinstance(word, int):
+        import time
+
+        deadline = time.monotonic() + 60
+        while store.add("titan/read", 0) < place.size - 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _meet(place: Place) -> torch.distributed.Store:
+    """The store that all ranks share."""
+    from torch.distributed.rendezvous import rendezvous
+
+    url = place.rendezvous
+    if url.startswith("tcp://"):
+        url = f"{url}?rank={place.rank}&world_size={place.size}"
+    store, _, _ = next(rendezvous(url, timeout=timedelta(minutes=30)))
+    return store

@@ -1,0 +1,98 @@
+"""Run a function on several ranks: forked from this process (which has imported torch), joined by gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailed(Exception):
+    """A rank raised, died or did not end in time; the message holds its traceback."""
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Call `fn(rank, world, *args)` on `world` forked ranks and give their results, in rank order.
+
+    Each rank has one thread, a gloo process group over a file and the environment RANK, LOCAL_RANK, WORLD_SIZE.
+    Results travel by pickle. The parent must not have compiled with Inductor's pool of workers, whose locks do not
+    survive a fork.
+
+    Raises:
+        RankFailed: on the first rank that raises (with its traceback) or dies, or after `timeout` seconds; all
+            ranks are killed before.
+    """
+    context = multiprocessing.get_context("fork")
+    results: Any = context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        common = (world, args, str(Path(folder) / "store"), timeout, results)
+        ranks = [context.Process(target=_rank, args=(fn, rank, *common)) for rank in range(world)]
+        try:
+            for process in ranks:
+                process.start()
+            return _collect(results, ranks, time.monotonic() + timeout)
+        except BaseException:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+            raise
+        finally:
+            for process in ranks:
+                if process.pid is not None:
+                    process.join()
+
+
+def _rank(
+    fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], store: str, timeout: float, results: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    try:
+        limit = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        value = pickle.dumps(fn(rank, world, *args))  # here: the queue's own pickler sends tensors by shared memory
+        dist.barrier()  # before anyone leaves: a rank that is done must not break those still talking
+        dist.destroy_process_group()
+        results.put((rank, value, None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # without the parent's exit handlers
+
+
+def _collect(results: Any, ranks: Sequence[BaseProcess], deadline: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    while len(values) < len(ranks):
+        missing = [i for i in range(len(ranks)) if i not in values]
+        dead = _died(ranks)
+        try:
+            rank, value, error = results.get(timeout=0.2)
+        except queue.Empty:
+            if dead:
+                raise RankFailed(f"died without a word: {dead}") from None
+            if time.monotonic() > deadline:
+                raise RankFailed(f"no result in time from ranks {missing}") from None
+            continue
+        if error is not None:
+            cause = f" after others died, {_died(ranks)}" if _died(ranks) else ""
+            raise RankFailed(f"rank {rank} of {len(ranks)}{cause}:\n{error}")
+        values[rank] = pickle.loads(value)
+    return [values[rank] for rank in range(len(ranks))]
+
+
+def _died(ranks: Sequence[BaseProcess]) -> str:
+    """Ranks that ended other than by their own report, with their exit codes (negative: the signal)."""
+    return ", ".join(f"rank {i} with exit code {p.exitcode}" for i, p in enumerate(ranks) if p.exitcode)

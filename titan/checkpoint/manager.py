@@ -1,0 +1,82 @@
+"""Save and load a run's state with torch.distributed.checkpoint.
+
+Every rank takes part: each writes the parts of the tensors that it holds; once all have, rank 0 writes the manifest that
+makes the checkpoint count and takes away what is older than the last `checkpoint.keep`. Tensors go by the model's own
+parameter names, so a checkpoint knows nothing of the layout that saved it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from titan.assemble import Engine
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import Manifest
+from titan.parallelism.mesh import World
+
+
+class Manager:
+    """The checkpoints of one run, seen from one rank."""
+
+    def __init__(self, directory: Path, keep: int, science_id: str, engine: Engine, world: World) -> None:
+        self.directory, self.keep, self.science_id = directory, keep, science_id
+        self.engine, self.world = engine, world
+
+    def save(self, step: int, data: dict[str, Any]) -> Path:
+        """Save the state after `step` updates and the data's position; all ranks call it together.
+
+        Returns:
+            The checkpoint's folder.
+        """
+        folder = manifest.folder_of(self.directory, step)
+        if self.world.speaks:
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed save may have left
+            folder.mkdir(parents=True)
+        self.world.barrier()
+        dcp.save(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
+        if self.world.speaks:
+            layout = self.world.layout.degrees()
+            manifest.write(folder, Manifest(step, data, self.science_id, layout))
+            self._prune()
+        self.world.barrier()
+        return folder
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint into the model and the optimizer, whatever layout saved it; all ranks call it together."""
+        prime(self.engine.optimizer)
+        dcp.load(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
+
+    def _prune(self) -> None:
+        for folder in manifest.complete(self.directory)[: -self.keep]:
+            (folder / manifest.NAME).unlink()  # first: it stops to count before it is incomplete
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    """All tensors that a run needs to go on, by name: `model.NAME` and `optimizer.NAME.KEY`."""
+    parameters = dict(engine.model.named_parameters())
+    state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.{name}.{key}"] = value
+    return state
+
+
+def prime(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state, by one update with zero gradients and learning rate zero."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

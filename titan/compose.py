@@ -1,0 +1,273 @@
+"""Hydra in, checked Run out.
+
+The story of a command line: Hydra composes `conf/` and the overrides; `freeze` turns the result into a typed, frozen
+`Run` and checks it; whatever can't work ends in one plain sentence and exit code 2. Hydra's own main would exit with 1,
+print several lines and make the run's directory before anything is checked: so titan drives Hydra itself, and leaves
+to it what only shows (`--cfg`, `--info`, completion) and the sweep (`-m`), whose points titan's launcher runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra._internal import utils as hydra_utils
+from hydra._internal.hydra import Hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from titan import help as help_text
+from titan import settings
+from titan.cluster import devices
+from titan.dataset.schema import KINDS
+from titan.model.schema import Llama
+from titan.optimizer import SGD, AdamW
+from titan.run import Recipe, Run, resolve
+from titan.settings import Failure, Refusal, nearest
+
+here = Path(__file__).resolve().parent
+CONF = next(p for p in (here / "conf", here.parent / "conf") if p.is_dir())
+"""The configuration's folder: inside the package in a wheel, beside it in a checkout."""
+CONFIG = "train"
+PLUGGABLE: dict[str, dict[str, Any]] = {
+    "model": {"llama": Llama},
+    "dataset": dict(KINDS),
+    "optimizer": {"adamw": AdamW, "sgd": SGD},
+}
+"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`."""
+
+
+class OtherConf(SearchPathPlugin):
+    """Groups of others: packages with an entry point in `titan.plugins`, and the folders in $TITAN_CONF.
+
+    They come after titan's own, so that they add choices and can't replace any.
+    """
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append the other folders."""
+        for entry in entry_points(group="titan.plugins"):
+            entry.load()  # so that it can register schemas of its own
+            search_path.append(entry.name, f"pkg://{entry.value.split(':')[0]}.conf")
+        for folder in filter(None, os.environ.get("TITAN_CONF", "").split(os.pathsep)):
+            search_path.append("TITAN_CONF", f"file://{os.path.abspath(folder)}")
+
+
+def register() -> None:
+    """Tell Hydra the schemas, the other folders and the launcher; calling it again changes nothing."""
+    store = ConfigStore.instance()
+    for axis, kinds in PLUGGABLE.items():
+        for kind, cls in kinds.items():
+            store.store(name=kind, group=f"schema/{axis}", node=settings.defaults(cls))
+    fixed = settings.defaults(Recipe)
+    store.store(name="run", group="schema", node={k: {} if k in PLUGGABLE else v for k, v in fixed.items()})
+    Plugins.instance().register(OtherConf)
+    from launchers import plugin
+
+    plugin.register()
+
+
+def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | None = None) -> int:
+    """Carry out a command line: compose, check, then `job`.
+
+    Args:
+        argv: the arguments; None: those of this process.
+        job: runs one checked Run and returns its exit code.
+        ranks: how many ranks a launcher has started already; None when titan is to start them.
+
+    Returns:
+        The exit code: 0 done, 1 a failed run, 2 a refusal, 130 interrupted.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _command(arguments, job, ranks)
+    except Refusal as refusal:
+        print(f"titan: {refusal}", file=sys.stderr)
+        return 2
+    except Failure as failure:
+        print(f"titan: {failure}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def composed(overrides: Sequence[str], ranks: int | None = None) -> Run:
+    """The checked Run of a list of overrides, for programs; raises `Refusal`."""
+    register()
+    with _plainly(overrides), _Session() as hydra:
+        return freeze(_compose(hydra, list(overrides)), ranks=ranks)
+
+
+def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = None) -> Run:
+    """Turn what Hydra composed, its own node included, into a typed and checked `Run`.
+
+    Args:
+        cfg: the composed configuration.
+        directory: where results go; None: `hydra.run.dir`.
+        ranks: see `titan.run.resolve`.
+
+    Raises:
+        Refusal: for what can't work.
+    """
+    HydraConfig.instance().set_config(cfg)
+    content = OmegaConf.to_container(cfg, resolve=True)
+    node = content.pop("hydra")  # type: ignore[union-attr,call-overload]
+    if not isinstance(content, dict):
+        raise Refusal("the configuration is not a mapping.")
+    modules = content.get("modules") or []
+    if not isinstance(modules, list):
+        raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
+    recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
+    machine = devices.detect(recipe.cluster.device)
+    directory = os.path.abspath(directory or str(node["run"]["dir"]))
+    choices = {k: str(v) for k, v in node["runtime"]["choices"].items() if "/" not in k and k in recipe.axes()}
+    overrides = tuple(node["overrides"]["task"])
+    return resolve(
+        recipe, machine, directory, ranks=ranks, choices=choices, overrides=overrides, hydra=_hydra_files(cfg)
+    )
+
+
+def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
+    register()
+    parser = hydra_utils.get_args_parser()
+    parser.error = _refuse_arguments  # type: ignore[method-assign]
+    args = parser.parse_args(arguments)
+    with _plainly(args.overrides):
+        if args.help:
+            with _Session(args) as hydra:
+                print(help_text.text(hydra.config_loader, Recipe.axes()))
+            return 0
+        if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
+            return _hand_to_hydra(args, parser)
+        with _Session(args) as hydra:
+            run = freeze(_compose(hydra, args.overrides, args.config_name), ranks=ranks)
+    return job(run)
+
+
+def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else 2
+    except ValueError as error:
+        raise Refusal(f"{' '.join(str(error).split())}.") from error
+    from launchers import plugin
+
+    return plugin.exit_code() if args.multirun else 0
+
+
+def _never(cfg: DictConfig) -> None:
+    """Stands where Hydra wants a task function; titan's launcher takes its place."""
+    raise Refusal("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")
+
+
+class _Session:
+    """Hydra, set up for one composition."""
+
+    def __init__(self, args: argparse.Namespace | None = None) -> None:
+        self.folder = getattr(args, "config_path", None) or str(CONF)
+        self.extra = getattr(args, "config_dir", None)
+
+    def __enter__(self) -> Hydra:
+        GlobalHydra.instance().clear()
+        path = hydra_utils.create_automatic_config_search_path(None, None, self.folder)
+        if self.extra:
+            if not os.path.isdir(self.extra):
+                raise Refusal(f"--config-dir {self.extra}: there is no such folder; correct the path.")
+            path.append("command-line", f"file://{os.path.abspath(self.extra)}")
+        return Hydra.create_main_hydra2("train", path)
+
+    def __exit__(self, *error: object) -> None:
+        GlobalHydra.instance().clear()
+
+
+def _compose(hydra: Hydra, overrides: list[str], name: str | None = None) -> DictConfig:
+    return hydra.compose_config(
+        config_name=name or CONFIG, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False
+    )
+
+
+def _hydra_files(cfg: DictConfig) -> dict[str, str]:
+    """What Hydra would have written under `.hydra/`."""
+    node = Hydra.get_sanitized_hydra_cfg(cfg)
+    job = OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"])
+    return {
+        "config.yaml": OmegaConf.to_yaml(job),
+        "hydra.yaml": OmegaConf.to_yaml(node),
+        "overrides.yaml": OmegaConf.to_yaml(cfg.hydra.overrides.task),
+    }
+
+
+def _refuse_arguments(message: str) -> NoReturn:
+    raise Refusal(f"{message}; see --help.")
+
+
+class _plainly:
+    """Turn what Hydra and OmegaConf raise into a refusal of one sentence."""
+
+    def __init__(self, overrides: Sequence[str]) -> None:
+        self.overrides = overrides
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (HydraException, OmegaConfBaseException)):
+            raise Refusal(self._sentence(error)) from error
+
+    def _sentence(self, error: BaseException) -> str:
+        if isinstance(error, MissingConfigException) and error.options is not None:
+            return self._unknown_choice(error)
+        text = " ".join(str(error).split())
+        cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
+        unknown = re.match(r"Could not override '([^']+)'", text)
+        if unknown:
+            return self._unknown_setting(unknown[1])
+        if "Multiple values for" in text or "Could not find" in text or cause is None:
+            return text.rstrip(".") + "."
+        return f"{text} {' '.join(str(cause).split('full_key')[0].split())}".rstrip(".") + "."
+
+    def _unknown_choice(self, error: MissingConfigException) -> str:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        choices = ", ".join(error.options or ())
+        hint = nearest(option, error.options or ())
+        return f"{group}={option}: there is no such choice{hint}. Choices: {choices}."
+
+    def _unknown_setting(self, key: str) -> str:
+        typed = next((o for o in self.overrides if o.lstrip("+~").startswith(key + "=")), key)
+        return f"{typed}: there is no such setting{nearest(key, self._known())}. See --help and --cfg job."
+
+    def _known(self) -> list[str]:
+        """Every name that may stand before an equals sign, for the choices on this command line."""
+        chosen = [o for o in self.overrides if o.partition("=")[0] in Recipe.axes()]
+        try:
+            with _Session() as hydra:
+                cfg = _compose(hydra, chosen)
+        except (HydraException, OmegaConfBaseException):
+            return list(Recipe.axes())
+        content = OmegaConf.to_container(cfg, resolve=False)
+        names = _names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
+        return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
+
+
+def _names(content: dict[Any, Any], path: str = "") -> list[str]:
+    names = []
+    for key, value in content.items():
+        names.append(path + str(key))
+        if isinstance(value, dict):
+            names += _names(value, f"{path}{key}.")
+    return names

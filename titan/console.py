@@ -1,0 +1,182 @@
+"""What a run shows: what was composed, how it goes, and what came out. Free of torch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from titan import capacity
+from titan.run import Run, billions
+
+if TYPE_CHECKING:
+    from titan.dataset.shards import Corpus
+    from titan.lives import Finished, Life
+
+
+def show_run(run: Run, life: Life, corpus: Corpus) -> None:
+    """Say what was composed, before the first step."""
+    t, rows = run.training, corpus.train.rows(run.training.seq_len)
+    chosen, tokens = run.choices, t.steps * t.global_batch
+    memory = capacity.demand(run, run.layout, run.microbatches).gib
+    _table(
+        {
+            "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",
+            "model": f"{chosen.get('model', run.model.__class__.__name__)}: {billions(run.model.parameters())} parameters, "
+            f"{run.model.layers} layers of width {run.model.dim}, vocabulary {run.model.vocab:,}",
+            "data": f"{chosen.get('dataset', '')}: {billions(corpus.train.tokens)} tokens in {rows:,} rows of {t.seq_len}, "
+            f"{billions(corpus.validation.tokens)} held out; tokenizer {run.dataset.tokenizer}",
+            "batch": f"{t.global_batch:,} tokens = {t.rows} rows; a rank takes {run.rank_rows} in "
+            f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}",
+            "steps": f"{t.steps:,}, {billions(tokens)} tokens, {tokens / t.seq_len / rows:.2f} epochs; "
+            f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {t.schedule}; seed {t.seed}",
+            "technique": f"precision {run.precision.compute}, memory {run.memory.checkpointing}, "
+            f"compile {run.compile.scope}",
+            "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
+            "devices": f"{run.machine.describe()}; about {memory:.1f} GiB a rank",
+        }
+    )
+
+
+def show_result(run: Run, result: Mapping[str, Any]) -> None:
+    """Say what came out."""
+    validation = result.get("validation_loss")
+    bits = result.get("bits_per_byte")
+    rows = {
+        "loss": f"{_number(result['first_loss'])} -> {_number(result['last_loss'])}"
+        + (f", validation {_number(validation)}" if validation is not None else "")
+        + (f" ({bits:.3f} bits a byte)" if bits is not None else ""),
+        "speed": _speed(result),
+        "checkpoint": _short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
+        "metrics": _short(f"{run.directory}/metrics.jsonl"),
+        "loss curve": _short(result["plot"]) if result.get("plot") else "not drawn",
+        "continue" if result["finished"] else "resume": next_command(run, result),
+    }
+    print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
+    _table(rows)
+    if result.get("sample"):
+        print("\nSampled from the trained model (what follows | was its start):")
+        start, text = result["sample"]["start"], result["sample"]["text"]
+        print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
+
+
+def show_finished(finished: Finished) -> None:
+    """Say that there is nothing to do, and what came out when it was done."""
+    result = finished.result
+    print(f"{_short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
+    rows = {
+        "loss": f"{_number(result['first_loss'])} -> {_number(result['last_loss'])}",
+        "speed": _speed(result),
+        "checkpoint": str(_short(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
+        "continue": f"the same command with training.steps={result['step'] * 2}",
+    }
+    if result.get("validation_loss") is not None:
+        rows["loss"] += f", validation {_number(result['validation_loss'])}"
+    _table(rows)
+
+
+def next_command(run: Run, result: Mapping[str, Any]) -> str:
+    """The command that resumes the run, or continues a finished one."""
+    kept = [o for o in run.overrides if o.partition("=")[0] not in ("name", "hydra.run.dir", "training.steps")]
+    steps = run.training.steps * 2 if result["finished"] else run.training.steps
+    runs = Path.cwd() / "runs"
+    if Path(run.directory).is_relative_to(runs):
+        where = f"name={Path(run.directory).relative_to(runs)}"
+    else:
+        where = f"hydra.run.dir={run.directory}"
+    more = [f"training.steps={steps}"] if result["finished"] or any("training.steps" in o for o in run.overrides) else []
+    return shlex.join(["python", "-m", "titan.train", *kept, *more, where])
+
+
+class Progress:
+    """A bar where there is a terminal, else a line every few steps; a context manager."""
+
+    def __init__(self, done: int, steps: int, every: int) -> None:
+        self.steps, self.every, self.began, self.first = steps, every, time.monotonic(), done
+        self.bar = _bar(done, steps)
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Show that `step` is done."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step % self.every == 0 or step in (1, self.steps):
+            left = (time.monotonic() - self.began) / max(1, step - self.first) * (self.steps - step)
+            print(
+                f"step {step:>6,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {_clock(left)} left",
+                flush=True,
+            )
+
+    def say(self, line: str) -> None:
+        """Print a line of its own."""
+        if self.bar is not None:
+            self.bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+def progress_line() -> Callable[[str], None]:
+    """A function that shows one line of progress: over the last one on a terminal."""
+
+    def show(line: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    return show
+
+
+def _bar(done: int, steps: int) -> Any:
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(initial=done, total=steps, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+
+def _table(rows: Mapping[str, str]) -> None:
+    for name, value in rows.items():
+        print(f"  {name:<10}  {value}", flush=True)
+
+
+def _life(life: Life) -> str:
+    if life.kind == "start":
+        return "new"
+    origin = f" of {life.parent}" if life.kind == "fork" else ""
+    return f"life {life.number}, {life.kind}{origin} from step {life.step}"
+
+
+def _speed(result: Mapping[str, Any]) -> str:
+    rate, seconds = result.get("tokens_per_second"), result.get("seconds")
+    if rate is None:
+        return "no step was timed"
+    mfu = f", MFU {result['mfu']:.1%}" if result.get("mfu") else ""
+    return f"{rate:,.0f} tokens/s{mfu}, peak memory {result['memory_gib']:.2f} GiB a rank, {_clock(seconds or 0)} in all"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def _short(path: str) -> str:
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

@@ -1,0 +1,94 @@
+"""The dataset axis: where text comes from and how it becomes tokens. Free of torch.
+
+Each source is a dataclass whose `build()` gives an object that yields documents (`titan.dataset.sources`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from titan.settings import MISSING, setting
+
+if TYPE_CHECKING:
+    from titan.dataset.sources import Source, TokenSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """What every source of text has in common."""
+
+    tokenizer: str = setting(
+        "titan4k",
+        "titan4k (built in), or a file: tiktoken ranks (*.tiktoken, Llama 3's tokenizer.model) or a tokenizer.json",
+    )
+    mask_documents: bool = setting(False, "keep attention, positions and targets inside a document")
+    validation: float = setting(
+        0.01, "share of the documents held out for validation, by content hash", at_least=0, below=1
+    )
+    cache: str | None = setting(None, "folder for prepared data; null: $TITAN_CACHE or ~/.cache/titan", science=False)
+    prefetch: int = setting(4, "batches read ahead in the background", science=False, at_least=1, at_most=1024)
+
+    def build(self) -> Source | TokenSource:
+        """The source of documents that these settings describe."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stdlib(Dataset):
+    """The running Python's own standard library: real text on every machine, nothing to download."""
+
+    def build(self) -> Source:
+        """The source files of the standard library, one document each."""
+        from titan.dataset.sources import stdlib
+
+        return stdlib()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Dataset):
+    """Plain text files (UTF-8)."""
+
+    path: str = setting(MISSING, "a file, a folder or a glob of text files", science=False)
+    separator: str | None = setting(
+        None, "text that ends a document inside a file, such as '<|endoftext|>'; null: each file is one document"
+    )
+
+    def build(self) -> Source:
+        """The documents of the files at `path`."""
+        from titan.dataset.sources import text
+
+        return text(self.path, self.separator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jsonl(Dataset):
+    """JSON Lines files (UTF-8): one object a line, one document an object."""
+
+    path: str = setting(MISSING, "a file, a folder or a glob of .jsonl files", science=False)
+    field: str = setting("text", "the key that holds the document's text")
+
+    def build(self) -> Source:
+        """The documents of the files at `path`."""
+        from titan.dataset.sources import jsonl
+
+        return jsonl(self.path, self.field)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(Dataset):
+    """Tokens drawn by a keyed generator from a small Markov chain: no text, no tokenizer; for tests and benchmarks."""
+
+    tokens: int = setting(4_194_304, "how many tokens the corpus has", at_least=1024)
+    vocab: int = setting(256, "how many different tokens occur", at_least=2)
+    seed: int = setting(0, "which corpus", at_least=0)
+
+    def build(self) -> TokenSource:
+        """The chain's documents."""
+        from titan.dataset.sources import Markov
+
+        return Markov(self.tokens, self.vocab, self.seed)
+
+
+KINDS: dict[str, Callable[..., Dataset]] = {"stdlib": Stdlib, "text": Text, "jsonl": Jsonl, "synthetic": Synthetic}

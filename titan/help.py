@@ -1,0 +1,75 @@
+"""What `--help` prints: every axis, and every choice with the first comment line of its file."""
+
+from __future__ import annotations
+
+import importlib.resources
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.object_type import ObjectType
+
+AXES = {
+    "recipe": "complete choices under a name: recipe=NAME",
+    "model": "what is trained",
+    "dataset": "on what",
+    "optimizer": "how weights change",
+    "training": "how long, on how much at a time",
+    "precision": "in which type to compute",
+    "parallelism": "how the work is cut over devices",
+    "memory": "which activations are kept",
+    "compile": "what torch.compile compiles",
+    "checkpoint": "when to save",
+    "metrics": "what is reported",
+    "debug": "what helps to find a fault",
+    "cluster": "on which devices",
+    "hydra/launcher": "how the points of a sweep are run",
+}
+
+HEAD = """\
+Pre-train a language model: python -m titan.train [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
+
+  python -m titan.train                                    the default: a small Llama on real text, 2 minutes
+  python -m titan.train model=llama8b parallelism=fsdp     choose
+  python -m titan.train training.steps=500 name=longer     set; results go to runs/longer
+  python -m titan.train -m optimizer.lr=1e-3,3e-3          a grid: every combination, one after the other
+  python -m titan.train --cfg job                          show all settings and their values, run nothing
+"""
+
+TAIL = """\
+The same command resumes an unfinished run of the same name. Settings of an axis: --cfg job -p AXIS.
+Other people's choices: hydra.searchpath=[file:///folder], $TITAN_CONF, or packages with a titan.plugins entry point.
+Tab completion in bash: eval "$(titan-train -sc install=bash)"."""
+
+
+def text(loader: ConfigLoader, axes: Sequence[str]) -> str:
+    """The whole help text, with the choices that `loader` finds, those of others included."""
+    lines = [HEAD]
+    for axis in ("recipe", *axes, "hydra/launcher"):
+        options = loader.get_group_options(axis, ObjectType.CONFIG)
+        if options:
+            lines.append(f"{axis}: {AXES.get(axis, '')}")
+            lines += [f"  {option:<14} {_first_comment(loader, axis, option)}" for option in sorted(options)]
+            lines.append("")
+    return "\n".join([*lines, TAIL])
+
+
+def _first_comment(loader: Any, axis: str, option: str) -> str:
+    for source in loader.repository.get_sources():
+        file = _file(source, f"{axis}/{option}.yaml")
+        if file is not None:
+            with file.open(encoding="utf-8") as lines:
+                return next((line[1:].strip() for line in lines if line.startswith("# ") and "@package" not in line), "")
+    return ""
+
+
+def _file(source: Any, name: str) -> Any:
+    """The file that a configuration source reads `name` from, or None."""
+    if source.scheme() == "file":
+        file = Path(source.path) / name
+    elif source.scheme() == "pkg":
+        file = importlib.resources.files(source.path.split("/")[0]).joinpath(*source.path.split("/")[1:], name)
+    else:
+        return None
+    return file if file.is_file() else None

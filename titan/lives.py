@@ -1,0 +1,281 @@
+"""A run's directory and its lives: what the directory holds decides what a command does. Free of torch.
+
+Nothing there: start. An unfinished run: resume it. A finished one: show its summary. More `training.steps`: continue.
+Another science is refused with the settings that differ. `run.yaml` holds a document for each life.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from titan import identity
+from titan.checkpoint import manifest
+from titan.dataset import order
+from titan.dataset.prepare import prepare
+from titan.dataset.shards import Corpus, open_corpus
+from titan.identity import Ids
+from titan.run import Run, as_config
+from titan.settings import Refusal, show
+
+OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
+OURS |= {"profile", "debug", "tensorboard", "wandb"}
+
+
+@dataclass(frozen=True)
+class Life:
+    """One execution of a run, between start or resume and its end.
+
+    Attributes:
+        number: 1 for the first.
+        run_id: the same in all lives of a run.
+        ids: what identifies science, execution and code.
+        corpus: the prepared data's folder.
+        checkpoint: where to resume from; None to start from the seed.
+        step: updates done in it; 0 at the start.
+        rows: rows of the data read in it; 0 at the start.
+        kind: "start", "resume", "continuation" or "fork".
+        parent: "science_id@step" of the checkpoint that a fork came from.
+    """
+
+    number: int
+    run_id: str
+    ids: Ids
+    corpus: str
+    checkpoint: str | None
+    step: int
+    rows: int
+    kind: str
+    parent: str | None = None
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The run in the directory has done all its steps."""
+
+    directory: str
+    result: Mapping[str, Any]
+
+
+def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Finished:
+    """Prepare the data, decide what the directory means, and record the life that begins.
+
+    Raises:
+        Refusal: when the data can't be used, or the directory holds something else.
+    """
+    folder = Path(prepare(run.dataset, progress))
+    corpus = open_corpus(folder)
+    check_corpus(run, corpus)
+    directory = Path(run.directory)
+    lives = read_lives(directory)
+    parent, fork = _parent(run, lives, corpus)
+    science = identity.science_of(run, corpus.digest, parent)
+    ids = identity.ids(run, science)
+    last = lives[-1] if lives else None
+    if last:
+        _compare(run, last, science)
+        if _result(directory).get("finished") and last["config"]["training"]["steps"] == run.training.steps:
+            return Finished(run.directory, _result(directory))
+    life = _life(run, lives, ids, corpus, str(folder), parent, fork)
+    _record(run, life, science)
+    return life
+
+
+def read_lives(directory: Path) -> list[dict[str, Any]]:
+    """The documents of `run.yaml`, one a life; empty where no run began.
+
+    Raises:
+        Refusal: when the directory holds something that is no run.
+    """
+    file = directory / "run.yaml"
+    if file.is_file():
+        return [document for document in yaml.safe_load_all(file.read_text()) if document]
+    others = sorted({p.name for p in directory.iterdir()} - OURS) if directory.is_dir() else []
+    if others:
+        raise Refusal(
+            f"hydra.run.dir={directory}: holds no run, but other things ({', '.join(others[:3])}); "
+            "choose another name or an empty directory."
+        )
+    return []
+
+
+def fingerprint(run: Run, corpus: Corpus) -> str:
+    """What a position in the data refers to: the tokens, how they are cut into rows, and the order's seed."""
+    return f"{corpus.digest} in rows of {run.training.seq_len}, seed {run.training.seed}"
+
+
+def check_corpus(run: Run, corpus: Corpus) -> None:
+    """Refuse data that the model or the batch can't use.
+
+    Raises:
+        Refusal: naming both sides.
+    """
+    if corpus.max_token >= run.model.vocab:
+        raise Refusal(
+            f"model.vocab={run.model.vocab}: the data has token ids up to {corpus.max_token} "
+            f"(dataset.tokenizer={run.dataset.tokenizer}); give model.vocab={corpus.vocab_size} or another tokenizer."
+        )
+    rows = corpus.train.rows(run.training.seq_len)
+    if rows < 1:
+        raise Refusal(
+            f"training.seq_len={run.training.seq_len}: the training data has only {corpus.train.tokens} tokens, "
+            "less than one row; give a smaller training.seq_len or more data."
+        )
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a run's directory, so that two jobs can't write to it; the lock ends with this process.
+
+    Raises:
+        Refusal: when another job holds it, or it can't be written to.
+    """
+    new = not directory.exists()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("a+")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); choose another place.") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise Refusal(
+                f"hydra.run.dir={directory}: {holder} is running in it; wait for it, or choose another name."
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        try:
+            yield
+        finally:
+            _leave(directory, file.name if new else None)
+
+
+def _leave(directory: Path, lock: str | None) -> None:
+    """Take away a directory that a refusal left empty."""
+    if lock and {p.name for p in directory.iterdir()} <= {".lock"}:
+        Path(lock).unlink()
+        directory.rmdir()
+
+
+def _result(directory: Path) -> dict[str, Any]:
+    file = directory / "result.json"
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _parent(run: Run, lives: list[dict[str, Any]], corpus: Corpus) -> tuple[str | None, Path | None]:
+    """The fork's parent, as "science_id@step", and its checkpoint; the first life's, when there was one."""
+    if not run.checkpoint.resume:
+        return None, None
+    if lives and lives[0].get("parent"):
+        return str(lives[0]["parent"]), None
+    folder = manifest.find(run.checkpoint.resume)
+    found = manifest.read(folder)
+    if found is None:
+        raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: the checkpoint is damaged; give another one.")
+    order.check_state(found.data, fingerprint(run, corpus))
+    if found.step >= run.training.steps:
+        raise Refusal(
+            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.step} steps already; "
+            "give more steps."
+        )
+    return f"{found.science_id}@{found.step}", folder
+
+
+def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run as another one; more steps are a continuation."""
+    old, new = dict(last["science"]), dict(science)
+    before, now = int(last["config"]["training"]["steps"]), run.training.steps
+    old.pop("training.steps", None)
+    new.pop("training.steps", None)
+    differ = sorted(k for k in old.keys() | new.keys() if old.get(k, _DEFAULT) != new.get(k, _DEFAULT))
+    if differ:
+        what = "; ".join(f"{k} was {_value(old, k)}, now {_value(new, k)}" for k in differ)
+        raise Refusal(
+            f"hydra.run.dir={run.directory}: holds another experiment ({what}); choose another name for this one."
+        )
+    if now < before:
+        raise Refusal(f"training.steps={now}: the run in {run.directory} has {before}; give {before} or more.")
+
+
+_DEFAULT = object()
+
+
+def _value(science: Mapping[str, Any], key: str) -> str:
+    return show(science[key]) if key in science else "the default"
+
+
+def _life(
+    run: Run, lives: list[dict[str, Any]], ids: Ids, corpus: Corpus, folder: str, parent: str | None, fork: Path | None
+) -> Life:
+    found = manifest.complete(Path(run.directory))
+    checkpoint = found[-1] if found else fork
+    content = manifest.read(checkpoint) if checkpoint else None
+    step, rows = (content.step, order.check_state(content.data, fingerprint(run, corpus))) if content else (0, 0)
+    if _result(Path(run.directory)).get("finished") and not found:
+        raise Refusal(
+            f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
+            "continue from; choose another name."
+        )
+    more = bool(lives) and run.training.steps > int(lives[-1]["config"]["training"]["steps"])
+    kind = "continuation" if more else "resume" if lives else "fork" if fork else "start"
+    run_id = lives[0]["run_id"] if lives else uuid.uuid4().hex[:12]
+    path = str(checkpoint) if checkpoint else None
+    return Life(len(lives) + 1, run_id, ids, folder, path, step, rows, kind, parent)
+
+
+def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
+    """Write what this life is: a document in run.yaml, Hydra's own files, the environment."""
+    directory = Path(run.directory)
+    document = {
+        "life": life.number,
+        "kind": life.kind,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "name": run.name,
+        "run_id": life.run_id,
+        "parent": life.parent,
+        "from_step": life.step,
+        "ids": asdict(life.ids),
+        "overrides": list(run.overrides),
+        "choices": dict(run.choices),
+        "layout": run.layout.degrees(),
+        "microbatches": run.microbatches,
+        "science": dict(science),
+        "config": as_config(run),
+    }
+    with (directory / "run.yaml").open("a") as out:
+        out.write("---\n" + yaml.safe_dump(document, sort_keys=False))
+    (directory / ".hydra").mkdir(exist_ok=True)
+    for name, text in run.hydra.items():
+        (directory / ".hydra" / name).write_text(text)
+    (directory / "env.json").write_text(json.dumps(_environment(run), indent=1))
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    return {
+        "code": identity.code(),
+        "diff": identity.git_diff(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "device": asdict(run.machine),
+    }

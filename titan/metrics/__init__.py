@@ -1,0 +1,1 @@
+"""The metrics axis: what a run reports while it learns, and to whom."""

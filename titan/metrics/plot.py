@@ -1,0 +1,171 @@
+"""loss.png: the loss of a run over the tokens that it has seen."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHARE = 0.02  # of the run that one smoothed point averages over
+BLUE, ORANGE, GREY = "#2c6fbb", "#d9571e", "#6b6b6b"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One quantity over training.
+
+    Attributes:
+        steps: in rising order.
+        tokens: seen up to each step.
+        values: at each step, all finite.
+    """
+
+    steps: tuple[int, ...]
+    tokens: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+def plot_losses(metrics_file: Path, png: Path) -> Path | None:
+    """Draw training and validation loss from metrics.jsonl.
+
+    Args:
+        metrics_file: lines with step, tokens and loss or validation_loss; the last line of a step counts.
+        png: the file to write.
+
+    Returns:
+        The file; None where matplotlib isn't installed or there is nothing to draw.
+    """
+    lines = read_lines(metrics_file)
+    training, validation = curve(lines, "loss"), curve(lines, "validation_loss")
+    if not (training.steps or validation.steps) or importlib.util.find_spec("matplotlib") is None:
+        return None
+    _draw(training, validation, png)
+    return png
+
+
+def read_lines(metrics_file: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl; a line that a kill cut short is left out, a missing file has none."""
+    if not metrics_file.exists():
+        return []
+    records = []
+    for line in metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
+    """The finite values of `key` by step, where a later record of the same step replaces the earlier one."""
+    last = {record["step"]: record for record in records if key in record and "step" in record}
+    kept = [last[step] for step in sorted(last) if _finite(last[step][key])]
+    return Curve(
+        steps=tuple(int(record["step"]) for record in kept),
+        tokens=tuple(float(record.get("tokens", record["step"])) for record in kept),
+        values=tuple(float(record[key]) for record in kept),
+    )
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def smooth(values: Sequence[float], span: int) -> list[float]:
+    """The mean over windows of about `span` values, each centred on its own value and so shorter towards the ends.
+
+    Centred, because an average over the past alone lies above a falling loss.
+    """
+    sums = list(itertools.accumulate(values, initial=0.0))
+    out = []
+    for index in range(len(values)):
+        half = min(span // 2, index, len(values) - 1 - index)
+        out.append((sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
+    return out
+
+
+def _draw(training: Curve, validation: Curve, png: Path) -> None:
+    """Without pyplot, which keeps figures in a global register."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    if training.steps:
+        _training(axes, training)
+    if validation.steps:
+        axes.plot(
+            validation.tokens,
+            validation.values,
+            "o",
+            color=ORANGE,
+            markersize=5,
+            markeredgecolor="white",
+            markeredgewidth=0.7,
+            zorder=4,
+            label=f"validation, last {validation.values[-1]:.3f}",
+        )
+    _dress(axes, training, validation)
+    figure.savefig(png)
+
+
+def _training(axes: Any, training: Curve) -> None:
+    span = round(SHARE * len(training.values))
+    if span < 2:
+        axes.plot(training.tokens, training.values, ".-", color=BLUE, linewidth=1.5, label="training")
+        return
+    axes.plot(training.tokens, training.values, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
+    smoothed = smooth(training.values, span)
+    axes.plot(training.tokens, smoothed, color=BLUE, linewidth=1.8, zorder=3, label=f"training, mean over {span} steps")
+
+
+def _dress(axes: Any, training: Curve, validation: Curve) -> None:
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_formatter(lambda tokens, _: short(tokens))
+    axes.grid(True, color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper right")
+    axes.set_xlim(0, 1.02 * max(*training.tokens, *validation.tokens, 1.0))
+    axes.set_ylim(*_limits(training.values, validation.values))
+    _step_axis(axes, training if training.steps else validation)
+
+
+def _step_axis(axes: Any, by: Curve) -> None:
+    """A second scale on top, in steps: exact where every step has as many tokens, else by the run's average."""
+    from matplotlib.ticker import MaxNLocator
+
+    per_step = by.tokens[-1] / max(1, by.steps[-1]) or 1.0
+    steps = axes.secondary_xaxis("top", functions=(lambda tokens: tokens / per_step, lambda step: step * per_step))
+    steps.set_xlabel("step", color=GREY, fontsize=9)
+    steps.tick_params(colors=GREY, labelsize=8)
+    steps.spines["top"].set_visible(False)
+    steps.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    steps.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+
+
+def _limits(*curves: Sequence[float]) -> tuple[float, float]:
+    """The range of the loss, where a few spikes at the very top may leave the picture."""
+    values = sorted(value for each in curves for value in each)
+    low, high = values[0], values[-1]
+    usual = values[int(0.995 * (len(values) - 1))]
+    top = usual if high > usual + (usual - low) else high
+    pad = 0.05 * (top - low) or 0.5
+    return low - pad, top + pad
+
+
+def short(count: float) -> str:
+    """A number of tokens as people write it: 820, 16k, 2.5M, 1.2B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.3g}"

@@ -1,0 +1,92 @@
+"""What a run writes down: `metrics.jsonl`, a line a step, and the trackers beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from titan.cluster.devices import peak_tflops
+from titan.lives import Life
+from titan.metrics.trackers import open_trackers
+from titan.run import Run, as_config
+
+
+class Recorder:
+    """Writes a record to metrics.jsonl and hands it to the trackers; a context manager."""
+
+    def __init__(self, run: Run, life: Life, warn: Callable[[str], None]) -> None:
+        directory = Path(run.directory)
+        self.life = life.number
+        self.file = (directory / "metrics.jsonl").open("a", buffering=1)  # a line at a time, so a kill cuts none
+        self.trackers = open_trackers(
+            run.metrics,
+            directory=directory,
+            run_id=life.run_id,
+            group_id=life.ids.group,
+            name=run.name,
+            config=as_config(run),
+            warn=warn,
+        )
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write one record; numbers that are not finite become null, as JSON has none."""
+        record = {**record, "life": self.life}
+        self.file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        self.trackers.log(record)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Hand the final figures to the trackers and close them."""
+        self.trackers.finish(result)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.file.close()
+
+
+class Speed:
+    """Throughput, TFLOP/s and MFU from the seconds of a step.
+
+    FLOPs per token: 6 for each weight of a matrix product and 12 * layers * heads * head_dim * seq_len for attention,
+    in full (not halved for causality) and without what checkpointing computes again (Chowdhery et al. 2022,
+    arXiv:2204.02311, appendix B). MFU is their share of the device's dense peak; None where that is not known.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.tokens, self.devices = run.training.global_batch, run.layout.devices
+        self.flops = run.model.flops_per_token(run.training.seq_len)
+        table = peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
+        self.peak = run.cluster.peak_tflops or table
+
+    def of(self, seconds: float) -> dict[str, float | None]:
+        """The figures of a step that took `seconds`."""
+        rate = self.tokens / seconds
+        tflops = rate / self.devices * self.flops / 1e12
+        return {
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / self.devices,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak if self.peak else None,
+        }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this rank has held so far: the allocator's on a GPU, the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None when it is a number that is not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,1 @@
+"""The model axis: shapes and counts (`schema`), building blocks (`layers`) and the models made of them."""

@@ -1,0 +1,174 @@
+"""The building blocks of a decoder: plain modules that know nothing of parallelism.
+
+Precision follows the activations: the embedding's output sets the compute type, each layer casts its weight to the
+type of its input where it uses it (which changes nothing when the weight already has that type), and what loses
+most in low precision - norms, rotary embedding, loss - is computed in float32 and cast back.
+
+Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORED = -100
+"""A target that is no part of the loss."""
+
+
+class Embedding(nn.Embedding):
+    """Token embedding; looks up in the weight's own type and gives `dtype`, the type to compute in (None: as is)."""
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__(vocab, dim)
+        self.dtype: torch.dtype | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states [B, T, D] of tokens [B, T]."""
+        hidden = F.embedding(tokens, self.weight)
+        return hidden if self.dtype is None else hidden.to(self.dtype)
+
+
+class Linear(nn.Linear):
+    """A product with a weight [out, in], computed in the input's type; no bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out]."""
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation (arXiv:1910.07467), in float32 inside whatever the input's type."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]; torch's `rms_norm` accumulates and scales low precision inputs in float32."""
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+
+
+class Head(Linear):
+    """The product with the vocabulary and, given targets, the loss, so that a caller may pass slices of the row."""
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits, or the summed cross-entropy.
+
+        Args:
+            hidden: [B, T, D], after the final norm.
+            targets: [B, T] int64, -100 where ignored; None for logits.
+
+        Returns:
+            Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar.
+        """
+        logits = super().forward(hidden)
+        if targets is None:
+            return logits
+        logits = logits.float().flatten(0, -2)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Radians a position for each pair of a head, float32 [head_dim / 2] on the CPU (arXiv:2104.09864)."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    return 1.0 / theta**exponents
+
+
+def stretch_frequencies(inv_freq: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:
+    """Llama 3.1's frequencies for contexts longer than `original` (the release's `apply_scaling`).
+
+    Wavelengths above original / low are stretched by `factor`, those below original / high are left alone, and in
+    between the two are blended, linearly in the number of turns that fit into `original`.
+    """
+    turns = original * inv_freq / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * inv_freq / factor + kept * inv_freq
+
+
+def rotation(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, float32 [..., T, 1, d / 2], for positions [..., T]."""
+    angles = positions[..., None, None].float() * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + d / 2) of x [B, T, H, d], the pairing of Hugging Face's weights, in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+def document_mask(document_ids: Tensor) -> Tensor:
+    """True where a query may see a key, [B, 1, T, T]: not later, and of the same document. Quadratic in T."""
+    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
+    return same.tril()
+
+
+class CausalAttention(nn.Module):
+    """Softmax attention without weights; a module, so that context parallelism can take its place."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or as the boolean mask says."""
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    """Causal attention in which each key and value head serves a group of query heads (arXiv:2305.13245)."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.wq = Linear(dim, heads * head_dim)
+        self.wk = Linear(dim, kv_heads * head_dim)
+        self.wv = Linear(dim, kv_heads * head_dim)
+        self.wo = Linear(heads * head_dim, dim)
+        self.core = CausalAttention()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        # -1: as many heads as the weights have here, so that a rank may own some of them.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
+        return projected
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.w1 = Linear(dim, ffn)
+        self.w2 = Linear(ffn, dim)
+        self.w3 = Linear(dim, ffn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] to [B, T, D]."""
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, ffn: int, eps: float) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(dim, eps)
+        self.attention = Attention(dim, heads, kv_heads, head_dim)
+        self.ffn_norm = RMSNorm(dim, eps)
+        self.feed_forward = FeedForward(dim, ffn)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x [B, T, D]; cos and sin [1 or B, T, 1, d / 2] float32; mask [B, 1, T, T] or None for plain causal."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out

@@ -1,0 +1,113 @@
+"""The world of a run: its ranks, their device, and who does what with whom.
+
+One place turns degrees into a device mesh and answers every later question: which ranks sum gradients, who reads which
+rows, who speaks. A single rank has neither process group nor mesh; every method then does nothing or gives what it got.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from launchers.place import Place
+from titan.dataset.loader import Share
+from titan.parallelism.schema import Layout
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, seen from one of them.
+
+    Attributes:
+        place: this rank among all.
+        layout: all degrees.
+        device: where this rank computes.
+        mesh: the dimensions whose degree is above one, outermost first; None for a single rank.
+    """
+
+    place: Place
+    layout: Layout
+    device: torch.device
+    mesh: DeviceMesh | None = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the rank that writes shared files and the terminal."""
+        return self.place.rank == 0
+
+    @property
+    def share(self) -> Share:
+        """Which rows of a global batch this rank reads: replicate and shard together cut the batch."""
+        inner = self._coordinate("shard")
+        return Share(self._coordinate("replicate") * self.layout.shard + inner, self.layout.data_ranks)
+
+    def dimensions(self, *names: str) -> DeviceMesh | None:
+        """The part of the mesh with those of `names` whose degree is above one; None when there is none."""
+        wanted = tuple(n for n in names if getattr(self.layout, n) > 1)
+        if not wanted or self.mesh is None:
+            return None
+        return self.mesh[wanted] if wanted != self.mesh.mesh_dim_names else self.mesh
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor in place over the ranks that read different rows."""
+        if self.layout.data_ranks > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in the order of ranks."""
+        if self.place.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.place.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.place.size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self.place.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _coordinate(self, name: str) -> int:
+        if self.mesh is None or name not in (self.mesh.mesh_dim_names or ()):
+            return 0
+        return int(self.mesh.get_local_rank(name))
+
+
+def connect(place: Place, layout: Layout, device_type: str, timeout: float, store: Any = None) -> World:
+    """Join the process group, where there is more than one rank, and lay out the mesh.
+
+    Args:
+        place: this rank.
+        layout: all degrees; their product is the number of ranks.
+        device_type: "cpu" or "cuda".
+        timeout: seconds after which a collective operation gives up.
+        store: what the ranks have met at already; None to meet at `place.rendezvous`.
+    """
+    device = torch.device(device_type, place.local_rank if device_type == "cuda" else None)  # type: ignore[arg-type]
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    if place.size == 1:
+        return World(place, layout, device)
+    meeting = {"store": dist.PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if device_type == "cuda" else None,
+        **meeting,
+    )
+    degrees = {name: degree for name, degree in layout.degrees().items() if degree > 1}
+    mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    return World(place, layout, device, mesh)

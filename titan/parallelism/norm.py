@@ -1,0 +1,52 @@
+"""The gradient's norm and its clipping, over plain tensors and DTensors alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The 2-norm of all gradients together, the same number on every rank, as on one device.
+
+    Gradients are grouped by the ranks among which they are cut; squares are summed here first, then over those ranks.
+
+    Args:
+        gradients: plain tensors and DTensors whose placements are Shard or Replicate.
+        device: of the gradients; a run without gradients has the norm zero there.
+    """
+    groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(_cut(gradient), []).append(local(gradient))
+    total = torch.zeros((), device=device)
+    for cut, parts in groups.items():
+        square = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts))).float() ** 2
+        if cut is not None:
+            for dimension in cut[1]:
+                dist.all_reduce(square, group=cut[0].get_group(dimension))
+        total = total + square
+    return total.sqrt()
+
+
+def clip(gradients: Iterable[Tensor], norm: Tensor, largest: float) -> None:
+    """Scale all gradients in place so that their norm is at most `largest`."""
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_([local(g) for g in gradients], factor)
+
+
+def _cut(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """The mesh and those of its dimensions over which a gradient is cut; None when every rank has it whole."""
+    if not isinstance(gradient, DTensor):
+        return None
+    dimensions = tuple(i for i, placement in enumerate(gradient.placements) if placement.is_shard())
+    return (gradient.device_mesh, dimensions) if dimensions else None

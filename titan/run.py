@@ -1,0 +1,237 @@
+"""A run: the composed experiment, typed and frozen, its derived values and the checks across axes.
+
+`Recipe` is what the user chose, one field an axis. `Run` adds what follows from it on this machine. Free of torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan import capacity
+from titan.checkpoint.schema import Checkpoint
+from titan.cluster.devices import Machine
+from titan.cluster.schema import Cluster
+from titan.compile import Compile
+from titan.dataset.schema import Dataset
+from titan.debug import Debug
+from titan.memory import Memory
+from titan.metrics.schema import Metrics
+from titan.model.schema import Llama
+from titan.optimizer import Optimizer
+from titan.parallelism.schema import Layout, Parallelism
+from titan.precision import Precision
+from titan.settings import Refusal, plain, setting
+from titan.training import Training
+
+READY = ("replicate", "shard")
+"""The dimensions of the mesh that this version can run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A complete choice on all axes."""
+
+    name: str = setting(help="the run's name, and its directory under runs/")
+    modules: tuple[str, ...] = setting((), "packages beside titan and experiments that _target_ may name")
+    model: Llama
+    dataset: Dataset
+    optimizer: Optimizer
+    training: Training
+    precision: Precision
+    parallelism: Parallelism
+    memory: Memory
+    compile: Compile
+    checkpoint: Checkpoint
+    metrics: Metrics
+    debug: Debug
+    cluster: Cluster
+
+    @classmethod
+    def axes(cls) -> tuple[str, ...]:
+        """The axes, in the order of the design."""
+        return tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "modules"))
+
+    def describe(self) -> str:
+        """The settings that decide how much memory a run takes, for messages."""
+        return f"model of {billions(self.model.parameters())} parameters, {self.precision.compute}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Recipe):
+    """A recipe on a machine: what the ranks are given.
+
+    Attributes:
+        machine: the devices here.
+        layout: all degrees as numbers.
+        microbatches: micro-batches that each rank's rows are cut into.
+        directory: where results go, absolute.
+        choices: the option chosen in each config group.
+        overrides: the command line, as typed.
+        hydra: texts of the files under `.hydra/`, by name.
+    """
+
+    machine: Machine
+    layout: Layout
+    microbatches: int
+    directory: str
+    choices: Mapping[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    hydra: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def rank_rows(self) -> int:
+        """Rows of a global batch that a rank has room for."""
+        return capacity.rank_rows(self, self.layout)
+
+    def describe(self) -> str:
+        """The choices that decide how much memory the run takes, for messages."""
+        model, parallelism = self.choices.get("model", "?"), self.choices.get("parallelism", "?")
+        return f"model={model} parallelism={parallelism}"
+
+
+def resolve(
+    recipe: Recipe,
+    machine: Machine,
+    directory: str,
+    *,
+    ranks: int | None = None,
+    choices: Mapping[str, str] | None = None,
+    overrides: tuple[str, ...] = (),
+    hydra: Mapping[str, str] | None = None,
+) -> Run:
+    """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
+
+    Args:
+        recipe: the composed choices.
+        machine: the devices here.
+        directory: where results go.
+        ranks: how many ranks a launcher has started already; None when titan is to start them.
+        choices, overrides, hydra: see `Run`.
+
+    Raises:
+        Refusal: for what can't work.
+    """
+    recipe.model.check()
+    recipe.training.check()
+    recipe.parallelism.check()
+    if recipe.precision.compute == "auto":
+        precision = Precision(compute="bf16" if machine.bf16_fast else "fp32")
+        recipe = dataclasses.replace(recipe, precision=precision)
+    layout = _layout(recipe, machine, ranks)
+    run = Run(
+        **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
+        machine=machine,
+        layout=layout,
+        microbatches=_microbatches(recipe, layout, machine),
+        directory=directory,
+        choices=choices or {},
+        overrides=overrides,
+        hydra=hydra or {},
+    )
+    check(run, ranks)
+    return run
+
+
+def check(run: Run, ranks: int | None = None) -> None:
+    """The checks across axes, in one place.
+
+    Raises:
+        Refusal: for what can't work.
+    """
+    if ranks is None:
+        _check_machine(run)
+    capacity.check(run, run.layout, run.machine, run.microbatches)
+    for name, degree in run.layout.degrees().items():
+        if degree > 1 and name not in READY:
+            raise Refusal(
+                f"parallelism.{name}={degree} (parallelism={run.choices.get('parallelism', '?')}): this version trains "
+                "with the dimensions replicate and shard only; choose parallelism=single, ddp, fsdp or hsdp."
+            )
+    if run.compile.scope != "off" and run.debug.detect_anomaly:
+        raise Refusal("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
+    if run.dataset.mask_documents:
+        raise Refusal("dataset.mask_documents=true: this version attends across documents; give false.")
+    if run.microbatches > run.rank_rows:
+        raise Refusal(
+            f"parallelism.microbatches={run.microbatches}: a rank has only {run.rank_rows} rows a step "
+            f"(training.global_batch / training.seq_len over {run.layout.data_ranks} ranks); give at most that many."
+        )
+    if run.compile.scope != "off" and run.compile.backend == "inductor" and run.machine.device == "cpu":
+        _check_compiler(run)
+    if run.checkpoint.mode == "off" and run.cluster.restarts:
+        raise Refusal(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
+
+
+def billions(count: float) -> str:
+    """A count with a unit: 6.2M, 8.03B."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def _layout(recipe: Recipe, machine: Machine, ranks: int | None) -> Layout:
+    cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
+    node = machine.count if per_node == "auto" else int(per_node)
+    limits = capacity.limits(recipe, max(2, node))
+    if ranks is not None:
+        _check_ranks(cluster, ranks)
+        return recipe.parallelism.layout(ranks, limits)
+    if cluster.devices != "auto":
+        return recipe.parallelism.layout(int(cluster.devices), limits)
+    if per_node != "auto":
+        return recipe.parallelism.layout(int(per_node) * cluster.nodes, limits)
+    asked = recipe.parallelism.layout(None, limits)
+    if machine.device == "cpu" or not _open(recipe.parallelism):
+        return asked
+    return recipe.parallelism.layout(machine.count * cluster.nodes, limits)
+
+
+def _open(parallelism: Parallelism) -> bool:
+    return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
+
+
+def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
+    if recipe.parallelism.microbatches != "auto":
+        return int(recipe.parallelism.microbatches)
+    return capacity.microbatches(recipe, layout, capacity.available(recipe, layout, machine))
+
+
+def _check_ranks(cluster: Cluster, ranks: int) -> None:
+    if cluster.devices not in ("auto", ranks):
+        raise Refusal(
+            f"cluster.devices={cluster.devices}: {ranks} ranks were started; start as many, or leave it at auto."
+        )
+
+
+def _check_machine(run: Run) -> None:
+    """Refuse to start more ranks here than there are devices."""
+    if run.cluster.nodes > 1:
+        raise Refusal(
+            f"cluster.nodes={run.cluster.nodes}: titan itself starts ranks on one machine only; "
+            "start this command on each node with torchrun or srun, or give cluster.nodes=1."
+        )
+    if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
+        layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"
+        capacity.check(run, layout, run.machine, run.microbatches)
+        raise Refusal(
+            f"{run.describe()}: {layout} makes {layout.devices} ranks, and here are {here}; give smaller degrees, "
+            f"or cluster.device=cpu to try it with {layout.devices} CPU ranks."
+        )
+
+
+def _check_compiler(run: Run) -> None:
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        raise Refusal(
+            f"compile={run.choices.get('compile', 'block')}: torch.compile needs a C++ compiler on CPU, and there is "
+            "none in PATH; install g++, or give compile=off."
+        )
+
+
+def as_config(run: Recipe) -> dict[str, Any]:
+    """The recipe as plain containers, for run.yaml and for trackers."""
+    return {f.name: plain(getattr(run, f.name)) for f in dataclasses.fields(Recipe)}

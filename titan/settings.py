@@ -1,0 +1,255 @@
+"""Typed settings: what the schema of every axis is made of.
+
+A schema is a frozen dataclass whose fields come from `setting(default, help, ...)`. `build` turns what Hydra
+composed (plain dicts, lists and scalars) into instances of it, strictly: an unknown key, a wrong type or a value out
+of range raises a `Refusal`, a sentence that names the setting, its value and the way out.
+
+Nothing here imports torch or Hydra, so that schemas stay cheap to load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NoReturn
+
+MISSING = "???"
+"""OmegaConf's mark for a value that the user has to give."""
+
+
+class Refusal(Exception):
+    """What can't work, in one plain sentence for the user: the program ends with exit code 2, without a traceback."""
+
+
+class Failure(Exception):
+    """What made a run fail, in one plain sentence for the user: exit code 1, without a traceback."""
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    science: bool | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    words: tuple[str, ...] = (),
+) -> Any:
+    """Declare a field of a schema.
+
+    Args:
+        default: its value unless the user says otherwise; `MISSING` where the user must say.
+        help: one line for `--help` and the documentation.
+        science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
+        at_least, at_most, above, below: the range of a number (of each number, in a tuple).
+        words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
+    """
+    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    metadata = {
+        "help": help,
+        "science": science,
+        "words": words,
+        "limits": {k: v for k, v in limits.items() if v is not None},
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The hint "; did you mean 'x'?" for the known word nearest to `word`, or nothing."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    if not close:  # a right name at the wrong place: `seed` for `training.seed`
+        close = [k for k in known if k.rpartition(".")[2] == word.rpartition(".")[2]][:1]
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -> Any:
+    """Make an instance of the schema `cls` from the composed mapping `data`.
+
+    Args:
+        cls: a dataclass; a `_target_` in `data` may name another one with a method `build` in its place.
+        data: plain containers, as Hydra composed them.
+        path: the dotted name of this place, for messages.
+        allowed: packages that `_target_` may name beside titan and experiments.
+
+    Raises:
+        Refusal: on an unknown key, a wrong type, a value out of range or one that is missing.
+    """
+    if not isinstance(data, Mapping):
+        raise Refusal(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
+    data = dict(data)
+    if "_target_" in data:
+        cls = _target(str(data.pop("_target_")), path, allowed)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    hints = typing.get_type_hints(cls)
+    for key in data:
+        if key not in fields:
+            where = _join(path, str(key))
+            names = [_join(path, name) for name in fields]
+            raise Refusal(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
+    values = {}
+    for name, value in data.items():
+        where, kind = _join(path, name), hints[name]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            values[name] = build(kind, value, where, allowed)
+        else:
+            values[name] = _checked(value, kind, fields[name], where)
+    for name, field in fields.items():
+        if values.get(name, field.default) is MISSING or values.get(name) == MISSING:
+            raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
+    return cls(**values)
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """The schema's default values as plain containers, nested schemas included."""
+    hints, out = typing.get_type_hints(cls), {}
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            out[field.name] = defaults(kind)
+        else:
+            out[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
+    return out
+
+
+def plain(value: Any) -> Any:
+    """A schema's instance as plain containers, such as JSON and YAML carry."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    return value
+
+
+def show(value: Any) -> str:
+    """A value as one would type it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(show(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{show(v)}" for k, v in value.items()) + "}"
+    return str(value)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    return str(field.metadata.get("help") or "a value is needed")
+
+
+def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
+    """The dataclass that `_target_` names, when its package may be named."""
+    roots = ("titan", "experiments", *allowed)
+    module, _, attribute = name.rpartition(".")
+    if not any(module == root or module.startswith(root + ".") for root in roots):
+        raise Refusal(
+            f"{path}._target_={name}: only classes under {', '.join(roots)} may be named; "
+            f"if you trust this one, add modules=[{module.partition('.')[0] or name}]."
+        )
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise Refusal(f"{path}._target_={name}: no such class ({error}); correct the name.") from error
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and hasattr(cls, "build")):
+        raise Refusal(f"{path}._target_={name}: must be a dataclass with a method build; name another class.")
+    return cls
+
+
+def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -> Any:
+    if value is MISSING or value == MISSING:
+        return MISSING
+    words = field.metadata.get("words", ())
+    converted = _convert(value, kind, where, words)
+    for number in converted if isinstance(converted, tuple) else (converted,):
+        _in_range(number, field.metadata.get("limits", {}), where, words)
+    return converted
+
+
+def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
+    """`value` as the type `kind`, or a refusal; only conversions that lose nothing."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, arguments, where, words)
+    if origin is Literal:
+        if _as_typed(value) in arguments:
+            return _as_typed(value)
+        choices = ", ".join(map(str, arguments))
+        raise Refusal(f"{where}={show(value)}: choose one of {choices}{nearest(str(value), map(str, arguments))}")
+    if origin is tuple:
+        return _convert_tuple(value, arguments, where)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and not isinstance(value, bool):
+        if isinstance(value, int):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    _refuse_type(value, {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind], where)
+
+
+def _as_typed(value: Any) -> Any:
+    """YAML reads a bare `off` or `on` as a boolean; choices are texts."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[str, ...]) -> Any:
+    optional = type(None) in kinds
+    if value is None and optional:
+        return None
+    if isinstance(value, str) and words:
+        if value in words:
+            return value
+        _refuse_type(value, f"a number or {' or '.join(words)}", where)
+    rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
+    for kind in rest[:-1]:
+        try:
+            return _convert(value, kind, where, ())
+        except Refusal:
+            continue
+    return _convert(value, rest[-1], where, ())
+
+
+def _convert_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        _refuse_type(value, f"a list, such as {where}=[a,b]", where)
+    if kinds[-1] is Ellipsis:
+        return tuple(_convert(v, kinds[0], where, ()) for v in value)
+    if len(value) != len(kinds):
+        _refuse_type(value, f"a list of {len(kinds)} values", where)
+    return tuple(_convert(v, k, where, ()) for v, k in zip(value, kinds, strict=True))
+
+
+def _refuse_type(value: Any, wanted: str, where: str) -> NoReturn:
+    raise Refusal(f"{where}={show(value)}: expected {wanted}.")
+
+
+def _in_range(value: Any, limits: dict[str, float], where: str, words: tuple[str, ...]) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    tests = {
+        "at_least": (lambda v, x: v >= x, "at least"),
+        "at_most": (lambda v, x: v <= x, "at most"),
+        "above": (lambda v, x: v > x, "above"),
+        "below": (lambda v, x: v < x, "below"),
+    }
+    if math.isfinite(value) and all(tests[name][0](value, limit) for name, limit in limits.items()):
+        return
+    wanted = " and ".join(f"{tests[name][1]} {limit:g}" for name, limit in limits.items()) or "a finite number"
+    raise Refusal(f"{where}={show(value)}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")

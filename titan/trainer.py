@@ -1,0 +1,394 @@
+"""The loop that trains, and what it does between steps.
+
+A step never waits for the host: what the host wants to know of it (loss, norm, hash, whether to stop) is summed over the
+ranks into one small vector on the device and read while the next step runs. All ranks read the same numbers at the same
+step, so they agree on stopping, saving and giving up without another word.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titan import console
+from titan.assemble import Engine
+from titan.checkpoint import manifest
+from titan.checkpoint.manager import Manager
+from titan.dataset import order
+from titan.dataset.loader import IGNORED, Batch, Loader, fixed_rows
+from titan.dataset.shards import Corpus
+from titan.lives import Life, fingerprint
+from titan.metrics.plot import plot_losses
+from titan.metrics.recorder import Recorder, Speed, finite, peak_memory_gib
+from titan.parallelism import norm
+from titan.parallelism.mesh import World
+from titan.run import Run
+from titan.sample import continuation
+from titan.settings import Failure
+from titan.training import lr_factor
+
+log = logging.getLogger("titan")
+
+LOSS, BAD, STOP, SAVE, HASH = 0, 1, 2, 3, 4
+"""Places in a step's vector: summed loss, ranks whose own loss is not finite, requests, four pieces of the hash."""
+PIECES, PIECE = 4, 1 << 16
+"""A 64-bit hash travels as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
+WARM = 3
+"""Steps at the beginning of a life that the speed in result.json leaves out: compilation, first allocations."""
+
+
+class Stoppable(Protocol):
+    """What tells the trainer that a signal came."""
+
+    asked: bool
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step that was started and whose figures are still on their way."""
+
+    step: int
+    batch: Batch
+    lr: float
+    local_loss: Tensor
+    figures: Tensor
+    ready: torch.cuda.Event | None
+    began: float
+
+    def read(self) -> list[float]:
+        """The step's vector and its norm, once the device has them."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        values: list[float] = self.figures.tolist()
+        return values
+
+
+class Trainer:
+    """Trains one life of a run on one rank."""
+
+    def __init__(self, run: Run, life: Life, world: World, engine: Engine, corpus: Corpus, stop: Stoppable) -> None:
+        """Take everything that a step needs; nothing is written yet.
+
+        Args:
+            run: the experiment.
+            life: where it begins and what it is called.
+            world: the ranks.
+            engine: the assembled model and optimizer.
+            corpus: the prepared data.
+            stop: asked at every step whether a signal came.
+        """
+        self.run, self.life, self.world, self.engine, self.corpus, self.stop = run, life, world, engine, corpus, stop
+        self.step, self.rows = life.step, life.rows
+        self.manager = Manager(Path(run.directory), run.checkpoint.keep, life.ids.science, engine, world)
+        self.speed = Speed(run)
+        self.scale = 1 / run.training.global_batch
+        self.stopping = self.saving = False
+        self.bad = 0
+        self.saved_step, self.saved_at = life.step, time.monotonic()
+        self.seconds: deque[float] = deque(maxlen=1000)
+        self.first_loss = self.last_loss = math.nan
+        self.validation: dict[str, float] = {}
+        self.settled_at = time.perf_counter()
+        self.recorder: Recorder | None = None
+        self.progress: console.Progress | None = None
+        self.loader = self._loader()
+        self.fixed = self._fixed()
+
+    def train(self) -> int:
+        """Train to the end, or until a signal; then save, sample and report.
+
+        Returns:
+            0 when all steps are done, 130 when a signal ended them.
+        """
+        began = time.monotonic()
+        if self.life.checkpoint:
+            self.manager.load(Path(self.life.checkpoint))
+        if self.world.speaks:
+            console.show_run(self.run, self.life, self.corpus)
+            self.recorder = Recorder(self.run, self.life, log.warning)
+        try:
+            with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
+                self.progress = progress if self.world.speaks else None
+                self.loop()
+            self._finish(began)
+        finally:
+            self.loader.close()
+            if self.recorder:
+                self.recorder.file.close()
+        return 130 if self.stopping else 0
+
+    def loop(self, steps: int | None = None) -> None:
+        """Train `steps` steps, or all that are left."""
+        last = self.run.training.steps if steps is None else self.step + steps
+        gc.collect()
+        gc.disable()  # or every rank would pause at another step, and all would wait each time
+        try:
+            sent: Sent | None = None
+            while self.step < last and not self.stopping:
+                new = self._step()
+                if sent:
+                    self._settle(sent)
+                sent = self._between(new, last)
+            if sent:
+                self._settle(sent)
+        finally:
+            gc.enable()
+
+    def _step(self) -> Sent:
+        """Start one update on the device."""
+        began, self.step = time.perf_counter(), self.step + 1
+        batch = next(self.loader)
+        lr = self.run.optimizer.lr * lr_factor(self.run.training, self.step)
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self.engine.backward(self._on_device(batch.tokens), self._on_device(batch.targets), self.scale)
+        figures = self.world.sum(self._figures(loss, batch))
+        gradients = self.engine.gradients()
+        size = norm.total_norm(gradients, self.world.device)
+        if self.run.training.clip_norm is not None:
+            norm.clip(gradients, size, self.run.training.clip_norm)
+        self._update(~torch.isfinite(figures[LOSS] + size))
+        self.rows += self.run.training.rows
+        return self._send(batch, lr, loss, torch.cat([figures, size.double()[None]]), began)
+
+    def _figures(self, loss: Tensor, batch: Batch) -> Tensor:
+        """This rank's share of the step's vector."""
+        due = self.world.speaks and 0 < self.run.checkpoint.minutes * 60 <= time.monotonic() - self.saved_at
+        pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
+        host = torch.tensor([float(self.stop.asked), float(due), *pieces], dtype=torch.float64)
+        if self.world.device.type == "cuda":
+            host = host.pin_memory()
+        own = loss.double()[None]
+        return torch.cat([own, (~torch.isfinite(own)).double(), host.to(self.world.device, non_blocking=True)])
+
+    def _update(self, bad: Tensor) -> None:
+        """Change the weights, unless `bad`: fused optimizers decide that on the device, others are asked here."""
+        optimizer: Any = self.engine.optimizer
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = bad.float()
+            optimizer.step()
+        elif not bad.item():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _send(self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, began: float) -> Sent:
+        """Start the copy of a step's figures to the host."""
+        if self.world.device.type != "cuda":
+            return Sent(self.step, batch, lr, loss, figures, None, began)
+        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+        host.copy_(figures, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return Sent(self.step, batch, lr, loss, host, ready, began)
+
+    def _settle(self, sent: Sent) -> None:
+        """Read a step's figures, act on them and write them down."""
+        *figures, size = sent.read()
+        now = time.perf_counter()
+        seconds, self.settled_at = now - max(self.settled_at, sent.began), now
+        self.stopping = self.stopping or figures[STOP] > 0
+        self.saving = self.saving or figures[SAVE] > 0
+        loss = figures[LOSS] * self.scale
+        self._judge(sent, loss, size)
+        if math.isnan(self.first_loss):
+            self.first_loss = loss
+        self.last_loss = loss
+        self.seconds.append(seconds)
+        if self.recorder:
+            self.recorder.log(self._record(sent, loss, size, seconds, figures))
+        if self.progress:
+            self.progress.step(sent.step, loss, self.run.training.global_batch / seconds)
+
+    def _record(self, sent: Sent, loss: float, size: float, seconds: float, figures: list[float]) -> dict[str, Any]:
+        batch_hash = sum(int(piece) << (16 * i) for i, piece in enumerate(figures[HASH:])) % 2**64
+        return {
+            "step": sent.step,
+            "tokens": (sent.batch.last + 1) * self.run.training.seq_len,
+            "loss": loss,
+            "grad_norm": size,
+            "lr": sent.lr,
+            "step_seconds": seconds,
+            "data_seconds": sent.batch.wait_seconds,
+            **self.speed.of(seconds),
+            "memory_gib": peak_memory_gib(self.world.device),
+            "rows": [sent.batch.first, sent.batch.last],
+            "batch_hash": f"{batch_hash:016x}",
+        }
+
+    def _judge(self, sent: Sent, loss: float, size: float) -> None:
+        """Report a step whose loss or gradients were not finite; give up after some in a row.
+
+        Raises:
+            Failure: on `training.bad_steps` such steps in a row.
+        """
+        if math.isfinite(loss + size):
+            self.bad = 0
+            return
+        self.bad += 1
+        losses = self.world.gather(float(sent.local_loss))
+        ranks = [r for r, value in enumerate(losses) if not math.isfinite(value)]
+        where = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "gradients, of a finite loss"
+        line = (
+            f"step {sent.step}: {where} not finite (rows {sent.batch.first} to {sent.batch.last}); "
+            "the weights were left as they were"
+        )
+        log.warning(line)
+        if self.progress:
+            self.progress.say(line)
+        if self.bad >= self.run.training.bad_steps:
+            raise Failure(
+                f"{self.bad} steps in a row were not finite, the last one step {sent.step}: {where}, rows "
+                f"{sent.batch.first} to {sent.batch.last}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "
+                f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {self.saved_step}."
+            )
+
+    def _between(self, sent: Sent, last: int) -> Sent | None:
+        """What is due after a step: validation, a checkpoint, garbage. What is settled for it, is None."""
+        step, run = self.step, self.run
+        every = run.metrics.validate_every
+        validate = self.fixed is not None and every > 0 and step % every == 0 and step < run.training.steps
+        save = self.saving or (run.checkpoint.every > 0 and step % run.checkpoint.every == 0)
+        save = save and run.checkpoint.mode != "off" and step < last
+        if not (validate or save):
+            if step % run.training.gc_every == 0:
+                gc.collect(1)
+            return sent
+        self._settle(sent)
+        if validate:
+            self.validate()
+        if save:
+            self.save()
+        self.settled_at = time.perf_counter()
+        return None
+
+    def validate(self) -> None:
+        """Measure the loss on the fixed validation rows; all ranks together."""
+        if self.fixed is None:
+            return
+        tokens, targets, count, text_bytes = self.fixed
+        loss = self.world.sum(self.engine.evaluate(tokens, targets).double()).item()
+        self.validation = {"validation_loss": loss / count}
+        if text_bytes:
+            self.validation["bits_per_byte"] = loss / math.log(2) / text_bytes
+        if self.recorder:
+            tokens_read = self.rows * self.run.training.seq_len
+            self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation})
+        if self.progress:
+            self.progress.say(f"step {self.step:,}: validation loss {self.validation['validation_loss']:.4f}")
+
+    def save(self) -> None:
+        """Write a checkpoint; all ranks together."""
+        if self.saved_step == self.step:
+            return
+        folder = self.manager.save(self.step, order.state(self.rows, fingerprint(self.run, self.corpus)))
+        log.info("saved %s", folder)
+        self.saved_step, self.saved_at, self.saving = self.step, time.monotonic(), False
+
+    def _finish(self, began: float) -> None:
+        """After the last step: save, validate, sample, and say what came out."""
+        if self.run.checkpoint.mode != "off" and (not self.stopping or self.run.checkpoint.on_stop):
+            self.save()
+        sample = None
+        if not self.stopping:
+            self.validate()
+            sample = self._sample()
+        if self.recorder:
+            result = self._result(began, sample)
+            self._write(result)
+            self.recorder.finish(result)
+            console.show_result(self.run, result)
+
+    def _result(self, began: float, sample: dict[str, str] | None) -> dict[str, Any]:
+        timed = sorted(list(self.seconds)[WARM:] or self.seconds)
+        figures: dict[str, Any] = self.speed.of(timed[len(timed) // 2]) if timed else {}
+        saved = manifest.complete(Path(self.run.directory))
+        metrics = Path(self.run.directory) / "metrics.jsonl"
+        drawn = plot_losses(metrics, Path(self.run.directory) / "loss.png") if self.run.metrics.plot else None
+        return {
+            "finished": not self.stopping,
+            "step": self.step,
+            "tokens": self.rows * self.run.training.seq_len,
+            "life": self.life.number,
+            "science_id": self.life.ids.science,
+            "first_loss": finite(self.first_loss),
+            "last_loss": finite(self.last_loss),
+            **{k: finite(v) for k, v in self.validation.items()},
+            **figures,
+            "memory_gib": peak_memory_gib(self.world.device),
+            "seconds": time.monotonic() - began,
+            "checkpoint": str(saved[-1]) if saved else None,
+            "plot": str(drawn) if drawn else None,
+            "sample": sample,
+        }
+
+    def _write(self, result: dict[str, Any]) -> None:
+        file = Path(self.run.directory) / "result.json"
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(result, indent=1))
+        temporary.rename(file)
+
+    def _sample(self) -> dict[str, str] | None:
+        """A continuation of the first validation row, as text; every rank computes it together."""
+        from titan.dataset.tokenizer import load_tokenizer
+
+        count, seq_len = self.run.metrics.sample_tokens, self.run.training.seq_len
+        if not count or self.corpus.tokenizer == "none":
+            return None
+        split = self.corpus.validation if self.corpus.validation.rows(seq_len) else self.corpus.train
+        tokenizer = load_tokenizer(self.run.dataset.tokenizer)
+        start = [int(t) for t in split.read(0, min(16, seq_len // 2))]
+        tokens = continuation(
+            self.engine.model,
+            start,
+            count,
+            window=seq_len,
+            vocab=min(tokenizer.vocab_size, self.run.model.vocab),
+            seed=self.run.training.seed,
+            device=self.world.device,
+        )
+        return {"start": tokenizer.decode(start), "text": tokenizer.decode(tokens)}
+
+    def _loader(self) -> Loader:
+        run = self.run
+        return Loader(
+            self.corpus.train,
+            order.Order(self.corpus.train.rows(run.training.seq_len), run.training.seed),
+            seq_len=run.training.seq_len,
+            rows_per_step=run.training.rows,
+            share=self.world.share,
+            microbatches=run.microbatches,
+            first_row=self.life.rows,
+            prefetch=run.dataset.prefetch,
+        )
+
+    def _fixed(self) -> tuple[Tensor, Tensor, int, int] | None:
+        """This rank's part of the fixed validation rows in micro-batches, and the whole set's tokens and bytes."""
+        seq_len = self.run.training.seq_len
+        tokens, targets = fixed_rows(self.corpus.validation, seq_len, self.run.metrics.validation_tokens // seq_len)
+        if not len(tokens):
+            return None
+        share = self.world.share
+        own, slots = share.rows(len(tokens)), share.slots(len(tokens))
+        size = math.ceil(self.run.rank_rows / self.run.microbatches)
+        shape = (math.ceil(slots / size), size, seq_len)
+        mine = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
+        for place, rows in zip(mine, (tokens, targets), strict=True):
+            place.view(-1, seq_len)[: len(own)] = torch.from_numpy(rows[own.start : own.stop])
+        text_bytes = int(self.corpus.token_bytes[targets].sum())
+        return mine[0].to(self.world.device), mine[1].to(self.world.device), targets.size, text_bytes
+
+    def _on_device(self, array: Any) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.world.device.type == "cuda":
+            return tensor.pin_memory().to(self.world.device, non_blocking=True)
+        return tensor

@@ -1,0 +1,84 @@
+"""The body of a rank: join the others, assemble, train, leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launchers.place import Place
+from titan import debug
+from titan.assemble import assemble
+from titan.dataset.shards import open_corpus
+from titan.lives import Life
+from titan.parallelism import mesh
+from titan.run import Run
+from titan.settings import Failure
+from titan.trainer import Trainer
+
+log = logging.getLogger("titan")
+
+
+class Stop:
+    """Remembers that a signal asked this rank to stop; the second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self.asked:
+            os._exit(130)
+        self.asked = True
+
+
+def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
+    """Train `run` as one of its ranks.
+
+    Args:
+        run: the experiment.
+        life: which execution of it this is.
+        place: this rank.
+        store: what the ranks have met at already, under torchrun or srun.
+
+    Returns:
+        0 when all steps are done, 130 when a signal ended them.
+
+    Raises:
+        Failure: when the run can't go on, in a plain sentence.
+    """
+    stop = Stop()
+    _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
+    debug.apply(run.debug)
+    world = mesh.connect(place, run.layout, run.machine.device, run.cluster.timeout, store)
+    try:
+        log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
+        engine = assemble(run, world, log.info)
+        return Trainer(run, life, world, engine, open_corpus(life.corpus), stop).train()
+    except torch.OutOfMemoryError as error:
+        raise Failure(_out_of_memory(run, error)) from error
+    finally:
+        world.close()
+
+
+def _log_to(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for old in log.handlers:
+        old.close()
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+
+
+def _out_of_memory(run: Run, error: Exception) -> str:
+    ways = [f"parallelism.microbatches={run.microbatches * 2}"] if run.microbatches < run.rank_rows else []
+    ways += ["memory=full"] if run.memory.checkpointing == "none" else []
+    ways += ["parallelism=fsdp"] if run.layout.shard == 1 else ["more devices"]
+    first = str(error).split(". ")[0]
+    return f"out of memory in {run.describe()}: {first}. Give {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}."
