@@ -30,7 +30,7 @@ def here(run: Run, apart: bool = False) -> int:
     """
     with lives.locked(Path(run.directory)):
         for attempt in range(run.cluster.restarts + 1):
-            life = lives.begin(run, console.progress_line())
+            life = _begin(run)
             if isinstance(life, lives.Finished):
                 console.show_finished(life)
                 return 0
@@ -39,6 +39,11 @@ def here(run: Run, apart: bool = False) -> int:
                 return code
             print(f"titan: restart {attempt + 1} of {run.cluster.restarts}", file=sys.stderr)
     return 1
+
+
+def _begin(run: Run) -> lives.Life | lives.Finished:
+    with console.progress_line() as show:
+        return lives.begin(run, show)
 
 
 def _ranks(run: Run, life: lives.Life, apart: bool) -> int:
@@ -56,7 +61,7 @@ def lead(run: Run, place: Place) -> int:
     store = _meet(place)
     try:
         with lives.locked(Path(run.directory)):
-            life = lives.begin(run, console.progress_line())
+            life = _begin(run)
             if isinstance(life, lives.Finished):
                 console.show_finished(life)
                 _send(store, place, 0)

@@ -194,11 +194,10 @@ def test_fake_parameters_cost_nothing() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model = on_meta(Llama(dim=16384, layers=1, heads=128, kv_heads=8, ffn=53248, vocab=128256))
-    started = time.monotonic()
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    never = patch.object(rng, "fill_normal", side_effect=AssertionError("drew values for a fake parameter"))
+    with never, FakeTensorMode(allow_non_fake_inputs=True):
         materialise(model, model.initial(), 5, "cpu")
         assert model.head.weight.device.type == "cpu"
-    assert time.monotonic() - started < 5
 
 
 def split_tensors(model: Any, mesh: DeviceMesh) -> None:

@@ -61,8 +61,8 @@ def demand(recipe: Recipe, layout: Layout, microbatches: int) -> Demand:
 
 
 def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
-    """GiB that one rank may use: a GPU each, or the ranks' share of this machine's memory."""
-    memory = recipe.cluster.memory_gib or machine.memory_gib
+    """GiB that one rank may use: a GPU each, or the ranks' share of this machine's memory; infinite where unknown."""
+    memory = recipe.cluster.memory_gib or machine.memory_gib or math.inf
     if machine.device == "cpu":
         return memory * USABLE / layout.devices - PROCESS_GIB
     return memory * USABLE
@@ -143,10 +143,11 @@ def _takes(recipe: Recipe) -> str:
 
 
 def _here(machine: Machine, layout: Layout, has: float) -> str:
+    memory = "unknown memory" if machine.memory_gib is None else _gib(machine.memory_gib)
     if machine.device == "cpu":
         share = "" if layout.devices == 1 else f", {_gib(max(0.0, has))} for a rank"
-        return f"here is a CPU with {_gib(machine.memory_gib)}{share}"
-    return f"here are {machine.count} x {machine.name} with {_gib(machine.memory_gib)} each"
+        return f"here is a CPU with {memory}{share}"
+    return f"here are {machine.count} x {machine.name} with {memory} each"
 
 
 def _instead(recipe: Recipe) -> str:

@@ -124,8 +124,7 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         Refusal: for what can't work.
     """
     HydraConfig.instance().set_config(cfg)
-    content = OmegaConf.to_container(cfg, resolve=True)
-    node = content.pop("hydra")  # type: ignore[union-attr,call-overload]
+    content = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"]), resolve=True)
     if not isinstance(content, dict):
         raise Refusal("the configuration is not a mapping.")
     modules = content.get("modules") or []
@@ -133,9 +132,9 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
     recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
     machine = devices.detect(recipe.cluster.device)
-    directory = os.path.abspath(directory or str(node["run"]["dir"]))
-    choices = {k: str(v) for k, v in node["runtime"]["choices"].items() if "/" not in k and k in recipe.axes()}
-    overrides = tuple(node["overrides"]["task"])
+    directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
+    choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
+    overrides = tuple(map(str, cfg.hydra.overrides.task))
     return resolve(
         recipe, machine, directory, ranks=ranks, choices=choices, overrides=overrides, hydra=_hydra_files(cfg)
     )

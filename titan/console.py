@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from titan.run import Run, billions
 if TYPE_CHECKING:
     from titan.dataset.shards import Corpus
     from titan.lives import Finished, Life
+
+WIPE = "\r\x1b[K"
+"""Back to the line's beginning, and clear it."""
 
 
 def show_run(run: Run, life: Life, corpus: Corpus) -> None:
@@ -59,7 +63,7 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
     print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
     _table(rows)
     if result.get("sample"):
-        print("\nSampled from the trained model (what follows | was its start):")
+        print("\nSampled from the trained model (its start | what follows):")
         start, text = result["sample"]["start"], result["sample"]["text"]
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
 
@@ -126,16 +130,19 @@ class Progress:
             self.bar.close()
 
 
-def progress_line() -> Callable[[str], None]:
-    """A function that shows one line of progress: over the last one on a terminal."""
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A function that shows one line of progress: over the last one on a terminal, where it is wiped in the end."""
+    terminal = sys.stderr.isatty()
 
     def show(line: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        print(f"{WIPE}{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
-    return show
+    try:
+        yield show
+    finally:
+        if terminal:
+            print(WIPE, end="", file=sys.stderr, flush=True)
 
 
 def _bar(done: int, steps: int) -> Any:

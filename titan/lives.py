@@ -204,24 +204,29 @@ def _parent(run: Run, lives: list[dict[str, Any]], corpus: Corpus) -> tuple[str 
 def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any]) -> None:
     """Refuse to go on with a run as another one; more steps are a continuation."""
     old, new = dict(last["science"]), dict(science)
-    before, now = int(last["config"]["training"]["steps"]), run.training.steps
+    steps, wanted = int(last["config"]["training"]["steps"]), run.training.steps
     old.pop("training.steps", None)
     new.pop("training.steps", None)
     differ = sorted(k for k in old.keys() | new.keys() if old.get(k, _DEFAULT) != new.get(k, _DEFAULT))
     if differ:
-        what = "; ".join(f"{k} was {_value(old, k)}, now {_value(new, k)}" for k in differ)
+        before, now = {**_flat(last["config"]), **old}, {**_flat(as_config(run)), **new}
+        what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
         raise Refusal(
             f"hydra.run.dir={run.directory}: holds another experiment ({what}); choose another name for this one."
         )
-    if now < before:
-        raise Refusal(f"training.steps={now}: the run in {run.directory} has {before}; give {before} or more.")
+    if wanted < steps:
+        raise Refusal(f"training.steps={wanted}: the run in {run.directory} has {steps}; give {steps} or more.")
 
 
 _DEFAULT = object()
 
 
-def _value(science: Mapping[str, Any], key: str) -> str:
-    return show(science[key]) if key in science else "the default"
+def _flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A nested configuration by dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return flat
 
 
 def _life(

@@ -29,7 +29,7 @@ from titan.dataset.loader import IGNORED, Batch, Loader, fixed_rows
 from titan.dataset.shards import Corpus
 from titan.lives import Life, fingerprint
 from titan.metrics.plot import plot_losses
-from titan.metrics.recorder import Recorder, Speed, finite, peak_memory_gib
+from titan.metrics.recorder import Recorder, Speed, finite, first_loss, peak_memory_gib
 from titan.parallelism import norm
 from titan.parallelism.mesh import World
 from titan.run import Run
@@ -53,6 +53,37 @@ class Stoppable(Protocol):
     asked: bool
 
 
+class Clock:
+    """Times a step on its device: from the end of the step before, where nothing came between, to its own end."""
+
+    def __init__(self, device: torch.device, before: Clock | None) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.start: Any = before.end if before else self._now()
+        self.end: Any = None
+
+    def stop(self) -> None:
+        """Mark the step's end, in the order of the device's work."""
+        self.end = self._now()
+
+    def wait(self) -> None:
+        """Wait until the device has come to the step's end."""
+        if self.on_gpu:
+            self.end.synchronize()
+
+    def seconds(self) -> float:
+        """How long the step took; call it after `wait`."""
+        if self.on_gpu:
+            return float(self.start.elapsed_time(self.end)) / 1000
+        return float(self.end - self.start)
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
 @dataclass(frozen=True)
 class Sent:
     """A step that was started and whose figures are still on their way."""
@@ -62,13 +93,11 @@ class Sent:
     lr: float
     local_loss: Tensor
     figures: Tensor
-    ready: torch.cuda.Event | None
-    began: float
+    clock: Clock
 
     def read(self) -> list[float]:
         """The step's vector and its norm, once the device has them."""
-        if self.ready is not None:
-            self.ready.synchronize()
+        self.clock.wait()
         values: list[float] = self.figures.tolist()
         return values
 
@@ -96,9 +125,8 @@ class Trainer:
         self.bad = 0
         self.saved_step, self.saved_at = life.step, time.monotonic()
         self.seconds: deque[float] = deque(maxlen=1000)
-        self.first_loss = self.last_loss = math.nan
+        self.last_loss = math.nan
         self.validation: dict[str, float] = {}
-        self.settled_at = time.perf_counter()
         self.recorder: Recorder | None = None
         self.progress: console.Progress | None = None
         self.loader = self._loader()
@@ -135,7 +163,7 @@ class Trainer:
         try:
             sent: Sent | None = None
             while self.step < last and not self.stopping:
-                new = self._step()
+                new = self._step(sent.clock if sent else None)
                 if sent:
                     self._settle(sent)
                 sent = self._between(new, last)
@@ -144,9 +172,9 @@ class Trainer:
         finally:
             gc.enable()
 
-    def _step(self) -> Sent:
-        """Start one update on the device."""
-        began, self.step = time.perf_counter(), self.step + 1
+    def _step(self, before: Clock | None = None) -> Sent:
+        """Start one update on the device; `before` is the clock of the step that it follows without a break."""
+        clock, self.step = Clock(self.world.device, before), self.step + 1
         batch = next(self.loader)
         lr = self.run.optimizer.lr * lr_factor(self.run.training, self.step)
         for group in self.engine.optimizer.param_groups:
@@ -159,7 +187,7 @@ class Trainer:
             norm.clip(gradients, size, self.run.training.clip_norm)
         self._update(~torch.isfinite(figures[LOSS] + size))
         self.rows += self.run.training.rows
-        return self._send(batch, lr, loss, torch.cat([figures, size.double()[None]]), began)
+        return self._send(batch, lr, loss, torch.cat([figures, size.double()[None]]), clock)
 
     def _figures(self, loss: Tensor, batch: Batch) -> Tensor:
         """This rank's share of the step's vector."""
@@ -181,27 +209,22 @@ class Trainer:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    def _send(self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, began: float) -> Sent:
+    def _send(self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, clock: Clock) -> Sent:
         """Start the copy of a step's figures to the host."""
-        if self.world.device.type != "cuda":
-            return Sent(self.step, batch, lr, loss, figures, None, began)
-        host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-        host.copy_(figures, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return Sent(self.step, batch, lr, loss, host, ready, began)
+        if self.world.device.type == "cuda":
+            host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            figures = host.copy_(figures, non_blocking=True)
+        clock.stop()
+        return Sent(self.step, batch, lr, loss, figures, clock)
 
     def _settle(self, sent: Sent) -> None:
         """Read a step's figures, act on them and write them down."""
         *figures, size = sent.read()
-        now = time.perf_counter()
-        seconds, self.settled_at = now - max(self.settled_at, sent.began), now
+        seconds = sent.clock.seconds()
         self.stopping = self.stopping or figures[STOP] > 0
         self.saving = self.saving or figures[SAVE] > 0
         loss = figures[LOSS] * self.scale
         self._judge(sent, loss, size)
-        if math.isnan(self.first_loss):
-            self.first_loss = loss
         self.last_loss = loss
         self.seconds.append(seconds)
         if self.recorder:
@@ -268,7 +291,6 @@ class Trainer:
             self.validate()
         if save:
             self.save()
-        self.settled_at = time.perf_counter()
         return None
 
     def validate(self) -> None:
@@ -320,7 +342,7 @@ class Trainer:
             "tokens": self.rows * self.run.training.seq_len,
             "life": self.life.number,
             "science_id": self.life.ids.science,
-            "first_loss": finite(self.first_loss),
+            "first_loss": first_loss(metrics),
             "last_loss": finite(self.last_loss),
             **{k: finite(v) for k, v in self.validation.items()},
             **figures,

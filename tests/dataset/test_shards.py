@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def test_rows_overlap_by_one_token(tmp_path: Path, seq_len: int) -> None:
     rows = [split.row(i, seq_len) for i in range(split.rows(seq_len))]
     assert len(rows) == (129 - 1) // seq_len
     assert all(row.size == seq_len + 1 for row in rows)
-    assert all(a[-1] == b[0] for a, b in zip(rows[:-1], rows[1:], strict=True))
+    assert all(a[-1] == b[0] for a, b in pairwise(rows))
     with pytest.raises(IndexError):
         split.row(len(rows), seq_len)
 

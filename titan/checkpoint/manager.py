@@ -8,6 +8,9 @@ parameter names, so a checkpoint knows nothing of the layout that saved it.
 from __future__ import annotations
 
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,8 @@ class Manager:
             shutil.rmtree(folder, ignore_errors=True)  # what a killed save may have left
             folder.mkdir(parents=True)
         self.world.barrier()
-        dcp.save(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
+        with _quietly():
+            dcp.save(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
         if self.world.speaks:
             layout = self.world.layout.degrees()
             manifest.write(folder, Manifest(step, data, self.science_id, layout))
@@ -50,7 +54,8 @@ class Manager:
     def load(self, folder: Path) -> None:
         """Load a checkpoint into the model and the optimizer, whatever layout saved it; all ranks call it together."""
         prime(self.engine.optimizer)
-        dcp.load(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
+        with _quietly():
+            dcp.load(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
 
     def _prune(self) -> None:
         for folder in manifest.complete(self.directory)[: -self.keep]:
@@ -67,6 +72,14 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
             if isinstance(value, Tensor):
                 state[f"optimizer.{name}.{key}"] = value
     return state
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's warning that a single process is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", type=Path, help="the rank file to write, *.tiktoken")
     parser.add_argument("paths", metavar="PATH", nargs="*", help="text files, folders or globs (default: stdlib)")
     parser.add_argument("--ranks", type=int, default=4095, help="how many tokens (default: 4095)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
         _run(options.out, options.paths, options.ranks)
     except Refusal as refusal:

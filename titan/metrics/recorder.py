@@ -87,6 +87,13 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def first_loss(file: Path) -> float | None:
+    """The loss of the first step that metrics.jsonl tells of: a run's, over all its lives."""
+    with file.open() as lines:
+        losses = (json.loads(line).get("loss") for line in lines)
+        return next((loss for loss in losses if loss is not None), None)
+
+
 def finite(value: Any) -> Any:
     """`value`, or None when it is a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,19 +3,16 @@
 Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward.
 """
 
-from __future__ import annotations
-
+# No postponed annotations here: DDP reads those of its communication hook as types.
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:

@@ -1,0 +1,228 @@
+"""Sources: which documents files hold, what names their content, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan.dataset import sources
+from titan.dataset.sources import Markov, Source, TokenSource, jsonl, passages, separated, stdlib, text
+from titan.settings import Refusal
+
+
+def documents(source: Source) -> list[str]:
+    return list(source.documents())
+
+
+def test_stdlib_is_the_library_without_tests() -> None:
+    source = stdlib()
+    names = {file.name for file in source.files}  # type: ignore[attr-defined]
+    places = {part for file in source.files for part in file.parts}  # type: ignore[attr-defined]
+    assert {"argparse.py", "decoder.py", "base_events.py"} <= names
+    assert not places & {"site-packages", "test", "__pycache__", "encodings"}
+    assert not any(name.startswith("_sysconfigdata") for name in names)
+    assert any("class ArgumentParser" in document for document in source.documents())
+    assert source.digest() == stdlib().digest()
+
+
+def test_a_library_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(Refusal, match="dataset=text"):
+        stdlib()
+
+
+def test_the_few_files_that_are_not_utf8_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_bytes(b"# caf\xe9")
+    (tmp_path / "b.py").write_text("# plain")
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    assert documents(stdlib()) == ["# plain"]
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    """A folder of mixed files."""
+    (tmp_path / "sub" / ".git").mkdir(parents=True)
+    files = {"b.txt": "bee", "a.md": "eh", "sub/c.text": "sea", "d.csv": "dee", "e.txt": "", "sub/.git/h.txt": "hidden"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        pytest.param("", ["eh", "bee", "sea"], id="folder"),
+        pytest.param("d.csv", ["dee"], id="file-of-any-name"),
+        pytest.param("*.txt", ["bee"], id="glob"),
+        pytest.param("**/*.t*", ["bee", "sea"], id="recursive-glob"),
+    ],
+)
+def test_text_finds_files(library: Path, path: str, expected: list[str]) -> None:
+    assert documents(text(str(library / path))) == expected
+
+
+def test_a_folder_without_text_files_gives_all_its_files(tmp_path: Path) -> None:
+    (tmp_path / "x.rst").write_text("ex")
+    (tmp_path / ".hidden").write_text("no")
+    assert documents(text(str(tmp_path))) == ["ex"]
+
+
+def test_a_separator_divides_and_blank_documents_vanish(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes("\ufeffone\r\n<|e|>two<|e|>\n <|e|>drei ä".encode())
+    assert documents(text(str(tmp_path), "<|e|>")) == ["one\r\n", "two", "drei ä"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    document=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\n\n \r")), limit=st.integers(8, 40)
+)
+def test_passages_are_the_file_cut_at_lines(document: str, limit: int) -> None:
+    data = document.encode()
+    parts = list(passages(io.BytesIO(data), limit))
+    assert b"".join(parts) == data
+    assert all(len(part) <= limit for part in parts)
+    assert "".join(part.decode() for part in parts) == document
+    assert all(part.endswith(b"\n") or b"\n" not in part for part in parts[:-1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.text("ab<>"), chunk=st.integers(1, 5))
+def test_separated_is_split_whatever_the_chunks(data: str, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_CHUNK", chunk)
+        assert list(separated(io.BytesIO(data.encode()), b"<>")) == data.encode().split(b"<>")
+
+
+def test_a_single_megabyte_has_passages_enough(tmp_path: Path) -> None:
+    content = "".join(f"line {i} of a long story\n" for i in range(40_000))
+    (tmp_path / "story.txt").write_text(content)
+    parts = documents(text(str(tmp_path / "story.txt")))
+    assert "".join(parts) == content
+    assert 100 < len(parts) < 200
+    assert all(part.endswith("\n") for part in parts)
+
+
+def test_jsonl_gives_the_field_of_each_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": "one"}), "", json.dumps({"id": 2, "text": "zwei ü\n"}, ensure_ascii=False), "  "]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
+    (tmp_path / "b.json").write_text(r'{"text": "half \ud800 a pair"}')
+    (tmp_path / "c.txt").write_text("no JSON")
+    assert documents(jsonl(str(tmp_path))) == ["one", "zwei ü\n", "half \ufffd a pair"]
+    (tmp_path / "d.jsonl").write_text('{"text": "t", "body": "b"}')
+    assert documents(jsonl(str(tmp_path / "d.jsonl"), "body")) == ["b"]
+
+
+GOOD = b'{"text": "fine"}\n'
+BAD = [
+    pytest.param(text, None, "x.txt", ["dataset.path", "no such"], id="missing-path"),
+    pytest.param(text, None, "*.txt", ["dataset.path", "matches"], id="glob-without-match"),
+    pytest.param(text, None, "", ["dataset.path", "matches"], id="empty-folder"),
+    pytest.param(jsonl, {"x.txt": b"hello"}, "", ["matches", ".jsonl"], id="folder-of-other-files"),
+    pytest.param(text, {"x.txt": b""}, "x.txt", ["x.txt", "the file is empty"], id="empty-file"),
+    pytest.param(text, {"x.txt": b"", "y.txt": b""}, "", ["all 2 files are empty"], id="folder-of-empty-files"),
+    pytest.param(jsonl, {"x.jsonl": b""}, "x.jsonl", ["x.jsonl", "empty"], id="empty-jsonl"),
+    pytest.param(jsonl, {"x.jsonl": GOOD + b"\n{oops\n"}, "", ["x.jsonl, line 3", "not JSON"], id="broken-line"),
+    pytest.param(jsonl, {"x.jsonl": GOOD + b"[1]\n"}, "", ["x.jsonl, line 2", "object"], id="line-of-another-kind"),
+    pytest.param(jsonl, {"x.jsonl": b'{"body": ""}'}, "", ["line 1", "'text'", "body", "dataset.field"], id="no-field"),
+    pytest.param(jsonl, {"x.jsonl": b'{"text": 5}'}, "", ["line 1", "is 5, not text"], id="field-that-is-no-text"),
+    pytest.param(jsonl, {"x.jsonl": b'{"text": null}'}, "", ["line 1", "is null, not text"], id="field-that-is-null"),
+    pytest.param(jsonl, {"x.jsonl": b"[" * 100_000}, "", ["line 1", "not JSON"], id="nested-without-end"),
+    pytest.param(jsonl, {"x.jsonl": GOOD + b'{"text": "\xff"}'}, "", ["x.jsonl", "byte 27", "UTF-8"], id="jsonl-bytes"),
+    pytest.param(text, {"x.txt": b"abc\xff"}, "x.txt", ["x.txt", "byte 3", "UTF-8"], id="text-bytes"),
+    pytest.param(text, {"x.txt": b"\xef\xbb\xbfabc\xff"}, "x.txt", ["byte 6"], id="text-bytes-after-a-mark"),
+    pytest.param(text, {"x.txt": b"ab\n" * 5000 + b"\xc3"}, "", ["byte 15000"], id="text-bytes-in-a-later-passage"),
+    pytest.param(text, {"x.txt": b"\n \n"}, "x.txt", ["x.txt", "no text"], id="no-documents"),
+    pytest.param(jsonl, {"x.jsonl": b"\n\n"}, "x.jsonl", ["x.jsonl", "no text"], id="no-lines"),
+    pytest.param(jsonl, {"x.jsonl": b'{"text": ""}\n'}, "x.jsonl", ["no text"], id="empty-documents"),
+]
+
+
+@pytest.mark.parametrize(("kind", "files", "path", "words"), BAD)
+def test_bad_input_is_refused(
+    tmp_path: Path, kind: Callable[[str], Source], files: dict[str, bytes] | None, path: str, words: list[str]
+) -> None:
+    for name, content in (files or {}).items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(Refusal) as refusal:
+        documents(kind(str(tmp_path / path)))
+    assert all(word in str(refusal.value) for word in words)
+    assert "\n" not in str(refusal.value)
+
+
+def test_bad_bytes_after_a_separator_are_placed_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"one<>two<>\xff")
+    with pytest.raises(Refusal, match="byte 10 "):
+        documents(text(str(tmp_path), "<>"))
+
+
+def test_an_empty_separator_is_refused(library: Path) -> None:
+    with pytest.raises(Refusal, match="separator"):
+        text(str(library), "")
+
+
+def test_the_digest_is_the_content_not_its_place(tmp_path: Path) -> None:
+    for folder, content in (("a", "same"), ("b", "same"), ("c", "other")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.txt").write_text(content)
+    a, b, c = (text(str(tmp_path / folder)).digest() for folder in "abc")
+    assert a == b != c
+    assert len({a, text(str(tmp_path / "a"), "\n").digest(), jsonl(str(tmp_path / "a" / "x.txt")).digest()}) == 3
+
+
+def test_a_big_file_is_read_once_for_its_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, memo = tmp_path / "x.txt", tmp_path / "memo"
+    file.write_bytes(b"a" * 2**20)
+    os.utime(file, (1e9, 1e9))
+    digest = text(str(file)).digest(memo)
+    monkeypatch.setattr(sources, "_read_digest", lambda path: pytest.fail("read again"))
+    assert text(str(file)).digest(memo) == digest
+    monkeypatch.undo()
+    file.write_bytes(b"b" * 2**20)
+    assert text(str(file)).digest(memo) != digest
+
+
+def test_a_memo_that_can_not_be_written_does_no_harm(tmp_path: Path) -> None:
+    file, memo = tmp_path / "x.txt", tmp_path / "memo"
+    file.write_bytes(b"a" * 2**20)
+    os.utime(file, (1e9, 1e9))
+    memo.write_text("a file where a folder should be")
+    assert text(str(file)).digest(memo) == text(str(file)).digest()
+
+
+def test_reading_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("some text\n" * 2000)
+    source = text(str(tmp_path))
+    documents(source)
+    assert source.bytes_read == source.bytes_total == 20_000
+
+
+def test_markov_documents() -> None:
+    source = Markov(tokens=30_000, vocab_size=50, seed=1)
+    drawn = list(source.token_documents())
+    assert isinstance(source, TokenSource)
+    assert sum(document.size for document in drawn) == 30_000
+    assert all(100 <= document.size <= 500 for document in drawn[:-1])
+    assert np.bincount(np.concatenate(drawn), minlength=50).min() > 300
+    assert all(np.array_equal(a, b) for a, b in zip(drawn, source.token_documents(), strict=True))
+    digests = {
+        Markov(*about).digest() for about in [(30_000, 50, 1), (30_001, 50, 1), (30_000, 51, 1), (30_000, 50, 2)]
+    }
+    assert len(digests) == 4
+
+
+def test_markov_can_be_learnt() -> None:
+    """The entropy of the next token given the last is far below that of a token alone, and as documented."""
+    tokens = np.concatenate(list(Markov(tokens=200_000, vocab_size=16, seed=3).token_documents()))
+    pairs = np.zeros((16, 16))
+    np.add.at(pairs, (tokens[:-1], tokens[1:]), 1)
+    rates = pairs / pairs.sum(axis=1, keepdims=True)
+    entropy = -(pairs / pairs.sum() * np.log(np.where(rates > 0, rates, 1))).sum()
+    assert entropy < 1.2 < np.log(16)

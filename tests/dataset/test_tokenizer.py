@@ -1,0 +1,216 @@
+"""Tokenizers: exact round trips, special tokens, files of each kind and files of none."""
+
+from __future__ import annotations
+
+import base64
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titan.dataset.tokenizer import (
+    END,
+    LLAMA3_RANKS,
+    Tokenizer,
+    cut_spaces,
+    llama3_special,
+    load_tokenizer,
+    write_ranks,
+)
+from titan.dataset.train_tokenizer import byte_characters
+from titan.settings import Refusal
+
+BYTES = [bytes([byte]) for byte in range(256)]
+TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t'sé漢🙂"))
+
+
+@cache
+def titan4k() -> Tokenizer:
+    return load_tokenizer("titan4k")
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXT)
+def test_round_trip_is_exact(text: str) -> None:
+    tokenizer = titan4k()
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.encode_batch([text, "x", text]) == [ids, tokenizer.encode("x"), ids]
+
+
+def test_titan4k_is_complete() -> None:
+    tokenizer = titan4k()
+    assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.bos) == (4096, 4095, None)
+    assert tokenizer.token_bytes().dtype == np.uint16
+    assert (tokenizer.token_bytes() == 0).nonzero()[0].tolist() == [4095]
+    assert len(tokenizer.encode("def __init__(self, name: str) -> None:\n    return self.name\n")) < 20
+
+
+def test_documents_end_and_special_text_is_ordinary() -> None:
+    tokenizer = titan4k()
+    assert tokenizer.encode_document("hello") == [*tokenizer.encode("hello"), 4095]
+    assert 4095 not in tokenizer.encode(f"a {END} b")
+    assert tokenizer.decode(tokenizer.encode(END)) == END == tokenizer.decode([4095])
+
+
+def test_broken_utf8_decodes_to_replacement_characters(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "a.tiktoken", BYTES)
+    assert load_tokenizer(str(tmp_path / "a.tiktoken")).decode([97, 0xC3, 98, 0xFF]) == "a\ufffdb\ufffd"
+
+
+@pytest.mark.parametrize("blank", [pytest.param(" ", id="spaces"), pytest.param("\n \t", id="mixed")])
+def test_endless_white_space_is_no_trap(blank: str) -> None:
+    text = "a" + blank * 400_000 + "b"
+    assert titan4k().decode(titan4k().encode(text)) == text
+
+
+def test_only_endless_white_space_is_cut() -> None:
+    assert cut_spaces("a " * 50_000) == ["a " * 50_000]
+    parts = cut_spaces("x" * 20_000 + " " * 40_000 + "y")
+    assert len(parts) == 3
+    assert "".join(parts) == "x" * 20_000 + " " * 40_000 + "y"
+
+
+@pytest.mark.parametrize("ids", [[4096], [-1], [0, 10**9]])
+def test_ids_of_another_vocabulary_are_refused(ids: list[int]) -> None:
+    with pytest.raises(Refusal, match="0 to 4095"):
+        titan4k().decode(ids)
+
+
+def test_a_rank_file_gets_an_end(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "a.tiktoken", [*BYTES, b"ab"])
+    tokenizer = load_tokenizer(str(tmp_path / "a.tiktoken"))
+    assert (tokenizer.vocab_size, tokenizer.eos, tokenizer.bos) == (258, 257, None)
+    assert tokenizer.encode_document("abc") == [256, 99, 257]
+
+
+def test_128000_ranks_are_llama3s(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "tokenizer.model", [*BYTES, *(b"%06d" % i for i in range(LLAMA3_RANKS - 256))])
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (128_256, 128_000, 128_001)
+    assert tokenizer.encode_document("a") == [128_000, 97, 128_001]
+    assert (
+        tokenizer.decode([128_006, 128_009, 128_255]) == "<|start_header_id|><|eot_id|><|reserved_special_token_250|>"
+    )
+    assert len(set(llama3_special())) == 256
+
+
+def test_the_fingerprint_is_the_content(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "a.tiktoken", [*BYTES, b"ab"])
+    write_ranks(tmp_path / "b.tiktoken", [*BYTES, b"ab"])
+    write_ranks(tmp_path / "c.tiktoken", [*BYTES, b"ba"])
+    a, b, c = (load_tokenizer(str(tmp_path / f"{name}.tiktoken")).fingerprint for name in "abc")
+    assert a == b != c
+
+
+def _lines(*lines: tuple[bytes, int]) -> bytes:
+    return b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in lines)
+
+
+RANKS = _lines(*((byte, rank) for rank, byte in enumerate(BYTES)))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        pytest.param("titan8k", None, ["titan8k", "did you mean 'titan4k'?"], id="unknown-name"),
+        pytest.param("x.tiktoken", None, ["x.tiktoken", "no such"], id="missing-file"),
+        pytest.param("x.bin", b"abc", ["x.bin", "unknown kind"], id="unknown-kind"),
+        pytest.param("", b"", ["folder", "tokenizer.json"], id="folder"),
+        pytest.param("x.tiktoken", b"", ["single byte"], id="empty"),
+        pytest.param("x.tiktoken", RANKS + b"oops\n", ["line 257"], id="line-without-rank"),
+        pytest.param("x.tiktoken", RANKS + b"!! 256\n", ["line 257"], id="line-without-base64"),
+        pytest.param("x.tiktoken", RANKS + _lines((b"ab", 300)), ["n - 1"], id="gap-in-ranks"),
+        pytest.param("x.tiktoken", RANKS + _lines((b"ab", 5)), ["n - 1"], id="rank-twice"),
+        pytest.param("x.tiktoken", _lines((b"a", 0), (b"b", 1)), ["single byte"], id="missing-bytes"),
+        pytest.param("x.tiktoken", RANKS[:-3], ["n - 1"], id="cut-short"),
+        pytest.param("tokenizer.model", b"\n\x0e\n\x05<unk>\x15\0\0\0\0", ["SentencePiece"], id="sentencepiece"),
+        pytest.param("tokenizer.json", b"{oops", ["tokenizer.json"], id="json-broken"),
+        pytest.param("tokenizer.json", b"{}", ["tokenizer.json"], id="json-of-another-kind"),
+    ],
+)
+def test_bad_tokenizers_are_refused(tmp_path: Path, file: str, content: bytes | None, words: list[str]) -> None:
+    if content is not None and file:
+        (tmp_path / file).write_bytes(content)
+    name = file if file == "titan8k" else str(tmp_path / file)
+    with pytest.raises(Refusal) as refusal:
+        load_tokenizer(name)
+    assert all(word in str(refusal.value) for word in ["dataset.tokenizer=", *words])
+    assert "\n" not in str(refusal.value)
+
+
+def byte_level_json(folder: Path, config: dict[str, object] | None = None) -> Tokenizer:
+    """A byte-level tokenizer.json: the bytes, "ab", and two special tokens; it truncates, pads and adds specials."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Backend
+
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())} | {"ab": 256}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
+    backend.enable_truncation(3)
+    backend.enable_padding(length=12)
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(str(folder / "tokenizer.json"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXT)
+def test_tokenizer_json_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    folder = tmp_path_factory.getbasetemp() / "json"
+    file = folder / "tokenizer.json"
+    tokenizer = load_tokenizer(str(file)) if file.exists() else byte_level_json(folder)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+
+
+def test_tokenizer_json_adds_only_what_is_asked(tmp_path: Path) -> None:
+    tokenizer = byte_level_json(tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (259, 257, 258)
+    assert tokenizer.encode("abcab") == [256, 99, 256]
+    assert tokenizer.encode_document("ab") == [257, 256, 258]
+    assert not {257, 258} & set(tokenizer.encode("<s>ab</s>"))
+    assert tokenizer.decode([256, 258]) == "ab</s>"
+    assert tokenizer.token_bytes()[255:].tolist() == [1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "bos", "eos"),
+    [
+        pytest.param({"bos_token": None, "eos_token": "</s>"}, None, 258, id="no-bos"),
+        pytest.param({"bos_token": {"content": "</s>"}, "eos_token": "<s>"}, 258, 257, id="named-in-full"),
+        pytest.param({"bos_token": "</s>", "eos_token": "</s>"}, None, 258, id="one-for-both"),
+    ],
+)
+def test_tokenizer_config_names_the_ends(tmp_path: Path, config: dict[str, object], bos: int, eos: int) -> None:
+    tokenizer = byte_level_json(tmp_path, config)
+    assert (tokenizer.bos, tokenizer.eos) == (bos, eos)
+
+
+def test_a_broken_tokenizer_config_is_refused(tmp_path: Path) -> None:
+    byte_level_json(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(Refusal, match=r"tokenizer_config.json"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_bytes_of_a_sentencepiece_like_tokenizer_json(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    backend = Backend(models.BPE(vocab={"<0x0A>": 0, "▁": 1, "é": 2, "▁é": 3}, merges=[("▁", "é")], byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).token_bytes().tolist() == [1, 1, 2, 3]

@@ -1,0 +1,65 @@
+"""Training a vocabulary: deterministic, complete, and loadable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan.dataset.tokenizer import load_tokenizer
+from titan.dataset.train_tokenizer import byte_characters, main, train
+from titan.settings import Refusal
+
+TEXTS = ["the cat sat on the mat, the cat's 1234 hats\n" * 3, "  häßlich 漢字 the\r\n", "theatre then"]
+
+
+def test_training_is_deterministic_and_complete() -> None:
+    tokens = train(TEXTS, 280)
+    assert tokens == train(TEXTS, 280)
+    assert len(set(tokens)) == 280
+    assert {bytes([byte]) for byte in range(256)} <= set(tokens)
+    assert b"the" in tokens or b" the" in tokens
+
+
+def test_byte_characters_are_distinct_and_those_of_byte_level_bpe() -> None:
+    from tokenizers import pre_tokenizers
+
+    assert sorted(byte_characters()) == sorted(pre_tokenizers.ByteLevel.alphabet())
+    assert byte_characters()[ord("a")] == "a"
+    assert byte_characters()[ord(" ")] == "Ġ"
+
+
+def test_the_command_writes_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "corpus.txt").write_text("".join(TEXTS) * 20)
+    out = tmp_path / "out.tiktoken"
+    assert main([str(out), "--ranks", "270", str(tmp_path / "corpus.txt")]) == 0
+    tokenizer = load_tokenizer(str(out))
+    assert tokenizer.vocab_size == 271
+    text = "a theatre of 漢字 cats"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(" the")) < 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["{}/o.tiktoken", "--ranks", "100", "{}/c.txt"], "256 or more", id="fewer-than-bytes"),
+        pytest.param(["{}/o.tiktoken", "--ranks", "9999", "{}/c.txt"], "fewer ranks", id="more-than-the-text-gives"),
+        pytest.param(["{}/o.txt", "--ranks", "257", "{}/c.txt"], ".tiktoken", id="another-suffix"),
+        pytest.param(["{}/gone/o.tiktoken", "--ranks", "257", "{}/c.txt"], "can't be written", id="no-such-place"),
+        pytest.param(["{}/o.tiktoken", "{}/gone.txt"], "no such file", id="no-such-corpus"),
+    ],
+)
+def test_the_command_refuses_plainly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    (tmp_path / "c.txt").write_text("".join(TEXTS))
+    assert main([argument.format(tmp_path) for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_too_few_ranks_are_refused() -> None:
+    with pytest.raises(Refusal, match="--ranks 255"):
+        train(TEXTS, 255)

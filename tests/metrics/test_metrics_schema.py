@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from titan.metrics.schema import Metrics
+from titan.settings import Refusal, build
+
+CONF = Path(__file__).parents[2] / "conf" / "metrics"
+
+
+@pytest.mark.parametrize(
+    ("choice", "changed"), [("default", {}), ("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": True})]
+)
+def test_choices(choice: str, changed: dict[str, Any]) -> None:
+    text = (CONF / f"{choice}.yaml").read_text()
+    assert text.startswith("# ")
+    assert build(Metrics, yaml.safe_load(text), "metrics") == Metrics(**changed)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"console_every": 0}, {"validate_every": -1}, {"validation_tokens": -1}, {"wandb_mode": "disabled"}],
+    ids=str,
+)
+def test_refusals(given: dict[str, object]) -> None:
+    with pytest.raises(Refusal, match=rf"^metrics\.{next(iter(given))}="):
+        build(Metrics, given, "metrics")

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.metrics import trackers
+from titan.metrics.schema import Metrics
+from titan.metrics.trackers import Trackers, has_wandb_key, online_obstacle, open_trackers, scalars, without_secrets
+
+KEY = "0123456789abcdef" * 2 + "01234567"
+
+
+class Listing:
+    """A tracker that keeps what it gets, and fails where it is told to."""
+
+    def __init__(self, fails: str = "", hangs: threading.Event | None = None) -> None:
+        self.fails, self.hangs = fails, hangs
+        self.records: list[Mapping[str, Any]] = []
+        self.result: Mapping[str, Any] | None = None
+
+    def open(self, warn: Callable[[str], None]) -> Listing:
+        self._maybe("open")
+        return self
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self._maybe("log")
+        self.records.append(record)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        self._maybe("finish")
+        self.result = result
+
+    def _maybe(self, verb: str) -> None:
+        if self.fails == verb:
+            if self.hangs is not None:
+                self.hangs.wait(30)
+            raise OSError(f"no {verb}, key {KEY}\nsecond line")
+
+
+def run_life(all_trackers: Trackers, steps: int = 3) -> None:
+    for step in range(1, steps + 1):
+        all_trackers.log({"step": step, "loss": 1.0 / step})
+    all_trackers.finish({"loss": 0.5})
+
+
+def test_every_tracker_gets_all_in_order() -> None:
+    said: list[str] = []
+    a, b = Listing(), Listing()
+    run_life(Trackers({"a": a.open, "b": b.open}, said.append), 500)
+    assert [record["step"] for record in a.records] == [record["step"] for record in b.records] == [*range(1, 501)]
+    assert a.result == b.result == {"loss": 0.5}
+    assert said == []
+
+
+@pytest.mark.parametrize("verb", ["open", "log", "finish"])
+def test_a_tracker_that_raises_is_dropped_with_one_warning(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    said: list[str] = []
+    good = Listing()
+    run_life(Trackers({"metrics.bad=true": Listing(verb).open, "good": good.open}, said.append))
+    assert said == [f"metrics.bad=true: no {verb}, key ***; the run goes on without it."]
+    assert len(good.records) == 3 and good.result is not None
+
+
+@pytest.mark.parametrize("verb", ["open", "log", "finish"])
+def test_a_tracker_that_hangs_neither_stalls_nor_ends_the_run(verb: str) -> None:
+    said: list[str] = []
+    release = threading.Event()
+    start = time.monotonic()
+    run_life(Trackers({"metrics.bad=true": Listing(verb, release).open}, said.append, patience=0.2))
+    assert time.monotonic() - start < 2
+    release.set()
+    assert said == ["metrics.bad=true: it is not done 0.2 s after the end; the run goes on without it."]
+
+
+def test_a_tracker_that_exits_is_dropped() -> None:
+    def leave(warn: Callable[[str], None]) -> Listing:
+        raise SystemExit(3)
+
+    said: list[str] = []
+    run_life(Trackers({"bad": leave}, said.append))
+    assert said == ["bad: 3; the run goes on without it."]
+
+
+def test_too_long_a_backlog_drops_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "BACKLOG", 5)
+    release, said = threading.Event(), list[str]()
+    run_life(Trackers({"slow": Listing("open", release).open}, said.append, patience=0.2), 20)
+    release.set()
+    assert said == ["slow: 5 records wait for it; the run goes on without it."]
+
+
+def test_warnings_are_spoken_in_the_training_thread_and_records_are_copies() -> None:
+    speakers: list[threading.Thread] = []
+    listing = Listing()
+    both = Trackers(
+        {"bad": Listing("log").open, "good": listing.open}, lambda _: speakers.append(threading.current_thread())
+    )
+    record = {"step": 1, "loss": 1.0}
+    both.log(record)
+    record["step"] = 99
+    both.finish({})
+    both.finish({})
+    assert speakers == [threading.main_thread()]
+    assert listing.records == [{"step": 1, "loss": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("record", "named"),
+    [
+        pytest.param({"step": 1, "tokens": 8, "loss": 2}, {"train/tokens": 8.0, "train/loss": 2.0}, id="training"),
+        pytest.param(
+            {"step": 1, "validation_loss": 2.5, "bits_per_byte": 1.1},
+            {"validation/loss": 2.5, "validation/bits_per_byte": 1.1},
+            id="validation",
+        ),
+        pytest.param(
+            {"step": 1, "loss": 2.0, "validation_loss": 2.5}, {"train/loss": 2.0, "validation/loss": 2.5}, id="both"
+        ),
+        pytest.param({"step": 1, "rows": [1], "hash": "ab", "skipped": True, "gone": None}, {}, id="no-numbers"),
+    ],
+)
+def test_scalars(record: dict[str, Any], named: dict[str, float]) -> None:
+    assert scalars(record) == named
+
+
+def everything(directory: Path, warn: Callable[[str], None], metrics: Metrics, **config: Any) -> Trackers:
+    return open_trackers(
+        metrics, directory=directory, run_id="abc", group_id="group", name="x", config=config, warn=warn
+    )
+
+
+def test_none_wanted_opens_none(tmp_path: Path) -> None:
+    said: list[str] = []
+    run_life(everything(tmp_path, said.append, Metrics()))
+    assert said == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said: list[str] = []
+    run_life(everything(tmp_path, said.append, Metrics(tensorboard=True, wandb=True)))
+    assert len(said) == 2
+    assert said[0].startswith("metrics.tensorboard=true: the package tensorboard is not installed (pip install")
+
+
+def test_tensorboard_hides_the_steps_that_a_resumed_life_repeats(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    said: list[str] = []
+    for steps, loss in ((range(1, 6), 3.0), (range(4, 8), 2.0)):
+        both = everything(tmp_path, said.append, Metrics(tensorboard=True))
+        for step in steps:
+            both.log({"step": step, "loss": loss, "rows": [1, 2]})
+        both.finish({"loss": loss, "status": "finished"})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (step, 3.0 if step < 4 else 2.0) for step in range(1, 8)
+    ]
+    assert events.Scalars("result/loss")[-1].value == 2.0
+    assert said == []
+
+
+def test_tensorboard_where_nothing_can_be_written_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file in the way")
+    said: list[str] = []
+    run_life(everything(tmp_path, said.append, Metrics(tensorboard=True)))
+    assert len(said) == 1 and said[0].startswith("metrics.tensorboard=true: ")
+
+
+@pytest.fixture
+def no_wandb_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+
+
+@pytest.fixture
+def end_wandb() -> Iterator[None]:
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("no_wandb_key", "end_wandb")
+def test_wandb_offline_two_lives_and_no_secret_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOUD_SECRET", "planted-secret")
+    said: list[str] = []
+    for _ in range(2):
+        config = {"model": {"dim": 64, "api_key": "planted-secret"}, "path": "s3://me:planted-secret@host/x"}
+        run_life(everything(tmp_path, said.append, Metrics(wandb=True, wandb_mode="online"), **config))
+    assert len(said) == 2 and "there is no key here" in said[0] and "stays offline" in said[0]
+    files = [file for file in (tmp_path / "wandb").rglob("*") if file.is_file() and not file.is_symlink()]
+    runs = [file for file in files if file.name == "run-abc.wandb"]
+    assert len(runs) == 2 and all(b"train/loss" in file.read_bytes() for file in runs)
+    assert not any(b"planted-secret" in file.read_bytes() for file in files)
+    assert not (tmp_path / "netrc").exists()
+
+
+class _Unauthorized(http.server.BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_response(401)
+        self.end_headers()
+
+    do_GET = do_POST
+
+    def log_message(self, *arguments: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Unauthorized) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("no_wandb_key", "end_wandb")
+def test_wandb_with_a_wrong_key_falls_back_to_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: str
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", server)
+    said: list[str] = []
+    run_life(everything(tmp_path, said.append, Metrics(wandb=True, wandb_mode="online")))
+    assert len(said) == 1 and "401" in said[0] and "stays offline" in said[0]
+    assert len(list((tmp_path / "wandb").glob("offline-run-*-abc/run-abc.wandb"))) == 1
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert not any(KEY.encode() in file.read_bytes() for file in files)
+
+
+def test_obstacles_on_the_way_online(tmp_path: Path, server: str) -> None:
+    environ = {"NETRC": str(tmp_path / "netrc"), "WANDB_API_KEY": KEY}
+    assert online_obstacle({"NETRC": str(tmp_path / "netrc")}).startswith("there is no key here")
+    assert online_obstacle(environ | {"WANDB_BASE_URL": server}) == ""
+    assert "unknown://x does not answer" in online_obstacle(environ | {"WANDB_BASE_URL": "unknown://x"})
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert online_obstacle(environ | {"WANDB_BASE_URL": url}, 0.2) == f"{url} does not answer within 0.2 s"
+
+
+@pytest.mark.parametrize(
+    ("netrc", "environ", "found"),
+    [
+        pytest.param("", {}, False, id="nothing"),
+        pytest.param("", {"WANDB_API_KEY": KEY}, True, id="variable"),
+        pytest.param(f"machine api.wandb.ai\n login user\n password {KEY}\n", {}, True, id="netrc"),
+        pytest.param(f"machine example.org\n login user\n password {KEY}\n", {}, False, id="another-host"),
+        pytest.param(
+            f"machine own.host\n login user\n password {KEY}\n",
+            {"WANDB_BASE_URL": "https://own.host:8080/x"},
+            True,
+            id="own-server",
+        ),
+        pytest.param("not a netrc", {}, False, id="unreadable"),
+    ],
+)
+def test_key(tmp_path: Path, netrc: str, environ: dict[str, str], found: bool) -> None:
+    (tmp_path / ".netrc").write_text(netrc)
+    assert has_wandb_key({"HOME": str(tmp_path), **environ}) is found
+
+
+def test_secrets_are_left_out_of_the_config_and_settings_stay() -> None:
+    kept: dict[str, Any] = {
+        "tokenizer": "titan4k",
+        "sample_tokens": 64,
+        "num_key_value_heads": 8,
+        "monkey": 1,
+        "nested": {"list": [{"x": 1}], "none": None},
+    }
+    secret = {"api_key": "x", "HF_TOKEN": "x", "password": "x", "aws_secret_access_key": "x", "key": "x"}
+    config = {**kept, **secret, "deep": [{**secret, "url": "https://me:pw@host/p", "text": "a hunter2hunter2 b"}]}
+    cleaned = without_secrets(config, {"MY_TOKEN": "hunter2hunter2", "SHORT_TOKEN": "a"})
+    assert cleaned == {**kept, "deep": [{"url": "https://***@host/p", "text": "a *** b"}]}
