@@ -43,17 +43,18 @@ def rank_rows(recipe: Recipe, layout: Layout) -> int:
 def demand(recipe: Recipe, layout: Layout, microbatches: int) -> Demand:
     """Memory on the fullest device, in closed form.
 
-    State (fp32 weights and gradients, optimizer) is cut by shard, context, tensor and pipeline; a sharded block is
-    whole while it is in use, counted as two blocks in the compute type. Activations are those of one micro-batch,
-    cut by context and tensor; a stage of a pipeline holds as many micro-batches as there are stages, of 1 / stages
-    of the layers each.
+    State (fp32 weights and gradients, optimizer) is cut by shard, context, tensor and pipeline. Weights in use take
+    more: a sharded block is whole, two at a time, in the compute type; on one device autograd keeps the copies that
+    were cast to it until backward, of all blocks or, with full checkpointing, of two. Activations are those of one
+    micro-batch, cut by context and tensor; a stage of a pipeline holds as many micro-batches as there are stages, of
+    1 / stages of the layers each.
     """
     model, compute = recipe.model, recipe.precision.bytes
     sharded = layout.shard * layout.context
     state = model.state_bytes(recipe.optimizer.state_bytes) / (sharded * layout.tensor * layout.pipeline)
-    if sharded > 1:
-        block = model.matmul_parameters() / model.layers
-        state += 2 * block * compute / layout.tensor
+    if sharded > 1 or compute < 4:
+        kept = model.layers if sharded == 1 and recipe.memory.checkpointing == "none" else 2
+        state += compute * model.matmul_parameters() * kept / model.layers / (layout.tensor * layout.pipeline)
     rows = math.ceil(rank_rows(recipe, layout) / microbatches)
     tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
     activations = model.activation_bytes(tokens, compute, recipe.memory.checkpointing) / layout.tensor
@@ -134,7 +135,7 @@ def _takes(recipe: Recipe) -> str:
         layout, gib = answer
         devices = "1 device" if layout.devices == 1 else f"{layout.devices} devices"
         how = "" if layout.devices == 1 else f" ({layout})"
-        return f"It takes at least {devices} of {memory} GiB{how}, each filled with {_gib(gib)}."
+        return f"It takes at least {devices} of {memory} GiB{how}, with {_gib(gib)} used on each."
     one = demand(recipe, Layout(), recipe.training.rows).gib
     whole = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
     sharded = needed(whole)

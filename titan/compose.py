@@ -25,6 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -158,6 +159,9 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
 
 
 def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
+    if args.multirun and named:
+        args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     try:
         hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
@@ -231,6 +235,8 @@ class _plainly:
     def _sentence(self, error: BaseException) -> str:
         if isinstance(error, MissingConfigException) and error.options is not None:
             return self._unknown_choice(error)
+        if isinstance(error, OverrideParseException):
+            return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, and quote what is special."
         text = " ".join(str(error).split())
         cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
         unknown = re.match(r"Could not override '([^']+)'", text)
@@ -244,11 +250,13 @@ class _plainly:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         choices = ", ".join(error.options or ())
         hint = nearest(option, error.options or ())
-        return f"{group}={option}: there is no such choice{hint}. Choices: {choices}."
+        return f"{group}={option}: there is no such choice{hint} Choices: {choices}."
 
     def _unknown_setting(self, key: str) -> str:
         typed = next((o for o in self.overrides if o.lstrip("+~").startswith(key + "=")), key)
-        return f"{typed}: there is no such setting{nearest(key, self._known())}. See --help and --cfg job."
+        hint = nearest(key, Recipe.axes()) if "." not in key else "."
+        hint = nearest(key, self._known()) if hint == "." else hint
+        return f"{typed}: there is no such setting{hint} See --help and --cfg job."
 
     def _known(self) -> list[str]:
         """Every name that may stand before an equals sign, for the choices on this command line."""

@@ -61,12 +61,12 @@ def setting(
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The hint "; did you mean 'x'?" for the known word nearest to `word`, or nothing."""
+    """The end of a sentence: "; did you mean 'x'?" with the known word nearest to `word`, or a full stop."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     if not close:  # a right name at the wrong place: `seed` for `training.seed`
         close = [k for k in known if k.rpartition(".")[2] == word.rpartition(".")[2]][:1]
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan.dataset import loader as loader_module
 from titan.dataset.loader import IGNORED, Batch, Loader, Share, fixed_rows, row_hash
 from titan.dataset.order import Order
 from titan.dataset.shards import Split, SplitWriter, open_corpus, token_dtype, write_manifest
@@ -95,6 +96,12 @@ def test_shapes(split: Split, n: int, ranks: int, microbatches: int, shape: tupl
         batch = read(split, Share(rank, ranks), 1, n, microbatches)[0]
         assert batch.tokens.shape == batch.targets.shape == shape
         assert batch.tokens.dtype == batch.targets.dtype == np.int64
+
+
+def test_the_order_is_asked_in_blocks_without_a_gap(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [rows_of(batch) for batch in read(split, Share(1, 2), 20, first=3)]
+    monkeypatch.setattr(loader_module, "_ORDER_BLOCK", 7)
+    assert [rows_of(batch) for batch in read(split, Share(1, 2), 20, first=3)] == expected
 
 
 def test_epochs_go_on_without_a_gap(split: Split) -> None:

@@ -187,6 +187,8 @@ def test_a_big_file_is_read_once_for_its_digest(tmp_path: Path, monkeypatch: pyt
     monkeypatch.undo()
     file.write_bytes(b"b" * 2**20)
     assert text(str(file)).digest(memo) != digest
+    os.utime(file, (1.1e9, 1.1e9))
+    assert text(str(file)).digest(memo) != digest
 
 
 def test_a_memo_that_can_not_be_written_does_no_harm(tmp_path: Path) -> None:
