@@ -6,16 +6,13 @@ import pickle
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from launchers.local import run_ranks
 from launchers.place import Place
 from titan import console, lives
 from titan.run import Run
 from titan.settings import Refusal
-
-if TYPE_CHECKING:
-    import torch
 
 
 def here(run: Run, apart: bool = False) -> int:
@@ -116,7 +113,7 @@ def _send(store: Any, place: Place, word: Any) -> None:
             time.sleep(0.02)
 
 
-def _meet(place: Place) -> torch.distributed.Store:
+def _meet(place: Place) -> Any:
     """The store that all ranks share."""
     from torch.distributed.rendezvous import rendezvous
 

@@ -101,7 +101,8 @@ def needed(recipe: Recipe) -> tuple[Layout, float] | None:
 
 def limits(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
     """The largest useful degree of each dimension that says "auto"."""
-    return {"tensor": math.gcd(devices_per_node, recipe.model.kv_heads), "pipeline": depth, "replicate": 2, "context": 2}
+    tensor = math.gcd(devices_per_node, recipe.model.kv_heads)
+    return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2}
 
 
 def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:

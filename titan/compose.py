@@ -24,8 +24,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
-from hydra.errors import OverrideParseException
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -74,7 +73,8 @@ def register() -> None:
         for kind, cls in kinds.items():
             store.store(name=kind, group=f"schema/{axis}", node=settings.defaults(cls))
     fixed = settings.defaults(Recipe)
-    store.store(name="run", group="schema", node={k: {} if k in PLUGGABLE else v for k, v in fixed.items()})
+    chosen = dict.fromkeys(PLUGGABLE, settings.MISSING)
+    store.store(name="run", group="schema", node=fixed | chosen)
     Plugins.instance().register(OtherConf)
     from launchers import plugin
 
@@ -125,7 +125,7 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         Refusal: for what can't work.
     """
     HydraConfig.instance().set_config(cfg)
-    content = OmegaConf.to_container(OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"]), resolve=True)
+    content = OmegaConf.to_container(_job(cfg), resolve=True)
     if not isinstance(content, dict):
         raise Refusal("the configuration is not a mapping.")
     modules = content.get("modules") or []
@@ -199,15 +199,23 @@ class _Session:
 
 
 def _compose(hydra: Hydra, overrides: list[str], name: str | None = None) -> DictConfig:
-    return hydra.compose_config(
-        config_name=name or CONFIG, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False
-    )
+    try:
+        return hydra.compose_config(
+            config_name=name or CONFIG, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False
+        )
+    except ValueError as error:  # what Hydra says of a group that is given a number
+        raise Refusal(f"{' '.join(str(error).split())}: {' '.join(overrides)}.") from error
+
+
+def _job(cfg: DictConfig) -> DictConfig:
+    """The configuration without Hydra's own node."""
+    return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
 def _hydra_files(cfg: DictConfig) -> dict[str, str]:
     """What Hydra would have written under `.hydra/`."""
     node = Hydra.get_sanitized_hydra_cfg(cfg)
-    job = OmegaConf.masked_copy(cfg, [k for k in cfg if k != "hydra"])
+    job = _job(cfg)
     return {
         "config.yaml": OmegaConf.to_yaml(job),
         "hydra.yaml": OmegaConf.to_yaml(node),
@@ -236,7 +244,7 @@ class _plainly:
         if isinstance(error, MissingConfigException) and error.options is not None:
             return self._unknown_choice(error)
         if isinstance(error, OverrideParseException):
-            return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, and quote what is special."
+            return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, quoted where special."
         text = " ".join(str(error).split())
         cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
         unknown = re.match(r"Could not override '([^']+)'", text)

@@ -30,10 +30,10 @@ def show_run(run: Run, life: Life, corpus: Corpus) -> None:
     _table(
         {
             "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",
-            "model": f"{chosen.get('model', run.model.__class__.__name__)}: {billions(run.model.parameters())} parameters, "
+            "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
             f"{run.model.layers} layers of width {run.model.dim}, vocabulary {run.model.vocab:,}",
-            "data": f"{chosen.get('dataset', '')}: {billions(corpus.train.tokens)} tokens in {rows:,} rows of {t.seq_len}, "
-            f"{billions(corpus.validation.tokens)} held out; tokenizer {run.dataset.tokenizer}",
+            "data": f"{chosen.get('dataset', '')}: {billions(corpus.train.tokens)} tokens in {rows:,} rows "
+            f"of {t.seq_len}, {billions(corpus.validation.tokens)} held out; tokenizer {run.dataset.tokenizer}",
             "batch": f"{t.global_batch:,} tokens = {t.rows} rows; a rank takes {run.rank_rows} in "
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}",
             "steps": f"{t.steps:,}, {billions(tokens)} tokens, {tokens / t.seq_len / rows:.2f} epochs; "
@@ -92,7 +92,8 @@ def next_command(run: Run, result: Mapping[str, Any]) -> str:
         where = f"name={Path(run.directory).relative_to(runs)}"
     else:
         where = f"hydra.run.dir={run.directory}"
-    more = [f"training.steps={steps}"] if result["finished"] or any("training.steps" in o for o in run.overrides) else []
+    said = any(o.startswith("training.steps=") for o in run.overrides)
+    more = [f"training.steps={steps}"] if result["finished"] or said else []
     return shlex.join(["python", "-m", "titan.train", *kept, *more, where])
 
 
@@ -110,10 +111,8 @@ class Progress:
             self.bar.update(step - self.bar.n)
         elif step % self.every == 0 or step in (1, self.steps):
             left = (time.monotonic() - self.began) / max(1, step - self.first) * (self.steps - step)
-            print(
-                f"step {step:>6,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  {_clock(left)} left",
-                flush=True,
-            )
+            line = f"step {step:>6,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            print(f"{line}  {_clock(left)} left", flush=True)
 
     def say(self, line: str) -> None:
         """Print a line of its own."""
@@ -172,7 +171,8 @@ def _speed(result: Mapping[str, Any]) -> str:
     if rate is None:
         return "no step was timed"
     mfu = f", MFU {result['mfu']:.1%}" if result.get("mfu") else ""
-    return f"{rate:,.0f} tokens/s{mfu}, peak memory {result['memory_gib']:.2f} GiB a rank, {_clock(seconds or 0)} in all"
+    memory = f"peak memory {result['memory_gib']:.2f} GiB a rank"
+    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in all"
 
 
 def _number(value: float | None) -> str:

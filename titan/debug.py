@@ -22,7 +22,8 @@ def apply(debug: Debug) -> None:
     import torch
 
     if debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with a fixed workspace
+        # cuBLAS is deterministic only with a workspace of fixed size
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.autograd.set_detect_anomaly(debug.detect_anomaly, check_nan=debug.detect_anomaly)

@@ -60,12 +60,14 @@ def _first_comment(loader: Any, axis: str, option: str) -> str:
         file = _file(source, f"{axis}/{option}.yaml")
         if file is not None:
             with file.open(encoding="utf-8") as lines:
-                return next((line[1:].strip() for line in lines if line.startswith("# ") and "@package" not in line), "")
+                comments = (line[2:].strip() for line in lines if line.startswith("# ") and "@package" not in line)
+                return next(comments, "")
     return ""
 
 
 def _file(source: Any, name: str) -> Any:
     """The file that a configuration source reads `name` from, or None."""
+    file: Any
     if source.scheme() == "file":
         file = Path(source.path) / name
     elif source.scheme() == "pkg":

@@ -41,4 +41,4 @@ class Precision:
 
 def apply(model: torch.nn.Module, precision: Precision) -> None:
     """Let `model` compute in the chosen type: what the embedding gives, every later layer follows."""
-    model.tok_embeddings.dtype = precision.dtype  # type: ignore[union-attr]
+    model.tok_embeddings.dtype = precision.dtype

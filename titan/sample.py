@@ -9,8 +9,16 @@ import torch
 
 @torch.no_grad()
 def continuation(
-    model: Any, start: list[int], count: int, *, window: int, vocab: int, seed: int, device: torch.device,
-    temperature: float = 0.8, top_k: int = 40,
+    model: Any,
+    start: list[int],
+    count: int,
+    *,
+    window: int,
+    vocab: int,
+    seed: int,
+    device: torch.device,
+    temperature: float = 0.8,
+    top_k: int = 40,
 ) -> list[int]:
     """Sample `count` tokens that follow `start`; every rank must call it, and every rank gets the same.
 

@@ -13,13 +13,22 @@ import dataclasses
 import difflib
 import importlib
 import math
+import operator
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NoReturn
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
+
+TESTS: dict[str, Callable[[float, float], bool]] = {
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "above": operator.gt,
+    "below": operator.lt,
+}
+"""The limits that a setting may declare, and what each demands of a number."""
 
 
 class Refusal(Exception):
@@ -96,19 +105,20 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
     values = {}
     for name, value in data.items():
         where, kind = _join(path, name), hints[name]
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
         else:
             values[name] = _checked(value, kind, fields[name], where)
     for name, field in fields.items():
-        if values.get(name, field.default) is MISSING or values.get(name) == MISSING:
+        if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
     return cls(**values)
 
 
 def defaults(cls: type) -> dict[str, Any]:
     """The schema's default values as plain containers, nested schemas included."""
-    hints, out = typing.get_type_hints(cls), {}
+    hints = typing.get_type_hints(cls)
+    out: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -243,13 +253,8 @@ def _refuse_type(value: Any, wanted: str, where: str) -> NoReturn:
 def _in_range(value: Any, limits: dict[str, float], where: str, words: tuple[str, ...]) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
-    tests = {
-        "at_least": (lambda v, x: v >= x, "at least"),
-        "at_most": (lambda v, x: v <= x, "at most"),
-        "above": (lambda v, x: v > x, "above"),
-        "below": (lambda v, x: v < x, "below"),
-    }
-    if math.isfinite(value) and all(tests[name][0](value, limit) for name, limit in limits.items()):
+    if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
         return
-    wanted = " and ".join(f"{tests[name][1]} {limit:g}" for name, limit in limits.items()) or "a finite number"
+    wanted = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items())
+    wanted = wanted or "a finite number"
     raise Refusal(f"{where}={show(value)}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")

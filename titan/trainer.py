@@ -1,8 +1,8 @@
 """The loop that trains, and what it does between steps.
 
-A step never waits for the host: what the host wants to know of it (loss, norm, hash, whether to stop) is summed over the
-ranks into one small vector on the device and read while the next step runs. All ranks read the same numbers at the same
-step, so they agree on stopping, saving and giving up without another word.
+A step never waits for the host: what the host wants to know of it (loss, norm, hash, whether to stop) is summed over
+the ranks into one small vector on the device and read while the next step runs. All ranks read the same numbers at the
+same step, so they agree on stopping, saving and giving up without another word.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -79,7 +81,7 @@ class Clock:
     def _now(self) -> Any:
         if not self.on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -147,7 +149,8 @@ class Trainer:
         try:
             with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
                 self.progress = progress if self.world.speaks else None
-                self.loop()
+                with _collected_at_steps():
+                    self.loop()
             self._finish(began)
         finally:
             self.loader.close()
@@ -158,19 +161,14 @@ class Trainer:
     def loop(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""
         last = self.run.training.steps if steps is None else self.step + steps
-        gc.collect()
-        gc.disable()  # or every rank would pause at another step, and all would wait each time
-        try:
-            sent: Sent | None = None
-            while self.step < last and not self.stopping:
-                new = self._step(sent.clock if sent else None)
-                if sent:
-                    self._settle(sent)
-                sent = self._between(new, last)
+        sent: Sent | None = None
+        while self.step < last and not self.stopping:
+            new = self._step(sent.clock if sent else None)
             if sent:
                 self._settle(sent)
-        finally:
-            gc.enable()
+            sent = self._between(new, last)
+        if sent:
+            self._settle(sent)
 
     def _step(self, before: Clock | None = None) -> Sent:
         """Start one update on the device; `before` is the clock of the step that it follows without a break."""
@@ -364,7 +362,7 @@ class Trainer:
         from titan.dataset.tokenizer import load_tokenizer
 
         count, seq_len = self.run.metrics.sample_tokens, self.run.training.seq_len
-        if not count or self.corpus.tokenizer == "none":
+        if not count or self.corpus.tokenizer["fingerprint"] == "none":
             return None
         split = self.corpus.validation if self.corpus.validation.rows(seq_len) else self.corpus.train
         tokenizer = load_tokenizer(self.run.dataset.tokenizer)
@@ -414,3 +412,16 @@ class Trainer:
         if self.world.device.type == "cuda":
             return tensor.pin_memory().to(self.world.device, non_blocking=True)
         return tensor
+
+
+@contextmanager
+def _collected_at_steps() -> Iterator[None]:
+    """Without Python's own garbage collection: each rank would pause at another step, and all would wait each time."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

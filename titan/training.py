@@ -19,8 +19,10 @@ class Training:
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
     schedule: Literal["wsd", "cosine", "linear"] = setting("wsd", "learning rate after warm-up: wsd, cosine or linear")
     warmup: int | str = setting(
-        "auto", "steps in which the learning rate rises from zero; auto: a tenth of them, 2,000 at most",
-        words=("auto",), at_least=0,
+        "auto",
+        "steps in which the learning rate rises from zero; auto: a tenth of them, 2,000 at most",
+        words=("auto",),
+        at_least=0,
     )
     decay: float = setting(0.2, "share of the steps in which wsd falls at the end", at_least=0, at_most=1)
     final_lr: float = setting(0.0, "learning rate at the end, as a share of optimizer.lr", at_least=0, at_most=1)

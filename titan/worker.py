@@ -81,4 +81,4 @@ def _out_of_memory(run: Run, error: Exception) -> str:
     ways += ["memory=full"] if run.memory.checkpointing == "none" else []
     ways += ["parallelism=fsdp"] if run.layout.shard == 1 else ["more devices"]
     first = str(error).split(". ")[0]
-    return f"out of memory in {run.describe()}: {first}. Give {', '.join(ways[:-1])}{' or ' * (len(ways) > 1)}{ways[-1]}."
+    return f"out of memory in {run.describe()}: {first}. Give one of {', '.join(ways)}."

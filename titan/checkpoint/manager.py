@@ -1,8 +1,8 @@
 """Save and load a run's state with torch.distributed.checkpoint.
 
-Every rank takes part: each writes the parts of the tensors that it holds; once all have, rank 0 writes the manifest that
-makes the checkpoint count and takes away what is older than the last `checkpoint.keep`. Tensors go by the model's own
-parameter names, so a checkpoint knows nothing of the layout that saved it.
+Every rank takes part: each writes the parts of the tensors that it holds; once all have, rank 0 writes the manifest
+that makes the checkpoint count and takes away what is older than the last `checkpoint.keep`. Tensors go by the model's
+own parameter names, so a checkpoint knows nothing of the layout that saved it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan.assemble import Engine
 from titan.checkpoint import manifest
@@ -43,7 +44,7 @@ class Manager:
             folder.mkdir(parents=True)
         self.world.barrier()
         with _quietly():
-            dcp.save(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
+            save(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
         if self.world.speaks:
             layout = self.world.layout.degrees()
             manifest.write(folder, Manifest(step, data, self.science_id, layout))
@@ -55,7 +56,7 @@ class Manager:
         """Load a checkpoint into the model and the optimizer, whatever layout saved it; all ranks call it together."""
         prime(self.engine.optimizer)
         with _quietly():
-            dcp.load(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
+            load(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
 
     def _prune(self) -> None:
         for folder in manifest.complete(self.directory)[: -self.keep]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 
 from launchers.place import Place
 from titan.dataset.loader import Share
@@ -99,7 +100,7 @@ def connect(place: Place, layout: Layout, device_type: str, timeout: float, stor
         torch.cuda.set_device(device)
     if place.size == 1:
         return World(place, layout, device)
-    meeting = {"store": dist.PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}
+    meeting = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
         rank=place.rank,

@@ -41,7 +41,8 @@ class Layout:
 
 
 def _degree(help: str) -> int | str:
-    degree: int | str = setting(1, help + "; -1: all devices that are left, auto: by rule", words=("auto",), at_least=-1)
+    help += "; -1: all devices that are left, auto: by rule"
+    degree: int | str = setting(1, help, words=("auto",), at_least=-1)
     return degree
 
 
@@ -55,7 +56,10 @@ class Parallelism:
     tensor: int | str = _degree("parts of each matrix")
     pipeline: int | str = _degree("stages of the pipeline")
     microbatches: int | str = setting(
-        "auto", "micro-batches that a rank's rows are cut into; auto: as few as memory allows", words=("auto",), at_least=1
+        "auto",
+        "micro-batches that a rank's rows are cut into; auto: as few as memory allows",
+        words=("auto",),
+        at_least=1,
     )
     reshard: bool = setting(True, "free gathered weights after the forward pass (FSDP)")
 

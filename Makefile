@@ -1,0 +1,46 @@
+# Everything runs in a virtual environment of its own, set up at first use and again only when its pins change.
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    ?= $(VENV)/bin/python
+PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
+ENV     = $(if $(findstring $(VENV),$(RUN)),$(VENV)/.titan,)
+PINS    = pyproject.toml constraints.txt
+
+.PHONY: train test lint bench gpu clean
+
+train: $(ENV)            ## the main job: a small Llama on real text
+	$(RUN) -m titan.train $(ARGS)
+
+test: $(VENV)/.test      ## all tests
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.lint      ## ruff and mypy
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+bench: $(ENV)            ## titan against the bare PyTorch loop
+	$(RUN) -m titan.bench $(ARGS)
+
+gpu: $(ENV)              ## the same on a GPU, for llama1b and 8B; RUN=python3 takes the Python that you have
+	$(RUN) -m titan.bench --suite gpu $(ARGS)
+
+clean:                   ## take the virtual environment away
+	rm -rf $(VENV)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "titan needs Python 3.11 or newer, and $(PYTHON) is older: give make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.titan: $(PINS) | $(VENV)/bin/python
+	$(PIP) -e '.[show]'
+	@touch $@
+
+$(VENV)/.test: $(PINS) | $(VENV)/bin/python
+	$(PIP) -e '.[test]'
+	@touch $@ $(VENV)/.titan
+
+$(VENV)/.lint: $(PINS) | $(VENV)/bin/python
+	$(PIP) -e '.[test,lint]'
+	@touch $@ $(VENV)/.test $(VENV)/.titan

@@ -1,0 +1,106 @@
+"""What titan's speed is measured against: the bare PyTorch loop, and what the device can do at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan import compile as compiling
+from titan import memory, precision, rng
+from titan.dataset.loader import Loader, Share
+from titan.dataset.order import Order
+from titan.dataset.shards import Corpus
+from titan.run import Run
+
+
+class BareLoop:
+    """The shortest loop that trains the same model on the same rows: nothing is logged, checked or loaded in it.
+
+    Fused optimizer, torch's own clipping, rows preloaded on the device, no reading of results in between.
+    """
+
+    def __init__(
+        self, run: Run, corpus: Corpus, device: torch.device, preloaded: int = 8, autocast: bool = False
+    ) -> None:
+        """Build the loop.
+
+        Args:
+            run: what is trained; its layout must be one device.
+            corpus: the rows.
+            device: where.
+            preloaded: so many global batches are loaded beforehand and repeated.
+            autocast: compute in the run's precision through torch.autocast, not as the model does it by itself.
+        """
+        with torch.device("meta"):
+            self.model: Any = run.model.build()
+        if not autocast:
+            precision.apply(self.model, run.precision)
+        memory.apply(self.model.blocks(), run.memory)
+        compiling.apply(self.model.blocks(), run.compile)
+        rng.materialise(self.model, self.model.initial(), run.training.seed, device)
+        self.optimizer = run.optimizer.build(self.model.parameters())
+        self.batches = _preload(run, corpus, device, preloaded)
+        self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
+        self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
+
+    def steps(self, count: int) -> None:
+        """Train `count` steps."""
+        for _ in range(count):
+            tokens, targets = self.batches[self.step % len(self.batches)]
+            for x, y in zip(tokens, targets, strict=True):
+                with self.cast:
+                    loss = self.model.head(self.model(x), y) * self.scale
+                loss.backward()
+            if self.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+
+
+def _preload(run: Run, corpus: Corpus, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+    seq_len, rows = run.training.seq_len, run.training.rows
+    sizes = {"seq_len": seq_len, "rows_per_step": rows, "microbatches": run.microbatches}
+    order = Order(corpus.train.rows(seq_len), run.training.seed)
+    with Loader(corpus.train, order, share=Share(0, 1), **sizes) as loader:
+        batches = [next(loader) for _ in range(count)]
+    return [(torch.from_numpy(b.tokens).to(device), torch.from_numpy(b.targets).to(device)) for b in batches]
+
+
+def seconds(work: Callable[[], None], device: torch.device) -> float:
+    """How long `work` takes, until the device has done it."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
+    """The best speed of a square matrix product of that size, TFLOP/s."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = a @ b
+    best = min(seconds(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
+    return 3 * 2 * size**3 / best / 1e12
+
+
+def copy_gb_per_second(device: torch.device, mebibytes: int, repeats: int = 10) -> float:
+    """The best speed of a copy inside the device's memory, bytes read and written, GB/s."""
+    source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = min(seconds(lambda: _repeat(lambda: target.copy_(source), 3), device) for _ in range(repeats))
+    return 3 * 2 * source.numel() / best / 1e9
+
+
+def _repeat(work: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        work()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,297 @@
+"""Measure titan against the bare PyTorch loop: `python -m titan.bench [--suite cpu|gpu|tiny] [AXIS.SETTING=VALUE ...]`.
+
+Speed is a ratio: titan and the bare loop train the same model in one process, a few steps each in turn, and each
+round gives one ratio; the table shows their median and spread. Ceilings, data loading, start-up and memory follow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan import capacity, compose, identity, lives
+from titan.cluster.devices import peak_tflops
+from titan.run import Run, billions
+from titan.settings import Refusal
+
+if TYPE_CHECKING:
+    from titan.baseline import BareLoop
+    from titan.trainer import Trainer
+
+QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "metrics.validation_tokens=0"]
+LONG = ["training.steps=1000000", *QUIET]
+PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table of speeds."""
+
+    title: str
+    overrides: tuple[str, ...]
+    autocast: bool = False
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a case gave: tokens/s (medians) and titan's share of the bare loop's speed, round by round."""
+
+    title: str
+    bare: float
+    titan: float
+    ratios: tuple[float, ...]
+    mfu: float | None
+
+    def row(self) -> str:
+        """As a line of the table."""
+        low, middle, high = min(self.ratios), statistics.median(self.ratios), max(self.ratios)
+        mfu = f"{self.mfu:7.1%}" if self.mfu else "      -"
+        speeds = f"{self.bare:>10,.0f} {self.titan:>10,.0f} {middle:>7.3f} ({low:.3f} to {high:.3f})"
+        return f"{self.title:<34} {speeds} {mfu}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
+    parser.add_argument("--suite", choices=("cpu", "gpu", "tiny"), default="cpu", help="what to measure")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds a case (default 9)")
+    parser.add_argument("--steps", type=int, default=5, help="steps a round (default 5)")
+    parser.add_argument("--json", type=Path, help="write all figures to this file too")
+    parser.add_argument("--bare", type=int, metavar="STEPS", help=argparse.SUPPRESS)
+    args, overrides = parser.parse_known_args(argv)
+    try:
+        return _bare(args.bare, overrides) if args.bare else _suite(args, overrides)
+    except Refusal as refusal:
+        print(f"titan: {refusal}", file=sys.stderr)
+        return 2
+
+
+def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
+    run = compose.composed([*_base(args.suite), *LONG, *overrides])
+    found: dict[str, Any] = {"machine": asdict(run.machine), "code": identity.code(), "date": time.strftime("%Y-%m-%d")}
+    print(f"{run.machine.describe()}; torch {found['code']['torch']}; {found['date']}")
+    found["ceilings"] = _ceilings(run)
+    cases = _gpu_cases(run) if args.suite == "gpu" else _cpu_cases()
+    print(f"\n{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7}")
+    found["speed"] = []
+    for case in cases:
+        result = _measure(case, [*_base(args.suite), *LONG, *overrides], args.rounds, args.steps)
+        print(result.row(), flush=True)
+        found["speed"].append(asdict(result))
+    print()
+    found["loading"] = _loading(run, found["speed"])
+    found["start"] = _start([*_base(args.suite), *overrides])
+    found["memory"] = _memory([*_base(args.suite), *overrides])
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def _base(suite: str) -> list[str]:
+    if suite == "tiny":  # the whole suite in seconds, to see that it works
+        shape = ["model.dim=64", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.ffn=128"]
+        return [*shape, "dataset=synthetic", "training.seq_len=64", "training.global_batch=256"]
+    return [] if suite == "cpu" else ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
+
+
+def _cpu_cases() -> list[Case]:
+    cases = []
+    for precision in PRECISIONS:
+        for compile_ in COMPILES:
+            cases.append(Case(f"{precision}, compile {compile_}", (f"precision={precision}", f"compile={compile_}")))
+    return [*cases, Case("bf16, compile off, bare: autocast", ("precision=bf16", "compile=off"), autocast=True)]
+
+
+def _gpu_cases(run: Run) -> list[Case]:
+    """llama1b, and as many of the 8B's layers as fit twice: titan and the bare loop are in memory together."""
+    cases = []
+    for model, full in (("llama1b", 16), ("llama8b", 32)):
+        layers = _layers_that_fit(run, model, full)
+        title = f"{model}, {layers} of {full} layers"
+        for compile_ in COMPILES:
+            shape = (f"model={model}", f"model.layers={layers}", "precision=bf16", f"compile={compile_}")
+            cases.append(Case(f"{title}, compile {compile_}", shape))
+    return cases
+
+
+def _layers_that_fit(run: Run, model: str, full: int) -> int:
+    settings = ["training.seq_len=8192", "training.global_batch=8192", "dataset=synthetic", "precision=bf16"]
+    recipe = compose.composed([f"model={model}", "cluster.memory_gib=1000000", *settings])
+    room = capacity.available(run, recipe.layout, run.machine) / 2
+    for layers in range(full, 0, -1):
+        part = replace(recipe, model=replace(recipe.model, layers=layers))
+        if capacity.demand(part, recipe.layout, 1).gib <= room:
+            return layers
+    raise Refusal(f"--suite gpu: not even one layer of {model} fits twice into this device; use --suite cpu.")
+
+
+def _measure(case: Case, overrides: list[str], rounds: int, steps: int) -> Speed:
+    import torch
+
+    from titan.baseline import seconds
+
+    run = compose.composed([*overrides, *case.overrides])
+    with _trainer(run) as (trainer, bare_loop):
+        device, pairs = trainer.world.device, []
+        bare = bare_loop(case.autocast)
+        for work in (trainer.loop, bare.steps):
+            work(3)  # allocations, compilation
+        for number in range(rounds):
+            first, second = (trainer.loop, bare.steps) if number % 2 else (bare.steps, trainer.loop)
+            times = {w: seconds(lambda w=w: w(steps), device) for w in (first, second)}  # type: ignore[misc]
+            pairs.append((times[bare.steps], times[trainer.loop]))
+    torch._dynamo.reset()
+    tokens = steps * run.training.global_batch
+    bare_rate, titan_rate = (tokens / statistics.median(column) for column in zip(*pairs, strict=True))
+    peak = run.cluster.peak_tflops or peak_tflops(run.machine.name, run.precision.compute)  # type: ignore[arg-type]
+    tflops = titan_rate * run.model.flops_per_token(run.training.seq_len) / 1e12
+    ratios = tuple(bare_time / titan_time for bare_time, titan_time in pairs)
+    return Speed(case.title, bare_rate, titan_rate, ratios, tflops / peak if peak else None)
+
+
+@contextmanager
+def _trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[bool], BareLoop]]]:
+    """titan's own trainer for one device, recording as always, and what makes the bare loop on the same data."""
+    from launchers.place import Place
+    from titan.assemble import assemble
+    from titan.baseline import BareLoop
+    from titan.dataset.shards import open_corpus
+    from titan.metrics.recorder import Recorder
+    from titan.parallelism import mesh
+    from titan.trainer import Trainer
+
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        run = replace(run, directory=folder)
+        life = lives.begin(run)
+        if isinstance(life, lives.Finished):
+            raise Refusal(f"{folder} holds a finished run; empty it.")
+        world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
+        corpus = open_corpus(life.corpus)
+        trainer = Trainer(run, life, world, assemble(run, world), corpus, _Never())
+        with Recorder(run, life, print) as recorder, trainer.loader:
+            trainer.recorder = recorder
+            yield trainer, lambda autocast: BareLoop(run, corpus, world.device, autocast=autocast)
+
+
+class _Never:
+    """No signal stops a benchmark but the usual ones."""
+
+    asked = False
+
+
+def _ceilings(run: Run) -> dict[str, float]:
+    import torch
+
+    from titan.baseline import copy_gb_per_second, matmul_tflops
+
+    device = torch.device(run.machine.device)
+    size, mebibytes = (8192, 1024) if device.type == "cuda" else (1024, 64)
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16}
+    found = {f"matmul_{name}_tflops": matmul_tflops(device, dtype, size) for name, dtype in types.items()}
+    found["copy_gb_per_second"] = copy_gb_per_second(device, mebibytes)
+    products = ", ".join(f"{name} {found[f'matmul_{name}_tflops']:.3g} TFLOP/s" for name in types)
+    print(f"ceilings: matrix product of {size}: {products}; copy {found['copy_gb_per_second']:.0f} GB/s")
+    return found
+
+
+def _loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
+    """Tokens/s through the loader, against the fastest training above."""
+    from titan.dataset.loader import Loader, Share
+    from titan.dataset.order import Order
+    from titan.dataset.prepare import prepare
+    from titan.dataset.shards import open_corpus
+
+    split = open_corpus(prepare(run.dataset)).train
+    seq_len, steps = run.training.seq_len, max(20, 2_000_000 // run.training.global_batch)
+    sizes = {"seq_len": seq_len, "rows_per_step": run.training.rows, "microbatches": run.microbatches}
+    with Loader(split, Order(split.rows(seq_len), 0), share=Share(0, 1), **sizes) as loader:
+        next(loader)
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(loader)
+        rate = steps * run.training.global_batch / (time.perf_counter() - start)
+    fastest = max(row["titan"] for row in speeds)
+    print(f"data loading: {billions(rate)} tokens/s, {rate / fastest:,.0f} times the fastest training above")
+    return {"tokens_per_second": rate, "times_training": rate / fastest}
+
+
+def _start(overrides: list[str], repeats: int = 3) -> dict[str, float]:
+    """Seconds from the command to the end of the first step, and how many of them Python spends on imports."""
+    first, imports = [], []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+            command = ["-m", "titan.train", "training.steps=2", *QUIET, f"hydra.run.dir={folder}/run", *overrides]
+            first.append(_seconds_until("step      1/", command))
+        imports.append(_seconds_until("", ["-c", "import titan.train, titan.worker"]))
+    found = {"first_step_seconds": min(first), "import_seconds": min(imports)}
+    print(f"command to first step: {min(first):.2f} s, of which imports {min(imports):.2f} s (best of {repeats})")
+    return found
+
+
+def _seconds_until(text: str, command: list[str]) -> float:
+    """Seconds until a Python command prints a line that begins with `text`; until it ends, without a text."""
+    start, found = time.perf_counter(), 0.0
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=_environment()) as process:
+        for line in process.stdout or ():
+            if text and not found and line.startswith(text):
+                found = time.perf_counter() - start
+    if process.returncode:
+        raise Refusal(f"{' '.join(command)}: ended with exit code {process.returncode}; see its message above.")
+    return found or time.perf_counter() - start
+
+
+def _memory(overrides: list[str], steps: int = 20) -> dict[str, float]:
+    """Largest resident size of a process that trains with titan, and of one with the bare loop."""
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        titan = ["-m", "titan.train", f"training.steps={steps}", *QUIET, f"hydra.run.dir={folder}/run", *overrides]
+        bare = ["-m", "titan.bench", "--bare", str(steps), *overrides]
+        sizes = {name: _peak_gib(command) for name, command in {"titan": titan, "bare": bare}.items()}
+    ratio = sizes["titan"] / sizes["bare"]
+    print(f"peak memory of the process: titan {sizes['titan']:.3f} GiB, bare {sizes['bare']:.3f}, ratio {ratio:.3f}")
+    return {**sizes, "ratio": ratio}
+
+
+def _peak_gib(command: list[str]) -> float:
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=_environment())
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise Refusal(f"{' '.join(command)}: ended with exit code {process.returncode}; see its message above.")
+    return usage.ru_maxrss * 1024 / 2**30
+
+
+def _bare(steps: int, overrides: list[str]) -> int:
+    """The bare loop alone, in a process of its own."""
+    import torch
+
+    from titan.baseline import BareLoop
+    from titan.dataset.prepare import prepare
+    from titan.dataset.shards import open_corpus
+
+    run = compose.composed([*LONG, *overrides])
+    loop = BareLoop(run, open_corpus(prepare(run.dataset)), torch.device(run.machine.device))
+    loop.steps(steps)
+    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.3f} GiB")
+    return 0
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, with its own titan in reach."""
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
