@@ -51,8 +51,10 @@ def defer(losses: nn.Module, model: nn.Module, last: bool) -> AbstractContextMan
     return nullcontext()
 
 
-def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket)  # type: ignore[name-defined]
- -> torch.futures.Future[torch.Tensor]:
+def _sum(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda f: f.value()[0])
     return future
