@@ -23,10 +23,11 @@ class RankFailed(Exception):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60, joined: bool = True) -> list[Any]:
     """Call `fn(rank, world, *args)` on `world` forked ranks and give their results, in rank order.
 
-    Each rank has one thread, a gloo process group over a file and the environment RANK, LOCAL_RANK, WORLD_SIZE.
+    Each rank has one thread, a gloo process group over a file and the environment RANK, LOCAL_RANK, WORLD_SIZE; with
+    `joined` false, none of the two last: `fn` itself joins and leaves the others.
     Results travel by pickle. The parent must not have compiled with Inductor's pool of workers, whose locks do not
     survive a fork.
 
@@ -37,7 +38,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
     context = multiprocessing.get_context("fork")
     results: Any = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
-        common = (world, args, str(Path(folder) / "store"), timeout, results)
+        common = (world, args, str(Path(folder) / "store") if joined else None, timeout, results)
         ranks = [context.Process(target=_rank, args=(fn, rank, *common)) for rank in range(world)]
         try:
             for process in ranks:
@@ -55,16 +56,18 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
 
 def _rank(
-    fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], store: str, timeout: float, results: Any
+    fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], store: str | None, timeout: float, results: Any
 ) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     try:
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
+        if store:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+            limit = timedelta(seconds=timeout)
+            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=limit)
         value = pickle.dumps(fn(rank, world, *args))  # here: the queue's own pickler sends tensors by shared memory
-        dist.barrier()  # before anyone leaves: a rank that is done must not break those still talking
-        dist.destroy_process_group()
+        if store:
+            dist.barrier()  # before anyone leaves: a rank that is done must not break those still talking
+            dist.destroy_process_group()
         results.put((rank, value, None))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

@@ -13,7 +13,7 @@ from titan.settings import Refusal, setting
 class Training:
     """How long to train, and on how much at a time."""
 
-    steps: int = setting(240, "optimizer updates", at_least=1)
+    steps: int = setting(200, "optimizer updates", at_least=1)
     global_batch: int = setting(2048, "tokens an update, over all devices", at_least=1)
     seq_len: int = setting(256, "tokens a row", at_least=2)
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
