@@ -125,6 +125,8 @@ def _wait(ranks: Ranks) -> int:
     first = ranks.failed()[0]
     time.sleep(CONSEQUENCE_SECONDS)
     codes = [p.poll() for p in ranks.processes]
+    if ranks.signals and -signal.SIGTERM in codes:  # ours, and it came before that rank could listen
+        return 130
     ranks.end(GRACE_SECONDS if all(c in (None, 130) for c in codes) else 0)
     return _explain(ranks.folder, codes, first)
 

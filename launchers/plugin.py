@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
@@ -30,11 +30,16 @@ NAMESPACE = "hydra_plugins.titan"
 class LocalLauncher(Launcher):
     """Runs the points of a sweep one after the other."""
 
-    codes: list[int] = []  # noqa: RUF012 - Hydra's sweeper makes the instance and returns none of it
+    # Hydra's sweeper makes the instance and returns none of it
+    codes: ClassVar[list[int]] = []
+    new: ClassVar[list[Path]] = []
+    """Folders that this sweep brings, innermost first."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep what `launch` needs."""
         self.context, self.config = hydra_context, config
+        folder = Path(config.hydra.sweep.dir)
+        LocalLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check every point, then run each; returns one result a point."""
@@ -52,32 +57,28 @@ class LocalLauncher(Launcher):
         return results
 
     def _points(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Run]:
-        try:
-            return [self._point(list(o), first + i) for i, o in enumerate(job_overrides)]
-        except Refusal:
-            folder = Path(self.config.hydra.sweep.dir)
-            with contextlib.suppress(OSError):  # leave nothing behind that the sweeper wrote for this sweep alone
-                (folder / "multirun.yaml").unlink()
-                folder.rmdir()
-            raise
+        return [self._point(list(o), first + i) for i, o in enumerate(job_overrides)]
 
     def _point(self, overrides: list[str], number: int) -> Run:
         from titan import compose
 
-        cfg = self.context.config_loader.load_sweep_config(self.config, overrides)
+        loader = self.context.config_loader
+        cfg = loader.load_sweep_config(self.config, overrides)
         with open_dict(cfg):
             cfg.hydra.job.id = cfg.hydra.job.num = number
             folder = Path(cfg.hydra.sweep.dir)
             cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
         try:
+            compose.check_recipe(loader, cfg)
             return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir))
         except Refusal as refusal:
-            raise Refusal(f"{refusal} (point {number}: {' '.join(overrides)}; nothing was started)") from None
+            point = f"point {number + 1} of the sweep, {' '.join(overrides)}; nothing was started"
+            raise Refusal(f"{str(refusal).rstrip('.')} ({point}).") from None
 
 
 def register() -> None:
     """Make `hydra/launcher=local` known to Hydra."""
-    LocalLauncher.codes = []
+    LocalLauncher.codes, LocalLauncher.new = [], []
     LocalLauncher.__module__ = NAMESPACE
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(NAMESPACE, types.ModuleType(NAMESPACE))
@@ -88,6 +89,22 @@ def register() -> None:
     ConfigStore.instance().store(group="hydra/launcher", name="local", node=node, provider="titan")
 
 
+def tidy() -> None:
+    """After a sweep of which nothing was started: leave none of the folders and files that the sweeper wrote."""
+    if LocalLauncher.codes or not LocalLauncher.new:
+        return
+    (LocalLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for folder in LocalLauncher.new:
+            folder.rmdir()
+
+
 def exit_code() -> int:
-    """The exit code of the last sweep: 0 when every point ended well."""
+    """The exit code of the last sweep: 0 when every point ended well.
+
+    Raises:
+        Refusal: when it had no points.
+    """
+    if not LocalLauncher.codes:
+        raise Refusal("-m: the sweep has no points; give values, such as optimizer.lr=1e-3,3e-3.")
     return next((code for code in LocalLauncher.codes if code), 0)

@@ -12,7 +12,7 @@ from launchers.local import run_ranks
 from launchers.place import Place
 from titan import console, lives
 from titan.run import Run
-from titan.settings import Refusal
+from titan.settings import Failure, Refusal
 
 
 def here(run: Run, apart: bool = False) -> int:
@@ -65,8 +65,8 @@ def lead(run: Run, place: Place) -> int:
                 return 0
             _send(store, place, (run, life))
             return _guarded(store, place, run, life, work)
-    except Refusal:
-        _send(store, place, 2)
+    except BaseException as error:
+        _send(store, place, 2 if isinstance(error, Refusal) else 1)
         raise
 
 
@@ -92,13 +92,23 @@ def _guarded(store: Any, place: Place, run: Run, life: lives.Life, work: Any) ->
     """Train; of an error that several ranks see, only the first to fail speaks."""
     try:
         return int(work(run, life, place, store))
-    except (Refusal, KeyboardInterrupt):
-        raise
-    except Exception:
-        if store.add("titan/failed", 1) > 1:
-            return 1
-        print(f"titan: rank {place.rank} failed:", file=sys.stderr)
-        raise
+    except Exception as error:
+        code = 2 if isinstance(error, Refusal) else 1
+        if not _first(store):
+            return code
+        if not isinstance(error, (Refusal, Failure)):
+            print(f"titan: rank {place.rank} failed:", file=sys.stderr)
+            raise
+        print(f"titan: {error}", file=sys.stderr)
+        return code
+
+
+def _first(store: Any) -> bool:
+    """Whether this rank is the first to fail; a store that is gone went with a rank that failed before."""
+    try:
+        return int(store.add("titan/failed", 1)) == 1
+    except RuntimeError:
+        return False
 
 
 def _send(store: Any, place: Place, word: Any) -> None:

@@ -56,7 +56,13 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 6
 
 
 def _rank(
-    fn: Callable[..., Any], rank: int, world: int, args: tuple[Any, ...], store: str | None, timeout: float, results: Any
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    args: tuple[Any, ...],
+    store: str | None,
+    timeout: float,
+    results: Any,
 ) -> None:
     torch.set_num_threads(1)
     try:

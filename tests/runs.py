@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import signal
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import fsspec  # type: ignore[import-untyped]  # noqa: F401 - so that ranks need not, each for itself
 import torch
-import torch.distributed.checkpoint as dcp
+import torch._dynamo
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from launchers.place import Place
@@ -21,6 +25,7 @@ from titan import lives, worker
 from titan.checkpoint.manager import state_of
 from titan.compose import composed
 from titan.lives import Life
+from titan.model import llama  # noqa: F401
 from titan.run import Run
 from titan.settings import Failure
 from titan.trainer import Trainer
@@ -88,6 +93,7 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
 
 
 def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Callable[[Trainer], Any] | None) -> Seen:
+    gc.freeze()  # what comes from the parent is not for this process to collect
     seen = Seen()
 
     class Watched(Trainer):
@@ -98,13 +104,11 @@ def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Call
             seen.last = whole(state_of(self.engine))
             return code
 
-    worker.Trainer = Watched  # type: ignore[misc] - this process is a fork: nobody else sees it
     try:
-        seen.code = worker.work(run, life, Place(rank, size, rank, meeting if size > 1 else ""))
+        with patch.object(worker, "Trainer", Watched):
+            seen.code = worker.work(run, life, Place(rank, size, rank, meeting if size > 1 else ""))
     except Failure as failure:
         seen.failure = str(failure)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
     return seen
 
 
@@ -160,7 +164,7 @@ def learned(run: Run) -> list[tuple[Any, ...]]:
 def saved(run: Run, step: int) -> Tensors:
     """All tensors of a checkpoint, read on one device."""
     folder = Path(run.directory) / "checkpoints" / f"step-{step}"
-    content = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    content = FileSystemReader(folder).read_metadata().state_dict_metadata
     state = {name: torch.empty(m.size, dtype=m.properties.dtype) for name, m in content.items()}  # type: ignore[union-attr]
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    load(state, checkpoint_id=folder, no_dist=True)
     return state

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--suite", choices=("cpu", "gpu", "tiny"), default="cpu", help="what to measure")
     parser.add_argument("--rounds", type=int, default=9, help="rounds a case (default 9)")
     parser.add_argument("--steps", type=int, default=5, help="steps a round (default 5)")
+    parser.add_argument("--case", default="", help="only the cases whose title holds this text")
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     parser.add_argument("--bare", type=int, metavar="STEPS", help=argparse.SUPPRESS)
     args, overrides = parser.parse_known_args(argv)
@@ -79,31 +80,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
-    run = compose.composed([*_base(args.suite), *LONG, *overrides])
+    base = [*_base(args.suite), *overrides]
+    run = compose.composed([*LONG, *base])
     found: dict[str, Any] = {"machine": asdict(run.machine), "code": identity.code(), "date": time.strftime("%Y-%m-%d")}
     print(f"{run.machine.describe()}; torch {found['code']['torch']}; {found['date']}")
     found["ceilings"] = _ceilings(run)
-    cases = _gpu_cases(run) if args.suite == "gpu" else _cpu_cases()
+    cases = _gpu_cases(run, base) if args.suite == "gpu" else _cpu_cases()
     print(f"\n{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7}")
     found["speed"] = []
-    for case in cases:
-        result = _measure(case, [*_base(args.suite), *LONG, *overrides], args.rounds, args.steps)
+    for case in (c for c in cases if args.case in c.title):
+        result = _measure(case, [*LONG, *base], args.rounds, args.steps)
         print(result.row(), flush=True)
         found["speed"].append(asdict(result))
     print()
     found["loading"] = _loading(run, found["speed"])
-    found["start"] = _start([*_base(args.suite), *overrides])
-    found["memory"] = _memory([*_base(args.suite), *overrides])
+    found["start"] = _start(base, repeats=1 if args.suite == "tiny" else 3)
+    found["memory"] = _memory(base)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     return 0
 
 
 def _base(suite: str) -> list[str]:
-    if suite == "tiny":  # the whole suite in seconds, to see that it works
+    if suite == "tiny":  # the whole suite at a size that takes little, to see that it works
         shape = ["model.dim=64", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.ffn=128"]
         return [*shape, "dataset=synthetic", "training.seq_len=64", "training.global_batch=256"]
-    return [] if suite == "cpu" else ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
+    long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
+    return [] if suite == "cpu" else [*long, "cluster.device=cuda"]
 
 
 def _cpu_cases() -> list[Case]:
@@ -114,11 +117,11 @@ def _cpu_cases() -> list[Case]:
     return [*cases, Case("bf16, compile off, bare: autocast", ("precision=bf16", "compile=off"), autocast=True)]
 
 
-def _gpu_cases(run: Run) -> list[Case]:
+def _gpu_cases(run: Run, base: list[str]) -> list[Case]:
     """llama1b, and as many of the 8B's layers as fit twice: titan and the bare loop are in memory together."""
     cases = []
     for model, full in (("llama1b", 16), ("llama8b", 32)):
-        layers = _layers_that_fit(run, model, full)
+        layers = _layers_that_fit(run, model, full, base)
         title = f"{model}, {layers} of {full} layers"
         for compile_ in COMPILES:
             shape = (f"model={model}", f"model.layers={layers}", "precision=bf16", f"compile={compile_}")
@@ -126,9 +129,8 @@ def _gpu_cases(run: Run) -> list[Case]:
     return cases
 
 
-def _layers_that_fit(run: Run, model: str, full: int) -> int:
-    settings = ["training.seq_len=8192", "training.global_batch=8192", "dataset=synthetic", "precision=bf16"]
-    recipe = compose.composed([f"model={model}", "cluster.memory_gib=1000000", *settings])
+def _layers_that_fit(run: Run, model: str, full: int, base: list[str]) -> int:
+    recipe = compose.composed([*base, f"model={model}", "precision=bf16", "cluster.memory_gib=1000000"])
     room = capacity.available(run, recipe.layout, run.machine) / 2
     for layers in range(full, 0, -1):
         part = replace(recipe, model=replace(recipe.model, layers=layers))

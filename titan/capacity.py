@@ -72,10 +72,14 @@ def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
 def microbatches(recipe: Recipe, layout: Layout, gib: float) -> int:
     """As few micro-batches as fit into `gib`; one row each where nothing fits."""
     rows = rank_rows(recipe, layout)
-    for count in range(1, rows + 1):
-        if math.ceil(rows / count) * count - rows < count and demand(recipe, layout, count).gib <= gib:
-            return count
-    return rows
+    first, last = 1, rows  # more of them never take more memory, so a search by halves finds the least that fit
+    while first < last:
+        middle = (first + last) // 2
+        if demand(recipe, layout, middle).gib <= gib:
+            last = middle
+        else:
+            first = middle + 1
+    return first
 
 
 def needed(recipe: Recipe) -> tuple[Layout, float] | None:
@@ -153,8 +157,10 @@ def _here(machine: Machine, layout: Layout, has: float) -> str:
 
 
 def _instead(recipe: Recipe) -> str:
-    single = "" if recipe.parallelism.microbatches == "auto" else " parallelism.microbatches=auto"
-    return f"model=debug{single}"
+    if recipe.parallelism.microbatches != "auto":
+        return "parallelism.microbatches=auto"
+    smallest = getattr(recipe, "choices", {}).get("model") == "debug"
+    return "a smaller training.seq_len" if smallest else "model=debug"
 
 
 def _gib(value: float) -> str:

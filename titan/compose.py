@@ -9,9 +9,12 @@ to it what only shows (`--cfg`, `--info`, completion) and the sweep (`-m`), whos
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,10 +22,12 @@ from typing import Any, NoReturn
 
 from hydra._internal import utils as hydra_utils
 from hydra._internal.hydra import Hydra
-from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -49,6 +54,16 @@ PLUGGABLE: dict[str, dict[str, Any]] = {
     "optimizer": {"adamw": AdamW, "sgd": SGD},
 }
 """Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`."""
+
+
+ADVICE = {
+    "Could not append to config.": "there is such a setting already; write it without the +",
+    "Multiple values for": "the axis has a choice already; write it without the +",
+    "force-add of config groups": "the axis has a choice already; write it without the ++",
+    "Ambiguous value for argument": "one value is expected; write [a,b] for a list, or add -m to run each",
+    "Override ": "there is no such axis; see --help",
+}
+"""What to say in place of Hydra's messages that begin so."""
 
 
 class OtherConf(SearchPathPlugin):
@@ -146,6 +161,7 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
     parser = hydra_utils.get_args_parser()
     parser.error = _refuse_arguments  # type: ignore[method-assign]
     args = parser.parse_args(arguments)
+    _check_arguments(args)
     with _plainly(args.overrides):
         if args.help:
             with _Session(args) as hydra:
@@ -162,15 +178,36 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
     if args.multirun and named:
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
-    try:
-        hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
-    except SystemExit as leave:
-        return leave.code if isinstance(leave.code, int) else 2
-    except ValueError as error:
-        raise Refusal(f"{' '.join(str(error).split())}.") from error
     from launchers import plugin
 
+    try:
+        with contextlib.redirect_stderr(io.StringIO()) if args.cfg else contextlib.nullcontext():
+            hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
+    except SystemExit as leave:
+        if args.cfg and leave.code:
+            raise Refusal(f"--package {args.package}: no such part of the configuration; give an axis.") from None
+        return leave.code if isinstance(leave.code, int) else 2
+    except ValueError as error:
+        raise Refusal(_value_error(error, args.overrides)) from error
+    finally:
+        plugin.tidy()
     return plugin.exit_code() if args.multirun else 0
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Refuse what Hydra would pass over in silence, or say too much of."""
+    for option, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
+        if folder and not os.path.isdir(folder):
+            raise Refusal(f"{option} {folder}: there is no such folder; correct the path.")
+    if (args.package or args.resolve) and not args.cfg:
+        option = "--resolve" if args.resolve else f"--package {args.package}"
+        raise Refusal(f"{option}: only says what --cfg shows; add --cfg job.")
+    for override in args.overrides:
+        key, _, value = override.partition("=")
+        if key.startswith("~") and not key.startswith("~hydra"):
+            raise Refusal(f"{override}: no setting can be taken away; write {key[1:]}=VALUE, or leave it out.")
+        if args.multirun and key == "hydra/launcher" and value in ("basic", "null"):
+            raise Refusal(f"{override}: this launcher is not titan's; choose hydra/launcher=local.")
 
 
 def _never(cfg: DictConfig) -> None:
@@ -189,9 +226,8 @@ class _Session:
         GlobalHydra.instance().clear()
         path = hydra_utils.create_automatic_config_search_path(None, None, self.folder)
         if self.extra:
-            if not os.path.isdir(self.extra):
-                raise Refusal(f"--config-dir {self.extra}: there is no such folder; correct the path.")
-            path.append("command-line", f"file://{os.path.abspath(self.extra)}")
+            before = SearchPathQuery(provider="schema")  # Hydra wants that one to stay the last
+            path.prepend("command-line", f"file://{os.path.abspath(self.extra)}", before)
         return Hydra.create_main_hydra2("train", path)
 
     def __exit__(self, *error: object) -> None:
@@ -200,11 +236,39 @@ class _Session:
 
 def _compose(hydra: Hydra, overrides: list[str], name: str | None = None) -> DictConfig:
     try:
-        return hydra.compose_config(
+        cfg = hydra.compose_config(
             config_name=name or CONFIG, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False
         )
-    except ValueError as error:  # what Hydra says of a group that is given a number
-        raise Refusal(f"{' '.join(str(error).split())}: {' '.join(overrides)}.") from error
+    except ValueError as error:
+        raise Refusal(_value_error(error, overrides)) from error
+    check_recipe(hydra.config_loader, cfg)
+    return cfg
+
+
+def check_recipe(loader: Any, cfg: DictConfig) -> None:
+    """Refuse an unknown recipe, which Hydra passes over because that axis is optional.
+
+    Raises:
+        Refusal: with the recipes that there are.
+    """
+    recipe = cfg.hydra.runtime.choices.get("recipe")
+    known = loader.get_group_options("recipe", ObjectType.CONFIG)
+    if recipe not in (None, "null", *known):
+        raise Refusal(_no_such_choice("recipe", str(recipe), known))
+
+
+def _no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
+    choices = f" Choices: {', '.join(known)}." if known else " There are none here."
+    return f"{axis}={choice}: there is no such choice{nearest(choice, known)}{choices}"
+
+
+def _value_error(error: ValueError, overrides: Sequence[str]) -> str:
+    """What to say of a `ValueError` of Hydra's: mostly of an axis whose choice is a number or null."""
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        if key in ("", *Recipe.axes()) and not isinstance(override.value(), (str, list)):
+            return f"{override.input_line}: expected the name of a choice, AXIS=CHOICE; see --help."
+    return f"{' '.join(str(error).split()).rstrip('.')}."
 
 
 def _job(cfg: DictConfig) -> DictConfig:
@@ -234,10 +298,13 @@ class _plainly:
         self.overrides = overrides
 
     def __enter__(self) -> None:
-        return None
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
+        warnings.filterwarnings("error", ".* is not available", UserWarning)  # a folder to search that isn't there
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (HydraException, OmegaConfBaseException)):
+        self.warnings.__exit__(None, None, None)
+        if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
             raise Refusal(self._sentence(error)) from error
 
     def _sentence(self, error: BaseException) -> str:
@@ -245,25 +312,50 @@ class _plainly:
             return self._unknown_choice(error)
         if isinstance(error, OverrideParseException):
             return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, quoted where special."
+        if isinstance(error, MissingConfigException):
+            return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
+        if isinstance(error, UserWarning):
+            path = str(error).partition("path=")[2].removesuffix(" is not available.")
+            return f"hydra.searchpath=[{path}]: there is no such folder; write [file:///FOLDER], with an absolute path."
+        if isinstance(error, OmegaConfBaseException) and error.full_key:
+            return self._interpolation(error)
         text = " ".join(str(error).split())
+        for beginning, advice in ADVICE.items():
+            if text.startswith(beginning):
+                return f"{self._meant(text)}: {advice}."
         cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
         unknown = re.match(r"Could not override '([^']+)'", text)
         if unknown:
             return self._unknown_setting(unknown[1])
-        if "Multiple values for" in text or "Could not find" in text or cause is None:
+        text = text.removeprefix("Error merging override ")
+        if cause is None:
             return text.rstrip(".") + "."
-        return f"{text} {' '.join(str(cause).split('full_key')[0].split())}".rstrip(".") + "."
+        return f"{text}: {' '.join(str(cause).split('full_key')[0].split()).rstrip('.')}; give another value."
+
+    def _interpolation(self, error: OmegaConfBaseException) -> str:
+        reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
+        return f"{self._typed(str(error.full_key))}: {reason}; correct what stands in the braces."
+
+    def _meant(self, text: str) -> str:
+        """The override that `text` quotes, or else the last one that names what it names."""
+        quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_key(o))}\b", text)]
+        return max(quoted, key=len, default=text.rstrip("."))
+
+    def _typed(self, key: str) -> str:
+        return next((o for o in self.overrides if _key(o) == key), key)
 
     def _unknown_choice(self, error: MissingConfigException) -> str:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
-        choices = ", ".join(error.options or ())
-        hint = nearest(option, error.options or ())
-        return f"{group}={option}: there is no such choice{hint} Choices: {choices}."
+        return _no_such_choice(group, option, error.options or ())
 
     def _unknown_setting(self, key: str) -> str:
-        typed = next((o for o in self.overrides if o.lstrip("+~").startswith(key + "=")), key)
-        hint = nearest(key, Recipe.axes()) if "." not in key else "."
-        hint = nearest(key, self._known()) if hint == "." else hint
+        typed = self._typed(key)
+        if key == "recipe":  # its folder is there only when there are recipes
+            return _no_such_choice("recipe", typed.partition("=")[2], ())
+        known = self._known()
+        elsewhere = any(name.endswith(f".{key}") for name in known)
+        hint = nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."
+        hint = nearest(key, known) if hint == "." else hint
         return f"{typed}: there is no such setting{hint} See --help and --cfg job."
 
     def _known(self) -> list[str]:
@@ -277,6 +369,10 @@ class _plainly:
         content = OmegaConf.to_container(cfg, resolve=False)
         names = _names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
         return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
 
 
 def _names(content: dict[Any, Any], path: str = "") -> list[str]:

@@ -21,9 +21,10 @@ def apply(debug: Debug) -> None:
 
     import torch
 
+    if debug.deterministic != torch.are_deterministic_algorithms_enabled():  # the call alone imports Inductor
+        torch.use_deterministic_algorithms(debug.deterministic)
     if debug.deterministic:
         # cuBLAS is deterministic only with a workspace of fixed size
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
     torch.autograd.set_detect_anomaly(debug.detect_anomaly, check_nan=debug.detect_anomaly)

@@ -6,6 +6,7 @@ Another science is refused with the settings that differ. `run.yaml` holds a doc
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -142,7 +143,7 @@ def locked(directory: Path) -> Iterator[None]:
     Raises:
         Refusal: when another job holds it, or it can't be written to.
     """
-    new = not directory.exists()
+    new = [f for f in (directory, *directory.parents) if not f.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / ".lock").open("a+")
@@ -164,14 +165,16 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            _leave(directory, file.name if new else None)
+            if new and {p.name for p in directory.iterdir()} <= {".lock"}:
+                _leave(new)
 
 
-def _leave(directory: Path, lock: str | None) -> None:
-    """Take away a directory that a refusal left empty."""
-    if lock and {p.name for p in directory.iterdir()} <= {".lock"}:
-        Path(lock).unlink()
-        directory.rmdir()
+def _leave(folders: list[Path]) -> None:
+    """Take away the folders, innermost first, that came with a run that was refused."""
+    (folders[0] / ".lock").unlink()
+    with contextlib.suppress(OSError):  # another run has come into one of them
+        for folder in folders:
+            folder.rmdir()
 
 
 def _result(directory: Path) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from titan.settings import setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -29,9 +28,19 @@ def apply(blocks: Iterable[torch.nn.Module], memory: Memory) -> None:
     The block's own `forward` is replaced, not wrapped in another module: parameter names stay, and what hooks onto the
     module (FSDP) or compiles it comes around the checkpoint.
     """
-    if memory.checkpointing == "none":
-        return
+    if memory.checkpointing == "full":
+        for block in blocks:
+            block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that computes `forward` and, in the backward pass, once more.
+
+    It has a frame of its own for the compiler to begin at: a partial of torch's `checkpoint` has none.
+    """
     from torch.utils.checkpoint import checkpoint
 
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+    def run(*args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+
+    return run

@@ -51,7 +51,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent with momentum."""
 
     momentum: float = setting(0.0, "momentum", at_least=0, below=1)
-    fused: bool = setting(True, "one kernel for all parameters", science=False)
+    fused: bool = setting(True, "one kernel for all parameters, where they are not cut", science=False)
 
     @property
     def state_bytes(self) -> int:  # type: ignore[override]
@@ -61,7 +61,10 @@ class SGD(Optimizer):
     def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer over `parameters`."""
         import torch
+        from torch.distributed.tensor import DTensor
 
+        parameters = list(parameters)
+        fused = self.fused and not any(isinstance(p, DTensor) for p in parameters)  # no such kernel for DTensors
         return torch.optim.SGD(
-            parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=self.fused
+            parameters, lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused
         )

@@ -115,6 +115,7 @@ def resolve(
     Raises:
         Refusal: for what can't work.
     """
+    _check_name(recipe.name)
     recipe.model.check()
     recipe.training.check()
     recipe.parallelism.check()
@@ -157,8 +158,8 @@ def check(run: Run, ranks: int | None = None) -> None:
         raise Refusal("dataset.mask_documents=true: this version attends across documents; give false.")
     if run.microbatches > run.rank_rows:
         raise Refusal(
-            f"parallelism.microbatches={run.microbatches}: a rank has only {run.rank_rows} rows a step "
-            f"(training.global_batch / training.seq_len over {run.layout.data_ranks} ranks); give at most that many."
+            f"parallelism.microbatches={run.microbatches}: more than the rows that a rank takes in a step, "
+            f"training.global_batch / training.seq_len over the ranks; give at most {run.rank_rows}."
         )
     if run.compile.scope != "off" and run.compile.backend == "inductor" and run.machine.device == "cpu":
         _check_compiler(run)
@@ -222,6 +223,12 @@ def _check_machine(run: Run) -> None:
             f"{run.describe()}: {layout} makes {layout.devices} ranks, and here are {here}; give smaller degrees, "
             f"or cluster.device=cpu to try it with {layout.devices} CPU ranks."
         )
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that is no folder of its own under runs/."""
+    if not name.strip("/. ") or ".." in name.split("/"):
+        raise Refusal(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
 
 
 def _check_compiler(run: Run) -> None:

@@ -34,10 +34,11 @@ def continuation(
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(start)
-    for _ in range(count):
-        hidden = model(torch.tensor([tokens[-window:]], device=device))
-        logits = model.head(hidden[:, -1:])[0, -1, :vocab].float().cpu() / temperature
-        best = logits.topk(min(top_k, vocab))
-        drawn = torch.multinomial(best.values.softmax(-1), 1, generator=generator)
-        tokens.append(int(best.indices[drawn]))
+    with torch.compiler.set_stance("force_eager"):  # or every new length would be compiled
+        for _ in range(count):
+            hidden = model(torch.tensor([tokens[-window:]], device=device))
+            logits = model.head(hidden[:, -1:])[0, -1, :vocab].float().cpu() / temperature
+            best = logits.topk(min(top_k, vocab))
+            drawn = torch.multinomial(best.values.softmax(-1), 1, generator=generator)
+            tokens.append(int(best.indices[drawn]))
     return tokens[len(start) :]

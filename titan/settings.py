@@ -72,9 +72,9 @@ def setting(
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a sentence: "; did you mean 'x'?" with the known word nearest to `word`, or a full stop."""
     known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if not close:  # a right name at the wrong place: `seed` for `training.seed`
-        close = [k for k in known if k.rpartition(".")[2] == word.rpartition(".")[2]][:1]
+    # first a right name at the wrong place: `seed` for `training.seed`
+    close = [k for k in known if k.rpartition(".")[2] == word.rpartition(".")[2]]
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else "."
 
 
@@ -93,8 +93,8 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
     if not isinstance(data, Mapping):
         raise Refusal(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
     data = dict(data)
-    if "_target_" in data:
-        cls = _target(str(data.pop("_target_")), path, allowed)
+    if "_target_" in data and hasattr(cls, "build"):
+        cls = _target(show(data.pop("_target_")), path, allowed)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     hints = typing.get_type_hints(cls)
     for key in data:
@@ -184,7 +184,7 @@ def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -
     words = field.metadata.get("words", ())
     converted = _convert(value, kind, where, words)
     for number in converted if isinstance(converted, tuple) else (converted,):
-        _in_range(number, field.metadata.get("limits", {}), where, words)
+        _in_range(number, field.metadata.get("limits", {}), f"{where}={show(value)}", words)
     return converted
 
 
@@ -233,7 +233,10 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[
             return _convert(value, kind, where, ())
         except Refusal:
             continue
-    return _convert(value, rest[-1], where, ())
+    try:
+        return _convert(value, rest[-1], where, ())
+    except Refusal as refusal:
+        raise Refusal(f"{str(refusal).rstrip('.')} or null." if optional else str(refusal)) from None
 
 
 def _convert_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
@@ -250,11 +253,11 @@ def _refuse_type(value: Any, wanted: str, where: str) -> NoReturn:
     raise Refusal(f"{where}={show(value)}: expected {wanted}.")
 
 
-def _in_range(value: Any, limits: dict[str, float], where: str, words: tuple[str, ...]) -> None:
+def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
         return
     wanted = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items())
     wanted = wanted or "a finite number"
-    raise Refusal(f"{where}={show(value)}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")
+    raise Refusal(f"{typed}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")

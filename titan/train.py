@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launchers import place, start
+from launchers import place
 from titan import compose
 from titan.run import Run
 
@@ -15,14 +15,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line in whatever role this process has; returns the exit code."""
     mine = place.found(os.environ)
     if mine is None:
-        return compose.command(argv, start.here)
+        return compose.command(argv, _here)
     if mine.rank > 0:
+        from launchers import start
+
         return start.follow(mine)
     return _lead(argv, mine)
 
 
+def _here(run: Run) -> int:
+    from launchers import start  # only now: --help and refusals need not wait for what reads data
+
+    return start.here(run)
+
+
 def _lead(argv: Sequence[str] | None, mine: place.Place) -> int:
     """Rank 0 composes and speaks for all; the others wait for its word, also when there is nothing to run."""
+    from launchers import start
+
     led: list[Run] = []
 
     def job(run: Run) -> int:

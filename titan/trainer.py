@@ -25,13 +25,13 @@ from torch import Tensor
 from titan import console
 from titan.assemble import Engine
 from titan.checkpoint import manifest
-from titan.checkpoint.manager import Manager
+from titan.checkpoint.manager import Manager, prime
 from titan.dataset import order
 from titan.dataset.loader import IGNORED, Batch, Loader, fixed_rows
 from titan.dataset.shards import Corpus
 from titan.lives import Life, fingerprint
 from titan.metrics.plot import plot_losses
-from titan.metrics.recorder import Recorder, Speed, finite, first_loss, peak_memory_gib
+from titan.metrics.recorder import Recorder, Speed, finite, first_and_last_loss, peak_memory_gib
 from titan.parallelism import norm
 from titan.parallelism.mesh import World
 from titan.run import Run
@@ -120,6 +120,7 @@ class Trainer:
         """
         self.run, self.life, self.world, self.engine, self.corpus, self.stop = run, life, world, engine, corpus, stop
         self.step, self.rows = life.step, life.rows
+        prime(engine.optimizer)
         self.manager = Manager(Path(run.directory), run.checkpoint.keep, life.ids.science, engine, world)
         self.speed = Speed(run)
         self.scale = 1 / run.training.global_batch
@@ -127,7 +128,6 @@ class Trainer:
         self.bad = 0
         self.saved_step, self.saved_at = life.step, time.monotonic()
         self.seconds: deque[float] = deque(maxlen=1000)
-        self.last_loss = math.nan
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: console.Progress | None = None
@@ -223,7 +223,6 @@ class Trainer:
         self.saving = self.saving or figures[SAVE] > 0
         loss = figures[LOSS] * self.scale
         self._judge(sent, loss, size)
-        self.last_loss = loss
         self.seconds.append(seconds)
         if self.recorder:
             self.recorder.log(self._record(sent, loss, size, seconds, figures))
@@ -333,6 +332,7 @@ class Trainer:
         figures: dict[str, Any] = self.speed.of(timed[len(timed) // 2]) if timed else {}
         saved = manifest.complete(Path(self.run.directory))
         metrics = Path(self.run.directory) / "metrics.jsonl"
+        first, last = first_and_last_loss(metrics)
         drawn = plot_losses(metrics, Path(self.run.directory) / "loss.png") if self.run.metrics.plot else None
         return {
             "finished": not self.stopping,
@@ -340,8 +340,8 @@ class Trainer:
             "tokens": self.rows * self.run.training.seq_len,
             "life": self.life.number,
             "science_id": self.life.ids.science,
-            "first_loss": first_loss(metrics),
-            "last_loss": finite(self.last_loss),
+            "first_loss": first,
+            "last_loss": last,
             **{k: finite(v) for k, v in self.validation.items()},
             **figures,
             "memory_gib": peak_memory_gib(self.world.device),

@@ -24,12 +24,18 @@ log = logging.getLogger("titan")
 
 
 class Stop:
-    """Remembers that a signal asked this rank to stop; the second one ends it at once."""
+    """Remembers that a signal asked this rank to stop; the second one ends it at once. A context manager."""
 
     def __init__(self) -> None:
         self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._note)
+
+    def __enter__(self) -> Stop:
+        self.old = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.old.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
         if self.asked:
@@ -52,18 +58,18 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
     Raises:
         Failure: when the run can't go on, in a plain sentence.
     """
-    stop = Stop()
     _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
     debug.apply(run.debug)
-    world = mesh.connect(place, run.layout, run.machine.device, run.cluster.timeout, store)
-    try:
-        log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
-        engine = assemble(run, world, log.info)
-        return Trainer(run, life, world, engine, open_corpus(life.corpus), stop).train()
-    except torch.OutOfMemoryError as error:
-        raise Failure(_out_of_memory(run, error)) from error
-    finally:
-        world.close()
+    with Stop() as stop:
+        world = mesh.connect(place, run.layout, run.machine.device, run.cluster.timeout, store)
+        try:
+            log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
+            engine = assemble(run, world, log.info)
+            return Trainer(run, life, world, engine, open_corpus(life.corpus), stop).train()
+        except torch.OutOfMemoryError as error:
+            raise Failure(_out_of_memory(run, error)) from error
+        finally:
+            world.close()
 
 
 def _log_to(file: Path) -> None:

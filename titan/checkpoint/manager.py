@@ -16,13 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan.assemble import Engine
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Manifest
+from titan.parallelism import data
 from titan.parallelism.mesh import World
+from titan.settings import Refusal, show
 
 
 class Manager:
@@ -32,8 +35,8 @@ class Manager:
         self.directory, self.keep, self.science_id = directory, keep, science_id
         self.engine, self.world = engine, world
 
-    def save(self, step: int, data: dict[str, Any]) -> Path:
-        """Save the state after `step` updates and the data's position; all ranks call it together.
+    def save(self, step: int, position: dict[str, Any]) -> Path:
+        """Save the state after `step` updates and the data's `position`; all ranks call it together.
 
         Returns:
             The checkpoint's folder.
@@ -47,16 +50,23 @@ class Manager:
             save(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
         if self.world.speaks:
             layout = self.world.layout.degrees()
-            manifest.write(folder, Manifest(step, data, self.science_id, layout))
+            manifest.write(folder, Manifest(step, position, self.science_id, layout))
             self._prune()
         self.world.barrier()
         return folder
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint into the model and the optimizer, whatever layout saved it; all ranks call it together."""
-        prime(self.engine.optimizer)
+        """Load a checkpoint, whatever layout saved it; all ranks call it together.
+
+        The optimizer must have its state already (`prime`).
+
+        Raises:
+            Refusal: when it lacks a tensor, or has it in another shape.
+        """
+        state = state_of(self.engine)
+        _compare(state, folder)
         with _quietly():
-            load(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
+            load(state, checkpoint_id=folder, no_dist=self.world.place.size == 1)
 
     def _prune(self) -> None:
         for folder in manifest.complete(self.directory)[: -self.keep]:
@@ -66,6 +76,7 @@ class Manager:
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """All tensors that a run needs to go on, by name: `model.NAME` and `optimizer.NAME.KEY`."""
+    data.part(engine.model)  # the optimizer's state goes by the parts
     parameters = dict(engine.model.named_parameters())
     state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
@@ -73,6 +84,19 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
             if isinstance(value, Tensor):
                 state[f"optimizer.{name}.{key}"] = value
     return state
+
+
+def _compare(state: dict[str, Tensor], folder: Path) -> None:
+    """Refuse a checkpoint of another model or optimizer: a fork may ask for one."""
+    saved: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
+    for name, tensor in state.items():
+        shape = tuple(saved[name].size) if name in saved else None
+        if shape != tuple(tensor.shape):
+            found = f"has {name} in the shape {show(shape)}" if shape is not None else f"has no {name}"
+            raise Refusal(
+                f"checkpoint.resume={folder}: was saved with another model or optimizer: it {found}, and this run has it in "
+                f"the shape {show(tuple(tensor.shape))}; give the model and optimizer of the run that saved it."
+            )
 
 
 @contextmanager
@@ -84,7 +108,13 @@ def _quietly() -> Iterator[None]:
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, by one update with zero gradients and learning rate zero."""
+    """Let the optimizer make its state, all zero as before a first update, unless it has some already.
+
+    It makes it in its first update, so that one is done, with zero gradients and learning rate zero. A first step that
+    is skipped would leave no state for a checkpoint otherwise, and fused SGD a momentum of chance bytes.
+    """
+    if optimizer.state:
+        return
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -94,3 +124,6 @@ def prime(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    for value in (v for state in optimizer.state.values() for v in state.values()):
+        if isinstance(value, Tensor):
+            value.zero_()

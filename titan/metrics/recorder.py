@@ -87,11 +87,12 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def first_loss(file: Path) -> float | None:
-    """The loss of the first step that metrics.jsonl tells of: a run's, over all its lives."""
+def first_and_last_loss(file: Path) -> tuple[float | None, float | None]:
+    """The run's losses, over all its lives, as metrics.jsonl tells them: the first that is finite, and the last."""
     with file.open() as lines:
-        losses = (json.loads(line).get("loss") for line in lines)
-        return next((loss for loss in losses if loss is not None), None)
+        records = map(json.loads, lines)
+        losses = [record["loss"] for record in records if "loss" in record]
+    return next((loss for loss in losses if loss is not None), None), losses[-1] if losses else None
 
 
 def finite(value: Any) -> Any:

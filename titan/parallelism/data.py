@@ -51,6 +51,13 @@ def defer(losses: nn.Module, model: nn.Module, last: bool) -> AbstractContextMan
     return nullcontext()
 
 
+def part(model: nn.Module) -> None:
+    """Make parameters parts again: a forward pass that no backward pass follows leaves some of them gathered (FSDP)."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _sum(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]

@@ -85,6 +85,15 @@ class World:
         return int(self.mesh.get_local_rank(name))
 
 
+def _device(place: Place, device_type: str) -> torch.device:
+    """This rank's device; where the launcher shows each rank its own GPU only, that one."""
+    if device_type != "cuda":
+        return torch.device(device_type)
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def connect(place: Place, layout: Layout, device_type: str, timeout: float, store: Any = None) -> World:
     """Join the process group, where there is more than one rank, and lay out the mesh.
 
@@ -95,9 +104,7 @@ def connect(place: Place, layout: Layout, device_type: str, timeout: float, stor
         timeout: seconds after which a collective operation gives up.
         store: what the ranks have met at already; None to meet at `place.rendezvous`.
     """
-    device = torch.device(device_type, place.local_rank if device_type == "cuda" else None)  # type: ignore[arg-type]
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
+    device = _device(place, device_type)
     if place.size == 1:
         return World(place, layout, device)
     meeting = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}

@@ -98,7 +98,12 @@ class Parallelism:
         layout = Layout(**{name: max(1, left) if d == -1 else int(d) for name, d in degrees.items()})
         if layout.devices != devices:
             raise Refusal(
-                f"parallelism: {layout} makes {layout.devices} ranks, but there are {devices} devices; "
-                f"change a degree, or give cluster.devices={layout.devices}."
+                f"parallelism: {layout} makes {_count(layout.devices, 'rank')}, but there are "
+                f"{_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
+                f"cluster.devices={layout.devices}."
             )
         return layout
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

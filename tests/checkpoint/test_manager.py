@@ -1,0 +1,244 @@
+"""Law 4: what one layout saved any other resumes, and a resumed run equals the one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import RankFailed
+from tests.runs import Seen, learned, same, saved, steps, tiny, train
+from titan.checkpoint import manifest
+from titan.checkpoint.manager import prime
+from titan.checkpoint.manifest import Manifest
+from titan.optimizer import SGD, AdamW, Optimizer
+from titan.run import Run
+from titan.trainer import Trainer
+
+OPTIMIZERS = {
+    "sgd": ["optimizer=sgd"],
+    "sgd-momentum": ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"],
+    "sgd-momentum-loop": ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.fused=false"],
+    "adamw": ["optimizer=adamw"],
+    "adamw-loop": ["optimizer=adamw", "optimizer.fused=false"],
+}
+KINDS: list[Optimizer] = [AdamW(), AdamW(fused=False), SGD(), SGD(momentum=0.9, weight_decay=0.1), SGD(fused=False)]
+
+
+class Killed(Exception):
+    """Ends a life where a kill would."""
+
+
+def stop_at(step: int) -> Any:
+    """For `train`: behave as if a signal had come in that step."""
+
+    class Stop:
+        def __init__(self, trainer: Trainer) -> None:
+            self.trainer = trainer
+
+        @property
+        def asked(self) -> bool:
+            return self.trainer.step >= step
+
+    return lambda trainer: setattr(trainer, "stop", Stop(trainer))
+
+
+def in_two_lives(before: Run, after: Run) -> list[list[Seen]]:
+    """Stop `before` at step 3, and let `after` go on in the same directory."""
+    lives = [train(before, stop_at(2)), train(after)]
+    assert [life[0].code for life in lives] == [130, 0]
+    return lives
+
+
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [("single", name) for name in OPTIMIZERS] + [("fsdp2", "sgd-momentum"), ("fsdp2", "adamw")],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, tmp_path: Path) -> None:
+    settings = [*OPTIMIZERS[optimizer], "training.steps=6"]
+    whole = tiny(tmp_path / "whole", *settings, layout=layout)
+    parts = tiny(tmp_path / "parts", *settings, layout=layout)
+    expected = train(whole)[0].last
+    first, second = in_two_lives(parts, parts)
+    assert same(second[0].first, first[0].last)
+    assert same(second[0].last, expected)
+    assert learned(parts) == learned(whole)
+    assert [line["life"] for line in steps(parts)] == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tied"),
+    [
+        ("fsdp2", "single", False),
+        ("fsdp2", "fsdp4", True),
+        ("fsdp3", "ddp2", False),
+        ("ddp2", "hsdp4", False),
+        ("single", "fsdp2", True),
+    ],
+)
+def test_any_layout_resumes_any_other(before: str, after: str, tied: bool, tmp_path: Path) -> None:
+    settings = [f"model.tied={str(tied).lower()}", "training.steps=5"]
+    runs = [tiny(tmp_path, *settings, layout=layout) for layout in (before, after)]
+    first, second = in_two_lives(*runs)
+    assert same(saved(runs[0], 3), first[0].last)
+    assert all(same(rank.first, first[0].last) for rank in second)
+    assert [line["rows"][0] for line in steps(runs[0])] == [0, 8, 16, 24, 32]
+
+
+@pytest.mark.parametrize(("layout", "tied"), [("single", "false"), ("fsdp2", "false"), ("fsdp2", "true")])
+def test_a_validation_before_takes_nothing_from_a_checkpoint(layout: str, tied: str, tmp_path: Path) -> None:
+    often = ["metrics.validate_every=2", "metrics.validation_tokens=64", "checkpoint.every=2", "training.steps=4"]
+    run = tiny(tmp_path, *often, f"model.tied={tied}", layout=layout)
+    last = train(run)[0].last
+    assert saved(run, 2).keys() == last.keys()
+    assert same(saved(run, 4), last)
+
+
+def test_a_kill_costs_what_came_after_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    whole = tiny(tmp_path / "whole", "training.steps=6", "checkpoint.every=2")
+    run = tiny(tmp_path / "killed", "training.steps=6", "checkpoint.every=2", "metrics.validate_every=5")
+    expected = train(whole)[0].last
+    with pytest.raises(Exception, match="Killed"):
+        train(run, lambda trainer: setattr(trainer, "save", _dies_at(trainer, 4)))
+    (manifest.folder_of(tmp_path / "killed", 4)).mkdir()  # what a killed save leaves
+    (manifest.folder_of(tmp_path / "killed", 4) / "__0_0.distcp").write_text("half")
+    assert [f.name for f in manifest.complete(tmp_path / "killed")] == ["step-2"]
+    seen = train(run)[0]
+    assert same(seen.last, expected)
+    assert learned(run) == learned(whole)
+    assert [line["life"] for line in steps(run)] == [1, 1, 2, 2, 2, 2]
+    assert [f.name for f in manifest.complete(tmp_path / "killed")] == ["step-4", "step-6"]
+
+
+def _dies_at(trainer: Trainer, step: int) -> Any:
+    save = trainer.save
+
+    def dying() -> None:
+        if trainer.step == step:
+            raise Killed
+        save()
+
+    return dying
+
+
+@pytest.mark.parametrize(
+    ("settings", "folders"),
+    [
+        pytest.param(["checkpoint.every=1", "checkpoint.keep=2"], ["step-4", "step-5"], id="keep-2"),
+        pytest.param(["checkpoint.every=2", "checkpoint.keep=1"], ["step-5"], id="keep-1"),
+        pytest.param(["checkpoint.every=2", "checkpoint.keep=9"], ["step-2", "step-4", "step-5"], id="keep-9"),
+        pytest.param(["checkpoint.every=0"], ["step-5"], id="end-only"),
+        pytest.param(["checkpoint=off", "checkpoint.every=1"], [], id="off"),
+        pytest.param(["checkpoint.every=0", "checkpoint.minutes=1e-9", "checkpoint.keep=9"], "all", id="minutes"),
+    ],
+)
+def test_when_checkpoints_are_saved_and_which_are_kept(settings: list[str], folders: Any, tmp_path: Path) -> None:
+    train(tiny(tmp_path, *settings, "training.steps=5"))
+    found = sorted(f.name for f in (tmp_path / "checkpoints").glob("*"))
+    if folders == "all":  # asked for in the first step, saved after the second at the latest
+        assert "step-5" in found
+        assert {"step-1", "step-2"} & set(found)
+    else:
+        assert found == folders
+    assert [f.name for f in manifest.complete(tmp_path)] == found
+
+
+def test_on_stop_false_saves_nothing_at_a_stop(tmp_path: Path) -> None:
+    run = tiny(tmp_path, "checkpoint.on_stop=false", "training.steps=9")
+    assert train(run, stop_at(2))[0].code == 130
+    assert manifest.complete(tmp_path) == []
+    assert not json.loads((tmp_path / "result.json").read_text())["finished"]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        pytest.param(["optimizer=adamw"], r"it has no optimizer\.\S+\.step, .*in the shape \[\]; give", id="optimizer"),
+        pytest.param(
+            ["model.ffn=40"], r"it has model\.\S+ in the shape \[48,32\], .*in the shape \[40,32\]", id="model"
+        ),
+    ],
+)
+@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+def test_a_fork_of_another_model_or_optimizer_is_refused(
+    layout: str, other: list[str], said: str, tmp_path: Path
+) -> None:
+    train(tiny(tmp_path / "parent", "optimizer=sgd"))
+    fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5", "optimizer=sgd", *other]
+    with pytest.raises(RankFailed, match=said) as failed:
+        train(tiny(tmp_path / "fork", *fork, layout=layout))
+    assert "titan.settings.Refusal: checkpoint.resume=" in str(failed.value)
+
+
+def test_a_fork_goes_on_from_its_parents_checkpoint(tmp_path: Path) -> None:
+    parent = tiny(tmp_path / "parent")
+    last = train(parent)[0].last
+    fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5", layout="fsdp2")
+    assert same(train(fork)[0].first, last)
+    assert [(line["step"], line["rows"][0]) for line in steps(fork)] == [(4, 24), (5, 32)]
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=["adamw", "adamw-loop", "sgd", "sgd-momentum", "sgd-loop"])
+def test_prime_changes_no_weight_and_leaves_the_optimizer_as_new(settings: Optimizer) -> None:
+    def made() -> tuple[nn.Parameter, torch.optim.Optimizer]:
+        weight = nn.Parameter(torch.tensor([0.5, -0.0, 0.0, -3e-39, 1e30]))
+        return weight, settings.build([weight])
+
+    (weight, optimizer), (other, fresh) = made(), made()
+    start = weight.detach().clone()
+    prime(optimizer)
+    assert torch.equal(weight.detach().view(torch.int32), start.view(torch.int32))
+    assert optimizer.param_groups[0]["lr"] == settings.lr
+    assert weight.grad is None
+    for scale in (1.0, -2.0):
+        for parameter, one in ((weight, optimizer), (other, fresh)):
+            parameter.grad = torch.full_like(parameter, scale)
+            one.step()
+    assert torch.equal(weight, other)
+
+
+def test_prime_keeps_the_state_that_there_is() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = AdamW().build([weight])
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    moment = optimizer.state[weight]["exp_avg"].clone()
+    prime(optimizer)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], moment)
+    assert optimizer.state[weight]["step"] == 1
+
+
+class TestManifest:
+    def make(self, directory: Path, step: int) -> Path:
+        folder = manifest.folder_of(directory, step)
+        folder.mkdir(parents=True)
+        (folder / "__0_0.distcp").write_bytes(b"tensors")
+        manifest.write(folder, Manifest(step, {"rows": 8}, "abc", {"shard": 2}))
+        return folder
+
+    def test_reads_what_it_wrote(self, tmp_path: Path) -> None:
+        folder = self.make(tmp_path, 3)
+        assert manifest.read(folder) == Manifest(3, {"rows": 8}, "abc", {"shard": 2}, {"__0_0.distcp": 7})
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            pytest.param(lambda f: (f / "manifest.json").unlink(), id="no-manifest"),
+            pytest.param(lambda f: (f / "manifest.json").write_text("{"), id="cut-manifest"),
+            pytest.param(lambda f: (f / "manifest.json").write_text("{}"), id="empty-manifest"),
+            pytest.param(lambda f: (f / "__0_0.distcp").write_bytes(b"tensor"), id="short-file"),
+            pytest.param(lambda f: (f / "__0_0.distcp").unlink(), id="no-file"),
+            pytest.param(lambda f: shutil.rmtree(f), id="no-folder"),
+        ],
+    )
+    def test_what_is_damaged_does_not_count(self, damage: Any, tmp_path: Path) -> None:
+        first, second = self.make(tmp_path, 9), self.make(tmp_path, 10)
+        assert manifest.complete(tmp_path) == [first, second]
+        damage(second)
+        assert manifest.complete(tmp_path) == [first]
+        assert manifest.find(str(tmp_path)) == first

@@ -1,0 +1,82 @@
+"""A rank for tests, started by `launchers.local` as `python -m tests.launchers.body FILE`; free of torch.
+
+The payload says what each rank does: a list of words.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from launchers.place import Place
+from titan.rank import main
+from titan.settings import Failure, Refusal
+
+
+def hear(number: int, frame: object) -> None:
+    os.environ["HEARD"] = "1"
+
+
+def wait(folder: Path, rank: int, deaf: bool) -> int:
+    """Until a signal comes; give up after a minute."""
+    if not deaf:
+        signal.signal(signal.SIGTERM, hear)
+    (folder / f"ready-{rank}").write_text(str(os.getpid()))
+    deadline = time.monotonic() + 60
+    while "HEARD" not in os.environ and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return 130
+
+
+def stubborn(folder: Path, rank: int) -> int:
+    """Hears signals and stays."""
+    wait(folder, rank, deaf=False)
+    (folder / f"heard-{rank}").touch()
+    time.sleep(60)
+    return 1
+
+
+def consequence(folder: Path, rank: int) -> int:
+    """Fails because another one does, a little later."""
+    time.sleep(0.1)
+    raise ConnectionError("another rank is gone")
+
+
+def fail(error: BaseException) -> int:
+    raise error
+
+
+def die() -> int:
+    signal.raise_signal(signal.SIGKILL)
+    return 0
+
+
+ACTIONS: dict[str, Callable[[Path, int], int]] = {
+    "ends": lambda folder, rank: 0,
+    "raises": lambda folder, rank: fail(ZeroDivisionError(f"by rank {rank}")),
+    "fails": lambda folder, rank: fail(Failure("the loss is lost; find it.")),
+    "refuses": lambda folder, rank: fail(Refusal("a=b: can't be; give a=c.")),
+    "dies": lambda folder, rank: die(),
+    "exits": lambda folder, rank: os._exit(7),
+    "waits": lambda folder, rank: wait(folder, rank, deaf=False),
+    "waits-deaf": lambda folder, rank: wait(folder, rank, deaf=True),
+    "stays": stubborn,
+    "consequence": consequence,
+}
+
+
+def act(payload: Any, place: Place) -> int:
+    folder, words = payload
+    return ACTIONS[words[place.rank]](Path(folder), place.rank)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1], act)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

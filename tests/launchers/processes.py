@@ -1,0 +1,88 @@
+"""Programs that a test starts, signals and leaves nothing of."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 60.0
+"""Seconds after which a test gives up waiting."""
+
+
+def until(true: Callable[[], Any], what: str, seconds: float = LIMIT) -> Any:
+    """Wait until `true()` is, and give it."""
+    deadline = time.monotonic() + seconds
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"waited {seconds:g} seconds in vain for {what}"
+        time.sleep(0.01)
+    return value
+
+
+@contextmanager
+def program(*arguments: str, env: dict[str, str] | None = None, output: IO[str] | None = None) -> Iterator[Any]:
+    """Python with these arguments in a session of its own; killed, with all its descendants, at the end."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC_"))}
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=output or subprocess.PIPE,
+        stderr=subprocess.STDOUT if output else subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for pid in [process.pid, *descendants(process.pid)]:
+            kill(pid)
+        process.communicate()
+
+
+def kill(pid: int) -> None:
+    """Kill a process that may be gone."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of a program, once it has ended."""
+    out, err = process.communicate(timeout=LIMIT)
+    return process.returncode, out or "", err or ""
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid` that live, of whatever session."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            children.setdefault(int(parent), []).append(int(folder.name))
+    found, left = [], [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs: neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

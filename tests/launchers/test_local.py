@@ -1,0 +1,95 @@
+"""The parent of ranks: what it says of their errors, how it hands on signals, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launchers.local import run_ranks
+from tests.launchers.processes import alive, ended, program, until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+BODY = "tests.launchers.body"
+PARENT = f"""
+import sys
+from pathlib import Path
+from launchers.local import run_ranks
+words, folder = sys.argv[2:], Path(sys.argv[1])
+sys.exit(run_ranks((folder, words), len(words), folder, module={BODY!r}))
+"""
+
+
+def pids(folder: Path, count: int) -> list[int]:
+    """The ranks' own process ids, once all of them wait."""
+    files = [folder / f"ready-{rank}" for rank in range(count)]
+    until(lambda: all(f.is_file() and f.read_text() for f in files), "ranks to wait")
+    return [int(f.read_text()) for f in files]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        pytest.param(["ends", "ends"], 0, [], id="all-end-well"),
+        pytest.param(["raises"], 1, ["rank 0 failed:", "ZeroDivisionError: by rank 0"], id="one-raises"),
+        pytest.param(
+            ["consequence", "raises", "waits"], 1, ["rank 1 failed:", "ZeroDivisionError: by rank 1"], id="cause-first"
+        ),
+        pytest.param(["waits", "dies"], 1, ["titan: rank 1 was killed by SIGKILL (out of memory?)"], id="killed"),
+        pytest.param(
+            ["consequence", "waits", "dies"], 1, ["rank 2 was killed by SIGKILL"], id="killed-and-consequence"
+        ),
+        pytest.param(["fails", "fails"], 1, ["titan: the loss is lost; find it.\n"], id="failure"),
+        pytest.param(["waits", "refuses"], 2, ["titan: a=b: can't be; give a=c.\n"], id="refusal"),
+        pytest.param(["waits", "exits"], 1, ["rank 1 ended with exit code 7 and no error of its own"], id="no-word"),
+    ],
+)
+def test_the_cause_is_said_once(
+    words: Sequence[str], code: int, said: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks((tmp_path, words), len(words), tmp_path, module=BODY) == code
+    err = capfd.readouterr().err
+    for text in said:
+        assert err.count(text) == 1
+    assert err.count("titan: ") == (1 if said else 0)
+    assert err.count("Traceback") == ("raises" in words)
+    assert "another rank is gone" not in err
+
+
+def test_a_rank_keeps_its_own_error_in_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks((tmp_path, ["consequence", "raises"]), 2, tmp_path, module=BODY)
+    capfd.readouterr()
+    assert "ZeroDivisionError: by rank 1" in (tmp_path / "log" / "rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("words", [["waits", "waits"], ["waits-deaf", "waits"]], ids=["listening", "still-starting"])
+def test_a_signal_is_handed_on_to_all_ranks(words: list[str], number: int, tmp_path: Path) -> None:
+    with program("-c", PARENT, str(tmp_path), *words) as parent:
+        ranks = pids(tmp_path, 2)
+        parent.send_signal(number)
+        code, _, err = ended(parent)
+        assert (code, err) == (130, "")
+        assert not any(map(alive, ranks))
+
+
+def test_a_second_signal_kills_ranks_that_stay(tmp_path: Path) -> None:
+    with program("-c", PARENT, str(tmp_path), "stays", "stays") as parent:
+        ranks = pids(tmp_path, 2)
+        parent.send_signal(signal.SIGINT)
+        until(lambda: all((tmp_path / f"heard-{r}").exists() for r in range(2)), "ranks to hear the first signal")
+        assert parent.poll() is None
+        parent.send_signal(signal.SIGINT)
+        assert ended(parent)[0] == 130
+        assert not any(map(alive, ranks))
+
+
+def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
+    with program("-c", PARENT, str(tmp_path), "stays", "waits") as parent:
+        ranks = pids(tmp_path, 2)
+        parent.kill()
+        until(lambda: not any(map(alive, ranks)), "orphans to die", seconds=5)

@@ -1,0 +1,164 @@
+"""Real programs: what signals, kills, torchrun and srun do to `python -m titan.train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.launchers.processes import alive, descendants, ended, kill, program, until
+from tests.runs import LAYOUTS, TINY, steps, tiny
+from titan.checkpoint import manifest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+TRAIN = ["-m", "titan.train", *TINY, "checkpoint.every=0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+EXPLODES = ["optimizer=sgd", "optimizer.lr=1e38", "training.clip_norm=null", "training.bad_steps=1", "training.steps=9"]
+
+
+def arguments(folder: Path, layout: str, *more: str) -> list[str]:
+    return [*TRAIN, *LAYOUTS[layout], f"hydra.run.dir={folder}", *more]
+
+
+def lines(folder: Path) -> int:
+    """Steps done so far."""
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.is_file() else 0
+
+
+def srun(stack: ExitStack, *command: str) -> list[subprocess.Popen[str]]:
+    """Two processes with the variables that srun sets."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    envs = [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
+    return [stack.enter_context(program(*command, env=env)) for env in envs]
+
+
+def result(folder: Path) -> Any:
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        pytest.param("single", signal.SIGINT, id="single-SIGINT"),
+        pytest.param("fsdp2", signal.SIGTERM, id="fsdp2-SIGTERM"),
+    ],
+)
+def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with program(*arguments(folder, layout, "training.steps=100000", "cluster.timeout=30")) as process:
+        until(lambda: lines(folder) > 3 or process.poll() is not None, "steps")
+        ranks = descendants(process.pid)
+        process.send_signal(number)
+        code, out, err = ended(process)
+    assert (code, "Traceback" in out + err) == (130, False)
+    assert not any(map(alive, ranks))
+    stopped = result(folder)["step"]
+    assert [f.name for f in manifest.complete(folder)] == [f"step-{stopped}"]
+    assert len(steps(tiny(folder))) == stopped
+    if layout != "single":
+        return
+    with program(*arguments(folder, layout, "training.steps=100000")) as process:
+        until(lambda: lines(folder) > stopped + 3 or process.poll() is not None, "steps after the resume")
+        process.send_signal(number)
+        assert ended(process)[0] == 130
+    told = steps(tiny(folder))
+    assert [line["step"] for line in told] == list(range(1, len(told) + 1))
+    assert next(line["step"] for line in told if line["life"] == 2) == stopped + 1
+    assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
+
+
+def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
+    with program(*arguments(tmp_path / "run", "single", "training.steps=100000")) as process:
+        until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
+        process.send_signal(signal.SIGSTOP)  # so that both are there before it can act on the first
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+        assert ended(process)[0] == 130
+    assert manifest.complete(tmp_path / "run") == []
+
+
+def test_no_rank_outlives_a_killed_parent(tmp_path: Path) -> None:
+    with program(*arguments(tmp_path / "run", "ddp2", "training.steps=100000")) as process:
+        until(lambda: lines(tmp_path / "run") > 3 or process.poll() is not None, "steps")
+        ranks = descendants(process.pid)
+        assert len(ranks) >= 2
+        process.kill()
+        until(lambda: not any(map(alive, ranks)), "orphans to die", seconds=5)
+
+
+def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = ["cluster.restarts=1", "checkpoint.every=20", "training.steps=1000000"]
+    with program(*arguments(folder, "ddp2", *more)) as process:
+        until(lambda: manifest.complete(folder) or process.poll() is not None, "a checkpoint")
+        kill(descendants(process.pid)[-1])
+        until(lambda: (folder / "run.yaml").read_text().count("life: 2"), "the restart")
+        before = lines(folder)
+        until(lambda: lines(folder) > before + 3 or process.poll() is not None, "steps after the restart")
+        process.send_signal(signal.SIGTERM)
+        code, _, err = ended(process)
+    assert code == 130, err
+    assert err.count("was killed by SIGKILL") == 1
+    assert "titan: restart 1 of 1" in err
+    lives = list(yaml.safe_load_all((folder / "run.yaml").read_text()))[1:]
+    told = steps(tiny(folder))
+    assert lives[-1]["from_step"] % 20 == 0 < lives[-1]["from_step"]
+    assert next(line["step"] for line in told if line["life"] == 2) == lives[-1]["from_step"] + 1
+    assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
+
+
+def test_a_run_that_fails_says_so_in_a_sentence(tmp_path: Path) -> None:
+    with program(*arguments(tmp_path / "run", "ddp2", *EXPLODES)) as process:
+        code, out, err = ended(process)
+    assert code == 1
+    assert err.count("titan: 1 steps in a row were not finite") == 1
+    assert "Traceback" not in out + err
+
+
+DONE, REFUSED = "Done after step 3 of 3", "titan: model.dim=banana: expected a whole number."
+
+
+@pytest.mark.parametrize(
+    ("launcher", "more", "code", "said"),
+    [
+        pytest.param("torchrun", [], 0, DONE, id="torchrun-trains"),
+        pytest.param("srun", [], 0, DONE, id="srun-trains"),
+        pytest.param("torchrun", ["model.dim=banana"], 2, REFUSED, id="torchrun-refuses"),
+        pytest.param("srun", ["model.dim=banana"], 2, REFUSED, id="srun-refuses"),
+        pytest.param("srun", EXPLODES, 1, "titan: 1 steps in a row were not finite", id="srun-fails"),
+    ],
+)
+def test_ranks_that_others_started(launcher: str, more: list[str], code: int, said: str, tmp_path: Path) -> None:
+    command = arguments(tmp_path / "run", "fsdp2", *more)
+    with ExitStack() as stack:
+        if launcher == "torchrun":
+            started = [stack.enter_context(program(*TORCHRUN, *command, env={"GLOO_SOCKET_IFNAME": "lo"}))]
+        else:
+            started = srun(stack, *command)
+        done = [ended(process) for process in started]
+    output = "".join(out + err for _, out, err in done)
+    assert output.count(said) == 1, output
+    if launcher == "srun":
+        assert [c for c, _, _ in done] == [code, code], output
+    assert (done[0][0] == 0) == (code == 0), output
+    assert "titan: rank" not in output
+    if code == 0:
+        assert result(tmp_path / "run")["finished"]
+        assert len(steps(tiny(tmp_path / "run"))) == 3
+    assert os.path.exists(tmp_path / "run") == (code != 2)

@@ -1,0 +1,144 @@
+"""What a run writes down: the lines of metrics.jsonl, and speed from seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.runs import LAYOUTS, TINY, saved, steps, tiny, train
+from titan.compose import composed
+from titan.dataset.prepare import prepare
+from titan.dataset.shards import open_corpus
+from titan.metrics.recorder import Speed, finite, first_and_last_loss, peak_memory_gib
+from titan.rng import materialise
+from titan.run import Run
+
+STEP = {
+    "step": int, "tokens": int, "loss": float, "grad_norm": float, "lr": float, "step_seconds": float,
+    "data_seconds": float, "tokens_per_second": float, "tokens_per_second_per_device": float,
+    "tflops_per_device": float, "mfu": float, "memory_gib": float, "rows": list, "batch_hash": str, "life": int,
+}  # fmt: skip
+VALIDATION = {"step": int, "tokens": int, "validation_loss": float, "bits_per_byte": float, "life": int}
+
+
+def text_run(folder: Path, layout: str = "single", *more: str) -> Run:
+    """A run on text with a real tokenizer, so that a token has several bytes; half of it is held out."""
+    (folder / "text").mkdir()
+    for i in range(20):
+        (folder / "text" / f"{i}.txt").write_text(f"The {i}. text says: for x in range({i}): return naïve\n" * 9)
+    text = ["dataset=text", f"dataset.path={folder}/text", "dataset.validation=0.5", "model.vocab=4096"]
+    keep = ["metrics.validate_every=2", "metrics.validation_tokens=160", "metrics.sample_tokens=0", *more]
+    base = [setting for setting in TINY if not setting.startswith(("dataset", "model.vocab", "metrics.validation"))]
+    return composed([*base, *LAYOUTS[layout], *text, *keep, f"hydra.run.dir={folder}/run"])
+
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run.directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
+    run = tiny(
+        tmp_path, "metrics.validation_tokens=64", "metrics.validate_every=2", "cluster.peak_tflops=1", layout=layout
+    )
+    train(run)
+    for line in lines(run):
+        schema = STEP if "loss" in line else VALIDATION
+        assert {key: type(value) for key, value in line.items()} == schema
+    assert [("loss" in line, line["step"]) for line in lines(run)] == [
+        (True, 1), (True, 2), (False, 2), (True, 3), (False, 3),
+    ]  # fmt: skip
+    assert [line["tokens"] for line in lines(run)] == [128, 256, 256, 384, 384]
+    for line in steps(run):
+        assert line["tokens_per_second"] == pytest.approx(128 / line["step_seconds"])
+        assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / run.layout.devices)
+        assert 0 <= line["data_seconds"] <= line["step_seconds"] * 2
+        assert line["memory_gib"] > 0.05
+
+
+def test_speed_is_what_a_step_did_over_its_time(tmp_path: Path) -> None:
+    run = tiny(tmp_path, "cluster.peak_tflops=0.001", layout="fsdp2")
+    flops = run.model.flops_per_token(16)
+    figures = Speed(run).of(0.5)
+    assert figures["tokens_per_second"] == 256
+    assert figures["tokens_per_second_per_device"] == 128
+    assert figures["tflops_per_device"] == pytest.approx(128 * flops / 1e12)
+    assert figures["mfu"] == pytest.approx(128 * flops / 1e9)
+    unknown = replace(run, cluster=replace(run.cluster, peak_tflops=None))
+    assert Speed(unknown).of(0.5)["mfu"] is None
+
+
+@pytest.mark.parametrize("tied", ["false", "true"], ids=["untied", "tied"])
+def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
+    """Matrix products forward and backward; attention, which the formula counts in full, is left out on both sides."""
+    config, length, rows = tiny(tmp_path, f"model.tied={tied}").model, 16, 3
+    with torch.device("meta"):
+        model: Any = config.build()
+    materialise(model, model.initial(), 0, "cpu")
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model.head(model(tokens), tokens).backward()
+    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    attention = 12 * config.layers * config.heads * config.head_size * length
+    assert products == (config.flops_per_token(length) - attention) * rows * length
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp2", "fsdp3"])
+def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> None:
+    settings = {"fsdp3": "parallelism.microbatches=2"}.get(layout, "parallelism.microbatches=1")
+    run = text_run(tmp_path, layout, settings)
+    train(run)
+    corpus = open_corpus(prepare(run.dataset))
+    with torch.device("meta"):
+        model: Any = run.model.build()
+    state = {n.removeprefix("model."): t for n, t in saved(run, 3).items() if n.startswith("model.")}
+    model.to_empty(device="cpu").load_state_dict(state)
+    model.init_buffers("cpu")
+    rows = [torch.from_numpy(corpus.validation.row(i, 16).astype("int64")) for i in range(10)]
+    batch = torch.stack(rows)
+    with torch.no_grad():
+        logits = model.head(model(batch[:, :-1])).double()
+    nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").item()
+    text_bytes = sum(int(corpus.token_bytes[t]) for t in batch[:, 1:].flatten().tolist())
+    assert text_bytes > batch[:, 1:].numel()
+    last = lines(run)[-1]
+    assert last["validation_loss"] == pytest.approx(nats / 160, rel=1e-6)
+    assert last["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        pytest.param([], (None, None), id="none"),
+        pytest.param([3.0], (3.0, 3.0), id="one"),
+        pytest.param([None, 3.0, 2.0], (3.0, 2.0), id="a-bad-first"),
+        pytest.param([3.0, None], (3.0, None), id="a-bad-last"),
+    ],
+)
+def test_first_and_last_loss(losses: list[float | None], expected: Any, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    records = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
+    file.write_text("".join(json.dumps(r) + "\n" for r in [*records, {"step": 9, "validation_loss": 1.0}]))
+    assert first_and_last_loss(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(math.nan, None), (math.inf, None), (-math.inf, None), (1.5, 1.5), ("nan", "nan"), (None, None)],
+)
+def test_finite(value: Any, expected: Any) -> None:
+    assert finite(value) == expected
+
+
+def test_memory_is_that_of_this_process() -> None:
+    before = peak_memory_gib(torch.device("cpu"))
+    block = torch.ones(2**26)
+    assert peak_memory_gib(torch.device("cpu")) >= before
+    assert peak_memory_gib(torch.device("cpu")) > block.numel() * 4 / 2**30

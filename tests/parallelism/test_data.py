@@ -1,0 +1,110 @@
+"""Data parallelism by itself: sums instead of means, once for several micro-batches, and parts after a forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from launchers.place import Place
+from tests.ranks import run_ranks
+from titan import rng
+from titan.assemble import Engine, Losses
+from titan.model.schema import Llama
+from titan.parallelism import data, mesh
+from titan.parallelism.schema import Layout
+
+CONFIG = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32)
+TIED = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, tied=True)
+
+
+def batch(count: int) -> tuple[Tensor, Tensor]:
+    """Micro-batches of one row each, int64 [count, 1, 8]."""
+    tokens = torch.randint(0, 32, (count, 1, 9), generator=torch.Generator().manual_seed(1))
+    return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+
+
+def build(config: Llama, wrap: str) -> Engine:
+    """The model of `config`, under the data parallelism `wrap` of all ranks."""
+    with torch.device("meta"):
+        model: Any = config.build()
+    initial = model.initial()
+    if wrap in ("fsdp", "fsdp-kept"):
+        group = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+        data.shard(model, group, torch.float32, wrap == "fsdp")
+    rng.materialise(model, initial, 0, "cpu")
+    losses: nn.Module = Losses(model)
+    if wrap == "ddp":
+        losses = data.replicate(
+            losses, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+        )
+    return Engine(model, losses, torch.optim.SGD(model.parameters()))
+
+
+def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
+    """On each rank: the gradients of its own micro-batches, and how often ranks talked in the backward passes."""
+    engine, (tokens, targets) = build(config, wrap), batch(world * each)
+    mine = slice(rank * each, (rank + 1) * each)
+    with torch.profiler.profile() as profile:
+        engine.backward(tokens[mine], targets[mine], 0.5)
+    sums = sum(e.count for e in profile.key_averages() if e.key in ("gloo:all_reduce", "gloo:reduce_scatter"))
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in engine.gradients()], sums
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "fsdp-kept"])
+def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: str) -> None:
+    alone = build(config, "none")
+    alone.backward(*batch(4), 0.5)
+    (gradients, once), (others, _) = run_ranks(summed, 2, config, wrap, 2)
+    _, single = run_ranks(summed, 2, config, wrap, 1)[0]
+    assert once == single > 0
+    for gradient, other, expected in zip(gradients, others, alone.gradients(), strict=True):
+        assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert torch.equal(gradient, other)
+
+
+def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
+    engine = build(config, "fsdp")
+    engine.evaluate(*batch(1))
+    gathered = sum(not isinstance(p, DTensor) for p in engine.model.parameters())
+    data.part(engine.model)
+    return gathered, sum(not isinstance(p, DTensor) for p in engine.model.parameters())
+
+
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
+def test_part_undoes_what_an_evaluation_gathered(config: Llama) -> None:
+    for before, after in run_ranks(looked_at, 2, config):
+        assert before > 0
+        assert after == 0
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(replicate=4), Layout(shard=4), Layout(replicate=2, shard=2)], ids=["ddp", "fsdp", "hsdp"]
+)
+def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) -> None:
+    def joined(rank: int, size: int) -> Any:
+        world = mesh.connect(Place(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 30)
+        try:
+            ones = world.sum(torch.ones(2))
+            return world.share.rank, world.share.ranks, world.speaks, ones.tolist(), world.gather(rank * 2)
+        finally:
+            world.close()
+
+    found = run_ranks(joined, 4, joined=False)
+    assert [(share, ranks) for share, ranks, *_ in found] == [(rank, 4) for rank in range(4)]
+    assert [speaks for _, _, speaks, _, _ in found] == [True, False, False, False]
+    assert all(rest == [[4.0, 4.0], [0, 2, 4, 6]] for _, _, _, *rest in found)
+
+
+def test_one_rank_needs_nobody() -> None:
+    world = mesh.connect(Place(), Layout(), "cpu", 30)
+    assert (world.mesh, world.share.rank, world.share.ranks, world.speaks) == (None, 0, 1, True)
+    assert world.gather("a") == ["a"]
+    assert world.sum(torch.tensor(3.0)) == 3
+    assert world.dimensions("replicate", "shard") is None

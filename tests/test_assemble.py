@@ -1,0 +1,110 @@
+"""Assembly: from a recipe and a world to what trains, and the engine that comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launchers.place import Place
+from tests.ranks import run_ranks
+from tests.runs import tiny
+from titan.assemble import Engine, assemble
+from titan.dataset.loader import IGNORED
+from titan.parallelism import mesh
+from titan.run import Run
+
+
+def built(run: Run, notes: list[str] | None = None) -> Engine:
+    world = mesh.connect(Place(), run.layout, "cpu", 30)
+    return assemble(run, world, (notes if notes is not None else []).append)
+
+
+def batch(microbatches: int, rows: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(2))[: microbatches * rows]
+    return tokens[:, :-1].reshape(microbatches, rows, 16), tokens[:, 1:].reshape(microbatches, rows, 16)
+
+
+def test_says_each_transformation_in_order(tmp_path: Path) -> None:
+    notes: list[str] = []
+    built(tiny(tmp_path, "memory=full", "compile=block", "compile.backend=eager"), notes)
+    starts = [
+        "built on meta: ",
+        "precision fp32, activation checkpointing full",
+        "compile block",
+        "initial weights from",
+    ]
+    assert len(notes) == len(starts)
+    assert all(note.startswith(start) for note, start in zip(notes, starts, strict=True))
+
+
+TECHNIQUES = [
+    pytest.param([], id="none"),
+    pytest.param(["memory=full"], id="checkpointing"),
+    pytest.param(["compile=block", "compile.backend=eager"], id="compile"),
+    pytest.param(["memory=full", "compile=block", "compile.backend=eager"], id="both"),
+    pytest.param(["precision=bf16"], id="bf16"),
+]
+
+
+@pytest.mark.parametrize("settings", TECHNIQUES)
+def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: list[str], tmp_path: Path) -> None:
+    engine, plain = built(tiny(tmp_path, *settings)), built(tiny(tmp_path))
+    named, expected = dict(engine.model.named_parameters()), dict(plain.model.named_parameters())
+    assert named.keys() == expected.keys()
+    assert all(torch.equal(named[n], expected[n]) for n in named)
+    assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in named.values())
+    managed = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in managed} == {id(p) for p in named.values()}
+
+
+def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tuple[int, ...], str]]:
+    world = mesh.connect(Place(rank, size, rank, meeting), run.layout, "cpu", 30)
+    try:
+        engine = assemble(run, world)
+        managed = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
+        assert managed == {id(p) for p in engine.model.parameters()}
+        return [(n, tuple(p.shape), str(p.dtype)) for n, p in engine.model.named_parameters()]
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "hsdp4"])
+def test_layouts_keep_names_and_shapes(layout: str, tmp_path: Path) -> None:
+    run = tiny(tmp_path, "memory=full", layout=layout)
+    expected = [(n, tuple(p.shape), str(p.dtype)) for n, p in built(tiny(tmp_path)).model.named_parameters()]
+    meeting = f"file://{tmp_path}/meeting"
+    assert run_ranks(named_on, run.layout.devices, run, meeting, joined=False) == [expected] * run.layout.devices
+
+
+@pytest.mark.parametrize("cut", [(2, 4), (4, 2), (8, 1)], ids=str)
+def test_microbatches_add_up(cut: tuple[int, int], tmp_path: Path) -> None:
+    run = tiny(tmp_path)
+    whole, parts = built(run), built(run)
+    loss, other = whole.backward(*batch(1, 8), 0.25), parts.backward(*batch(*cut), 0.25)
+    assert other.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert parts.evaluate(*batch(*cut)).item() == pytest.approx(loss.item(), rel=1e-6)
+    for gradient, expected in zip(parts.gradients(), whole.gradients(), strict=True):
+        assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
+    run = tiny(tmp_path)
+    (tokens, targets), empty = batch(1, 3), torch.full((1, 2, 16), IGNORED)
+    padded = torch.cat([tokens, torch.zeros_like(empty)], 1), torch.cat([targets, empty], 1)
+    without, engine, alone = built(run), built(run), built(run)
+    loss, other = without.backward(tokens, targets, 1.0), engine.backward(*padded, 1.0)
+    assert other.item() == pytest.approx(loss.item(), rel=1e-6)
+    for gradient, expected in zip(engine.gradients(), without.gradients(), strict=True):
+        assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert alone.backward(torch.zeros_like(empty), empty, 1.0) == 0
+    assert all(not g.any() for g in alone.gradients())
+
+
+def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
+    engine: Any = built(tiny(tmp_path))
+    assert not engine.evaluate(*batch(1, 2)).requires_grad
+    assert engine.gradients() == []

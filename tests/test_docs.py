@@ -1,0 +1,95 @@
+"""Every command in README and docs/ is run: trained for real, in miniature, where one rank is enough."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launchers import start
+from titan import compose
+from titan.dataset import train_tokenizer
+from titan.run import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SMALL = [
+    "model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=32", "training.steps=2",
+    "training.seq_len=32", "training.global_batch=64", "metrics.sample_tokens=4", "metrics.validation_tokens=64",
+    "metrics.plot=false", "metrics.wandb=false",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of a bash block."""
+
+    words: tuple[str, ...]
+    refused: bool
+
+
+def commands(page: Path) -> list[Command]:
+    found = []
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S):
+        for line in filter(None, block.splitlines()):
+            code, _, comment = line.partition(" #")
+            found.append(Command(tuple(shlex.split(code)), "refused" in comment))
+    return found
+
+
+TABLE = [
+    pytest.param(command, id=f"{page.stem}-{i}-{' '.join(command.words)[:60]}")
+    for page in PAGES
+    for i, command in enumerate(commands(page))
+]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files that the pages speak of."""
+    folder = tmp_path_factory.mktemp("docs")
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    text = "".join((stdlib / name).read_text() for name in ("argparse.py", "typing.py", "tarfile.py", "inspect.py"))
+    (folder / "book.txt").write_text(text)
+    (folder / "corpus").mkdir()
+    (folder / "corpus" / "a.txt").write_text(text)
+    (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three four five six seven"}\n' * 300)
+    return folder
+
+
+@pytest.mark.parametrize("command", TABLE)
+def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(start, "here", train_small)
+    words = list(command.words)
+    if words[0] == "make":
+        assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
+    elif words[0] == "eval":
+        assert shutil.which("bash") and compose.command(["-sc", "install=bash"], train_small) == 0
+    elif "titan.dataset.train_tokenizer" in words:
+        smaller = ["700" if w == "8191" else w for w in words[words.index("-m") + 2 :]]
+        assert train_tokenizer.main(smaller) == 0
+    else:
+        ranks = {"torchrun": 2, "srun": 16}.get(words[0])
+        arguments = words[words.index("titan.train") + 1 :]
+        assert compose.command(arguments, train_small, ranks=ranks) == (2 if command.refused else 0)
+
+
+def train_small(run: Run, apart: bool = False) -> int:
+    """Train what a command composed, at a size that takes no time; what needs several ranks is composed only."""
+    if run.layout.devices > 1 or run.compile.scope != "off":
+        return 0
+    replaced = ("name", "hydra.", "checkpoint.resume", *(small.partition("=")[0] for small in SMALL))
+    kept = [o for o in run.overrides if not o.startswith(replaced)]
+    vocabulary = [f"model.vocab={run.model.vocab}"]
+    directory = f"hydra.run.dir={Path.cwd()}/small/{len(list(Path.cwd().glob('small/*')))}"
+    return compose.command([*kept, *SMALL, *vocabulary, directory], TRAIN)
+
+
+TRAIN = start.here

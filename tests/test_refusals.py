@@ -1,0 +1,352 @@
+"""What can't work is refused before work starts: one line that names the setting and the way out, exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launchers import start
+from tests.machines import detector
+from tests.runs import TINY
+from titan import compose, lives
+from titan.checkpoint import manifest
+from titan.cluster import devices
+from titan.compose import composed
+from titan.dataset import order
+from titan.dataset.prepare import prepare
+from titan.dataset.shards import open_corpus
+from titan.run import Run
+from titan.settings import Refusal
+
+SERVER = [  # on 8 x H100 80GB
+    ("model=llama8b", "parallelism=single|135 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
+    ("model=llama8b parallelism=ddp", "8 ranks (replicate 8)|79.6 GiB|parallelism=fsdp"),
+    ("model=llama8b parallelism=3d", "parallelism.tensor=8|choose parallelism=single, ddp, fsdp or hsdp"),
+    ("model=llama70b parallelism=fsdp", "141 GiB|at least 32 devices|shard 32"),
+    ("model=llama405b parallelism=fsdp", "787 GiB|at least 256 devices"),
+    ("model=llama405b parallelism=3d", "852 GiB|shard 16 x tensor 8"),
+    ("model=llama405b parallelism.shard=16", "16 ranks (shard 16)|256 of 80 GiB with parallelism=fsdp"),
+    ("parallelism.shard=16", "16 ranks|8 x NVIDIA H100|smaller degrees|cluster.device=cpu"),
+    ("cluster.nodes=2 parallelism=fsdp", "cluster.nodes=2|torchrun or srun|cluster.nodes=1"),
+]
+LAPTOP = [  # on a CPU with 16 GiB
+    # names
+    ("modle=debug", "modle=debug|did you mean 'model'"),
+    ("zebra=1", "zebra=1|no such setting|--help"),
+    ("steps=3", "did you mean 'training.steps'"),
+    ("model=lama8b", "did you mean 'llama8b'|Choices: debug, llama1b"),
+    ("model=zzz", "no such choice|Choices: debug"),
+    ("model=", "no such choice|Choices: debug"),
+    ("model=null", "model=null|name of a choice"),
+    ("model=3", "model=3|name of a choice"),
+    ("=3", "=3: expected|AXIS=CHOICE"),
+    ("precision=fp8", "did you mean 'fp32'|auto, bf16, fp32"),
+    ("checkpoint=async", "did you mean 'sync'"),
+    ("recipe=nope", "recipe=nope|no such choice"),
+    ("hydra/launcher=nope", "Choices: basic, local"),
+    ("hydra/launcher=basic -m", "hydra/launcher=local"),
+    ("hydra.run.dirr=x", "did you mean 'hydra.run.dir'"),
+    ("hydra.run.dir=null", "hydra.run.dir=null|another value"),
+    ("name@x=3", "name@x=3|no such axis"),
+    ("training.step=3", "did you mean 'training.steps'"),
+    ("optimizer.momentum=0.9", "optimizer.momentum=0.9|no such setting"),
+    ("parallelism.expert=2", "parallelism.expert=2|no such setting"),
+    ("training.steps.x=3", "training.steps.x=3|did you mean 'training.steps'"),
+    ("+training.step=3", "did you mean 'training.steps'"),
+    ("+training.steps=3", "+training.steps=3|without the +"),
+    ("+foo=3", "foo=3|no such setting"),
+    ("++foo.bar=3", "foo={bar:3}|no such setting"),
+    ("++training.stepz=3", "did you mean 'training.steps'"),
+    ("+model=llama1b", "+model=llama1b|without the +"),
+    ("++model=llama1b", "++model=llama1b|without the ++"),
+    ("~training.steps", "~training.steps|training.steps=VALUE"),
+    ("~model", "~model|model=VALUE"),
+    # syntax and options
+    ("model", "model: not understood|AXIS=CHOICE"),
+    ("training.steps=[1", "not understood|AXIS.SETTING=VALUE"),
+    ("training.steps==3", "not understood"),
+    ("'training steps=3'", "not understood"),
+    ("--frobnicate", "--frobnicate|--help"),
+    ("--cfg everything", "'everything'|'job'|--help"),
+    ("--cfg job -p nope", "--package nope|give an axis"),
+    ("--package model", "--package model|add --cfg job"),
+    ("--resolve", "--resolve|add --cfg job"),
+    ("--cfg job modle=x", "did you mean 'model'"),
+    ("--config-dir /nope", "--config-dir /nope|correct the path"),
+    ("--config-dir /nope -m training.seed=1,2", "--config-dir /nope|correct the path"),
+    ("--config-name nope", "--config-name nope|leave it out"),
+    ("--config-path /nope", "--config-path /nope|correct the path"),
+    ("hydra.searchpath=[file:///nope]", "hydra.searchpath=[/nope]|absolute path"),
+    ("'name=${nope}'", "name=${nope}|not found|correct"),
+    ("'name=${oc.env:TITAN_NOT_SET}'", "TITAN_NOT_SET|not found|correct"),
+    ("optimizer.lr=1e-3,3e-3", "optimizer.lr=1e-3,3e-3|one value|-m"),
+    # types
+    ("training.steps=ten", "training.steps=ten: expected a whole number"),
+    ("training.steps=1.5", "expected a whole number"),
+    ("training.steps=true", "expected a whole number"),
+    ("training.steps=null", "training.steps=null|whole number"),
+    ("training.steps=", "training.steps=: expected a whole number"),
+    ("training.steps=[1,2]", "training.steps=[1,2]: expected a whole number"),
+    ("training.steps={a:1}", "training.steps={a:1}: expected a whole number"),
+    ("training.steps=???", "training.steps is missing|training.steps=VALUE"),
+    ("training.steps=inf", "training.steps=inf|whole number"),
+    ("optimizer.lr=fast", "optimizer.lr=fast: expected a number"),
+    ("optimizer.lr=nan", "optimizer.lr=nan: must be above 0"),
+    ("optimizer.fused=maybe", "true or false"),
+    ("training.clip_norm=off", "a number or null"),
+    ("training.warmup=soon", "a number or auto"),
+    ("parallelism.shard=many", "a number or auto"),
+    ("optimizer.betas=0.9", "optimizer.betas=[a,b]"),
+    ("optimizer.betas=[0.9]", "a list of 2 values"),
+    ("optimizer.betas=[0.9,x]", "expected a number"),
+    ("dataset.tokenizer=[a]", "expected text"),
+    ("modules=mine", "modules=[mine]"),
+    # ranges
+    ("training.steps=0", "training.steps=0: must be at least 1"),
+    ("optimizer.lr=0", "optimizer.lr=0: must be above 0"),
+    ("optimizer.betas=[0.9,1]", "optimizer.betas=[0.9,1]: must be at least 0 and below 1"),
+    ("training.seq_len=1", "at least 2"),
+    ("training.seed=-1", "at least 0"),
+    ("training.decay=1.5", "at most 1"),
+    ("training.clip_norm=0", "above 0"),
+    ("dataset.validation=1", "below 1"),
+    ("dataset.prefetch=9999", "at most 1024"),
+    ("parallelism.shard=-2", "at least -1 or auto"),
+    ("parallelism.microbatches=0", "at least 1 or auto"),
+    ("cluster.devices=0", "at least 1 or auto"),
+    ("training.schedule=cosin", "choose one of wsd, cosine, linear; did you mean 'cosine'?"),
+    ("compile.backend=nvcc", "inductor, aot_eager, eager"),
+    ("metrics.wandb_mode=onlin", "did you mean 'online'?"),
+    # several settings together
+    ("training.global_batch=100", "training.global_batch=100|training.seq_len=256|nearest is 256"),
+    ("training.seq_len=4096", "training.seq_len=4096|nearest is 4096"),
+    ("training.steps=50 training.warmup=50", "training.warmup=50|below training.steps=50|training.warmup=5,"),
+    ("model.kv_heads=3", "model.heads=4|model.kv_heads=3"),
+    ("model.dim=250", "model.dim=250|model.heads=4|model.head_dim"),
+    ("model.head_dim=3", "must be even|model.head_dim=4"),
+    ("dataset=text", "dataset.path is missing|dataset.path=VALUE"),
+    ("dataset.mask_documents=true", "dataset.mask_documents=true|give false"),
+    ("compile=block debug.detect_anomaly=true", "compile=off"),
+    ("checkpoint=off cluster.restarts=1", "cluster.restarts=1|checkpoint=sync"),
+    ("name=", "name=:|another, or hydra.run.dir=DIR"),
+    ("name=../x", "name=../x|another, or hydra.run.dir=DIR"),
+    # layouts
+    ("parallelism=[fsdp,tp]", "only one can take the rest"),
+    ("parallelism.shard=0", "parallelism.shard=0|1 or more"),
+    ("parallelism=tp", "parallelism.tensor=2|single, ddp, fsdp or hsdp"),
+    ("parallelism=pp", "parallelism.pipeline=2|single, ddp, fsdp or hsdp"),
+    ("parallelism=cp", "parallelism.context=2|single, ddp, fsdp or hsdp"),
+    ("parallelism.microbatches=100", "parallelism.microbatches=100|at most 8"),
+    ("cluster.devices=2", "1 rank, but there are 2 devices|parallelism=ddp|cluster.devices=1"),
+    ("cluster.devices=3 parallelism.shard=2", "2 ranks, but there are 3 devices|cluster.devices=2"),
+    ("cluster.nodes=2", "cluster.nodes=2|torchrun or srun"),
+    ("cluster.device=cuda", "cluster.device=cuda|cluster.device=cpu"),
+    ("cluster.device=tpu", "choose one of auto, cpu, cuda"),
+    # memory
+    ("model=llama8b", "122 GiB|16.0 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
+    ("model=llama8b parallelism=3d", "8 ranks|at least 2 devices of 80 GiB|cluster.memory_gib"),
+    ("model=llama70b parallelism=fsdp", "model=llama70b parallelism=fsdp|2 ranks (shard 2)|at least 32 devices"),
+    ("model=llama405b", "5.9 TiB|1024 of 80 GiB with parallelism=fsdp"),
+    ("model=llama405b parallelism=3d", "at least 128 devices of 80 GiB|shard 16 x tensor 8"),
+    ("cluster.memory_gib=0.01", "model=debug|a smaller training.seq_len|cluster.memory_gib"),
+    # classes
+    ("model._target_=os.system", "model._target_=os.system|only classes under titan, experiments|modules=[os]"),
+    ("model._target_=titan.run.Run", "dataclass with a method build|another class"),
+    ("model._target_=titan.model.schema.Lama", "no such class|correct the name"),
+    ("model._target_=mine.Model modules=[mine]", "no such class|No module named 'mine'"),
+    ("model._target_=subprocess.Popen modules=[subprocess]", "dataclass with a method build"),
+    ("+training._target_=titan.model.schema.Llama", "training._target_|no such setting"),
+    # sweeps
+    ("-m training.steps=1,0", "training.steps=0|point 2 of the sweep|nothing was started"),
+    ("-m training.steps=1,x name=grid", "training.steps=x|point 2 of the sweep|nothing was started"),
+    ("-m parallelism=ddp,tp", "parallelism=tp|point 2 of the sweep"),
+    ("-m model=debug,nope", "model=nope|Choices: debug"),
+    ("-m training.step=1,2", "did you mean 'training.steps'"),
+    ("-m 'training.steps=glob(*)'", "-m|no points|optimizer.lr=1e-3,3e-3"),
+    ("-m optimizer.lr=1e-3,[", "not understood"),
+]
+CASES = [("cpu", *case) for case in LAPTOP] + [("gpu", *case) for case in SERVER]
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+    yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "expected"), [pytest.param(*case, id=f"{case[0]}:{case[1].replace(' ', '_')}") for case in CASES]
+)
+def test_refused_before_anything_is_written(
+    kind: str, line: str, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "detect", detector(kind))
+    called: list[Run] = []
+    code = compose.command(shlex.split(line), lambda run: called.append(run) or 0)  # type: ignore[func-returns-value]
+    error = capfd.readouterr().err
+    assert (code, called) == (2, [])
+    sentence(error, expected)
+    assert list(Path.cwd().iterdir()) == []
+
+
+def sentence(error: str, expected: str) -> None:
+    """`error` is one plain line that contains each of the expected texts."""
+    lines = [line for line in error.splitlines() if line.strip()]
+    assert len(lines) == 1, error
+    assert lines[0].startswith("titan: ")
+    assert lines[0].endswith((".", "?", ")"))
+    assert ".." not in lines[0].replace("../", "")
+    for mark in ("Traceback", "full_key", "object_type", "Error merging", "NoneType"):
+        assert mark not in error
+    for text in expected.split("|"):
+        assert text in error
+
+
+def test_there_are_many_cases() -> None:
+    assert len({case[:2] for case in CASES}) == len(CASES) >= 75
+
+
+def tiny(*overrides: str, name: str = "x") -> Run:
+    return composed([*TINY, f"name={name}", *overrides])
+
+
+def refused(run: Run, expected: str, folder: str = "runs") -> None:
+    """`launchers.start.here` refuses the run in one sentence, and leaves the tree as it was."""
+    before = sorted(str(p) for p in Path(folder).rglob("*"))
+    with pytest.raises(Refusal) as refusal:
+        start.here(run)
+    sentence(f"titan: {refusal.value}", expected)
+    assert sorted(str(p) for p in Path(folder).rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        pytest.param(["dataset.path=none.jsonl"], "dataset.path=none.jsonl|correct the path", id="no-file"),
+        pytest.param(["dataset.path=empty.jsonl"], "dataset.path=empty.jsonl|empty", id="empty-file"),
+        pytest.param(["dataset.path=bad.jsonl"], "bad.jsonl|not JSON|mend the line", id="no-json"),
+        pytest.param(["dataset.path=good.jsonl", "dataset.field=body"], "'body'|dataset.field", id="no-such-key"),
+        pytest.param(
+            ["dataset.path=good.jsonl", "model.vocab=100"], "model.vocab=100|give model.vocab=4096", id="vocabulary"
+        ),
+        pytest.param(
+            ["dataset.path=good.jsonl", "model.vocab=4096", "training.seq_len=4096", "training.global_batch=4096"],
+            "training.seq_len=4096|only|smaller training.seq_len or more data",
+            id="less-than-a-row",
+        ),
+        pytest.param(
+            ["dataset.path=good.jsonl", "dataset.tokenizer=nope.json"], "dataset.tokenizer=nope.json", id="tokenizer"
+        ),
+    ],
+)
+def test_data_that_does_not_fit(overrides: list[str], expected: str) -> None:
+    Path("empty.jsonl").touch()
+    Path("bad.jsonl").write_text("{x\n")
+    Path("good.jsonl").write_text("\n".join(json.dumps({"text": f"number {i} of a few"}) for i in range(20)))
+    data = [o for o in TINY if not o.startswith("dataset")]
+    refused(composed([*data, "dataset=jsonl", "name=x", *overrides]), expected, ".")
+
+
+def test_directory_that_holds_something_else() -> None:
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/thesis.txt").write_text("mine")
+    with pytest.raises(Refusal) as refusal:
+        start.here(tiny())
+    sentence(f"titan: {refusal.value}", "hydra.run.dir=|thesis.txt|another name or an empty directory")
+    assert Path("runs/x/thesis.txt").read_text() == "mine"
+
+
+def test_directory_that_can_not_be_written_to() -> None:
+    Path("runs").write_text("a file in the way")
+    with pytest.raises(Refusal) as refusal:
+        start.here(tiny())
+    sentence(f"titan: {refusal.value}", "hydra.run.dir=|can't be written to|choose another place")
+
+
+def test_directory_in_use() -> None:
+    run = tiny()
+    program = f"from titan.lives import locked; from pathlib import Path\nwith locked(Path({run.directory!r})): "
+    other = subprocess.Popen(
+        [sys.executable, "-c", program + "print(1, flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).resolve().parents[1],
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline()
+        refused(run, f"hydra.run.dir=|process {other.pid}|wait for it")
+    finally:
+        other.communicate(b"\n")
+
+
+def begun(*overrides: str) -> Run:
+    """A run whose first life has begun, as far as its directory knows."""
+    run = tiny(*overrides)
+    Path(run.directory).mkdir(parents=True)
+    lives.begin(run)
+    return run
+
+
+def saved(run: Run, step: int) -> Path:
+    """A checkpoint of `run` that counts as complete."""
+    corpus = open_corpus(prepare(run.dataset))
+    folder = manifest.folder_of(Path(run.directory), step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"w" * 100)
+    data = order.state(step * run.training.rows, lives.fingerprint(run, corpus))
+    manifest.write(folder, manifest.Manifest(step, data, "0" * 12, run.layout.degrees()))
+    return folder
+
+
+def refused_to_begin(run: Run, expected: str) -> None:
+    """`launchers.start.here` refuses; only the lock file is new."""
+    with pytest.raises(Refusal) as refusal:
+        start.here(run)
+    sentence(f"titan: {refusal.value}", expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        pytest.param(["optimizer.lr=0.5"], "another experiment|optimizer.lr was 0.001, now 0.5|another name", id="lr"),
+        pytest.param(["training.seed=1"], "training.seed was 0, now 1", id="seed"),
+        pytest.param(
+            ["optimizer=sgd"], "optimizer was titan.optimizer.AdamW, now titan.optimizer.SGD", id="optimizer"
+        ),
+        pytest.param(["dataset.tokens=30000"], "dataset.tokens was 20000, now 30000|data was", id="data"),
+        pytest.param(["training.steps=2"], "training.steps=2|has 3|give 3 or more", id="fewer-steps"),
+    ],
+)
+def test_another_experiment_in_the_directory(overrides: list[str], expected: str) -> None:
+    run = begun()
+    before = (Path(run.directory) / "run.yaml").read_text()
+    refused_to_begin(tiny(*overrides), expected)
+    assert (Path(run.directory) / "run.yaml").read_text() == before
+
+
+def test_fork_of_nothing() -> None:
+    refused(tiny("checkpoint.resume=nope"), "checkpoint.resume=nope|no such directory|correct the path")
+
+
+def test_fork_of_an_incomplete_checkpoint() -> None:
+    folder = saved(begun(), 2)
+    (folder / "weights").write_bytes(b"w")
+    expected = "checkpoint.resume=runs/x|no complete checkpoint|give a run's or a checkpoint's folder"
+    refused(tiny("checkpoint.resume=runs/x", name="y"), expected)
+
+
+def test_fork_of_a_run_on_other_data() -> None:
+    saved(begun(), 2)
+    refused(tiny("checkpoint.resume=runs/x", "dataset.tokens=30000", name="y"), "the same dataset, tokenizer")
+
+
+def test_fork_with_too_few_steps() -> None:
+    saved(begun(), 2)
+    refused(tiny("checkpoint.resume=runs/x", "training.steps=2", name="y"), "training.steps=2|2 steps already|more")

@@ -1,0 +1,48 @@
+"""The wheel carries conf/ and the built-in tokenizer, and runs from anywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel is unpacked, as an installer does."""
+    out = tmp_path_factory.mktemp("wheel")
+    build = f"from hatchling.build import build_wheel; build_wheel({str(out)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = out.glob("titan-*.whl")
+    zipfile.ZipFile(wheel).extractall(out / "site")
+    return out / "site"
+
+
+def python(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_it_is_the_wheel_that_runs(site: Path, tmp_path: Path) -> None:
+    done = python(site, tmp_path, "-c", "import titan.compose; print(titan.compose.CONF)")
+    assert done.stdout.strip() == str(site / "titan" / "conf")
+
+
+def test_train(site: Path, tmp_path: Path) -> None:
+    small = ["model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=32", "training.steps=2"]
+    quiet = ["metrics.validation_tokens=0", "metrics.sample_tokens=4", "metrics.plot=false", "name=x"]
+    done = python(site, tmp_path, "-m", "titan.train", *small, *quiet, "training.global_batch=256")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "x" / "result.json").is_file()
+    assert "Sampled from the trained model" in done.stdout
+
+
+def test_console_script_is_declared(site: Path) -> None:
+    (entry_points,) = site.glob("titan-*.dist-info/entry_points.txt")
+    assert "titan-train = titan.train:cli" in entry_points.read_text()
