@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
-import torch  # noqa: F401 - once, before any test forks ranks
+import torch
+
+torch.set_num_threads(1)  # tiny tensors gain nothing from more, and ranks fork from this process
+hypothesis.settings.register_profile("titan", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("titan")
 
 
 @pytest.fixture(autouse=True, scope="session")

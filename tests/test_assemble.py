@@ -108,3 +108,13 @@ def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
     engine: Any = built(tiny(tmp_path))
     assert not engine.evaluate(*batch(1, 2)).requires_grad
     assert engine.gradients() == []
+
+
+@pytest.mark.parametrize(("memory", "times"), [("none", 1), ("full", 2)])
+def test_full_checkpointing_computes_each_block_again(memory: str, times: int, tmp_path: Path) -> None:
+    engine = built(tiny(tmp_path, f"memory={memory}"))
+    calls: list[int] = []
+    for number, block in enumerate(engine.model.blocks()):
+        block.attention.register_forward_hook(lambda *_, number=number: calls.append(number))
+    engine.backward(*batch(1, 2), 1.0)
+    assert sorted(calls) == sorted([0, 1] * times)

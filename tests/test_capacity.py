@@ -104,9 +104,7 @@ def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> N
         pytest.param("llama405b", "3d", 128, (45, 73), id="405b-3d"),
     ],
 )
-def test_what_known_models_take(
-    model: str, parallelism: str, devices_: int, gib: tuple[float, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib: tuple[float, float]) -> None:
     answer = needed(any_layout(model, parallelism))
     assert answer is not None
     layout, wants = answer

@@ -1,4 +1,4 @@
-"""Composition: every choice composes, fast and without torch; others add theirs; what is shown, and what is handed on."""
+"""Composition: every choice composes, fast and without torch; others add theirs; what is shown and handed on."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def test_every_choice_composes(axis: str, choice: str) -> None:
         return
     run = composed(overrides)
     assert run.choices[axis] == choice
-    written = {k: v for k, v in OmegaConf.load(CONF / axis / f"{choice}.yaml").items() if k not in ("defaults", "_target_")}  # type: ignore[union-attr]  # noqa: E501
+    written = {
+        k: v for k, v in OmegaConf.load(CONF / axis / f"{choice}.yaml").items() if k not in ("defaults", "_target_")
+    }  # type: ignore[union-attr]
     for name, value in written.items():
         if value != "auto":
             assert getattr(getattr(run, axis), str(name)) == value
@@ -155,7 +157,9 @@ def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("codes", [[0, 1, 0], [2, 0], [1, 2]], ids=str)
-def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     left = iter(codes)
     monkeypatch.setattr(start, "here", lambda run, apart=False: next(left))
     seeds = ",".join(map(str, range(len(codes))))
@@ -252,14 +256,15 @@ def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
 
 def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs_model.py").write_text(
-        "from dataclasses import dataclass\nfrom titan.model.schema import Llama\nfrom titan.settings import setting\n\n"
-        "@dataclass(frozen=True, kw_only=True)\nclass Wide(Llama):\n    width: int = setting(3, 'w', at_least=1)\n"
+        "from dataclasses import dataclass\nfrom titan.model.schema import Llama\n"
+        "from titan.settings import setting\n\n@dataclass(frozen=True, kw_only=True)\n"
+        "class Wide(Llama):\n    width: int = setting(3, 'w', at_least=1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     overrides = ["model._target_=theirs_model.Wide", "modules=[theirs_model]"]
     model = composed([*overrides, "+model.width=5"]).model
     assert (type(model).__name__, model.width) == ("Wide", 5)  # type: ignore[attr-defined]
-    with pytest.raises(Refusal, match="model.width=0: must be at least 1"):
+    with pytest.raises(Refusal, match=r"model\.width=0: must be at least 1"):
         composed([*overrides, "+model.width=0"])
 
 

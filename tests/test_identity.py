@@ -94,7 +94,10 @@ def test_execution_choices_change_no_science(override: str, base: Run) -> None:
 
 
 def test_layout_as_resolved_is_execution() -> None:
-    assert of(composed(["parallelism=fsdp"])).execution != of(composed(["parallelism=fsdp", "cluster.devices=3"])).execution
+    assert (
+        of(composed(["parallelism=fsdp"])).execution
+        != of(composed(["parallelism=fsdp", "cluster.devices=3"])).execution
+    )
 
 
 def test_a_default_that_is_spelled_out_changes_nothing(base: Run) -> None:

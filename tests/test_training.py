@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import pytest
@@ -51,7 +52,7 @@ def test_warm_up_is_linear_from_zero_to_the_peak(training: Training) -> None:
 @given(trainings())
 def test_falls_after_warm_up_and_stays_above_the_end(training: Training) -> None:
     rest = factors(training)[training.warmup_steps :]
-    assert all(a >= b - 1e-12 for a, b in zip(rest, rest[1:], strict=False))
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(rest))
     assert min(rest) >= training.final_lr - 1e-12
 
 
@@ -64,7 +65,7 @@ def test_wsd_is_flat_and_then_falls_evenly(training: Training) -> None:
     fall = [*found[plateau:], training.final_lr]
     even = (1 - training.final_lr) / max(1, training.steps - plateau)
     if plateau < training.steps:
-        assert [a - b for a, b in zip(fall, fall[1:], strict=False)] == pytest.approx([even] * (len(fall) - 1), abs=1e-9)
+        assert [a - b for a, b in itertools.pairwise(fall)] == pytest.approx([even] * (len(fall) - 1), abs=1e-9)
 
 
 @given(trainings("cosine"))
@@ -79,7 +80,7 @@ def test_cosine_is_halfway_in_the_middle(training: Training) -> None:
 def test_linear_falls_evenly(training: Training) -> None:
     fall = [*factors(training)[training.warmup_steps :], training.final_lr]
     even = (1 - training.final_lr) / (training.steps - training.warmup_steps)
-    assert [a - b for a, b in zip(fall, fall[1:], strict=False)] == pytest.approx([even] * (len(fall) - 1), abs=1e-9)
+    assert [a - b for a, b in itertools.pairwise(fall)] == pytest.approx([even] * (len(fall) - 1), abs=1e-9)
 
 
 @given(trainings())
@@ -93,7 +94,7 @@ def test_would_end_at_the_final_rate(training: Training) -> None:
 def test_has_no_jump(schedule: Schedule) -> None:
     training = Training(steps=1000, warmup=100, schedule=schedule, decay=0.2, final_lr=0.1)
     found = [0.0, *factors(training), 0.1]
-    assert max(abs(a - b) for a, b in zip(found, found[1:], strict=False)) <= 0.0101
+    assert max(abs(a - b) for a, b in itertools.pairwise(found)) <= 0.0101
 
 
 @pytest.mark.parametrize(

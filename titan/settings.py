@@ -71,10 +71,12 @@ def setting(
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a sentence: "; did you mean 'x'?" with the known word nearest to `word`, or a full stop."""
-    known = sorted(known)
-    # first a right name at the wrong place: `seed` for `training.seed`
-    close = [k for k in known if k.rpartition(".")[2] == word.rpartition(".")[2]]
-    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    known, (group, _, name) = sorted(known), word.rpartition(".")
+    # first a right name at the wrong place, `seed` for `training.seed`; then a name like it at the right place
+    close = [k for k in known if k.rpartition(".")[2] == name]
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    close = close or [siblings[k] for k in difflib.get_close_matches(name, siblings, n=1)]
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.8)
     return f"; did you mean {close[0]!r}?" if close else "."
 
 

@@ -78,9 +78,7 @@ def test_closed_degrees_are_refused_unless_they_fit(degrees: dict[str, int], dev
         pytest.param({"shard": -1, "tensor": "auto"}, 1, {"tensor": 8}, {}, id="one-device"),
     ],
 )  # fmt: skip
-def test_rules(
-    degrees: dict[str, int | str], devices: int, limits: dict[str, int], expected: dict[str, int]
-) -> None:
+def test_rules(degrees: dict[str, int | str], devices: int, limits: dict[str, int], expected: dict[str, int]) -> None:
     assert Parallelism(**degrees).layout(devices, limits) == Layout(**expected)
 
 
@@ -105,7 +103,9 @@ def test_only_one_degree_takes_the_rest(names: set[str]) -> None:
     [
         pytest.param(Layout(), "one device", id="one"),
         pytest.param(Layout(shard=8), "shard 8", id="fsdp"),
-        pytest.param(Layout(pipeline=2, replicate=3, tensor=4), "pipeline 2 x replicate 3 x tensor 4", id="outermost-first"),
+        pytest.param(
+            Layout(pipeline=2, replicate=3, tensor=4), "pipeline 2 x replicate 3 x tensor 4", id="outermost-first"
+        ),
     ],
 )
 def test_is_said_in_words(layout: Layout, text: str) -> None:

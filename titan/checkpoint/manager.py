@@ -93,9 +93,10 @@ def _compare(state: dict[str, Tensor], folder: Path) -> None:
         shape = tuple(saved[name].size) if name in saved else None
         if shape != tuple(tensor.shape):
             found = f"has {name} in the shape {show(shape)}" if shape is not None else f"has no {name}"
+            wanted = f"this run has it in the shape {show(tuple(tensor.shape))}"
             raise Refusal(
-                f"checkpoint.resume={folder}: was saved with another model or optimizer: it {found}, and this run has it in "
-                f"the shape {show(tuple(tensor.shape))}; give the model and optimizer of the run that saved it."
+                f"checkpoint.resume={folder}: was saved with another model or optimizer: it {found}, and {wanted}; "
+                "give the model and optimizer of the run that saved it."
             )
 
 

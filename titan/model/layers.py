@@ -26,6 +26,9 @@ class Embedding(nn.Embedding):
         super().__init__(vocab, dim)
         self.dtype: torch.dtype | None = None
 
+    def reset_parameters(self) -> None:
+        """Draw nothing: `titan.rng.materialise` does, and torch's own way loads its compiler to do it on meta."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]."""
         hidden = F.embedding(tokens, self.weight)
@@ -37,6 +40,9 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: `titan.rng.materialise` does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""

@@ -1,0 +1,333 @@
+"""What a run's directory holds decides what a command does."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launchers import start
+from tests.machines import detector
+from tests.runs import TINY
+from titan import lives
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import Manifest
+from titan.cluster import devices
+from titan.compose import composed
+from titan.dataset import order
+from titan.dataset.prepare import prepare
+from titan.dataset.shards import open_corpus
+from titan.lives import Finished, Life, begin, locked, read_lives
+from titan.run import Run
+from titan.settings import Refusal
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+
+
+@functools.cache
+def once_composed(*overrides: str) -> Run:
+    return composed([*TINY, "name=x", *overrides])
+
+
+def tiny(*overrides: str, name: str = "x") -> Run:
+    run = dataclasses.replace(once_composed(*overrides), name=name, directory=str(Path.cwd() / "runs" / name))
+    Path(run.directory).mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def lived(run: Run) -> Life:
+    """The life that begins."""
+    life = begin(run)
+    assert isinstance(life, Life)
+    return life
+
+
+def save(run: Run, step: int, science: str = "0" * 12) -> Path:
+    """A complete checkpoint of `run` after `step` steps."""
+    folder = manifest.folder_of(Path(run.directory), step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"w" * 100)
+    corpus = open_corpus(prepare(run.dataset))
+    data = order.state(step * run.training.rows, lives.fingerprint(run, corpus))
+    manifest.write(folder, Manifest(step, data, science, run.layout.degrees()))
+    return folder
+
+
+def finish(run: Run) -> None:
+    """What the trainer leaves at the end."""
+    result = {"finished": True, "step": run.training.steps}
+    (Path(run.directory) / "result.json").write_text(json.dumps(result))
+
+
+def test_start() -> None:
+    life = lived(tiny())
+    assert (life.number, life.kind, life.checkpoint, life.step, life.rows) == (1, "start", None, 0, 0)
+    assert life.parent is None
+    assert open_corpus(life.corpus).train.tokens > 0
+
+
+def test_life_without_a_checkpoint_starts_again() -> None:
+    first = lived(tiny())
+    again = lived(tiny())
+    assert (again.number, again.kind, again.checkpoint, again.step) == (2, "resume", None, 0)
+    assert (again.run_id, again.ids) == (first.run_id, first.ids)
+
+
+def test_resume_from_the_last_checkpoint() -> None:
+    run = tiny()
+    lived(run)
+    save(run, 1)
+    last = save(run, 2)
+    life = lived(tiny())
+    assert (life.number, life.kind, life.checkpoint, life.step) == (2, "resume", str(last), 2)
+    assert life.rows == 2 * run.training.rows
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["parallelism=fsdp", "memory=full", "checkpoint.every=1", "metrics.plot=true", "cluster.restarts=1",
+     "dataset.prefetch=2", "debug=deterministic"],
+)  # fmt: skip
+def test_resume_with_another_execution(override: str) -> None:
+    run = tiny()
+    first = lived(run)
+    save(run, 2)
+    life = lived(tiny(override))
+    assert (life.kind, life.step, life.run_id) == ("resume", 2, first.run_id)
+    assert life.ids.science == first.ids.science
+    assert life.ids.execution != first.ids.execution
+
+
+def test_finished() -> None:
+    run = tiny()
+    lived(run)
+    save(run, 3)
+    finish(run)
+    found = begin(tiny())
+    assert found == Finished(run.directory, {"finished": True, "step": 3})
+    assert len(read_lives(Path(run.directory))) == 1, "nothing is recorded"
+
+
+def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny()
+    lived(run)
+    finish(run)
+    result = {"finished": True, "step": 3, "first_loss": 4.0, "last_loss": 3.0}
+    (Path(run.directory) / "result.json").write_text(json.dumps(result))
+    assert start.here(tiny()) == 0
+    assert "is finished: 3 steps" in capsys.readouterr().out
+
+
+def test_continuation() -> None:
+    run = tiny()
+    first = lived(run)
+    last = save(run, 3)
+    finish(run)
+    life = lived(tiny("training.steps=5"))
+    assert (life.number, life.kind, life.checkpoint, life.step) == (2, "continuation", str(last), 3)
+    assert life.run_id == first.run_id
+    assert life.ids.science != first.ids.science
+
+
+def test_continuation_is_resumed_under_its_own_steps() -> None:
+    run = tiny()
+    lived(run)
+    save(run, 3)
+    lived(tiny("training.steps=5"))
+    assert lived(tiny("training.steps=5")).kind == "resume"
+    with pytest.raises(Refusal, match=r"training.steps=3: .* has 5; give 5 or more"):
+        begin(tiny())
+
+
+def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
+    run = tiny()
+    lived(run)
+    finish(run)
+    with pytest.raises(Refusal, match="no checkpoint to continue from; choose another name"):
+        begin(tiny("training.steps=5"))
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoint"])
+def test_fork(what: str) -> None:
+    parent = tiny(name="parent")
+    lived(parent)
+    folder = save(parent, 2, science="abcdef")
+    path = parent.directory if what == "run" else folder
+    life = lived(tiny(f"checkpoint.resume={path}", "optimizer.lr=0.5"))
+    assert (life.number, life.kind, life.parent, life.checkpoint) == (1, "fork", "abcdef@2", str(folder))
+    assert (life.step, life.rows) == (2, 2 * parent.training.rows)
+
+
+def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> None:
+    parent = tiny(name="parent")
+    lived(parent)
+    folder = save(parent, 1, science="abcdef")
+    fork = tiny("checkpoint.resume=runs/parent")
+    first = lived(fork)
+    own = save(fork, 2)
+    (folder / "weights").unlink()
+    life = lived(fork)
+    assert (life.kind, life.checkpoint, life.parent, life.ids) == ("resume", str(own), "abcdef@1", first.ids)
+
+
+def test_fork_is_another_experiment_than_a_fresh_run() -> None:
+    parent = tiny(name="parent")
+    fresh = lived(parent)
+    save(parent, 1)
+    lived(tiny("checkpoint.resume=runs/parent"))
+    with pytest.raises(Refusal, match=r"parent was 000000000000@1, now null"):
+        begin(tiny())
+    assert lived(tiny("checkpoint.resume=runs/parent", name="y")).ids.science != fresh.ids.science
+
+
+def test_refusal_names_every_field_that_differs() -> None:
+    run = tiny()
+    lived(run)
+    with pytest.raises(Refusal) as refusal:
+        begin(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
+    expected = "(optimizer.lr was 0.001, now 0.5; training.seed was 0, now 3)"
+    assert expected in str(refusal.value)
+
+
+def test_lives_are_recorded_as_documents() -> None:
+    first = lived(tiny())
+    second = lived(tiny("parallelism=fsdp"))
+    directory = Path(tiny().directory)
+    documents = list(yaml.safe_load_all((directory / "run.yaml").read_text()))
+    assert documents == read_lives(directory)
+    assert [d["life"] for d in documents] == [1, 2]
+    assert [d["kind"] for d in documents] == ["start", "resume"]
+    assert [d["ids"] for d in documents] == [dataclasses.asdict(life.ids) for life in (first, second)]
+    assert [d["choices"]["parallelism"] for d in documents] == ["single", "fsdp"]
+    assert [d["layout"]["shard"] for d in documents] == [1, 2]
+    assert documents[1]["config"]["optimizer"]["lr"] == 0.001
+    assert documents[1]["overrides"][-1] == "parallelism=fsdp"
+    assert documents[0]["science"]["data"] == open_corpus(first.corpus).digest
+    environment = json.loads((directory / "env.json").read_text())
+    assert environment["device"]["memory_gib"] == 16
+    assert (directory / ".hydra/config.yaml").is_file()
+
+
+def test_life_of_a_dead_process_can_be_locked_again(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from titan.lives import locked
+with locked(Path({str(tmp_path / "run")!r})):
+    print("held", flush=True)
+    input()
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(Refusal, match=f"process {other.pid} on .* is running in it"), locked(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(other.pid, signal.SIGKILL)
+        other.communicate()
+    with locked(tmp_path / "run"):
+        assert f"process {os.getpid()} " in (tmp_path / "run/.lock").read_text()
+
+
+def test_lock_is_released_and_a_directory_left_empty_goes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), locked(tmp_path / "a/b/run"):
+        raise ValueError
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "mine").mkdir()
+    with locked(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir(), "what was there stays"
+    with locked(tmp_path / "mine/run"):
+        (tmp_path / "mine/run/run.yaml").touch()
+    assert (tmp_path / "mine/run/run.yaml").exists()
+
+
+@pytest.mark.parametrize("name", sorted(lives.OURS - {"run.yaml"}))
+def test_what_titan_writes_is_no_obstacle(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    assert read_lives(tmp_path) == []
+
+
+# Manifests
+
+
+def entries(step: int = 1) -> Manifest:
+    return Manifest(step, {"rows": 1}, "id", {"shard": 2})
+
+
+def checkpoint(directory: Path, step: int) -> Path:
+    folder = manifest.folder_of(directory, step)
+    folder.mkdir(parents=True)
+    for name in ("a.distcp", ".metadata"):
+        (folder / name).write_bytes(b"x" * 10)
+    manifest.write(folder, entries(step))
+    return folder
+
+
+def test_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 1)
+    expected = dataclasses.replace(entries(), files={"a.distcp": 10, ".metadata": 10})
+    assert manifest.read(folder) == expected
+    assert not list(folder.glob(".manifest*")), "nothing temporary is left"
+
+
+def change(folder: Path, **values: Any) -> None:
+    file = folder / manifest.NAME
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        pytest.param(lambda f: (f / manifest.NAME).unlink(), id="no-manifest"),
+        pytest.param(lambda f: (f / manifest.NAME).write_text("{"), id="half-a-manifest"),
+        pytest.param(lambda f: (f / manifest.NAME).write_text("[]"), id="no-mapping"),
+        pytest.param(lambda f: change(f, unknown=1), id="unknown-key"),
+        pytest.param(lambda f: change(f, format=manifest.FORMAT + 1), id="later-format"),
+        pytest.param(lambda f: (f / "a.distcp").unlink(), id="missing-file"),
+        pytest.param(lambda f: (f / "a.distcp").write_bytes(b"x" * 9), id="truncated-file"),
+        pytest.param(lambda f: (f / ".metadata").write_bytes(b""), id="empty-metadata"),
+    ],
+)
+def test_damaged_checkpoint_does_not_count(harm: Any, tmp_path: Path) -> None:
+    good, bad = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
+    assert manifest.complete(tmp_path) == [good, bad]
+    harm(bad)
+    assert manifest.read(bad) is None
+    assert manifest.complete(tmp_path) == [good]
+    assert manifest.find(str(tmp_path)) == good
+    with pytest.raises(Refusal, match="no complete checkpoint"):
+        manifest.find(str(bad))
+
+
+def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path, step) for step in (2, 10, 100)]
+    (tmp_path / "checkpoints/step-7.tmp").mkdir()
+    (tmp_path / "checkpoints/step-").mkdir()
+    assert manifest.complete(tmp_path) == folders
+    assert manifest.complete(tmp_path / "nowhere") == []
+
+
+def test_damaged_checkpoint_is_passed_over_on_resume() -> None:
+    run = tiny()
+    lived(run)
+    good, bad = save(run, 1), save(run, 2)
+    (bad / "weights").write_bytes(b"w")
+    life = lived(run)
+    assert (life.checkpoint, life.step) == (str(good), 1)
