@@ -12,7 +12,7 @@ train: $(ENV)            ## the main job: a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
 
 test: $(VENV)/.test      ## all tests
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.lint      ## ruff and mypy
 	$(VENV)/bin/ruff check

@@ -22,6 +22,7 @@ class Dataset:
     tokenizer: str = setting(
         "titan4k",
         "titan4k (built in), or a file: tiktoken ranks (*.tiktoken, Llama 3's tokenizer.model) or a tokenizer.json",
+        science=False,  # the data's digest covers its content, wherever the file lies
     )
     mask_documents: bool = setting(False, "keep attention, positions and targets inside a document")
     validation: float = setting(
