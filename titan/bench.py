@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -257,21 +256,21 @@ def _seconds_until(text: str, command: list[str]) -> float:
 def _memory(overrides: list[str], steps: int = 20) -> dict[str, float]:
     """Largest resident size of a process that trains with titan, and of one with the bare loop."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
-        titan = ["-m", "titan.train", f"training.steps={steps}", *QUIET, f"hydra.run.dir={folder}/run", *overrides]
-        bare = ["-m", "titan.bench", "--bare", str(steps), *overrides]
-        sizes = {name: _peak_gib(command) for name, command in {"titan": titan, "bare": bare}.items()}
+        train = ["-m", "titan.train", f"training.steps={steps}", *QUIET, f"hydra.run.dir={folder}/run", *overrides]
+        _output(train)
+        titan = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory_gib"]
+    sizes = {"titan": titan, "bare": float(_output(["-m", "titan.bench", "--bare", str(steps), *overrides]))}
     ratio = sizes["titan"] / sizes["bare"]
     print(f"peak memory of the process: titan {sizes['titan']:.3f} GiB, bare {sizes['bare']:.3f}, ratio {ratio:.3f}")
     return {**sizes, "ratio": ratio}
 
 
-def _peak_gib(command: list[str]) -> float:
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=_environment())
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise Refusal(f"{' '.join(command)}: ended with exit code {process.returncode}; see its message above.")
-    return usage.ru_maxrss * 1024 / 2**30
+def _output(command: list[str]) -> str:
+    """The last line that a Python command prints."""
+    done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=_environment())
+    if done.returncode:
+        raise Refusal(f"{' '.join(command)}: ended with exit code {done.returncode}; see its message above.")
+    return done.stdout.strip().splitlines()[-1]
 
 
 def _bare(steps: int, overrides: list[str]) -> int:
@@ -281,11 +280,12 @@ def _bare(steps: int, overrides: list[str]) -> int:
     from titan.baseline import BareLoop
     from titan.dataset.prepare import prepare
     from titan.dataset.shards import open_corpus
+    from titan.metrics.recorder import peak_resident_gib
 
     run = compose.composed([*LONG, *overrides])
     loop = BareLoop(run, open_corpus(prepare(run.dataset)), torch.device(run.machine.device))
     loop.steps(steps)
-    print(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.3f} GiB")
+    print(peak_resident_gib())
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import resource
@@ -83,6 +84,16 @@ def peak_memory_gib(device: torch.device) -> float:
     """The most memory this rank has held so far: the allocator's on a GPU, the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_resident_gib()
+
+
+def peak_resident_gib() -> float:
+    """The largest resident size that this process has had.
+
+    Linux's VmHWM where there is one: `ru_maxrss` counts what a parent held when it started this process.
+    """
+    with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as lines:
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
