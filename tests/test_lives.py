@@ -148,6 +148,7 @@ def test_continuation_is_resumed_under_its_own_steps() -> None:
     run = tiny()
     lived(run)
     save(run, 3)
+    finish(run)
     lived(tiny("training.steps=5"))
     assert lived(tiny("training.steps=5")).kind == "resume"
     with pytest.raises(Refusal, match=r"training.steps=3: .* has 5; give 5 or more"):

@@ -87,8 +87,9 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     last = lives[-1] if lives else None
     if last:
         _compare(run, last, science)
-        if _result(directory).get("finished") and last["config"]["training"]["steps"] == run.training.steps:
-            return Finished(run.directory, _result(directory))
+        result = _result(directory)
+        if result.get("finished") and result["step"] == run.training.steps:
+            return Finished(run.directory, result)
     life = _life(run, lives, ids, corpus, str(folder), parent, fork)
     _record(run, life, science)
     return life

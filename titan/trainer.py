@@ -145,7 +145,7 @@ class Trainer:
             self.manager.load(Path(self.life.checkpoint))
         if self.world.speaks:
             console.show_run(self.run, self.life, self.corpus)
-            self.recorder = Recorder(self.run, self.life, log.warning)
+            self.recorder = Recorder(self.run, self.life, self._warn)
         try:
             with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
                 self.progress = progress if self.world.speaks else None
@@ -155,7 +155,7 @@ class Trainer:
         finally:
             self.loader.close()
             if self.recorder:
-                self.recorder.file.close()
+                self.recorder.close()
         return 130 if self.stopping else 0
 
     def loop(self, steps: int | None = None) -> None:
@@ -262,15 +262,19 @@ class Trainer:
             f"step {sent.step}: {where} not finite (rows {sent.batch.first} to {sent.batch.last}); "
             "the weights were left as they were"
         )
-        log.warning(line)
-        if self.progress:
-            self.progress.say(line)
+        self._warn(line)
         if self.bad >= self.run.training.bad_steps:
             raise Failure(
                 f"{self.bad} steps in a row were not finite, the last one step {sent.step}: {where}, rows "
                 f"{sent.batch.first} to {sent.batch.last}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "
                 f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {self.saved_step}."
             )
+
+    def _warn(self, line: str) -> None:
+        """Put a line into this rank's log, and on the terminal where this rank speaks."""
+        log.warning(line)
+        if self.progress:
+            self.progress.say(line)
 
     def _between(self, sent: Sent, last: int) -> Sent | None:
         """What is due after a step: validation, a checkpoint, garbage. What is settled for it, is None."""

@@ -47,11 +47,16 @@ class Recorder:
         """Hand the final figures to the trackers and close them."""
         self.trackers.finish(result)
 
+    def close(self) -> None:
+        """Let the trackers write what they still hold, also of a run that failed, and close the file."""
+        self.trackers.finish({})
+        self.file.close()
+
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.file.close()
+        self.close()
 
 
 class Speed:
