@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from omegaconf import OmegaConf
 
 from launchers import start
 from tests.machines import detector
-from titan import compose, help
+from titan import capacity, compose, help
 from titan.cluster import devices
 from titan.compose import CONF, composed
 from titan.run import Recipe, Run
@@ -89,16 +88,6 @@ def test_composing_imports_neither_torch_nor_numpy(arguments: list[str]) -> None
 def test_composing_a_run_imports_no_torch() -> None:
     program = "import sys; from titan.compose import composed; composed([]); print('torch' in sys.modules)"
     assert python("-c", program).stdout == "False\n"
-
-
-def test_help_is_quick() -> None:
-    best = 9.0
-    for _ in range(5):
-        began = time.perf_counter()
-        assert python("-m", "titan.train", "--help").returncode == 0
-        best = min(best, time.perf_counter() - began)
-    print(f"--help takes {best:.2f} s")
-    assert best < 0.7
 
 
 def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,14 +305,9 @@ def test_defaults_follow_from_the_machine(
     assert (run.precision.compute, run.layout.devices) == (compute, devices_)
 
 
-def test_a_huge_batch_composes_at_once() -> None:
-    began = time.perf_counter()
-    run = composed(["training.global_batch=1048576000000"])
-    assert run.microbatches > 1000
-    assert time.perf_counter() - began < 2
-
-
-def test_default_directory_is_named_after_model_and_layout() -> None:
-    assert composed([]).directory.endswith("-debug-single")
-    assert composed(["name=x"]).directory == str(Path.cwd() / "runs/x")
-    assert composed(["hydra.run.dir=/elsewhere/y"]).directory == "/elsewhere/y"
+def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    demand = capacity.demand
+    monkeypatch.setattr(capacity, "demand", lambda *given: (asked.append(given[-1]), demand(*given))[1])
+    assert composed(["training.global_batch=1048576000000"]).microbatches > 1000
+    assert len(asked) < 100, "as many micro-batches as there are rows were tried"
