@@ -311,3 +311,9 @@ def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "demand", lambda *given: (asked.append(given[-1]), demand(*given))[1])
     assert composed(["training.global_batch=1048576000000"]).microbatches > 1000
     assert len(asked) < 100, "as many micro-batches as there are rows were tried"
+
+
+def test_default_directory_is_named_after_model_and_layout() -> None:
+    assert composed([]).directory.endswith("-debug-single")
+    assert composed(["name=x"]).directory == str(Path.cwd() / "runs/x")
+    assert composed(["hydra.run.dir=/elsewhere/y"]).directory == "/elsewhere/y"
