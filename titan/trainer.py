@@ -41,8 +41,8 @@ from titan.training import lr_factor
 
 log = logging.getLogger("titan")
 
-LOSS, BAD, STOP, SAVE, HASH = 0, 1, 2, 3, 4
-"""Places in a step's vector: summed loss, ranks whose own loss is not finite, requests, four pieces of the hash."""
+LOSS, STOP, SAVE, HASH = 0, 1, 2, 3
+"""Places in a step's vector: summed loss, requests to stop and to save, four pieces of the hash."""
 PIECES, PIECE = 4, 1 << 16
 """A 64-bit hash travels as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
 WARM = 3
@@ -194,8 +194,7 @@ class Trainer:
         host = torch.tensor([float(self.stop.asked), float(due), *pieces], dtype=torch.float64)
         if self.world.device.type == "cuda":
             host = host.pin_memory()
-        own = loss.double()[None]
-        return torch.cat([own, (~torch.isfinite(own)).double(), host.to(self.world.device, non_blocking=True)])
+        return torch.cat([loss.double()[None], host.to(self.world.device, non_blocking=True)])
 
     def _update(self, bad: Tensor) -> None:
         """Change the weights, unless `bad`: fused optimizers decide that on the device, others are asked here."""
