@@ -4,12 +4,16 @@ Precision follows the activations: the embedding's output sets the compute type,
 type of its input where it uses it (which changes nothing when the weight already has that type), and what loses
 most in low precision - norms, rotary embedding, loss - is computed in float32 and cast back.
 
+Where a technique may take the place of something it is a plain attribute: how a layer takes its weight (`use`), looks
+up (`lookup`), attends (`core`), measures the loss (`loss`) or hands out logits (`whole`).
+
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +23,30 @@ IGNORED = -100
 """A target that is no part of the loss."""
 
 
+Use = Callable[[Tensor, torch.dtype], Tensor]
+"""Gives a layer its weight to compute with, in the type asked for."""
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole weight in another type; its gradient returns in the weight's own."""
+    return weight.to(dtype)
+
+
 class Embedding(nn.Embedding):
     """Token embedding; looks up in the weight's own type and gives `dtype`, the type to compute in (None: as is)."""
 
     def __init__(self, vocab: int, dim: int) -> None:
         super().__init__(vocab, dim)
         self.dtype: torch.dtype | None = None
+        self.use: Use = cast
+        self.lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
 
     def reset_parameters(self) -> None:
         """Draw nothing: `titan.rng.materialise` does, and torch's own way loads its compiler to do it on meta."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]."""
-        hidden = F.embedding(tokens, self.weight)
+        hidden = self.lookup(tokens, self.use(self.weight, self.weight.dtype))
         return hidden if self.dtype is None else hidden.to(self.dtype)
 
 
@@ -40,13 +55,14 @@ class Linear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
+        self.use: Use = cast
 
     def reset_parameters(self) -> None:
         """Draw nothing: `titan.rng.materialise` does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.use(self.weight, x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -56,14 +72,31 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
+        self.use: Use = cast
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]; torch's `rms_norm` accumulates and scales low precision inputs in float32."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return F.rms_norm(x, (x.shape[-1],), self.use(self.weight, x.dtype), self.eps)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The summed cross-entropy in nats, a float32 scalar, of logits [..., vocab] and targets [...] (-100: ignored)."""
+    logits = logits.float().flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def as_is(x: Tensor) -> Tensor:
+    """What was given."""
+    return x
 
 
 class Head(Linear):
     """The product with the vocabulary and, given targets, the loss, so that a caller may pass slices of the row."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+        self.whole: Callable[[Tensor], Tensor] = as_is
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits, or the summed cross-entropy.
@@ -76,10 +109,7 @@ class Head(Linear):
             Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar.
         """
         logits = super().forward(hidden)
-        if targets is None:
-            return logits
-        logits = logits.float().flatten(0, -2)
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return self.whole(logits) if targets is None else self.loss(logits, targets)
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
@@ -121,8 +151,9 @@ def document_mask(document_ids: Tensor) -> Tensor:
 class CausalAttention(nn.Module):
     """Softmax attention without weights; a module, so that context parallelism can take its place."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or as the boolean mask says."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
+        """q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, inside documents where ids [B, T] say so."""
+        mask = None if document_ids is None else document_mask(document_ids)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
 
 
@@ -138,12 +169,12 @@ class Attention(nn.Module):
         self.wo = Linear(heads * head_dim, dim)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_ids: Tensor | None) -> Tensor:
         """[B, T, D] to [B, T, D]."""
         # -1: as many heads as the weights have here, so that a rank may own some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
         projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
         return projected
 
@@ -173,8 +204,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps)
         self.feed_forward = FeedForward(dim, ffn)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
-        """x [B, T, D]; cos and sin [1 or B, T, 1, d / 2] float32; mask [B, 1, T, T] or None for plain causal."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_ids: Tensor | None = None) -> Tensor:
+        """x [B, T, D]; cos and sin [1 or B, T, 1, d / 2] float32; document_ids [B, T], None for plain causal."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, document_ids)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out
