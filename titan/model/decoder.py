@@ -19,8 +19,8 @@ Cut = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
 """How tensor parallelism treats a module.
 
 vocab: embedding or head, its rows (the vocabulary) are cut. region: sees whole sequences; its products are cut.
-colwise: a product whose outputs are cut, rowwise: one whose inputs are. sequence: a weight that every rank has whole and
-uses on its part of the sequence. heads: likewise, used on its part of the heads.
+colwise: a product whose outputs are cut, rowwise: one whose inputs are. sequence: a weight that every rank has whole
+and uses on its part of the sequence. heads: likewise, used on its part of the heads.
 """
 
 OTHER_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
