@@ -115,7 +115,7 @@ def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Call
 def _look(seen: Seen, trainer: Trainer) -> None:
     if not seen.first:
         seen.first = whole(state_of(trainer.engine))
-        gradients = {n: p.grad for n, p in trainer.engine.model.named_parameters() if p.grad is not None}
+        gradients = {n: p.grad for n, p in trainer.engine.named_parameters() if p.grad is not None}
         seen.gradients = whole(gradients)
 
 

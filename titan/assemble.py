@@ -1,108 +1,159 @@
 """From a run and its world to what trains: the one place where the axes meet.
 
-The order in which techniques are applied is written here once, for any model's declaration:
-build on meta, precision, activation checkpointing, compile, sharding, initial weights, copies, optimizer.
+The order in which techniques are applied is written here once, for any model's declaration: build on meta, split into
+stages, precision, tensor, context, activation checkpointing, compile, sharding, initial weights, copies, optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titan import compile as compiling
 from titan import memory, precision, rng
-from titan.parallelism import data
+from titan.engine import Accumulate, Engine, Runner, Stage
+from titan.parallelism import context, data, tensor
 from titan.parallelism.mesh import World
-from titan.run import Recipe
+from titan.parallelism.pipeline import Pipeline, Plan, Twins
+from titan.run import Run
+
+Note = Callable[[str], None]
 
 
-class Losses(nn.Module):
-    """A model and its head as one module that gives the summed loss: what data parallelism wraps."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The summed cross-entropy (fp32 scalar) of tokens and targets, both int64 [rows, seq_len]."""
-        loss: Tensor = self.model.head(self.model(tokens), targets)
-        return loss
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What computes a step on this rank.
-
-    Attributes:
-        model: the model whose parameters are trained, under their own names.
-        losses: the model with its head, and with whatever sums gradients of copies.
-        optimizer: over the model's parameters.
-    """
-
-    model: Any
-    losses: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def backward(self, tokens: Tensor, targets: Tensor, scale: float) -> Tensor:
-        """Run micro-batch after micro-batch forward and backward; gradients are complete after the last.
-
-        Args:
-            tokens, targets: int64 [microbatches, rows, seq_len] on this rank's device.
-            scale: what each token's loss counts in the gradient: 1 / (tokens of the global batch).
-
-        Returns:
-            This rank's summed loss, an fp32 scalar on its device.
-        """
-        total = torch.zeros((), device=tokens.device)
-        for i in range(len(tokens)):
-            with data.defer(self.losses, self.model, last=i == len(tokens) - 1):
-                loss = self.losses(tokens[i], targets[i])
-                (loss * scale).backward()
-            total += loss.detach()
-        return total
-
-    @torch.no_grad()
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """This rank's summed loss on [microbatches, rows, seq_len], without gradients."""
-        model = self.model
-        losses = [model.head(model(x), y) for x, y in zip(tokens, targets, strict=True)]
-        return torch.stack(losses).sum()
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients that there are, in the order of the parameters."""
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
-
-
-def assemble(recipe: Recipe, world: World, note: Callable[[str], None] = lambda line: None) -> Engine:
-    """Build what trains `recipe` on this rank.
+def assemble(run: Run, world: World, note: Note = lambda line: None) -> Engine:
+    """Build what trains `run` on this rank.
 
     Args:
-        recipe: the choices.
+        run: the choices and what follows from them.
         world: the ranks and their mesh.
         note: told each transformation as it is done.
     """
-    with torch.device("meta"):
-        model: Any = recipe.model.build()
-    note(f"built on meta: {recipe.model.parameters():,} parameters")
-    precision.apply(model, recipe.precision)
-    memory.apply(model.blocks(), recipe.memory)
-    note(f"precision {recipe.precision.compute}, activation checkpointing {recipe.memory.checkpointing}")
-    compiling.apply(model.blocks(), recipe.compile)
-    note(f"compile {recipe.compile.scope}")
-    initial = model.initial()
-    if world.layout.shard > 1:
-        mesh = world.dimensions("replicate", "shard")
-        data.shard(model, mesh, recipe.precision.dtype, recipe.parallelism.reshard)  # type: ignore[arg-type]
-        note(f"sharded over {world.layout}")
-    rng.materialise(model, initial, recipe.training.seed, world.device)
-    note(f"initial weights from seed {recipe.training.seed} on {world.device}")
-    losses: nn.Module = Losses(model)
+    stages = _split(run, world, note)
+    initial = [stage.model.initial() for stage in stages.values()]
+    for stage in stages.values():
+        _transform(stage, run, world)
+    _tell(run, world, note)
+    for stage, how in zip(stages.values(), initial, strict=True):
+        device = "cpu" if run.memory.offload else world.device
+        rng.materialise(stage.model, how, run.training.seed, device)
+        stage.model.init_buffers(world.device)
+    note(f"initial weights from seed {run.training.seed} on {world.device}")
+    return Engine(
+        stages=tuple(stages.values()),
+        runner=_runner(stages, run, world),
+        optimizer=run.optimizer.build(p for stage in stages.values() for p in stage.parameters()),
+        world=world,
+        places=_places(run, world),
+        twins=_twins(stages, run, world),
+        multiple=run.parallelism.multiple(run.layout),
+    )
+
+
+def _split(run: Run, world: World, note: Note) -> dict[int, Stage]:
+    """This rank's stages by their number, on meta."""
+    staging, stages = run.staging, {}
+    for number in staging.mine(world.coordinate("pipeline")):
+        with torch.device("meta"):
+            model: Any = run.model.build()
+        if staging.count > 1:
+            model.keep(range(*staging.layers[number]), first=number == 0, last=number == staging.count - 1)
+        stages[number] = Stage(model)
+    note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
+    if staging.count > 1:
+        note(f"stages {', '.join(map(str, stages))} of {staging.count}, {staging.schedule}")
+    return stages
+
+
+def _transform(stage: Stage, run: Run, world: World) -> None:
+    """Apply to one stage what the axes ask for, in the one order that works."""
+    model, how = stage.model, run.parallelism
+    precision.apply(model, run.precision)
+    if (mesh := world.dimensions("tensor")) is not None:
+        tensor.apply(model, mesh, sequence=how.sequence_parallel, loss=how.loss_parallel)
+    if world.context is not None:
+        context.apply(model, how.context_method, world.context, how.balance)
+    memory.apply(model.blocks(), run.memory)
+    compiling.apply(stage, run.compile)
+    if (mesh := _sharding(world)) is not None:
+        data.shard(
+            stage,
+            mesh,
+            run.precision.dtype,
+            reshard=how.reshards(run.layout),
+            prefetch=how.prefetch,
+            offload=run.memory.offload,
+        )
+
+
+def _sharding(world: World) -> Any:
+    """The mesh that FSDP cuts weights over; None where they are whole."""
+    return None if world.layout.copies else world.dimensions("replicate", "shard")
+
+
+def _tell(run: Run, world: World, note: Note) -> None:
+    """Say what was applied, in its order."""
+    how, layout = run.parallelism, run.layout
+    note(f"precision {run.precision.compute}")
+    if layout.tensor > 1:
+        sequence = "with" if how.sequence_parallel else "without"
+        loss = "parts" if how.loss_parallel else "whole rows"
+        note(
+            f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {loss} of the logits"
+        )
+    if layout.context > 1:
+        balance = ", head and tail balanced" if how.balance else ""
+        note(f"context parallel over {layout.context} ranks by {how.context_method}{balance}")
+    note(f"activation checkpointing {run.memory.checkpointing}")
+    note(f"compile {run.compile.scope}")
+    if (mesh := _sharding(world)) is not None:
+        copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
+        note(f"sharded over {mesh.size(-1)} ranks{copies}, resharded after forward: {how.reshards(layout)}")
+
+
+def _runner(stages: dict[int, Stage], run: Run, world: World) -> Runner:
+    """What takes micro-batches through the stages."""
+    if run.staging.count > 1:
+        group = world.group("pipeline")
+        if group is None:
+            raise RuntimeError("stages without a pipeline")
+        return Pipeline(stages, _plan(run), group, world.device)
+    stage: nn.Module = stages[0]
     copies = world.dimensions("replicate")
-    if world.layout.shard == 1 and copies is not None:
-        losses = data.replicate(losses, copies)
-        note(f"copied over {world.layout}")
-    return Engine(model, losses, recipe.optimizer.build(model.parameters()))
+    wrapped = data.replicate(stage, copies) if world.layout.copies and copies is not None else stage
+    return Accumulate(stage, wrapped)
+
+
+def _plan(run: Run) -> Plan:
+    return Plan(
+        schedule=run.staging.schedule,
+        owners=run.staging.owners,
+        microbatches=run.microbatches,
+        rows=-(-run.rank_rows // run.microbatches),
+        length=run.training.seq_len // run.layout.context,
+        width=run.model.dim,
+        cut=run.layout.tensor if run.parallelism.sequence_parallel else 1,
+        dtype=run.precision.dtype,
+    )
+
+
+def _places(run: Run, world: World) -> Any:
+    if world.context is None:
+        return None
+    size, rank = run.layout.context, world.coordinate("context")
+    return partial(context.positions, size=size, rank=rank, balance=run.parallelism.balance)
+
+
+def _twins(stages: dict[int, Stage], run: Run, world: World) -> Twins | None:
+    """The two copies of a tied weight, for the ranks that have one of them."""
+    staging, group = run.staging, world.group("pipeline")
+    if not run.model.tied or group is None:
+        return None
+    ends = stages.get(0), stages.get(staging.count - 1)
+    first = ends[0].model.tok_embeddings.weight if ends[0] else None
+    last = ends[1].model.head.weight if ends[1] else None
+    other = staging.owners[-1] if first is not None else staging.owners[0]
+    return Twins(first, last, group, other) if first is not None or last is not None else None

@@ -39,7 +39,7 @@ from titan import help as help_text
 from titan import settings
 from titan.cluster import devices
 from titan.dataset.schema import KINDS
-from titan.model.schema import Llama
+from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW
 from titan.run import Recipe, Run, resolve
 from titan.settings import Failure, Refusal, nearest
@@ -49,7 +49,7 @@ CONF = next(p for p in (here / "conf", here.parent / "conf") if p.is_dir())
 """The configuration's folder: inside the package in a wheel, beside it in a checkout."""
 CONFIG = "train"
 PLUGGABLE: dict[str, dict[str, Any]] = {
-    "model": {"llama": Llama},
+    "model": {"llama": Llama, "qwen3": Qwen3},
     "dataset": dict(KINDS),
     "optimizer": {"adamw": AdamW, "sgd": SGD},
 }

@@ -40,5 +40,6 @@ class Precision:
 
 
 def apply(model: torch.nn.Module, precision: Precision) -> None:
-    """Let `model` compute in the chosen type: what the embedding gives, every later layer follows."""
-    model.tok_embeddings.dtype = precision.dtype
+    """Let `model` compute in the chosen type: what the embedding gives, every later layer and stage follows."""
+    if model.tok_embeddings is not None:
+        model.tok_embeddings.dtype = precision.dtype

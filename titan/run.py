@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,13 +23,10 @@ from titan.memory import Memory
 from titan.metrics.schema import Metrics
 from titan.model.schema import Llama
 from titan.optimizer import Optimizer
-from titan.parallelism.schema import Layout, Parallelism
+from titan.parallelism.schema import Layout, Parallelism, Staging
 from titan.precision import Precision
 from titan.settings import Refusal, plain, setting
 from titan.training import Training
-
-READY = ("replicate", "shard")
-"""The dimensions of the mesh that this version can run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +66,7 @@ class Run(Recipe):
         machine: the devices here.
         layout: all degrees as numbers.
         microbatches: micro-batches that each rank's rows are cut into.
+        staging: the pipeline's stages.
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
@@ -77,6 +76,7 @@ class Run(Recipe):
     machine: Machine
     layout: Layout
     microbatches: int
+    staging: Staging
     directory: str
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
@@ -128,6 +128,7 @@ def resolve(
         machine=machine,
         layout=layout,
         microbatches=_microbatches(recipe, layout, machine),
+        staging=_staging(recipe, layout),
         directory=directory,
         choices=choices or {},
         overrides=overrides,
@@ -146,12 +147,6 @@ def check(run: Run, ranks: int | None = None) -> None:
     if ranks is None:
         _check_machine(run)
     capacity.check(run, run.layout, run.machine, run.microbatches)
-    for name, degree in run.layout.degrees().items():
-        if degree > 1 and name not in READY:
-            raise Refusal(
-                f"parallelism.{name}={degree} (parallelism={run.choices.get('parallelism', '?')}): this version trains "
-                "with the dimensions replicate and shard only; choose parallelism=single, ddp, fsdp or hsdp."
-            )
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         raise Refusal("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
     if run.dataset.mask_documents:
@@ -200,6 +195,12 @@ def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
     return capacity.microbatches(recipe, layout, capacity.available(recipe, layout, machine))
+
+
+def _staging(recipe: Recipe, layout: Layout) -> Staging:
+    count, layers = layout.pipeline, recipe.model.layers
+    cuts = [layers * i // count for i in range(count + 1)]
+    return Staging(recipe.parallelism.schedule, tuple(itertools.pairwise(cuts)), tuple(range(count)))
 
 
 def _check_ranks(cluster: Cluster, ranks: int) -> None:

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from titan import console
-from titan.assemble import Engine
 from titan.checkpoint import manifest
 from titan.checkpoint.manager import Manager, prime
 from titan.dataset import order
 from titan.dataset.loader import IGNORED, Batch, Loader, fixed_rows
 from titan.dataset.shards import Corpus
+from titan.engine import Engine
 from titan.lives import Life, fingerprint
 from titan.metrics.plot import plot_losses
 from titan.metrics.recorder import Recorder, Speed, finite, first_and_last_loss, peak_memory_gib
@@ -180,7 +180,7 @@ class Trainer:
         loss = self.engine.backward(self._on_device(batch.tokens), self._on_device(batch.targets), self.scale)
         figures = self.world.sum(self._figures(loss, batch))
         gradients = self.engine.gradients()
-        size = norm.total_norm(gradients, self.world.device)
+        size = self.engine.norm()
         if self.run.training.clip_norm is not None:
             norm.clip(gradients, size, self.run.training.clip_norm)
         self._update(~torch.isfinite(figures[LOSS] + size))
@@ -190,7 +190,8 @@ class Trainer:
     def _figures(self, loss: Tensor, batch: Batch) -> Tensor:
         """This rank's share of the step's vector."""
         due = self.world.speaks and 0 < self.run.checkpoint.minutes * 60 <= time.monotonic() - self.saved_at
-        pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
+        counted = batch.hash if self.world.counts_rows else 0
+        pieces = [float(counted >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
         host = torch.tensor([float(self.stop.asked), float(due), *pieces], dtype=torch.float64)
         if self.world.device.type == "cuda":
             host = host.pin_memory()
@@ -371,13 +372,12 @@ class Trainer:
         tokenizer = load_tokenizer(self.run.dataset.tokenizer)
         start = [int(t) for t in split.read(0, min(16, seq_len // 2))]
         tokens = continuation(
-            self.engine.model,
+            self.engine.logits,
             start,
             count,
             window=seq_len,
             vocab=min(tokenizer.vocab_size, self.run.model.vocab),
             seed=self.run.training.seed,
-            device=self.world.device,
         )
         return {"start": tokenizer.decode(start), "text": tokenizer.decode(tokens)}
 

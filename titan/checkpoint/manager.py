@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from titan.assemble import Engine
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Manifest
+from titan.engine import Engine
 from titan.parallelism import data
 from titan.parallelism.mesh import World
 from titan.settings import Refusal, show
@@ -67,6 +67,8 @@ class Manager:
         _compare(state, folder)
         with _quietly():
             load(state, checkpoint_id=folder, no_dist=self.world.place.size == 1)
+        if self.engine.twins is not None:
+            self.engine.twins.align(self.engine.optimizer)
 
     def _prune(self) -> None:
         for folder in manifest.complete(self.directory)[: -self.keep]:
@@ -76,8 +78,9 @@ class Manager:
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
     """All tensors that a run needs to go on, by name: `model.NAME` and `optimizer.NAME.KEY`."""
-    data.part(engine.model)  # the optimizer's state goes by the parts
-    parameters = dict(engine.model.named_parameters())
+    for stage in engine.stages:
+        data.part(stage)  # the optimizer's state goes by the parts
+    parameters = dict(engine.named_parameters())
     state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in engine.optimizer.state.get(parameter, {}).items():

@@ -47,6 +47,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): self.block() for i in range(config.layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
+        self.aliases: dict[str, str] = {}  # parameters that are known by the name of another, whose copy they are
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
         self.register_buffer("inv_freq", torch.empty(config.head_size // 2), persistent=False)
@@ -65,6 +66,8 @@ class Decoder(nn.Module):
             self.tok_embeddings = None
         if not last:
             self.norm = self.head = None
+        if self.config.tied and last and not first:
+            self.aliases = {"head.weight": "tok_embeddings.weight"}
 
     def init_buffers(self, device: torch.device | str) -> None:
         """Compute the rotary frequencies (on the CPU, so that they are the same for all devices) and put them there."""

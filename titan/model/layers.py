@@ -158,21 +158,29 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention in which each key and value head serves a group of query heads (arXiv:2305.13245)."""
+    """Causal attention in which each key and value head serves a group of query heads (arXiv:2305.13245).
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    With `norm_eps` the queries and the keys of each head are RMS-normalised before they are rotated
+    (arXiv:2302.05442, section 2), by a weight [d] that all heads share.
+    """
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.wq = Linear(dim, heads * head_dim)
         self.wk = Linear(dim, kv_heads * head_dim)
         self.wv = Linear(dim, kv_heads * head_dim)
         self.wo = Linear(heads * head_dim, dim)
+        self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
+        self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.core = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_ids: Tensor | None) -> Tensor:
         """[B, T, D] to [B, T, D]."""
         # -1: as many heads as the weights have here, so that a rank may own some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
         projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
@@ -197,10 +205,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual stream."""
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, ffn: int, eps: float) -> None:
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, head_dim: int, ffn: int, eps: float, norm_heads: bool = False
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(dim, eps)
-        self.attention = Attention(dim, heads, kv_heads, head_dim)
+        self.attention = Attention(dim, heads, kv_heads, head_dim, eps if norm_heads else None)
         self.ffn_norm = RMSNorm(dim, eps)
         self.feed_forward = FeedForward(dim, ffn)
 

@@ -5,20 +5,27 @@ The shipped shapes are numbers in `conf/model/*.yaml`; another model is another 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from titan.settings import Refusal, setting
 
 if TYPE_CHECKING:
+    from titan.model.decoder import Decoder as DecoderModule
     from titan.model.llama import Llama as LlamaModule
+    from titan.model.qwen3 import Qwen3 as Qwen3Module
 
-Checkpointing = Literal["none", "full"]
+Checkpointing = Literal["none", "full", "every_n", "selective", "budget"]
+"""What autograd keeps; see `Decoder.stage_activation_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama:
-    """Shape of a Llama 2, 3 or 3.x decoder (arXiv:2407.21783): pre-norm, rotary, grouped-query attention, SwiGLU."""
+class Decoder:
+    """Shape of a decoder of equal blocks: pre-norm, rotary, grouped-query attention, SwiGLU, RMSNorm, no biases.
+
+    A family is a subclass that builds its module, has its own defaults and counts what its blocks have besides.
+    """
 
     dim: int = setting(256, "width of the hidden states", at_least=1)
     layers: int = setting(6, "number of blocks", at_least=1)
@@ -40,11 +47,9 @@ class Llama:
         """Width of a head, whether it was given or follows from `dim`."""
         return self.head_dim if self.head_dim is not None else self.dim // self.heads
 
-    def build(self) -> LlamaModule:
+    def build(self) -> DecoderModule:
         """The module on the current default device; its caller chooses `torch.device("meta")`."""
-        from titan.model.llama import Llama as LlamaModule
-
-        return LlamaModule(self)
+        raise NotImplementedError
 
     def check(self) -> None:
         """Refuse fields that do not fit each other.
@@ -81,59 +86,174 @@ class Llama:
         """Weights that enter matrix products: the blocks' and the head's, tied or not; embedding is a look-up."""
         return self.layers * self.block_matmul_parameters() + self.vocab * self.dim
 
+    def block_parameters(self) -> int:
+        """The exact number of parameters of one block."""
+        return self.block_matmul_parameters() + 2 * self.dim
+
+    def embedding_parameters(self) -> int:
+        """The exact number of parameters of the embedding."""
+        return self.vocab * self.dim
+
+    def head_parameters(self) -> int:
+        """Parameters of the final norm and the head, of a tied head too: away from the embedding it is a copy."""
+        return self.dim + self.vocab * self.dim
+
     def parameters(self) -> int:
-        """The exact number of parameters; a tied weight counts once."""
-        embedding = 0 if self.tied else self.vocab * self.dim
-        norms = (2 * self.layers + 1) * self.dim
-        return self.matmul_parameters() + embedding + norms
+        """The exact number of parameters: embedding, blocks and head, where a tied weight counts once."""
+        twice = self.embedding_parameters() if self.tied else 0
+        return self.embedding_parameters() + self.layers * self.block_parameters() + self.head_parameters() - twice
+
+    def block_flops(self, seq_len: int) -> float:
+        """Floating-point operations a token takes in one block, forward and backward; see `flops_per_token`."""
+        return float(6 * self.block_matmul_parameters() + 12 * self.heads * self.head_size * seq_len)
+
+    def head_flops(self) -> float:
+        """Floating-point operations a token takes in the head, forward and backward."""
+        return float(6 * self.vocab * self.dim)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Floating-point operations a token takes in forward and backward, as model FLOPs utilisation counts them.
 
         6 for each matrix parameter and 12 * layers * heads * head_dim * seq_len for attention scores and values, not
-        halved for causality and without recomputation (arXiv:2204.02311, appendix B).
+        halved for causality and without recomputation (arXiv:2204.02311, appendix B). The embedding takes none.
         """
-        attention = 12 * self.layers * self.heads * self.head_size * seq_len
-        return float(6 * self.matmul_parameters() + attention)
+        return self.layers * self.block_flops(seq_len) + self.head_flops()
 
     def state_bytes(self, optimizer_bytes_per_parameter: int = 8) -> int:
         """Bytes of all weights and gradients in float32 and of the optimizer's state (8 a parameter: Adam's two)."""
         return self.parameters() * (4 + 4 + optimizer_bytes_per_parameter)
 
     def block_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
-        """Bytes that autograd keeps of one block, its input included, with flash attention; see `activation_bytes`."""
+        """Bytes that autograd keeps of one block, its input included, with flash attention.
+
+        A token: in each norm its input and the inverse root mean square; its output, input of the products that
+        follow; rotated queries and keys, values, attention's output and log-sum-exp; of SwiGLU both products, the
+        gate's activation and their product. Arguments as for `activation_bytes`.
+        """
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = compute_bytes * (self.dim + 2 * queries + 2 * keys) + 4 * self.heads
         feed_forward = compute_bytes * (self.dim + 4 * self.ffn)
-        return tokens * (2 * self._norm_bytes(compute_bytes, fused_norm) + attention + feed_forward)
+        return tokens * (2 * norm_bytes(self.dim, compute_bytes, fused_norm) + attention + feed_forward)
+
+    def selective_bytes(self, tokens: int, compute_bytes: int) -> int:
+        """Bytes that selective checkpointing keeps of one block, its input included.
+
+        Attention's output and log-sum-exp and the results of every other matrix product in the order of execution:
+        the queries', the values', w1's and w2's.
+        """
+        queries, values = self.heads * self.head_size, self.kv_heads * self.head_size
+        products = queries + values + self.ffn + self.dim
+        return tokens * (compute_bytes * (self.dim + products + queries) + 4 * self.heads)
 
     def head_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
         """Bytes that autograd keeps of the final norm, the head and the loss (log-probabilities in float32)."""
-        return tokens * (self._norm_bytes(compute_bytes, fused_norm) + compute_bytes * self.dim + 4 * self.vocab)
+        return tokens * (norm_bytes(self.dim, compute_bytes, fused_norm) + compute_bytes * self.dim + 4 * self.vocab)
 
     def activation_bytes(
-        self, tokens: int, compute_bytes: int, checkpointing: Checkpointing, fused_norm: bool = True
+        self,
+        tokens: int,
+        compute_bytes: int,
+        checkpointing: Checkpointing,
+        fused_norm: bool = True,
+        *,
+        every: int = 2,
+        budget: float = 0.5,
     ) -> int:
         """Bytes of activations of one micro-batch on one rank that holds the whole model, at the peak of backward.
-
-        What autograd keeps, with flash attention and no document mask, a token: in each norm its input and the inverse
-        root mean square; its output, input of the products that follow; rotated queries and keys, values, attention's
-        output and log-sum-exp; of SwiGLU both products, the gate's activation and their product; in the loss the
-        log-probabilities. On top comes the logits' gradient. With full checkpointing: each block's input and, while
-        one block is recomputed, what that block keeps. Weights are not counted, nor copies of them in `compute_bytes`.
 
         Args:
             tokens: of the micro-batch on this rank.
             compute_bytes: 4 for float32, 2 for bfloat16.
-            checkpointing: "none", or "full": every block is recomputed in backward.
+            checkpointing: see `stage_activation_bytes`.
             fused_norm: False for a device without a fused RMSNorm (CPU), where autograd keeps two float32 tensors.
+            every: with "every_n", which blocks are recomputed.
+            budget: with "budget", the share from 0 to 1 of what could be saved by recomputation that is kept.
+        """
+        return self.stage_activation_bytes(
+            self.layers, True, tokens, compute_bytes, checkpointing, fused_norm, every=every, budget=budget
+        )
+
+    def stage_activation_bytes(
+        self,
+        layers: int,
+        head: bool,
+        tokens: int,
+        compute_bytes: int,
+        checkpointing: Checkpointing,
+        fused_norm: bool = True,
+        *,
+        every: int = 2,
+        budget: float = 0.5,
+    ) -> int:
+        """Bytes of activations of one micro-batch in a part of the model, at the peak of backward.
+
+        Without a document mask, weights and copies of them not counted. The head brings the log-probabilities and the
+        logits' gradient. Blocks keep, by `checkpointing`:
+
+        - none: all, `block_bytes`;
+        - full: their input; each is recomputed in backward, when one whole block comes on top;
+        - every_n: all, but each `every`-th (of `layers`, layers // every) its input only;
+        - selective: what `selective_bytes` counts; the rest is recomputed, one whole block on top;
+        - budget: what torch's activation memory budget asks of the compiler, linear from full (0) to none (1).
+
+        Args:
+            layers: blocks in this part; 0 where there is none.
+            head: whether the final norm, the head and the loss are in this part.
+            tokens, compute_bytes, fused_norm, every, budget: as for `activation_bytes`.
         """
         block = self.block_bytes(tokens, compute_bytes, fused_norm)
-        inputs = tokens * compute_bytes * self.dim
-        blocks = self.layers * block if checkpointing == "none" else self.layers * inputs + block
+        inputs, most = tokens * compute_bytes * self.dim, layers * block
+        cut = layers // every
+        kept = {
+            "none": most,
+            "full": layers * inputs,
+            "every_n": (layers - cut) * block + cut * inputs,
+            "selective": layers * self.selective_bytes(tokens, compute_bytes),
+            "budget": layers * inputs,
+        }
+        # A block is recomputed after those behind it are done with, so that no mode holds more than "none".
+        blocks = min(most, kept[checkpointing] + block)
+        if checkpointing == "budget":
+            blocks = math.ceil(blocks + budget * (most - blocks))
         logits_gradient = 4 * tokens * self.vocab
-        return blocks + self.head_bytes(tokens, compute_bytes, fused_norm) + logits_gradient
+        return blocks + (self.head_bytes(tokens, compute_bytes, fused_norm) + logits_gradient if head else 0)
 
-    def _norm_bytes(self, compute_bytes: int, fused: bool) -> int:
-        """Bytes a token that autograd keeps of one RMSNorm, its output not included."""
-        return (compute_bytes * self.dim if fused else 8 * self.dim) + 4
+
+@dataclass(frozen=True, kw_only=True)
+class Llama(Decoder):
+    """Shape of a Llama 2, 3 or 3.x decoder (arXiv:2407.21783)."""
+
+    def build(self) -> LlamaModule:
+        """The module on the current default device; its caller chooses `torch.device("meta")`."""
+        from titan.model.llama import Llama as LlamaModule
+
+        return LlamaModule(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3(Decoder):
+    """Shape of a dense Qwen3 decoder (arXiv:2505.09388): queries and keys are normalised a head before rotation."""
+
+    head_dim: int | None = setting(128, "width of a head; null: dim / heads", at_least=2)
+    rope_theta: float = setting(1000000.0, "base of the rotary frequencies", above=0)
+    norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", above=0)
+
+    def build(self) -> Qwen3Module:
+        """The module on the current default device; its caller chooses `torch.device("meta")`."""
+        from titan.model.qwen3 import Qwen3 as Qwen3Module
+
+        return Qwen3Module(self)
+
+    def block_parameters(self) -> int:
+        """The exact number of parameters of one block, the weights of the two norms of heads included."""
+        return super().block_parameters() + 2 * self.head_size
+
+    def block_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
+        """As for every decoder, and what autograd keeps of the norms of queries and keys; rotation keeps no more."""
+        norms = (self.heads + self.kv_heads) * norm_bytes(self.head_size, compute_bytes, fused_norm)
+        return super().block_bytes(tokens, compute_bytes, fused_norm) + tokens * norms
+
+
+def norm_bytes(width: int, compute_bytes: int, fused: bool) -> int:
+    """Bytes that autograd keeps of the RMSNorm of `width` numbers, its output not included."""
+    return (compute_bytes * width if fused else 8 * width) + 4

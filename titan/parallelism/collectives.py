@@ -83,6 +83,17 @@ class _Sum(torch.autograd.Function):
         return grads[0], None
 
 
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.dim, ctx.group = dim, group
+        return all_gather(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()].contiguous(), None, None
+
+
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """All-gather along `dim`; each rank uses the result for something else, so the gradient is reduce-scattered."""
     out: Tensor = _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call]
@@ -104,4 +115,10 @@ def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over ranks, which all ranks then use for the same: the gradient goes to each as it is."""
     out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """All-gather along `dim`; all ranks use the result for the same, so each takes its part of the gradient."""
+    out: Tensor = _Join.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out

@@ -11,27 +11,51 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
-def shard(model: Any, mesh: DeviceMesh, compute: torch.dtype, reshard: bool) -> None:
-    """Cut the model's parameters over `mesh` (of one dimension: FSDP; of two, replicate and shard: HSDP).
+def shard(
+    stage: Any, mesh: DeviceMesh, compute: torch.dtype, *, reshard: bool | int, prefetch: int = 0, offload: bool = False
+) -> None:
+    """Cut the parameters of a stage over `mesh` (of one dimension: FSDP; of two, replicate and shard: HSDP).
 
     Each block is gathered in the compute type, for use only. The embedding is looked up in fp32, so it is gathered in
     fp32; a tied head shares its weight and stays with it in the root's group.
+
+    Args:
+        stage: holds a `model`; the module whose forward pass is the whole of it.
+        mesh: dimensions replicate (copies, where there are any) and shard.
+        compute: the type of products.
+        reshard: whether a block's gathered weights are freed after its forward pass; a number: cut among so many ranks.
+        prefetch: blocks that are gathered ahead of the one at work; 0: as FSDP thinks best.
+        offload: keep parts in host memory.
     """
+    model = stage.model
+    common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(offload, mesh.device_type)}
     cast = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks():
-        fully_shard(block, mesh=mesh, mp_policy=cast, reshard_after_forward=reshard)
-    if not model.config.tied:
-        fully_shard(model.head, mesh=mesh, mp_policy=cast, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=whole, reshard_after_forward=False)
-    for module in model.modules():
+        fully_shard(block, mp_policy=cast, reshard_after_forward=reshard, **common)
+    if model.head is not None and (model.tok_embeddings is None or not model.config.tied):
+        fully_shard(model.head, mp_policy=cast, reshard_after_forward=False, **common)
+    fully_shard(stage, mp_policy=whole, reshard_after_forward=False, **common)
+    _prefetch(model.blocks(), prefetch)
+    for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def _offload(offload: bool, device_type: str) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=device_type == "cuda") if offload else OffloadPolicy()
+
+
+def _prefetch(blocks: list[Any], count: int) -> None:
+    """Gather the next `count` blocks, of the forward and of the backward pass, while one is at work."""
+    for i, block in enumerate(blocks if count else []):
+        block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
+        block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
 def replicate(losses: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
@@ -41,13 +65,13 @@ def replicate(losses: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
     return module
 
 
-def defer(losses: nn.Module, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+def defer(module: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Within this context gradients are summed over ranks only when `last`: of several micro-batches, once."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
-    if isinstance(losses, DistributedDataParallel) and not last:
-        return losses.no_sync()
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+    if isinstance(module, DistributedDataParallel) and not last:
+        return module.no_sync()
     return nullcontext()
 
 

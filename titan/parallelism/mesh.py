@@ -34,13 +34,17 @@ class World:
         place: this rank among all.
         layout: all degrees.
         device: where this rank computes.
-        mesh: the dimensions whose degree is above one, outermost first; None for a single rank.
+        mesh: the dimensions that weights are laid out over, those whose degree is above one: pipeline, replicate, shard
+            (into which context is folded: its ranks hold different parts of the weights too), tensor. None for a
+            single rank.
+        context: the ranks that share a row; None without context parallelism.
     """
 
     place: Place
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
+    context: dist.ProcessGroup | None = None
 
     @property
     def speaks(self) -> bool:
@@ -50,19 +54,39 @@ class World:
     @property
     def share(self) -> Share:
         """Which rows of a global batch this rank reads: replicate and shard together cut the batch."""
-        inner = self._coordinate("shard")
-        return Share(self._coordinate("replicate") * self.layout.shard + inner, self.layout.data_ranks)
+        inner = self.coordinate("shard")
+        return Share(self.coordinate("replicate") * self.layout.shard + inner, self.layout.data_ranks)
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether what this rank says of its rows is to be added up: of those that read the same rows, one."""
+        return not any(self.coordinate(name) for name in ("pipeline", "context", "tensor"))
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss is to be added up: tensor ranks have the same one."""
+        return self.coordinate("tensor") == 0
+
+    def coordinate(self, name: str) -> int:
+        """This rank's place along a dimension of the layout."""
+        return self.layout.coordinates(self.place.rank)[name]
 
     def dimensions(self, *names: str) -> DeviceMesh | None:
-        """The part of the mesh with those of `names` whose degree is above one; None when there is none."""
-        wanted = tuple(n for n in names if getattr(self.layout, n) > 1)
+        """The part of the weights' mesh with those of `names` that it has; None when it has none of them."""
+        have = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        wanted = tuple(n for n in names if n in have)
         if not wanted or self.mesh is None:
             return None
-        return self.mesh[wanted] if wanted != self.mesh.mesh_dim_names else self.mesh
+        return self.mesh[wanted] if wanted != have else self.mesh
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The ranks along one dimension of the weights' mesh; None when it has none."""
+        mesh = self.dimensions(name)
+        return None if mesh is None else mesh.get_group()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor in place over the ranks that read different rows."""
-        if self.layout.data_ranks > 1:
+        """Sum a tensor in place over all ranks."""
+        if self.place.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
@@ -83,11 +107,6 @@ class World:
         """Leave the process group."""
         if self.place.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-    def _coordinate(self, name: str) -> int:
-        if self.mesh is None or name not in (self.mesh.mesh_dim_names or ()):
-            return 0
-        return int(self.mesh.get_local_rank(name))
 
 
 def _device(place: Place, device_type: str) -> torch.device:
@@ -136,6 +155,17 @@ def connect(place: Place, layout: Layout, device_type: str, timeout: float, stor
         device_id=device if device_type == "cuda" else None,
         **meeting,
     )
-    degrees = {name: degree for name, degree in layout.degrees().items() if degree > 1}
-    mesh = init_device_mesh(device_type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-    return World(place, layout, device, mesh)
+    return lay_out(place, layout, device)
+
+
+def lay_out(place: Place, layout: Layout, device: torch.device) -> World:
+    """The world of a rank whose process group is there already; all ranks call it together."""
+    degrees = layout.weights()
+    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+    context = None
+    if layout.context > 1:
+        # A mesh of its own, because in the weights' mesh context is a part of shard.
+        outer, inner = layout.devices // (layout.context * layout.tensor), layout.tensor
+        sizes, names = (outer, layout.context, inner), ("outer", "context", "inner")
+        context = init_device_mesh(device.type, sizes, mesh_dim_names=names).get_group("context")
+    return World(place, layout, device, mesh, context)

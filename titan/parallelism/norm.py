@@ -16,14 +16,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def total_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+def total_norm(gradients: Iterable[Tensor], device: torch.device, pipeline: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients together, the same number on every rank, as on one device.
 
     Gradients are grouped by the ranks among which they are cut; squares are summed here first, then over those ranks.
 
     Args:
-        gradients: plain tensors and DTensors whose placements are Shard or Replicate.
-        device: of the gradients; a run without gradients has the norm zero there.
+        gradients: plain tensors and DTensors, cut in any way, of which no rank has an addend only.
+        device: where the norm is wanted; that of no gradients is zero.
+        pipeline: the ranks that hold other layers.
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
@@ -34,14 +35,17 @@ def total_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
         if cut is not None:
             for dimension in cut[1]:
                 dist.all_reduce(square, group=cut[0].get_group(dimension))
-        total = total + square
+        total = total + square.to(device)
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
     return total.sqrt()
 
 
 def clip(gradients: Iterable[Tensor], norm: Tensor, largest: float) -> None:
     """Scale all gradients in place so that their norm is at most `largest`."""
     factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([local(g) for g in gradients], factor)
+    parts = [local(g) for g in gradients]
+    torch._foreach_mul_(parts, factor.to(parts[0].device))
 
 
 def _square(parts: list[Tensor]) -> Tensor:
@@ -60,5 +64,5 @@ def _cut(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """The mesh and those of its dimensions over which a gradient is cut; None when every rank has it whole."""
     if not isinstance(gradient, DTensor):
         return None
-    dimensions = tuple(i for i, placement in enumerate(gradient.placements) if placement.is_shard())
+    dimensions = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return (gradient.device_mesh, dimensions) if dimensions else None

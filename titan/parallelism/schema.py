@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from titan.settings import Refusal, setting
 
@@ -35,9 +36,66 @@ class Layout:
         """The degree of each dimension, outermost first."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    @property
+    def sharded(self) -> int:
+        """Parts that weights are cut into over shard and context together."""
+        return self.shard * self.context
+
+    @property
+    def copies(self) -> bool:
+        """Whether the model is only copied (DDP), and neither cut nor staged."""
+        return self.replicate > 1 and self.replicate == self.devices
+
+    def weights(self) -> dict[str, int]:
+        """The mesh that weights are laid out over, outermost first: what is one is left out, context is part of shard.
+
+        Copies of what tensor or pipeline have cut are kept by FSDP too, as a shard of one.
+        """
+        sizes = {n: d for n, d in self.degrees().items() if n != "context"} | {"shard": self.sharded}
+        lone = self.replicate > 1 and not self.copies
+        return {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and lone)}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """A rank's place along each dimension."""
+        places = {}
+        for name, degree in reversed(self.degrees().items()):
+            rank, places[name] = divmod(rank, degree)
+        return places
+
+    def stride(self, name: str) -> int:
+        """How many ranks lie between neighbours along a dimension."""
+        names = list(self.degrees())
+        return math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
+
     def __str__(self) -> str:
         parts = [f"{name} {degree}" for name, degree in self.degrees().items() if degree > 1]
         return " x ".join(parts) or "one device"
+
+
+@dataclass(frozen=True)
+class Staging:
+    """The stages of a pipeline; without one there is a single stage.
+
+    Attributes:
+        schedule: its name, or a CSV file.
+        layers: first layer and end of each stage.
+        owners: the pipeline rank of each stage.
+        idle: share of a step in which ranks wait for each other.
+    """
+
+    schedule: str
+    layers: tuple[tuple[int, int], ...]
+    owners: tuple[int, ...]
+    idle: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Stages in all."""
+        return len(self.owners)
+
+    def mine(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank."""
+        return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
 
 def _degree(help: str) -> int | str:
@@ -61,7 +119,32 @@ class Parallelism:
         words=("auto",),
         at_least=1,
     )
-    reshard: bool = setting(True, "free gathered weights after the forward pass (FSDP)")
+    reshard: int | str = setting(
+        "auto",
+        "free a block's gathered weights after the forward pass (FSDP): always, never, auto (unless there is a "
+        "pipeline), or keep the parts of so many ranks",
+        words=("auto", "always", "never"),
+        at_least=2,
+    )
+    prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one at work; 0: as torch does", at_least=0)
+    sequence_parallel: bool = setting(True, "with tensor: cut the sequence too, between products")
+    loss_parallel: bool = setting(True, "with tensor: compute the loss from parts of the logits, never whole ones")
+    async_tensor: bool = setting(False, "with tensor: overlap products with communication (CUDA, compile=block)")
+    context_method: Literal["allgather", "ulysses", "ring"] = setting(
+        "allgather", "how parts of a sequence attend to each other: allgather, ulysses or ring"
+    )
+    balance: bool = setting(True, "with context: give each rank a part of the row's head and of its tail")
+    schedule: str = setting("1F1B", "of the pipeline: a name, or a CSV file of actions")
+    stages: int | str = setting(
+        "auto", "stages in all; auto: as few as the schedule can have", words=("auto",), at_least=1
+    )
+    split: Literal["balanced", "layers"] = setting(
+        "balanced", "stages of equal cost, embedding and head counted, or of equal numbers of layers"
+    )
+    starts: tuple[int, ...] = setting(
+        (), "the first layer of each stage after the first, in place of split", at_least=1
+    )
+    idle: float = setting(0.15, "idle share of a pipeline for which micro-batches are chosen", above=0, below=1)
 
     def check(self) -> None:
         """Refuse degrees that can't be numbers.
@@ -75,6 +158,17 @@ class Parallelism:
         for name in DIMENSIONS:
             if getattr(self, name) == 0:
                 raise Refusal(f"parallelism.{name}=0: must be 1 or more, -1 for the rest, or auto.")
+
+    def reshards(self, layout: Layout) -> bool | int:
+        """Whether a block's gathered weights are freed after its forward pass, or kept in so many parts."""
+        if self.reshard == "auto":
+            return layout.pipeline == 1
+        return self.reshard == "always" if isinstance(self.reshard, str) else self.reshard
+
+    def multiple(self, layout: Layout) -> int:
+        """What the length of a row has to be a multiple of."""
+        head_and_tail = 2 if self.balance and layout.context > 1 else 1
+        return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
 
     def layout(self, devices: int | None, limits: dict[str, int]) -> Layout:
         """Turn degrees into numbers.

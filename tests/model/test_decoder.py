@@ -1,4 +1,4 @@
-"""What the model promises beside parity: documents, positions, precision, compilation, its declaration."""
+"""What each family promises beside parity: documents, positions, precision, compilation, its declaration."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.model.layers import RMSNorm, rotate, rotation
-from titan.model.llama import Llama as Module
-from titan.model.schema import Llama
+from titan.model.schema import Decoder, Llama, Qwen3
 from titan.rng import Normal, Ones, materialise
 
 VOCAB = 64
+FAMILIES = [pytest.param(Llama, id="llama"), pytest.param(Qwen3, id="qwen3")]
+each_family = pytest.mark.parametrize("family", FAMILIES)
 
 
-def make(**changes: Any) -> Module:
+def make(family: type[Decoder], **changes: Any) -> Any:
     """A small model with initial weights; with larger ones than in training, so that errors would show."""
-    config = Llama(**({"dim": 32, "layers": 2, "ffn": 48, "vocab": VOCAB} | changes))
+    config = family(**({"dim": 32, "layers": 2, "head_dim": 8, "ffn": 48, "vocab": VOCAB} | changes))
     with torch.device("meta"):
         model = config.build()
     materialise(model, model.initial(), 1, "cpu")
@@ -39,8 +40,9 @@ def close(a: Tensor, b: Tensor | None, tolerance: float = 1e-5) -> bool:
     return bool((a - b).abs().max() <= tolerance * b.abs().max())
 
 
-def test_later_tokens_change_nothing_before() -> None:
-    model, tokens = make(), sample(1, 12)
+@each_family
+def test_later_tokens_change_nothing_before(family: type[Decoder]) -> None:
+    model, tokens = make(family), sample(1, 12)
     changed = tokens.clone()
     changed[0, 7:] = (changed[0, 7:] + 1) % VOCAB
     before, after = model(tokens), model(changed)
@@ -49,8 +51,9 @@ def test_later_tokens_change_nothing_before() -> None:
 
 
 @pytest.mark.parametrize("restart", [False, True], ids=["positions-run-on", "positions-restart"])
-def test_masked_documents_are_as_if_alone(restart: bool) -> None:
-    model, tokens, lengths = make(), sample(2, 12), [5, 4, 3]
+@each_family
+def test_masked_documents_are_as_if_alone(family: type[Decoder], restart: bool) -> None:
+    model, tokens, lengths = make(family), sample(2, 12), [5, 4, 3]
     ids = torch.repeat_interleave(torch.tensor([7, 1, 3]), torch.tensor(lengths)).expand(2, -1)
     positions = torch.cat([torch.arange(n) for n in lengths]) if restart else None
     packed = model(tokens, positions, ids)
@@ -59,23 +62,26 @@ def test_masked_documents_are_as_if_alone(restart: bool) -> None:
     assert not close(packed, model(tokens), 1e-2)
 
 
-def test_documents_differ_by_row() -> None:
-    model, tokens = make(), sample(2, 8)
+@each_family
+def test_documents_differ_by_row(family: type[Decoder]) -> None:
+    model, tokens = make(family), sample(2, 8)
     ids = torch.stack([torch.zeros(8), torch.arange(8) // 4]).long()
     out = model(tokens, document_ids=ids)
     assert close(out[0], model(tokens)[0])
     assert close(out[1, 4:], model(tokens[1:, 4:])[0])
 
 
-def test_default_positions_count_from_zero() -> None:
-    model, tokens = make(), sample(2, 9)
+@each_family
+def test_default_positions_count_from_zero(family: type[Decoder]) -> None:
+    model, tokens = make(family), sample(2, 9)
     expected = model(tokens)
     assert torch.equal(model(tokens, torch.arange(9)), expected)
     assert torch.equal(model(tokens, torch.arange(9).expand(2, -1)), expected)
 
 
-def test_positions_are_relative_and_by_row() -> None:
-    model, tokens = make(), sample(2, 9)
+@each_family
+def test_positions_are_relative_and_by_row(family: type[Decoder]) -> None:
+    model, tokens = make(family), sample(2, 9)
     expected = model(tokens)
     far = torch.stack([torch.arange(9), torch.arange(9) + 1000])
     stretched = torch.stack([torch.arange(9), torch.arange(9) * 3])
@@ -84,8 +90,9 @@ def test_positions_are_relative_and_by_row() -> None:
     assert not close(model(tokens, stretched)[1], expected[1], 1e-2)
 
 
-def test_head_gives_logits_or_the_summed_loss() -> None:
-    model, tokens, targets = make(), sample(2, 6), sample(2, 6, seed=1)
+@each_family
+def test_head_gives_logits_or_the_summed_loss(family: type[Decoder]) -> None:
+    model, tokens, targets = make(family), sample(2, 6), sample(2, 6, seed=1)
     targets[0, :4] = -100
     hidden = model(tokens)
     logits, loss = model.head(hidden), model.head(hidden, targets)
@@ -96,17 +103,19 @@ def test_head_gives_logits_or_the_summed_loss() -> None:
     assert close(model.head(hidden[:, :3], targets[:, :3]) + model.head(hidden[:, 3:], targets[:, 3:]), loss)
 
 
-def test_no_valid_target_is_no_loss() -> None:
-    model, tokens = make(), sample(1, 4)
+@each_family
+def test_no_valid_target_is_no_loss(family: type[Decoder]) -> None:
+    model, tokens = make(family), sample(1, 4)
     loss = model.head(model(tokens), torch.full_like(tokens, -100))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_embedding_decides_the_compute_type() -> None:
+@each_family
+def test_embedding_decides_the_compute_type(family: type[Decoder]) -> None:
     """bf16 activations with float32 weights: hidden states and logits in bf16, the loss and gradients in float32."""
-    model, tokens, targets = make(), sample(2, 32), sample(2, 32, seed=1)
+    model, tokens, targets = make(family), sample(2, 32), sample(2, 32, seed=1)
     exact = model(tokens)
     exact_loss = model.head(exact, targets)
     exact_loss.backward()
@@ -127,9 +136,10 @@ def test_embedding_decides_the_compute_type() -> None:
         assert close(weight.grad, gradients[name], 6e-2), name
 
 
-def test_casting_weights_at_use_equals_casting_them_before() -> None:
+@each_family
+def test_casting_weights_at_use_equals_casting_them_before(family: type[Decoder]) -> None:
     """So that one device and FSDP2, which gathers weights in bf16, compute the same."""
-    model, tokens, targets = make(), sample(2, 16), sample(2, 16, seed=1)
+    model, tokens, targets = make(family), sample(2, 16), sample(2, 16, seed=1)
     model.tok_embeddings.dtype = torch.bfloat16
     at_use = model.head(model(tokens), targets)
     model.to(torch.bfloat16).init_buffers("cpu")
@@ -147,8 +157,9 @@ def test_norms_rotation_and_loss_are_exact_inside_bf16() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
-def test_one_graph_serves_all_blocks(masked: bool) -> None:
-    model, tokens = make(layers=4), sample(2, 16)
+@each_family
+def test_one_graph_serves_all_blocks(family: type[Decoder], masked: bool) -> None:
+    model, tokens = make(family, layers=4), sample(2, 16)
     ids = (torch.arange(16) // 5).expand(2, -1) if masked else None
     expected = model(tokens, document_ids=ids)
     torch._dynamo.reset()
@@ -164,8 +175,9 @@ def test_one_graph_serves_all_blocks(masked: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_declaration_names_every_parameter(tied: bool) -> None:
-    model = make(tied=tied)
+@each_family
+def test_declaration_names_every_parameter(family: type[Decoder], tied: bool) -> None:
+    model = make(family, tied=tied)
     names = {name for name, _ in model.named_parameters()}
     assert set(model.initial()) == set(model.hf_names()) == names
     assert ("head.weight" in names) is not tied
@@ -186,16 +198,18 @@ def test_declaration_names_every_parameter(tied: bool) -> None:
         pytest.param("layers.7.feed_forward.w3.weight", Normal(0.02), id="ffn-input"),
     ],
 )
-def test_initial_values(name: str, expected: Normal | Ones) -> None:
-    assert make(layers=8).initial()[name] == expected
+@each_family
+def test_initial_values(family: type[Decoder], name: str, expected: Normal | Ones) -> None:
+    assert make(family, layers=8).initial()[name] == expected
 
 
-def test_residual_stream_stays_of_one_size_with_depth() -> None:
+@each_family
+def test_residual_stream_stays_of_one_size_with_depth(family: type[Decoder]) -> None:
     """At the start the loss is near ln(vocab), and a deep model's stream is hardly larger than a shallow one's."""
     sizes = []
     for layers in (2, 24):
         with torch.device("meta"):
-            model = Llama(dim=64, layers=layers, ffn=160, vocab=256).build()
+            model = family(dim=64, layers=layers, head_dim=16, ffn=160, vocab=256).build()
         materialise(model, model.initial(), 1, "cpu")
         seen: list[Tensor] = []
         model.norm.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))

@@ -1,0 +1,168 @@
+"""What computes a step on a rank, whatever the layout: forward, backward, evaluation, and what gradients came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from titan.parallelism import data, norm, tensor
+from titan.parallelism.mesh import World
+from titan.parallelism.pipeline import Twins
+
+
+class Stage(nn.Module):
+    """A model, or the part of it that a stage of a pipeline has, as one module from tokens to the summed loss."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """What this part makes of its input.
+
+        Args:
+            x: int64 tokens [rows, seq_len], or the hidden states that the stage before gave.
+            targets: int64 [rows, seq_len].
+            positions, document_ids: see `titan.model.decoder.Decoder.forward`.
+
+        Returns:
+            Hidden states; of the last stage the summed loss (an fp32 scalar), or without targets the logits.
+        """
+        hidden: Tensor = self.model(x, positions, document_ids)
+        return hidden if self.model.head is None else self.model.head(hidden, targets)
+
+
+class Runner(Protocol):
+    """How micro-batches go through the stages of this rank: tokens and targets are int64 [microbatches, rows, T]."""
+
+    def backward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, scale: float) -> Tensor:
+        """Forward and backward; this rank's summed loss, zero where the last stage is elsewhere."""
+
+    def forward(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Tensor]:
+        """Forward only: what the last stage gives, a micro-batch each; nothing where it is elsewhere."""
+
+
+class Accumulate:
+    """One stage, micro-batch after micro-batch; gradients are complete after the last."""
+
+    def __init__(self, stage: nn.Module, wrapped: nn.Module) -> None:
+        """Take the stage, and the same with whatever sums the gradients of copies."""
+        self.stage, self.wrapped = stage, wrapped
+
+    def backward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, scale: float) -> Tensor:
+        """See `Runner`."""
+        total = torch.zeros((), device=tokens.device)
+        for i in range(len(tokens)):
+            with data.defer(self.wrapped, last=i == len(tokens) - 1):
+                loss = self.wrapped(tokens[i], targets[i], positions)
+                (loss * scale).backward()
+            total += loss.detach()
+        return total
+
+    def forward(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Tensor]:
+        """See `Runner`."""
+        rows = [None] * len(tokens) if targets is None else list(targets)
+        return [self.stage(x, y, positions) for x, y in zip(tokens, rows, strict=True)]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What computes a step on this rank.
+
+    Attributes:
+        stages: the parts of the model that this rank holds, in order; one without a pipeline.
+        runner: takes micro-batches through them.
+        optimizer: over their parameters.
+        world: the ranks.
+        places: this rank's places of a row, int64, for the row's length; None where ranks have whole rows.
+        twins: a tied weight of which this rank has one of two, or both; see `titan.parallelism.pipeline.Twins`.
+        multiple: rows have to be a multiple of so many tokens.
+    """
+
+    stages: tuple[Stage, ...]
+    runner: Runner
+    optimizer: torch.optim.Optimizer
+    world: World
+    places: Callable[[int], Tensor] | None = None
+    twins: Twins | None = None
+    multiple: int = 1
+
+    def backward(self, tokens: Tensor, targets: Tensor, scale: float) -> Tensor:
+        """Run micro-batch after micro-batch forward and backward; gradients are complete afterwards.
+
+        Args:
+            tokens, targets: int64 [microbatches, rows, seq_len] on this rank's device.
+            scale: what each token's loss counts in the gradient: 1 / (tokens of the global batch).
+
+        Returns:
+            This rank's summed loss, an fp32 scalar on its device: over all ranks they add up to the whole.
+        """
+        loss = self.runner.backward(*self._part(tokens, targets), scale)
+        if self.twins is not None:
+            self.twins.meet()
+        for parameter in self.parameters():
+            tensor.settle(parameter)
+        return loss if self.world.counts_loss else torch.zeros_like(loss)
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """This rank's summed loss on [microbatches, rows, seq_len], without gradients; see `backward`."""
+        losses = self.runner.forward(*self._part(tokens, targets))
+        if not losses or not self.world.counts_loss:
+            return torch.zeros((), device=tokens.device)
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> Tensor:
+        """The logits [vocab] (fp32) of the token after `tokens`; every rank must call it, and every rank gets them."""
+        row = torch.zeros(-(-len(tokens) // self.multiple) * self.multiple, dtype=torch.int64, device=self.world.device)
+        row[: len(tokens)] = torch.tensor(tokens)  # what is filled up comes later: attention does not see it
+        part, _, positions = self._part(row[None, None], None)
+        last = len(tokens) - 1 if positions is None else (positions == len(tokens) - 1).nonzero().flatten()
+        out = torch.zeros(self.stages[0].model.config.vocab, device=self.world.device)
+        share = self.world.share
+        for logits in self.runner.forward(part, None, positions):
+            if self.world.counts_loss and share.rank == 0:
+                out += logits[0, last].float().sum(0) if positions is not None else logits[0, last].float()
+        return self.world.sum(out)
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that there are, in the order of the parameters."""
+        return [p.grad for p in self.parameters() if p.grad is not None]
+
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients, the same on every rank as on one device."""
+        double = self.twins.last if self.twins is not None else None
+        counted = [p.grad for p in self.parameters() if p.grad is not None and p is not double]
+        return norm.total_norm(counted, self.world.device, self.world.group("pipeline"))
+
+    def _part(self, tokens: Tensor, targets: Any) -> tuple[Tensor, Any, Tensor | None]:
+        """This rank's part of rows, and its places in them."""
+        if self.places is None:
+            return tokens, targets, None
+        places = self.places(tokens.shape[-1]).to(tokens.device)
+        return tokens[..., places], None if targets is None else targets[..., places], places
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters here under the names that they have in the whole model, each name once."""
+        seen: set[str] = set()
+        for stage in self.stages:
+            for name, parameter in stage.model.named_parameters():
+                name = stage.model.aliases.get(name, name)
+                if name not in seen:
+                    seen.add(name)
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters here."""
+        return (p for stage in self.stages for p in stage.parameters())

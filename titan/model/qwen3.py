@@ -1,0 +1,32 @@
+"""Qwen3, dense: what its blocks have beside Llama's, in their plan and their names at Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import nn
+
+from titan.model.decoder import Cut, Decoder
+from titan.model.layers import Block
+from titan.model.llama import Llama
+
+
+class Qwen3(Decoder):
+    """A dense Qwen3 decoder (arXiv:2505.09388)."""
+
+    BLOCK_NAMES: ClassVar[Mapping[str, str]] = {
+        **Llama.BLOCK_NAMES,
+        "attention.q_norm": "self_attn.q_norm",
+        "attention.k_norm": "self_attn.k_norm",
+    }
+    BLOCK_PLAN: ClassVar[Mapping[str, Cut]] = {
+        **Llama.BLOCK_PLAN,
+        "attention.q_norm": "heads",
+        "attention.k_norm": "heads",
+    }
+
+    def block(self) -> nn.Module:
+        """Attention and SwiGLU, each behind a norm; queries and keys have norms of their own."""
+        c = self.config
+        return Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps, norm_heads=True)

@@ -1,0 +1,186 @@
+"""Pipeline parallelism: stages of a model on different ranks, through torch.distributed.pipelining's schedules.
+
+A stage's module goes from tokens, or the hidden states of the stage before, to hidden states, or the summed loss: so
+the schedules see one scalar from the last stage, and logits never leave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+from titan.parallelism.norm import local
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline as numbers.
+
+    Attributes:
+        schedule: its name at torch, or a CSV file.
+        owners: the pipeline rank of each stage.
+        microbatches: of a step.
+        rows: of a micro-batch.
+        length: tokens of a row that a rank has.
+        width: of the hidden states that travel.
+        cut: parts of the sequence that hidden states are cut into between stages (sequence parallelism).
+        dtype: of the hidden states.
+    """
+
+    schedule: str
+    owners: tuple[int, ...]
+    microbatches: int
+    rows: int
+    length: int
+    width: int
+    cut: int
+    dtype: torch.dtype
+
+    def hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
+        """Room for the hidden states of rows of `length` tokens."""
+        return torch.empty((rows, length // self.cut, self.width), dtype=self.dtype, device=device)
+
+
+class Pipeline:
+    """Takes micro-batches through the stages of this rank and, by way of its neighbours, through all."""
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], plan: Plan, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Take this rank's stages by their number, and the ranks along the pipeline."""
+        self.stages, self.plan, self.group, self.device = dict(sorted(stages.items())), plan, group, device
+        self.last = len(plan.owners) - 1
+        self.losses: list[Tensor] = []
+        self.scale = 1.0
+        self.schedule = self._schedule()
+
+    def backward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, scale: float) -> Tensor:
+        """One step of the schedule; see `titan.engine.Runner`."""
+        self.scale = scale
+        self.losses.clear()
+        rows, targets = tokens.flatten(0, 1), targets.flatten(0, 1)
+        x = (rows,) if 0 in self.stages else ()
+        places = _positions(positions, rows)
+        self.schedule.step(*x, target=targets, return_outputs=False, targets=targets, positions=places)
+        return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Tensor]:
+        """Micro-batch after micro-batch through all stages; see `titan.engine.Runner`."""
+        out = []
+        for i, x in enumerate(tokens):
+            places, y = _positions(positions, x), None if targets is None else targets[i]
+            hidden = x
+            for number, stage in self.stages.items():
+                hidden = stage(self._received(number, hidden, x), y, places)
+                self._hand_on(number, hidden)
+            if self.last in self.stages:
+                out.append(hidden)
+        return out
+
+    def _received(self, number: int, here: Tensor, tokens: Tensor) -> Tensor:
+        """The input of a stage: `here`, what came out of the stage before or is the first's, or what a rank sends."""
+        if number == 0 or number - 1 in self.stages:
+            return here
+        hidden = self.plan.hidden(len(tokens), tokens.shape[-1], self.device)
+        dist.recv(hidden, group=self.group, group_src=self.plan.owners[number - 1])
+        return hidden
+
+    def _hand_on(self, number: int, hidden: Tensor) -> None:
+        if number < self.last and number + 1 not in self.stages:
+            dist.send(hidden.contiguous(), group=self.group, group_dst=self.plan.owners[number + 1])
+
+    def _loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """What a schedule takes for the loss: the last stage has computed it."""
+        self.losses.append(output.detach())
+        return output * self.scale
+
+    def _schedule(self) -> Any:
+        plan, stages = self.plan, [self._stage(number, module) for number, module in self.stages.items()]
+        common: dict[str, Any] = {"n_microbatches": plan.microbatches, "loss_fn": self._loss, "scale_grads": False}
+        if plan.schedule.endswith(".csv"):
+            schedule = _PipelineScheduleRuntime(stages, **common)
+            schedule._load_csv(plan.schedule)
+            return schedule
+        kind = get_schedule_class(plan.schedule)
+        return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **common)  # type: ignore[arg-type]
+
+    def _stage(self, number: int, module: nn.Module) -> PipelineStage:
+        """A stage whose inputs and outputs are told, so that torch need not run it to find out."""
+        plan, count = self.plan, len(self.plan.owners)
+        hidden = plan.hidden(plan.rows, plan.length, "meta").requires_grad_()
+        tokens = torch.empty((plan.rows, plan.length), dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        return PipelineStage(
+            module,
+            number,
+            count,
+            self.device,
+            input_args=tokens if number == 0 else hidden,
+            output_args=loss if number == self.last else hidden,
+            group=self.group,
+        )
+
+
+@dataclass(frozen=True)
+class Twins:
+    """A tied weight at both ends of a pipeline: two copies that start the same, get the same gradient, and stay so.
+
+    Attributes:
+        first: the embedding's, where this rank has it.
+        last: the head's, where this rank has it.
+        group: the ranks along the pipeline.
+        other: the pipeline rank that has the other one.
+    """
+
+    first: nn.Parameter | None
+    last: nn.Parameter | None
+    group: dist.ProcessGroup
+    other: int
+
+    def meet(self) -> None:
+        """Give both the sum of their gradients."""
+        if self.first is not None and self.last is not None:
+            one, two = _gradient(self.first), _gradient(self.last)
+            two.copy_(one.add_(two))
+        elif self.first is not None or self.last is not None:
+            mine = _gradient(self.first if self.first is not None else self.last)
+            theirs = torch.empty_like(mine)
+            send = dist.P2POp(dist.isend, mine, group=self.group, group_peer=self.other)
+            receive = dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=self.other)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
+            mine.add_(theirs)
+
+    @torch.no_grad()
+    def align(self, optimizer: torch.optim.Optimizer) -> None:
+        """Where one rank has both, make the head's weight and its optimizer state the embedding's."""
+        if self.first is None or self.last is None:
+            return
+        self.last.copy_(self.first)
+        for key, value in optimizer.state.get(self.first, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[self.last][key].copy_(value)
+
+
+def _gradient(parameter: nn.Parameter | None) -> Tensor:
+    if parameter is None or parameter.grad is None:
+        raise RuntimeError("a tied weight has no gradient")
+    return local(parameter.grad)
+
+
+def _positions(positions: Tensor | None, tokens: Tensor) -> Tensor:
+    """Positions for each row: hidden states that are cut along the sequence don't tell how long it is."""
+    if positions is None:
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+    return positions.expand(tokens.shape)
