@@ -6,13 +6,16 @@ PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c co
 ENV     = $(if $(findstring $(VENV),$(RUN)),$(VENV)/.titan,)
 PINS    = pyproject.toml constraints.txt
 
-.PHONY: train test lint bench gpu clean
+.PHONY: train test test-all lint bench gpu clean
 
 train: $(ENV)            ## the main job: a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
 
 test: $(VENV)/.test      ## all tests
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-all: $(VENV)/.test  ## all tests, and every combination of techniques: half an hour
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "full or not full" $(ARGS)
 
 lint: $(VENV)/.lint      ## ruff and mypy
 	$(VENV)/bin/ruff check

@@ -12,8 +12,9 @@ from torch import Tensor
 from launchers.place import Place
 from tests.ranks import run_ranks
 from tests.runs import tiny
-from titan.assemble import Engine, assemble
+from titan.assemble import assemble
 from titan.dataset.loader import IGNORED
+from titan.engine import Engine
 from titan.parallelism import mesh
 from titan.run import Run
 
@@ -53,7 +54,7 @@ TECHNIQUES = [
 @pytest.mark.parametrize("settings", TECHNIQUES)
 def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: list[str], tmp_path: Path) -> None:
     engine, plain = built(tiny(tmp_path, *settings)), built(tiny(tmp_path))
-    named, expected = dict(engine.model.named_parameters()), dict(plain.model.named_parameters())
+    named, expected = dict(engine.named_parameters()), dict(plain.named_parameters())
     assert named.keys() == expected.keys()
     assert all(torch.equal(named[n], expected[n]) for n in named)
     assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in named.values())
@@ -66,8 +67,8 @@ def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tu
     try:
         engine = assemble(run, world)
         managed = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
-        assert managed == {id(p) for p in engine.model.parameters()}
-        return [(n, tuple(p.shape), str(p.dtype)) for n, p in engine.model.named_parameters()]
+        assert managed == {id(p) for p in engine.parameters()}
+        return [(n, tuple(p.shape), str(p.dtype)) for n, p in engine.named_parameters()]
     finally:
         world.close()
 
@@ -75,7 +76,7 @@ def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tu
 @pytest.mark.parametrize("layout", ["ddp2", "fsdp2", "hsdp4"])
 def test_layouts_keep_names_and_shapes(layout: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, "memory=full", layout=layout)
-    expected = [(n, tuple(p.shape), str(p.dtype)) for n, p in built(tiny(tmp_path)).model.named_parameters()]
+    expected = [(n, tuple(p.shape), str(p.dtype)) for n, p in built(tiny(tmp_path)).named_parameters()]
     meeting = f"file://{tmp_path}/meeting"
     assert run_ranks(named_on, run.layout.devices, run, meeting, joined=False) == [expected] * run.layout.devices
 
@@ -114,7 +115,7 @@ def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
 def test_full_checkpointing_computes_each_block_again(memory: str, times: int, tmp_path: Path) -> None:
     engine = built(tiny(tmp_path, f"memory={memory}"))
     calls: list[int] = []
-    for number, block in enumerate(engine.model.blocks()):
+    for number, block in enumerate(engine.stages[0].model.blocks()):
         block.attention.register_forward_hook(lambda *_, number=number: calls.append(number))
     engine.backward(*batch(1, 2), 1.0)
     assert sorted(calls) == sorted([0, 1] * times)

@@ -11,43 +11,22 @@ from torch import Tensor, nn
 from tests.runs import tiny, train
 from titan.sample import continuation
 
-CPU = torch.device("cpu")
-
-
-class Counting(nn.Module):
-    """Predicts the next number, and remembers what it was given."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.vocab, self.seen = vocab, list[list[int]]()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        self.seen.append(tokens[0].tolist())
-        return tokens[..., None].float()
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return 100.0 * nn.functional.one_hot((hidden[..., 0].long() + 1) % self.vocab, self.vocab)
-
 
 def test_each_token_follows_from_those_before_within_the_window() -> None:
-    model = Counting(10)
-    assert continuation(model, [3, 4], 5, window=3, vocab=10, seed=0, device=CPU) == [5, 6, 7, 8, 9]
-    assert model.seen == [[3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8]]
+    seen: list[list[int]] = []
 
+    def counting(tokens: list[int]) -> Tensor:
+        seen.append(tokens)
+        return 100.0 * nn.functional.one_hot(torch.tensor((tokens[-1] + 1) % 10), 10)
 
-class Even(nn.Module):
-    """Finds all tokens equally likely."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return torch.zeros(*tokens.shape, 1)
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return torch.arange(20).expand(*hidden.shape[:2], 20) * 1e-3
+    assert continuation(counting, [3, 4], 5, window=3, vocab=10, seed=0) == [5, 6, 7, 8, 9]
+    assert seen == [[3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8]]
 
 
 def drawn(**changes: Any) -> list[int]:
-    given: dict[str, Any] = {"window": 4, "vocab": 20, "seed": 0, "device": CPU} | changes
-    return continuation(Even(), [1], 60, **given)
+    """Tokens of a model that finds all equally likely."""
+    given: dict[str, Any] = {"window": 4, "vocab": 20, "seed": 0} | changes
+    return continuation(lambda tokens: torch.arange(20) * 1e-3, [1], 60, **given)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +52,7 @@ def test_every_rank_draws_the_same(layout: str, tmp_path: Any) -> None:
 
         def sample_too() -> None:
             finish()
-            engine, device = trainer.engine, trainer.world.device
-            drawn.append(continuation(engine.model, [1, 2], 20, window=8, vocab=64, seed=5, device=device))
+            drawn.append(continuation(trainer.engine.logits, [1, 2], 20, window=8, vocab=64, seed=5))
 
         trainer.validate = sample_too
         return drawn

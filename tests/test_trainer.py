@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.checkpoint.test_manager import stop_at
 from tests.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
-from titan.assemble import Engine
 from titan.checkpoint.manager import state_of
+from titan.engine import Engine
 from titan.trainer import Trainer
 
 
@@ -46,7 +46,7 @@ def poison(bad: set[int], rank: int, loss_only: bool) -> Callable[[Trainer], lis
         engine = trainer.engine
         mine = frozenset(bad if trainer.world.place.rank == rank else ())
         trainer.engine = Poisoned(
-            engine.model, engine.losses, engine.optimizer, rank=rank, bad=mine, loss_only=loss_only
+            engine.stages, engine.runner, engine.optimizer, engine.world, rank=rank, bad=mine, loss_only=loss_only
         )
         return trainer.engine.states
 

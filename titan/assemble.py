@@ -24,14 +24,20 @@ from titan.run import Run
 Note = Callable[[str], None]
 
 
-def assemble(run: Run, world: World, note: Note = lambda line: None) -> Engine:
+def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
     """Build what trains `run` on this rank.
 
     Args:
         run: the choices and what follows from them.
         world: the ranks and their mesh.
-        note: told each transformation as it is done.
+        log: told each transformation as it is done.
     """
+    notes: list[str] = []
+
+    def note(line: str) -> None:
+        notes.append(line)
+        log(line)
+
     stages = _split(run, world, note)
     initial = [stage.model.initial() for stage in stages.values()]
     for stage in stages.values():
@@ -50,6 +56,7 @@ def assemble(run: Run, world: World, note: Note = lambda line: None) -> Engine:
         places=_places(run, world),
         twins=_twins(stages, run, world),
         multiple=run.parallelism.multiple(run.layout),
+        notes=tuple(notes),
     )
 
 
@@ -77,11 +84,18 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
     memory.apply(model.blocks(), run.memory)
-    compiling.apply(stage, run.compile)
-    if (mesh := _sharding(world)) is not None:
+    sharding = _sharding(world)
+    compiling.apply(
+        stage,
+        run.compile,
+        whole=sharding is None,
+        share=run.memory.share,
+        keep_buffers=run.staging.splits_backward,
+    )
+    if sharding is not None:
         data.shard(
             stage,
-            mesh,
+            sharding,
             run.precision.dtype,
             reshard=how.reshards(run.layout),
             prefetch=how.prefetch,

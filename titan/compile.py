@@ -1,15 +1,15 @@
-"""The compile axis: torch.compile, block by block."""
+"""The compile axis: torch.compile of each block, or of the whole model."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from titan.settings import setting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import torch
 
 
@@ -17,15 +17,84 @@ if TYPE_CHECKING:
 class Compile:
     """What torch.compile compiles."""
 
-    scope: Literal["off", "block"] = setting("off", "off, or block: each block as one graph that all blocks share")
+    scope: Literal["off", "block", "model"] = setting(
+        "off",
+        "off; block: each block as one graph that all blocks share, and the head with the loss; "
+        "model: all from tokens to loss at once",
+    )
     backend: Literal["inductor", "aot_eager", "eager"] = setting(
         "inductor", "the compiler: inductor, or aot_eager and eager to look for errors"
     )
 
 
-def apply(blocks: Iterable[torch.nn.Module], settings: Compile) -> None:
-    """Compile each block in place: parameter names stay, and equal blocks share one graph."""
-    if settings.scope == "off":
-        return
-    for block in blocks:
-        block.compile(backend=settings.backend, fullgraph=True)
+@dataclass(frozen=True)
+class Configured:
+    """A backend that compiles under settings of torch which are otherwise global.
+
+    They matter where autograd's graph is cut into forward and backward, which is within the call. Equal ones are the
+    same to torch's cache: stages that are compiled one after the other share graphs.
+
+    Attributes:
+        name: of torch's backend.
+        share: of activations to keep, see `titan.memory.Memory.share`.
+        keep_buffers: whether a backward pass leaves intact what the forward pass has kept, for a second one.
+    """
+
+    name: str
+    share: float | None
+    keep_buffers: bool
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
+        """Compile a graph."""
+        from torch._dynamo import lookup_backend
+        from torch._functorch import config
+
+        settings: dict[str, Any] = {} if self.share is None else {"activation_memory_budget": self.share}
+        if self.keep_buffers:
+            settings["donated_buffer"] = False
+        with config.patch(settings):
+            compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
+        return compiled
+
+
+def apply(
+    stage: Any, settings: Compile, *, whole: bool = False, share: float | None = None, keep_buffers: bool = False
+) -> None:
+    """Compile a stage in place: parameter names stay, and hooks that come later are around what is compiled.
+
+    With scope "block" equal blocks, also those of other stages, share one graph; the head with the loss is another.
+    What torch compiles anew for evaluation is another graph each, once.
+
+    Args:
+        stage: a module with a `model`, a `titan.model.decoder.Decoder` or a part of one.
+        settings: what to compile, by which backend.
+        whole: with scope "model", make it one graph, or raise where that can't be; else torch may cut it, as it has to
+            where FSDP gathers weights inside.
+        share: of the blocks' activations to keep (with scope "model", of all), between 0: as with full checkpointing,
+            and 1: what is fastest. None: what torch thinks best. Without effect with backend "eager".
+        keep_buffers: let backward passes leave intact what was kept, as schedules need that compute the gradients of
+            inputs and of weights in two passes.
+    """
+    if settings.scope == "block":
+        backend = _backend(settings.backend, share, keep_buffers)
+        for block in stage.model.blocks():
+            block.compile(backend=backend, fullgraph=True)
+        if stage.model.head is not None:
+            stage.model.head.compile(backend=_backend(settings.backend, None, keep_buffers), fullgraph=True)
+    elif settings.scope == "model":
+        stage.compile(backend=_backend(settings.backend, share, keep_buffers), fullgraph=whole, **_apart())
+
+
+def _backend(name: str, share: float | None, keep_buffers: bool) -> str | Configured:
+    return name if share is None and not keep_buffers else Configured(name, share, keep_buffers)
+
+
+def _apart() -> dict[str, bool]:
+    """What makes torch count the graphs of one module apart from those of others, where it can.
+
+    It gives up compiling after eight graphs, and a rank may have more stages than four.
+    """
+    import torch
+
+    known = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}

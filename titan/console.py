@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,8 +22,8 @@ WIPE = "\r\x1b[K"
 """Back to the line's beginning, and clear it."""
 
 
-def show_run(run: Run, life: Life, corpus: Corpus) -> None:
-    """Say what was composed, before the first step."""
+def show_run(run: Run, life: Life, corpus: Corpus, applied: Sequence[str]) -> None:
+    """Say what was composed, and what was `applied` to the model in which order, before the first step."""
     t, rows = run.training, corpus.train.rows(run.training.seq_len)
     chosen, tokens = run.choices, t.steps * t.global_batch
     memory = capacity.demand(run, run.layout, run.microbatches).gib
@@ -38,12 +38,49 @@ def show_run(run: Run, life: Life, corpus: Corpus) -> None:
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}",
             "steps": f"{t.steps:,}, {billions(tokens)} tokens, {tokens / t.seq_len / rows:.2f} epochs; "
             f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {t.schedule}; seed {t.seed}",
-            "technique": f"precision {run.precision.compute}, memory {run.memory.checkpointing}, "
-            f"compile {run.compile.scope}",
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
+            **_dimensions(run),
+            "applied": "; ".join(applied),
             "devices": f"{run.machine.describe()}; about {memory:.1f} GiB a rank",
         }
     )
+
+
+PURPOSES = {
+    "pipeline": "hand on hidden states",
+    "replicate": "sum gradients of copies",
+    "shard": "gather weights, sum gradients",
+    "context": "share rows, and attend to each other's parts",
+    "tensor": "share each product",
+}
+"""What ranks along each dimension talk about."""
+
+
+def _dimensions(run: Run) -> dict[str, str]:
+    """A line for each dimension: who talks to whom about what."""
+    lines = {}
+    for name, degree in run.layout.degrees().items():
+        if degree > 1:
+            groups = [" ".join(map(str, _few(list(group)))) for group in run.layout.groups(name)]
+            lines[f"  {name} {degree}"] = f"ranks {' | '.join(_few(groups))} {PURPOSES[name]}"
+    if run.staging.count > 1:
+        lines["  stages"] = _stages(run)
+    return lines
+
+
+def _stages(run: Run) -> str:
+    """The layers of each stage, the schedule, and how much of the time ranks wait."""
+    layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
+    schedule = run.staging.schedule.rpartition("/")[2]
+    return (
+        f"layers {' | '.join(_few(layers))}; {schedule} with {run.microbatches} micro-batches, "
+        f"ranks idle {run.staging.idle:.0%} of a step"
+    )
+
+
+def _few(items: list[Any]) -> list[Any]:
+    """The items, or the first and the last of many."""
+    return items if len(items) <= 8 else [*items[:4], "...", items[-1]]
 
 
 def show_result(run: Run, result: Mapping[str, Any]) -> None:

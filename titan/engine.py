@@ -87,6 +87,7 @@ class Engine:
         places: this rank's places of a row, int64, for the row's length; None where ranks have whole rows.
         twins: a tied weight of which this rank has one of two, or both; see `titan.parallelism.pipeline.Twins`.
         multiple: rows have to be a multiple of so many tokens.
+        notes: what was applied to the model, in order.
     """
 
     stages: tuple[Stage, ...]
@@ -96,6 +97,7 @@ class Engine:
     places: Callable[[int], Tensor] | None = None
     twins: Twins | None = None
     multiple: int = 1
+    notes: tuple[str, ...] = ()
 
     def backward(self, tokens: Tensor, targets: Tensor, scale: float) -> Tensor:
         """Run micro-batch after micro-batch forward and backward; gradients are complete afterwards.

@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan.settings import setting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
     import torch
+    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+# Operations go by their names: which of them exist is up to torch's version and build.
+PRODUCTS = frozenset(
+    f"aten::{name}"
+    for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
+)
+"""Matrix products: selective checkpointing keeps the results of every other one."""
+ATTENTION = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "aten::_cudnn_attention_forward",
+        "torch_attn::_varlen_attn",
+        "flex_attention",
+    }
+)
+"""Kernels of attention, whose results selective checkpointing keeps."""
+COLLECTIVES = frozenset(
+    f"_c10d_functional::{name}"
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
+)
+"""What ranks say to each other, which selective checkpointing keeps too."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Activation checkpointing (Chen et al. 2016, arXiv:1604.06174)."""
+    """Activation checkpointing (Chen et al. 2016, arXiv:1604.06174) and offloading."""
 
-    checkpointing: Literal["none", "full"] = setting(
-        "none", "none: keep all activations; full: keep each block's input and compute the block again"
+    checkpointing: Literal["none", "full", "every_n", "selective", "budget"] = setting(
+        "none",
+        "none: keep all activations; full: keep each block's input and compute the block again; every_n: so for each "
+        "n-th block; selective: keep what is costly to compute; budget: the compiler decides (needs compile)",
     )
+    every: int = setting(2, "with every_n: each so many-th block is computed again", at_least=1)
+    budget: float = setting(
+        0.5,
+        "with budget: the share of activations to keep, from 0, as with full, to 1, what is fastest",
+        at_least=0,
+        at_most=1,
+    )
+    offload: bool = setting(False, "weights, gradients and optimizer state live in host memory (with FSDP)")
+
+    @property
+    def share(self) -> float | None:
+        """The share of activations that the compiler is told to keep; None: it is told nothing."""
+        return self.budget if self.checkpointing == "budget" else None
 
 
-def apply(blocks: Iterable[torch.nn.Module], memory: Memory) -> None:
-    """Checkpoint each block where `memory` asks for it.
+def apply(blocks: Sequence[torch.nn.Module], memory: Memory) -> None:
+    """Checkpoint the blocks for which `memory` asks for it; a budget is the compiler's affair (`titan.compile`).
 
     The block's own `forward` is replaced, not wrapped in another module: parameter names stay, and what hooks onto the
     module (FSDP) or compiles it comes around the checkpoint.
@@ -31,6 +75,12 @@ def apply(blocks: Iterable[torch.nn.Module], memory: Memory) -> None:
     if memory.checkpointing == "full":
         for block in blocks:
             block.forward = _recomputed(block.forward)
+    elif memory.checkpointing == "every_n":
+        for block in blocks[memory.every - 1 :: memory.every]:
+            block.forward = _recomputed(block.forward)
+    elif memory.checkpointing == "selective":
+        for block in blocks:
+            block.forward = _selected(block.forward)
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,3 +94,43 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
     return run
+
+
+def _selected(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As `_recomputed`, but results that are costly to compute are kept (arXiv:2205.05198, section 5)."""
+    from torch.utils.checkpoint import checkpoint
+
+    def run(*args: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+
+    return run
+
+
+def _contexts() -> Any:
+    """What a forward pass of one block, and its recomputation, run under: both count from one.
+
+    A plain function of the module, so that the compiler sees the same one in all blocks.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    return create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
+
+
+class _Policy:
+    """Says of each operation of one pass through a block whether to keep its results."""
+
+    def __init__(self) -> None:
+        # By pass: torch before 2.13 asks again while it recomputes, and the same operation must get the same answer.
+        self.products: Counter[bool] = Counter()
+
+    def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Keep results of attention, of collectives and of the first, third, fifth... matrix product."""
+        from torch.utils.checkpoint import CheckpointPolicy
+
+        name = op.name().partition(".")[0]
+        if name in PRODUCTS:
+            self.products[context.is_recompute] += 1
+            keep = self.products[context.is_recompute] % 2 == 1
+        else:
+            keep = name in ATTENTION or name in COLLECTIVES
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

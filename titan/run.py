@@ -1,4 +1,4 @@
-"""A run: the composed experiment, typed and frozen, its derived values and the checks across axes.
+"""A run: the composed experiment, typed and frozen, and its derived values.
 
 `Recipe` is what the user chose, one field an axis. `Run` adds what follows from it on this machine. Free of torch.
 """
@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan import capacity
+from titan import capacity, checks
 from titan.checkpoint.schema import Checkpoint
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
@@ -35,7 +34,7 @@ class Recipe:
 
     name: str = setting(help="the run's name, and its directory under runs/")
     modules: tuple[str, ...] = setting((), "packages beside titan and experiments that _target_ may name")
-    model: Llama
+    model: Llama  # or another Decoder, which _target_ names; a Llama is what ids leave unsaid
     dataset: Dataset
     optimizer: Optimizer
     training: Training
@@ -134,32 +133,8 @@ def resolve(
         overrides=overrides,
         hydra=hydra or {},
     )
-    check(run, ranks)
+    checks.check(run, ranks)
     return run
-
-
-def check(run: Run, ranks: int | None = None) -> None:
-    """The checks across axes, in one place.
-
-    Raises:
-        Refusal: for what can't work.
-    """
-    if ranks is None:
-        _check_machine(run)
-    capacity.check(run, run.layout, run.machine, run.microbatches)
-    if run.compile.scope != "off" and run.debug.detect_anomaly:
-        raise Refusal("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
-    if run.dataset.mask_documents:
-        raise Refusal("dataset.mask_documents=true: this version attends across documents; give false.")
-    if run.microbatches > run.rank_rows:
-        raise Refusal(
-            f"parallelism.microbatches={run.microbatches}: more than the rows that a rank takes in a step, "
-            f"training.global_batch / training.seq_len over the ranks; give at most {run.rank_rows}."
-        )
-    if run.compile.scope != "off" and run.compile.backend == "inductor" and run.machine.device == "cpu":
-        _check_compiler(run)
-    if run.checkpoint.mode == "off" and run.cluster.restarts:
-        raise Refusal(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
 
 
 def billions(count: float) -> str:
@@ -210,34 +185,10 @@ def _check_ranks(cluster: Cluster, ranks: int) -> None:
         )
 
 
-def _check_machine(run: Run) -> None:
-    """Refuse to start more ranks here than there are devices."""
-    if run.cluster.nodes > 1:
-        raise Refusal(
-            f"cluster.nodes={run.cluster.nodes}: titan itself starts ranks on one machine only; "
-            "start this command on each node with torchrun or srun, or give cluster.nodes=1."
-        )
-    if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
-        layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"
-        capacity.check(run, layout, run.machine, run.microbatches)
-        raise Refusal(
-            f"{run.describe()}: {layout} makes {layout.devices} ranks, and here are {here}; give smaller degrees, "
-            f"or cluster.device=cpu to try it with {layout.devices} CPU ranks."
-        )
-
-
 def _check_name(name: str) -> None:
     """Refuse a name that is no folder of its own under runs/."""
     if not name.strip("/. ") or ".." in name.split("/"):
         raise Refusal(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
-
-
-def _check_compiler(run: Run) -> None:
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-        raise Refusal(
-            f"compile={run.choices.get('compile', 'block')}: torch.compile needs a C++ compiler on CPU, and there is "
-            "none in PATH; install g++, or give compile=off."
-        )
 
 
 def as_config(run: Recipe) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class Trainer:
         if self.life.checkpoint:
             self.manager.load(Path(self.life.checkpoint))
         if self.world.speaks:
-            console.show_run(self.run, self.life, self.corpus)
+            console.show_run(self.run, self.life, self.corpus, self.engine.notes)
             self.recorder = Recorder(self.run, self.life, self._warn)
         try:
             with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
@@ -350,6 +350,7 @@ class Trainer:
             **figures,
             "memory_gib": peak_memory_gib(self.world.device),
             "seconds": time.monotonic() - began,
+            "pipeline_idle": self.run.staging.idle,
             "checkpoint": str(saved[-1]) if saved else None,
             "plot": str(drawn) if drawn else None,
             "sample": sample,

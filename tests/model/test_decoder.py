@@ -185,6 +185,33 @@ def test_declaration_names_every_parameter(family: type[Decoder], tied: bool) ->
     assert set(model.state_dict()) == names | {"head.weight"}
 
 
+@each_family
+def test_tensor_plan_covers_every_parameter(family: type[Decoder]) -> None:
+    model = make(family)
+    plan = model.tensor_plan()
+    assert {name.removesuffix(".weight") for name, _ in model.named_parameters()} <= set(plan)
+    assert all(model.get_submodule(name) is not None for name in plan)
+    heads = {name for name, cut in plan.items() if cut == "heads"}
+    norms = {f"layers.{i}.attention.{norm}" for i in range(2) for norm in ("q_norm", "k_norm")}
+    assert heads == (norms if family is Qwen3 else set())
+
+
+@each_family
+@pytest.mark.parametrize("weight", ["wq", "wk"])
+def test_only_qwen3_is_blind_to_the_size_of_queries_and_keys(family: type[Decoder], weight: str) -> None:
+    model, tokens = make(family), sample(2, 12)
+    before = model(tokens)
+    with torch.no_grad():
+        for block in model.blocks():
+            getattr(block.attention, weight).weight.mul_(3)
+    assert close(model(tokens), before, 1e-3) is (family is Qwen3)
+
+
+def test_first_values_of_the_norms_of_heads() -> None:
+    initial = make(Qwen3).initial()
+    assert initial["layers.1.attention.q_norm.weight"] == initial["layers.1.attention.k_norm.weight"] == Ones()
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from titan.model.llama import Llama as Module
-from titan.model.schema import Llama
+from titan.model.schema import Decoder, Llama, Qwen3
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
+SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 ORIGINAL = 32
 """The length before stretching; rows are longer, so that a stretch matters."""
+STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": ORIGINAL}
 
 
-def hugging_face(config: Llama) -> torch.nn.Module:
+def hugging_face(config: Decoder) -> torch.nn.Module:
     """Their model of our shape, with random weights of float32."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor != 1:
@@ -27,7 +29,8 @@ def hugging_face(config: Llama) -> torch.nn.Module:
             "high_freq_factor": config.rope_high,
             "original_max_position_embeddings": config.rope_original,
         }
-    theirs = transformers.LlamaConfig(
+    family = type(config).__name__
+    theirs = getattr(transformers, f"{family}Config")(
         hidden_size=config.dim,
         num_hidden_layers=config.layers,
         num_attention_heads=config.heads,
@@ -44,7 +47,7 @@ def hugging_face(config: Llama) -> torch.nn.Module:
         pad_token_id=None,
     )
     torch.manual_seed(0)
-    model: torch.nn.Module = transformers.LlamaForCausalLM(theirs)
+    model: torch.nn.Module = getattr(transformers, f"{family}ForCausalLM")(theirs)
     with torch.no_grad():  # they start norms at one, where a norm that forgot its weight would go unnoticed
         for name, weight in model.named_parameters():
             if "norm" in name:
@@ -52,9 +55,9 @@ def hugging_face(config: Llama) -> torch.nn.Module:
     return model
 
 
-def ours(config: Llama, theirs: torch.nn.Module) -> Module:
+def ours(config: Decoder, theirs: torch.nn.Module) -> Any:
     """Our model with their weights."""
-    model: Module = config.build()
+    model = config.build()
     weights = dict(theirs.named_parameters())
     names = model.hf_names()
     assert set(names.values()) == set(weights)
@@ -72,22 +75,27 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    "config",
     [
-        pytest.param({"kv_heads": 4}, id="group-of-1"),
-        pytest.param({"kv_heads": 2}, id="group-of-2"),
-        pytest.param({"kv_heads": 1}, id="group-of-4"),
-        pytest.param({"rope_factor": 8.0, "rope_original": ORIGINAL}, id="stretched-8"),
-        pytest.param({"rope_factor": 32.0, "rope_original": ORIGINAL, "kv_heads": 1}, id="stretched-32-group-of-4"),
-        pytest.param({"tied": True}, id="tied"),
-        pytest.param({"tied": True, "rope_factor": 32.0, "rope_original": ORIGINAL}, id="tied-stretched-32"),
-        pytest.param({"head_dim": 32}, id="wide-heads"),
-        pytest.param({"head_dim": 8, "rope_factor": 8.0, "rope_original": ORIGINAL}, id="narrow-heads-stretched-8"),
-        pytest.param({"rope_theta": 10000.0, "norm_eps": 1e-3}, id="other-theta-and-epsilon"),
+        pytest.param(Llama(**SMALL | {"kv_heads": 4}), id="llama-group-of-1"),
+        pytest.param(Llama(**SMALL), id="llama-group-of-2"),
+        pytest.param(Llama(**SMALL | {"kv_heads": 1}), id="llama-group-of-4"),
+        pytest.param(Llama(**SMALL, **STRETCH), id="llama-stretched-8"),
+        pytest.param(Llama(**SMALL | STRETCH | {"rope_factor": 32.0, "kv_heads": 1}), id="llama-stretched-32-of-4"),
+        pytest.param(Llama(**SMALL, tied=True), id="llama-tied"),
+        pytest.param(Llama(**SMALL | STRETCH | {"rope_factor": 32.0, "tied": True}), id="llama-tied-stretched-32"),
+        pytest.param(Llama(**SMALL, head_dim=32), id="llama-wide-heads"),
+        pytest.param(Llama(**SMALL, **STRETCH, head_dim=8), id="llama-narrow-heads-stretched-8"),
+        pytest.param(Llama(**SMALL, rope_theta=10000.0, norm_eps=1e-3), id="llama-other-theta-and-epsilon"),
+        pytest.param(Qwen3(**SMALL), id="qwen3-heads-of-128"),
+        pytest.param(Qwen3(**SMALL | {"kv_heads": 4}, head_dim=32), id="qwen3-group-of-1"),
+        pytest.param(Qwen3(**SMALL | {"kv_heads": 1}, head_dim=None), id="qwen3-group-of-4"),
+        pytest.param(Qwen3(**SMALL, head_dim=32, tied=True), id="qwen3-tied"),
+        pytest.param(Qwen3(**SMALL, head_dim=8, rope_theta=10000.0, norm_eps=1e-3), id="qwen3-other-theta-and-epsilon"),
+        pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=16), id="qwen3-stretched-8"),
     ],
 )
-def test_equals_hugging_face(changes: dict[str, float | bool]) -> None:
-    config = Llama(**(SMALL | changes))  # type: ignore[arg-type]
+def test_equals_hugging_face(config: Decoder) -> None:
     theirs = hugging_face(config)
     model = ours(config, theirs)
     tokens = torch.randint(0, config.vocab, (2, 4 * ORIGINAL))
@@ -110,8 +118,8 @@ def test_equals_hugging_face(changes: dict[str, float | bool]) -> None:
 
 
 def test_stretching_matters_at_the_tested_length() -> None:
-    stretched = Llama(**SMALL, rope_factor=8.0, rope_original=ORIGINAL)  # type: ignore[arg-type]
+    stretched = Llama(**SMALL, **STRETCH)
     theirs = hugging_face(stretched)
     tokens = torch.randint(0, stretched.vocab, (1, 4 * ORIGINAL))
-    plain = ours(Llama(**SMALL), theirs)  # type: ignore[arg-type]
+    plain = ours(Llama(**SMALL), theirs)
     assert difference(plain.head(plain(tokens)), theirs(tokens).logits) > 1e-3

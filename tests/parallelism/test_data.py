@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from launchers.place import Place
 from tests.ranks import run_ranks
 from titan import rng
-from titan.assemble import Engine, Losses
+from titan.engine import Accumulate, Engine, Stage
 from titan.model.schema import Llama
 from titan.parallelism import data, mesh
 from titan.parallelism.schema import Layout
@@ -33,17 +33,18 @@ def build(config: Llama, wrap: str) -> Engine:
     """The model of `config`, under the data parallelism `wrap` of all ranks."""
     with torch.device("meta"):
         model: Any = config.build()
-    initial = model.initial()
+    initial, stage = model.initial(), Stage(model)
     if wrap in ("fsdp", "fsdp-kept"):
         group = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-        data.shard(model, group, torch.float32, wrap == "fsdp")
+        data.shard(stage, group, torch.float32, reshard=wrap == "fsdp")
     rng.materialise(model, initial, 0, "cpu")
-    losses: nn.Module = Losses(model)
+    wrapped: nn.Module = stage
     if wrap == "ddp":
-        losses = data.replicate(
-            losses, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+        wrapped = data.replicate(
+            stage, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
         )
-    return Engine(model, losses, torch.optim.SGD(model.parameters()))
+    world = mesh.World(Place(), Layout(), torch.device("cpu"))
+    return Engine((stage,), Accumulate(stage, wrapped), torch.optim.SGD(model.parameters()), world)
 
 
 def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
@@ -72,9 +73,9 @@ def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: 
 def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
     engine = build(config, "fsdp")
     engine.evaluate(*batch(1))
-    gathered = sum(not isinstance(p, DTensor) for p in engine.model.parameters())
-    data.part(engine.model)
-    return gathered, sum(not isinstance(p, DTensor) for p in engine.model.parameters())
+    gathered = sum(not isinstance(p, DTensor) for p in engine.parameters())
+    data.part(engine.stages[0])
+    return gathered, sum(not isinstance(p, DTensor) for p in engine.parameters())
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])

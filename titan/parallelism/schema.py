@@ -62,10 +62,14 @@ class Layout:
             rank, places[name] = divmod(rank, degree)
         return places
 
-    def stride(self, name: str) -> int:
-        """How many ranks lie between neighbours along a dimension."""
+    def groups(self, name: str) -> list[range]:
+        """The ranks that talk to each other along a dimension, group by group."""
         names = list(self.degrees())
-        return math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
+        step = math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
+        width = step * getattr(self, name)
+        return [
+            range(first + i, first + i + width, step) for first in range(0, self.devices, width) for i in range(step)
+        ]
 
     def __str__(self) -> str:
         parts = [f"{name} {degree}" for name, degree in self.degrees().items() if degree > 1]
@@ -80,12 +84,14 @@ class Staging:
         schedule: its name, or a CSV file.
         layers: first layer and end of each stage.
         owners: the pipeline rank of each stage.
+        splits_backward: whether gradients of inputs and of weights are computed in two passes.
         idle: share of a step in which ranks wait for each other.
     """
 
     schedule: str
     layers: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
+    splits_backward: bool = False
     idle: float = 0.0
 
     @property

@@ -1,0 +1,205 @@
+"""The layouts that are proven equal to one device: every mix of up to three dimensions, four at once, all schedules.
+
+`python -m tests.matrix` measures all of them and prints the table of docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tests.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
+from titan.run import Run
+
+MODEL = ("model.layers=4", "model.heads=4", "model.kv_heads=2", "metrics.validation_tokens=64")
+RECIPE = ("optimizer=sgd", "checkpoint=off", "training.clip_norm=0.5", *MODEL)
+TIED = "model.tied=true"
+DIMENSIONS = {"replicate": "ddp", "shard": "fsdp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+METHODS = ("allgather", "ulysses", "ring")
+EXACT = 1e-5
+"""Law 3's bound in fp32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and what is special about it.
+
+    Attributes:
+        name: for the table and for pytest.
+        settings: what is overridden beside the recipe.
+        tied: whether embedding and head share a weight.
+        quick: whether `make test` runs it too.
+        model: settings of the model, the same on one device.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    tied: bool = False
+    quick: bool = False
+    model: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """A name without blanks."""
+        return self.name.replace(" ", "-") + ("-tied" if self.tied else "")
+
+    @property
+    def science(self) -> tuple[str, ...]:
+        """The settings that decide what is learned."""
+        return (*self.model, *((TIED,) if self.tied else ()))
+
+
+QUICK = {
+    "ddp", "fsdp", "tp", "cp", "pp", "pp-tied", "tp-tied", "ddp-cp", "ddp-tp", "ddp-pp", "fsdp-tp", "fsdp-cp", "cp-tp",
+    "fsdp-pp-tied", "cp-pp", "tp-pp-tied", "fsdp-tp-pp", "ddp-fsdp-tp", "fsdp-cp-tp-pp",
+    "GPipe-tp", "Interleaved1F1B-fsdp-tied", "LoopedBFS",
+    "InterleavedZeroBubble-tp-tied", "ZBVZeroBubble-fsdp-tied", "DualPipeV-fsdp-tp", "custom-tp-tied",
+}  # fmt: skip
+
+
+def layouts() -> Iterator[Case]:
+    """Every dimension, every pair and triple, and four at once; untied and tied."""
+    several = [mix for count in (1, 2, 3) for mix in itertools.combinations(DIMENSIONS, count)]
+    for mix in [*several, ("shard", "context", "tensor", "pipeline")]:
+        name = " ".join(DIMENSIONS[d] for d in mix)
+        settings = tuple(f"parallelism.{d}={2 if d in mix else 1}" for d in DIMENSIONS)
+        more = ("parallelism.microbatches=4",) if "pipeline" in mix else ()
+        yield from _both(name, settings + more)
+
+
+def schedules() -> Iterator[Case]:
+    """Every schedule alone, with shard, with tensor and with both; untied and tied."""
+    for schedule in (*SCHEDULES, "custom"):
+        for mix in ((), ("shard",), ("tensor",), ("shard", "tensor")):
+            name = " ".join([schedule, *(DIMENSIONS[d] for d in mix)])
+            degrees = tuple(f"parallelism.{d}=2" for d in ("pipeline", *mix))
+            yield from _both(name, (f"parallelism.schedule={schedule}", "parallelism.microbatches=4", *degrees))
+
+
+def variants() -> Iterator[Case]:
+    """What the choices of a dimension change: sequence and loss parallel, ways to share a row, uneven sizes."""
+    tensor = ("parallelism.tensor=2",)
+    yield Case("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor), quick=True)
+    yield Case("tp whole logits", ("parallelism.loss_parallel=false", *tensor), quick=True)
+    yield Case("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, "parallelism.pipeline=2"))
+    for method in METHODS:
+        for balance in ("true", "false"):
+            how = (f"parallelism.context_method={method}", f"parallelism.balance={balance}", "parallelism.context=2")
+            name = f"cp {method} {'balanced' if balance == 'true' else 'in order'}"
+            yield Case(name, how, quick=(method == "ulysses") == (balance == "true"))
+            yield Case(f"{name} fsdp tp", (*how, "parallelism.shard=2", *tensor))
+    yield Case("cp of 4", ("parallelism.context=4", "parallelism.context_method=ring"), quick=True)
+    yield Case("tp of 4", ("parallelism.tensor=4",), model=("model.kv_heads=4",))
+    yield Case("pp of 4", ("parallelism.pipeline=4", "parallelism.microbatches=8"), tied=True, quick=True)
+    yield Case("fsdp of 3 tp uneven", ("parallelism.shard=3", *tensor), quick=True)
+    yield Case("fsdp of 3 pp uneven", ("parallelism.shard=3", "parallelism.pipeline=2", "parallelism.microbatches=2"))
+    yield Case("fsdp pp resharded", ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.reshard=always"))
+    yield Case("fsdp resharded to 2 of 4", ("parallelism.shard=4", "parallelism.reshard=2"), quick=True)
+    yield Case("fsdp prefetching", ("parallelism.shard=2", "parallelism.prefetch=2"), quick=True)
+    yield Case("fsdp offloaded", ("parallelism.shard=2", "memory.offload=true"), quick=True)
+    yield Case(
+        "fsdp tp pp offloaded", ("parallelism.shard=2", *tensor, "parallelism.pipeline=2", "memory.offload=true")
+    )
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [*layouts(), *schedules(), *variants()]
+
+
+def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:
+    for tied in (False, True):
+        case = Case(name, settings, tied)
+        yield Case(name, settings, tied, case.id in QUICK)
+
+
+@dataclass
+class Outcome:
+    """What a layout gave."""
+
+    run: Run
+    ranks: list[Seen]
+    seconds: float
+
+    def merged(self, what: str) -> Tensors:
+        """Tensors by name of all ranks, each of which has some or all of them: the same ones."""
+        out: Tensors = {}
+        for rank in self.ranks:
+            for name, tensor in getattr(rank, what).items():
+                if not torch.equal(out.setdefault(name, tensor), tensor):
+                    raise AssertionError(f"{name} differs between ranks")
+        return out
+
+    @property
+    def validation(self) -> float:
+        """The validation loss at the end."""
+        result = json.loads((Path(self.run.directory) / "result.json").read_text())
+        return float(result["validation_loss"])
+
+
+def outcome(folder: Path, case: Case | None, science: tuple[str, ...] = ()) -> Outcome:
+    """Train a case for three steps; None: one device."""
+    settings = (*science, *(case.settings if case else ()))
+    custom = folder / "custom.csv"
+    custom.write_text(custom_schedule())
+    settings = tuple(s.replace("schedule=custom", f"schedule={custom}") for s in settings)
+    run, began = tiny(folder / "run", *RECIPE, *settings), time.monotonic()
+    return Outcome(run, train(run, timeout=120), time.monotonic() - began)
+
+
+def custom_schedule() -> str:
+    """A CSV of two ranks and two stages, with four micro-batches: the last backward passes are split."""
+    first = "0F0,0F1,0B0,0F2,0I1,0F3,0W1,0B2,0B3"
+    second = "1F0,1B0,1F1,1I1,1F2,1W1,1B2,1F3,1B3"
+    return f"{first}\n{second}\n"
+
+
+def worst(got: Outcome, wanted: Outcome) -> dict[str, float]:
+    """How far a layout is from one device, by law 3's measure; and whether laws 1 and 2 hold (0 or 1)."""
+    lines, expected = steps(got.run), steps(wanted.run)
+    hashes = [line["batch_hash"] for line in lines] == [line["batch_hash"] for line in expected]
+
+    def relative(key: str) -> float:
+        return max(abs(a[key] / b[key] - 1) for a, b in zip(lines, expected, strict=True))
+
+    return {
+        "same start": float(same(weights(got.merged("first")), weights(wanted.merged("first")))),
+        "same rows": float(hashes),
+        "gradients": difference(got.merged("gradients"), wanted.merged("gradients")),
+        "weights": difference(weights(got.merged("last")), weights(wanted.merged("last"))),
+        "loss": relative("loss"),
+        "norm": relative("grad_norm"),
+        "validation": abs(got.validation / wanted.validation - 1),
+    }
+
+
+def main() -> int:
+    """Measure every case and print a table."""
+    known: dict[tuple[str, ...], Outcome] = {}
+    columns = ["layout", "ranks", "gradients", "weights", "loss", "norm", "validation"]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for case in cases():
+        with tempfile.TemporaryDirectory() as folder:
+            if case.science not in known:
+                (one := Path(folder) / "one").mkdir()
+                known[case.science] = outcome(one, None, case.science)
+            got = outcome(Path(folder), case, case.science)
+            found = worst(got, known[case.science])
+            figures = " | ".join(f"{found[k]:.0e}" for k in ("gradients", "weights", "loss", "norm", "validation"))
+            print(f"| {case.name}{' (tied)' if case.tied else ''} | {got.run.layout.devices} | {figures} |", flush=True)
+            if max(found[k] for k in found if k not in ("same start", "same rows")) > EXACT:
+                print(f"{case.id}: beyond the bound", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

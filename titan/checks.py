@@ -1,0 +1,135 @@
+"""What can't work together: the checks across axes, in one place, before any work starts. Free of torch."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from typing import TYPE_CHECKING
+
+from titan import capacity
+from titan.settings import Refusal
+
+if TYPE_CHECKING:
+    from titan.run import Run
+
+
+def check(run: Run, ranks: int | None = None) -> None:
+    """The checks across axes, in one place.
+
+    Raises:
+        Refusal: for what can't work.
+    """
+    for part in (_check_tensor, _check_context, _check_sharding, _check_memory):
+        part(run)
+    if ranks is None:
+        _check_machine(run)
+    capacity.check(run, run.layout, run.machine, run.microbatches)
+    if run.compile.scope != "off" and run.debug.detect_anomaly:
+        raise Refusal("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
+    if run.dataset.mask_documents:
+        raise Refusal("dataset.mask_documents=true: this version attends across documents; give false.")
+    if run.microbatches > run.rank_rows:
+        raise Refusal(
+            f"parallelism.microbatches={run.microbatches}: more than the rows that a rank takes in a step, "
+            f"training.global_batch / training.seq_len over the ranks; give at most {run.rank_rows}."
+        )
+    if run.compile.scope != "off" and run.compile.backend == "inductor" and run.machine.device == "cpu":
+        _check_compiler(run)
+    if run.checkpoint.mode == "off" and run.cluster.restarts:
+        raise Refusal(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
+
+
+def _check_tensor(run: Run) -> None:
+    """Refuse products that can't be cut into equal parts, and the overlap that needs a GPU."""
+    degree, model, how = run.layout.tensor, run.model, run.parallelism
+    for name in ("kv_heads", "heads", "ffn", "vocab"):
+        if getattr(model, name) % degree:
+            raise Refusal(
+                f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
+                f"give a divisor of it, such as {math.gcd(degree, getattr(model, name))}."
+            )
+    if how.async_tensor:
+        needed = {
+            "parallelism.tensor above 1": degree > 1,
+            "parallelism.sequence_parallel=true": how.sequence_parallel,
+            "compile=block": run.compile.scope != "off",
+            "a CUDA device": run.machine.device == "cuda",
+        }
+        missing = [name for name, there in needed.items() if not there]
+        if missing:
+            raise Refusal(f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false.")
+
+
+def _check_context(run: Run) -> None:
+    """Refuse rows that can't be cut into equal parts, and heads that Ulysses can't deal out."""
+    layout, how, length = run.layout, run.parallelism, run.training.seq_len
+    multiple = how.multiple(layout)
+    if length % multiple:
+        ranks = f"context {layout.context}" + (" (a head and a tail each)" if multiple > layout.context else "")
+        ranks = (
+            ranks if layout.tensor == 1 else f"{ranks} and tensor {layout.tensor}" if layout.context > 1 else "tensor"
+        )
+        raise Refusal(
+            f"training.seq_len={length}: must be a multiple of {multiple} to be cut over {ranks}; "
+            f"the nearest is {max(1, round(length / multiple)) * multiple}."
+        )
+    heads = run.model.heads // layout.tensor
+    if how.context_method == "ulysses" and heads % layout.context:
+        raise Refusal(
+            f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} query heads; "
+            "give allgather or ring, or another parallelism.context."
+        )
+
+
+def _check_sharding(run: Run) -> None:
+    """Refuse what FSDP can't do with this layout."""
+    how, layout = run.parallelism, run.layout
+    if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
+        raise Refusal(
+            f"parallelism.reshard={how.reshard}: does not divide the {layout.sharded} ranks that weights are cut over; "
+            "give a divisor, always or never."
+        )
+    if how.reshard not in ("auto", "never") and run.staging.splits_backward:
+        raise Refusal(
+            f"parallelism.reshard={how.reshard}: parallelism.schedule={run.staging.schedule} computes gradients of "
+            "weights apart from those of activations, which comes out wrong when weights are freed in between; "
+            "give auto or never."
+        )
+    if run.memory.offload and (layout.sharded == 1 or layout.copies):
+        raise Refusal("memory.offload=true: only sharded weights can live in host memory; give parallelism=fsdp.")
+
+
+def _check_memory(run: Run) -> None:
+    """Refuse ways of keeping activations that need something else."""
+    memory, schedule = run.memory, run.staging.schedule
+    if memory.checkpointing == "budget" and run.compile.scope == "off":
+        raise Refusal("memory=budget: the compiler is what keeps to it; give compile=block too, or memory=selective.")
+    if memory.checkpointing == "selective" and run.staging.splits_backward:
+        raise Refusal(
+            f"memory=selective: parallelism.schedule={schedule} goes backward twice, and what is kept selectively is "
+            "there once; give memory=full or none, or another schedule such as 1F1B."
+        )
+
+
+def _check_machine(run: Run) -> None:
+    """Refuse to start more ranks here than there are devices."""
+    if run.cluster.nodes > 1:
+        raise Refusal(
+            f"cluster.nodes={run.cluster.nodes}: titan itself starts ranks on one machine only; "
+            "start this command on each node with torchrun or srun, or give cluster.nodes=1."
+        )
+    if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
+        layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"
+        capacity.check(run, layout, run.machine, run.microbatches)
+        raise Refusal(
+            f"{run.describe()}: {layout} makes {layout.devices} ranks, and here are {here}; give smaller degrees, "
+            f"or cluster.device=cpu to try it with {layout.devices} CPU ranks."
+        )
+
+
+def _check_compiler(run: Run) -> None:
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        raise Refusal(
+            f"compile={run.choices.get('compile', 'block')}: torch.compile needs a C++ compiler on CPU, and there is "
+            "none in PATH; install g++, or give compile=off."
+        )
