@@ -34,7 +34,8 @@ def test_says_each_transformation_in_order(tmp_path: Path) -> None:
     built(tiny(tmp_path, "memory=full", "compile=block", "compile.backend=eager"), notes)
     starts = [
         "built on meta: ",
-        "precision fp32, activation checkpointing full",
+        "precision fp32",
+        "activation checkpointing full",
         "compile block",
         "initial weights from",
     ]

@@ -38,7 +38,7 @@ CASES = [
     pytest.param("ddp2", ("parallelism.microbatches=2",), id="ddp2-microbatches2"),
     pytest.param("fsdp2", ("parallelism.microbatches=2",), id="fsdp2-microbatches2"),
     pytest.param("fsdp3", ("parallelism.microbatches=2", TIED), id="fsdp3-uneven-microbatches2-tied"),
-    pytest.param("fsdp2", ("parallelism.reshard=false",), id="fsdp2-no-reshard"),
+    pytest.param("fsdp2", ("parallelism.reshard=never",), id="fsdp2-no-reshard"),
     pytest.param("fsdp2", ("memory=full",), id="fsdp2-checkpointing"),
     pytest.param("single", ("memory=full",), id="single-checkpointing"),
     pytest.param("single", ("compile=block", "compile.backend=aot_eager"), id="single-compile"),
@@ -166,7 +166,7 @@ def test_clipping_scales_what_is_applied_and_reports_the_norm_before(runs: Runs)
             ("single", ("parallelism.microbatches=2", BF16)),
             id="two-ranks-are-two-microbatches-in-bf16",
         ),
-        pytest.param(("fsdp2", ("parallelism.reshard=false",)), ("fsdp2", ()), id="reshard-changes-no-bit"),
+        pytest.param(("fsdp2", ("parallelism.reshard=never",)), ("fsdp2", ()), id="reshard-changes-no-bit"),
     ],
 )
 def test_bitwise_the_same(one: Any, other: Any, runs: Runs) -> None:

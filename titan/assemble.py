@@ -80,6 +80,8 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     model, how = stage.model, run.parallelism
     precision.apply(model, run.precision)
     if (mesh := world.dimensions("tensor")) is not None:
+        if how.async_tensor:
+            tensor.overlap()
         tensor.apply(model, mesh, sequence=how.sequence_parallel, loss=how.loss_parallel)
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
@@ -126,6 +128,8 @@ def _tell(run: Run, world: World, note: Note) -> None:
     if (mesh := _sharding(world)) is not None:
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
         note(f"sharded over {mesh.size(-1)} ranks{copies}, resharded after forward: {how.reshards(layout)}")
+    elif layout.copies:
+        note(f"copied on {layout.replicate} ranks")
 
 
 def _runner(stages: dict[int, Stage], run: Run, world: World) -> Runner:

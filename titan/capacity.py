@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from titan.parallelism.schema import Layout
+from titan.parallelism.schema import Layout, Parallelism
+from titan.parallelism.staging import least_microbatches
 from titan.settings import Refusal
 
 if TYPE_CHECKING:
@@ -44,21 +45,62 @@ def demand(recipe: Recipe, layout: Layout, microbatches: int) -> Demand:
     """Memory on the fullest device, in closed form.
 
     State (fp32 weights and gradients, optimizer) is cut by shard, context, tensor and pipeline. Weights in use take
-    more: a sharded block is whole, two at a time, in the compute type; on one device autograd keeps the copies that
-    were cast to it until backward, of all blocks or, with full checkpointing, of two. Activations are those of one
-    micro-batch, cut by context and tensor; a stage of a pipeline holds as many micro-batches as there are stages, of
-    1 / stages of the layers each.
+    more: a sharded block is whole, two at a time or all where they are not freed, in the compute type; on one device
+    autograd keeps the copies that were cast to it until backward, of all blocks or, with full checkpointing, of two.
+    Activations are those of one micro-batch, cut by context and tensor; in a pipeline those of as many micro-batches as
+    the schedule has under way, of a part of the layers each.
     """
     model, compute = recipe.model, recipe.precision.bytes
-    sharded = layout.shard * layout.context
-    state = model.state_bytes(recipe.optimizer.state_bytes) / (sharded * layout.tensor * layout.pipeline)
-    if sharded > 1 or compute < 4:
-        kept = model.layers if sharded == 1 and recipe.memory.checkpointing == "none" else 2
-        state += compute * model.matmul_parameters() * kept / model.layers / (layout.tensor * layout.pipeline)
+    layers = math.ceil(model.layers / layout.pipeline)
+    parameters = model.parameters()
+    if layout.pipeline > 1:
+        parameters = layers * model.block_parameters() + max(model.embedding_parameters(), model.head_parameters())
+    state = parameters * model.state_bytes(recipe.optimizer.state_bytes) / model.parameters()
+    if recipe.memory.offload:
+        state = 0.0
+    state /= layout.sharded * layout.tensor
+    if layout.sharded > 1 or compute < 4:
+        freed = recipe.parallelism.reshards(layout) if layout.sharded > 1 else recipe.memory.checkpointing != "none"
+        used = min(2, layers) if freed else layers
+        state += compute * model.matmul_parameters() * used / model.layers / layout.tensor
+    return Demand(state, _activations(recipe, layout, microbatches, layers))
+
+
+def _activations(recipe: Recipe, layout: Layout, microbatches: int, layers: int) -> float:
+    """Bytes of activations on the fullest rank, of which the last of a pipeline has the head."""
+    model, memory, compute = recipe.model, recipe.memory, recipe.precision.bytes
     rows = math.ceil(rank_rows(recipe, layout) / microbatches)
     tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
-    activations = model.activation_bytes(tokens, compute, recipe.memory.checkpointing) / layout.tensor
-    return Demand(state, activations)
+
+    def of(head: bool) -> int:
+        return model.stage_activation_bytes(
+            layers, head, tokens, compute, memory.checkpointing, every=memory.every, budget=memory.budget
+        )
+
+    uncut = (
+        0 if layout.tensor == 1 or recipe.parallelism.sequence_parallel else 4 * compute * model.dim * tokens * layers
+    )
+    if layout.pipeline == 1:
+        return (of(True) + uncut * (layout.tensor - 1)) / layout.tensor
+    again = 0 if memory.checkpointing in ("none", "budget") else model.block_bytes(tokens, compute)
+    flight = in_flight(recipe.parallelism, layout.pipeline, microbatches)
+    first = flight * (of(False) - again + uncut * (layout.tensor - 1)) + again
+    last = of(True) + uncut * (layout.tensor - 1)
+    return max(first, last) / layout.tensor
+
+
+def in_flight(parallelism: Parallelism, ranks: int, microbatches: int) -> float:
+    """Micro-batches whose activations the first rank of a pipeline holds at once, in units of all its layers."""
+    schedule, stages = parallelism.schedule, parallelism.stages
+    each = 2 if stages == "auto" else max(1, int(stages) // ranks)
+    most = {
+        "1F1B": ranks,
+        "Interleaved1F1B": (2 * (ranks - 1) + (each - 1) * ranks + 1) / each,
+        "InterleavedZeroBubble": ranks,
+        "ZBVZeroBubble": ranks,
+        "DualPipeV": ranks + 0.5,
+    }
+    return min(microbatches, most.get(schedule, microbatches))
 
 
 def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
@@ -72,6 +114,9 @@ def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
 def microbatches(recipe: Recipe, layout: Layout, gib: float) -> int:
     """As few micro-batches as fit into `gib`; one row each where nothing fits."""
     rows = rank_rows(recipe, layout)
+    if layout.pipeline > 1:
+        counts = least_microbatches(recipe.parallelism, layout, rows)
+        return next((n for n in counts if demand(recipe, layout, n).gib <= gib), counts[-1])
     first, last = 1, rows  # more of them never take more memory, so a search by halves finds the least that fit
     while first < last:
         middle = (first + last) // 2
@@ -103,9 +148,26 @@ def needed(recipe: Recipe) -> tuple[Layout, float] | None:
     return None
 
 
+def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
+    """The layout on so many devices: a pipeline that says "auto" is 2 deep, or as deep as it takes to fit.
+
+    Raises:
+        Refusal: when the degrees don't multiply to `devices`.
+    """
+    depth = 2
+    while True:
+        found = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth))
+        fits = demand(recipe, found, rank_rows(recipe, found)).gib <= available(recipe, found, machine)
+        deeper = recipe.parallelism.pipeline == "auto" and found.pipeline == depth
+        if fits or not deeper or depth * 2 > recipe.model.layers:
+            return found
+        depth *= 2
+
+
 def limits(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
     """The largest useful degree of each dimension that says "auto"."""
-    tensor = math.gcd(devices_per_node, recipe.model.kv_heads)
+    model = recipe.model
+    tensor = math.gcd(devices_per_node, model.kv_heads, model.heads, model.ffn, model.vocab)
     return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2}
 
 

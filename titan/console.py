@@ -40,7 +40,7 @@ def show_run(run: Run, life: Life, corpus: Corpus, applied: Sequence[str]) -> No
             f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {t.schedule}; seed {t.seed}",
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
             **_dimensions(run),
-            "applied": "; ".join(applied),
+            **{"applied" if i == 0 else f"  {i + 1}": step for i, step in enumerate(applied)},
             "devices": f"{run.machine.describe()}; about {memory:.1f} GiB a rank",
         }
     )

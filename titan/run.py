@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from titan.metrics.schema import Metrics
 from titan.model.schema import Llama
 from titan.optimizer import Optimizer
 from titan.parallelism.schema import Layout, Parallelism, Staging
+from titan.parallelism.staging import staging
 from titan.precision import Precision
 from titan.settings import Refusal, plain, setting
 from titan.training import Training
@@ -122,12 +122,13 @@ def resolve(
         precision = Precision(compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)
     layout = _layout(recipe, machine, ranks)
+    microbatches = _microbatches(recipe, layout, machine)
     run = Run(
         **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
         machine=machine,
         layout=layout,
-        microbatches=_microbatches(recipe, layout, machine),
-        staging=_staging(recipe, layout),
+        microbatches=microbatches,
+        staging=staging(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, microbatches),
         directory=directory,
         choices=choices or {},
         overrides=overrides,
@@ -147,19 +148,21 @@ def billions(count: float) -> str:
 
 def _layout(recipe: Recipe, machine: Machine, ranks: int | None) -> Layout:
     cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
-    node = machine.count if per_node == "auto" else int(per_node)
-    limits = capacity.limits(recipe, max(2, node))
+    node = max(2, machine.count if per_node == "auto" else int(per_node))
+
+    def on(devices: int) -> Layout:
+        return capacity.layout(recipe, machine, devices, node)
+
     if ranks is not None:
         _check_ranks(cluster, ranks)
-        return recipe.parallelism.layout(ranks, limits)
+        return on(ranks)
     if cluster.devices != "auto":
-        return recipe.parallelism.layout(int(cluster.devices), limits)
+        return on(int(cluster.devices))
     if per_node != "auto":
-        return recipe.parallelism.layout(int(per_node) * cluster.nodes, limits)
-    asked = recipe.parallelism.layout(None, limits)
+        return on(int(per_node) * cluster.nodes)
     if machine.device == "cpu" or not _open(recipe.parallelism):
-        return asked
-    return recipe.parallelism.layout(machine.count * cluster.nodes, limits)
+        return recipe.parallelism.layout(None, capacity.limits(recipe, node))
+    return on(machine.count * cluster.nodes)
 
 
 def _open(parallelism: Parallelism) -> bool:
@@ -170,12 +173,6 @@ def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
     return capacity.microbatches(recipe, layout, capacity.available(recipe, layout, machine))
-
-
-def _staging(recipe: Recipe, layout: Layout) -> Staging:
-    count, layers = layout.pipeline, recipe.model.layers
-    cuts = [layers * i // count for i in range(count + 1)]
-    return Staging(recipe.parallelism.schedule, tuple(itertools.pairwise(cuts)), tuple(range(count)))
 
 
 def _check_ranks(cluster: Cluster, ranks: int) -> None:

@@ -109,11 +109,11 @@ class Pipeline:
         plan, stages = self.plan, [self._stage(number, module) for number, module in self.stages.items()]
         common: dict[str, Any] = {"n_microbatches": plan.microbatches, "loss_fn": self._loss, "scale_grads": False}
         if plan.schedule.endswith(".csv"):
-            schedule = _PipelineScheduleRuntime(stages, **common)
+            schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
             schedule._load_csv(plan.schedule)
             return schedule
         kind = get_schedule_class(plan.schedule)
-        return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **common)  # type: ignore[arg-type]
+        return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **common)
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
         """A stage whose inputs and outputs are told, so that torch need not run it to find out."""

@@ -189,7 +189,10 @@ class Parallelism:
         """
         degrees: dict[str, int | str] = {name: getattr(self, name) for name in DIMENSIONS}
         if devices is None:
-            return Layout(**{name: 2 if d in (-1, "auto") else int(d) for name, d in degrees.items()})
+            fewest = {-1: 2} | {name: math.gcd(2, limits.get(name, 2)) for name in DIMENSIONS}
+            return Layout(
+                **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
+            )
         left = devices // math.prod(int(d) for d in degrees.values() if d not in (-1, "auto"))
         for name in ("tensor", "context", "pipeline", "replicate", "shard"):
             if degrees[name] == "auto":

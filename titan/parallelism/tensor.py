@@ -56,7 +56,7 @@ def overlap() -> None:
     """
     import torch._inductor.config as inductor
 
-    inductor._micro_pipeline_tp = True  # type: ignore[attr-defined]
+    inductor._micro_pipeline_tp = True
 
 
 def settle(parameter: Tensor) -> None:

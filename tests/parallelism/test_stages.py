@@ -1,0 +1,487 @@
+"""Pipelines as arithmetic: agrees with torch's own schedules, and refuses what torch would choke on."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+from titan.parallelism import stages
+from titan.parallelism.orders import actions_of
+from titan.parallelism.stages import SCHEDULES, Action, Deadlock, Overlap
+from titan.settings import Refusal
+
+NAMES = list(SCHEDULES)
+SINGLE = ("GPipe", "1F1B")
+TABLE = [
+    pytest.param(name, ranks, laps, count, id=f"{name}-{ranks}x{laps}-{count}")
+    for name in NAMES
+    for ranks in (2, 3, 4, 8)
+    for laps in ((SCHEDULES[name].stages,) if SCHEDULES[name].fixed else (1, 2, 3))
+    for count in (1, 2, 3, 5, 8, 10, 16, 21, 24)
+    if SCHEDULES[name].allows(ranks, laps, count)
+]
+
+
+class FakeStage(SimpleNamespace):
+    """As much of torch's stage as schedules look at; notes what is asked of it."""
+
+    def __init__(self, index: int, ranks: int, count: int) -> None:
+        super().__init__(stage_index=index, num_stages=count, group_size=ranks, group_rank=index % ranks)
+        self.is_last, self.submod, self.done = index == count - 1, None, []
+
+    def forward_one_chunk(self, microbatch: int, *_: Any, **__: Any) -> None:
+        self.done.append(f"{self.stage_index}F{microbatch}")
+
+    def backward_one_chunk(self, microbatch: int, **__: Any) -> None:
+        self.done.append(f"{self.stage_index}B{microbatch}")
+
+    def perform_reduce_grad(self, scale: int) -> None:
+        pass
+
+    def no_operations(self, microbatch: int) -> list[Any]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_operations
+
+
+def torch_schedule(name: str, ranks: int, laps: int, count: int, rank: int = 0) -> Any:
+    """A rank's schedule at torch."""
+    mine = [FakeStage(rank + lap * ranks, ranks, ranks * laps) for lap in range(laps)]
+    kind: Any = torch_schedules.get_schedule_class(name)
+    return kind(mine[0] if name in SINGLE else mine, count)
+
+
+def torch_order(name: str, ranks: int, laps: int, count: int) -> list[list[str]]:
+    """What torch's ranks do."""
+    if name in SINGLE:  # these run loops of their own; what they show as their order only resembles those
+        return [_performed(name, ranks, count, rank) for rank in range(ranks)]
+    found = torch_schedule(name, ranks, laps, count).pipeline_order
+    return [[str(action) for action in found[rank] if action is not None] for rank in range(ranks)]
+
+
+def _performed(name: str, ranks: int, count: int, rank: int) -> list[str]:
+    schedule = torch_schedule(name, ranks, 1, count, rank)
+    with mock.patch.object(schedule, "_initialize_stage"):
+        schedule._step_microbatches([()] * count, [{}] * count)
+    return list(schedule._stage.done)
+
+
+def written(order: Iterable[Iterable[object]], path: Path) -> Path:
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(order)
+    return path
+
+
+def parsed(text: str) -> list[list[stages.Cell]]:
+    """Rows of actions, such as "0F0 0B0 | 1F0 1B0"."""
+    return [[stages._cell(word, 1, 1) for word in row.split()] for row in text.split("|")]
+
+
+# ---- torch's schedules ----
+
+
+@pytest.mark.parametrize(("name", "ranks", "laps", "count"), TABLE)
+def test_orders_are_those_of_torch(name: str, ranks: int, laps: int, count: int) -> None:
+    mine = stages.order(name, ranks, laps, count)
+    assert [[str(cell) for cell in row] for row in mine] == torch_order(name, ranks, laps, count)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_what_torch_refuses_is_refused(name: str, ranks: int) -> None:
+    for laps, count in itertools.product((1,) if name in SINGLE else (1, 2, 3), range(1, 14)):
+        try:
+            torch_schedule(name, ranks, laps, count)
+            built = True
+        except ValueError:
+            built = False
+        assert SCHEDULES[name].allows(ranks, laps, count) is built, (laps, count)
+        try:
+            stages.check(name, ranks, ranks * laps, count)
+        except Refusal:
+            assert not built, (laps, count)
+        else:
+            assert built, (laps, count)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_are_those_of_torch(name: str) -> None:
+    kind = SCHEDULES[name]
+    single = issubclass(torch_schedules.get_schedule_class(name), torch_schedules.PipelineScheduleSingle)
+    assert single == (kind.fixed and kind.stages == 1)
+    kinds = {a.kind for row in stages.order(name, 4, kind.stages, 8) for cell in row for a in actions_of(cell)}
+    assert kind.splits_backward == ("I" in kinds)
+    expected = generate_stage_to_rank_mapping(4, 4 * kind.stages, kind.placement)
+    assert stages.placement(name, 4, 4 * kind.stages) == [expected[stage] for stage in range(4 * kind.stages)]
+    if not single:
+        built = torch_schedule(name, 4, kind.stages, 8)
+        assert built.stage_index_to_group_rank == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (3, 10)])
+def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path) -> None:
+    laps = SCHEDULES[name].stages
+    if name in SINGLE:
+        path = written(torch_order(name, ranks, laps, count), tmp_path / "order.csv")
+    else:
+        path = tmp_path / "order.csv"
+        torch_schedule(name, ranks, laps, count)._dump_csv(path, format="compute_only")
+    table = stages.read_csv(path)
+    kept = [[cell for cell in row if cell is not None] for row in table.order]
+    assert kept == stages.order(name, ranks, laps, count)
+    assert (table.ranks, table.stages, table.microbatches) == (ranks, ranks * laps, count)
+    assert list(table.owners) == stages.placement(name, ranks, ranks * laps)
+    assert table.splits_backward == SCHEDULES[name].splits_backward
+    assert table.idle == stages.idle_share(name, ranks, laps, count)
+    stages.check(str(path), ranks, ranks * laps, count)
+
+
+# ---- time ----
+
+
+@pytest.mark.parametrize(("name", "ranks", "laps", "count"), TABLE)
+def test_idle_share_in_closed_form(name: str, ranks: int, laps: int, count: int) -> None:
+    """(p - 1) / (v m + p - 1) of all time, where papers tell it, is waited; never is it less than the bound."""
+    found = stages.idle_share(name, ranks, laps, count)
+    assert found >= stages._least_idle(SCHEDULES[name], ranks, laps, count) - 1e-12
+    full = {
+        "GPipe": True,
+        "1F1B": True,
+        "LoopedBFS": laps == 1 or count >= ranks,
+        "Interleaved1F1B": count % ranks == 0,
+    }
+    if full.get(name):
+        assert found == pytest.approx((ranks - 1) / (laps * count + ranks - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "count", "makespan"),
+    [
+        # zero bubble, V: all that is waited for is the first forward on its way, where all three parts take as long
+        pytest.param("ZBVZeroBubble", 2, 4, 6 * 4 + 1, id="ZBV-2x4"),
+        pytest.param("ZBVZeroBubble", 4, 8, 6 * 8 + 3, id="ZBV-4x8"),
+        pytest.param("ZBVZeroBubble", 4, 16, 6 * 16 + 3, id="ZBV-4x16"),
+    ],
+)
+def test_makespan_of_zero_bubble(name: str, ranks: int, count: int, makespan: float) -> None:
+    assert stages.simulate(stages.order(name, ranks, 2, count)).makespan == makespan
+
+
+@pytest.mark.parametrize(
+    ("text", "costs", "makespan", "ranks"),
+    [
+        pytest.param("0F0 0B0", (1, 1, 1), 3, [0], id="alone"),
+        pytest.param("0F0 0B0 | 1F0 1B0", (1, 1, 1), 6, [1 / 2, 1 / 2], id="two stages, one micro-batch"),
+        pytest.param("0F0 0I0 0W0 | 1F0 1I0 1W0", (1, 2, 4), 10, [3 / 10, 3 / 10], id="weights keep nobody waiting"),
+        pytest.param("0F0 1F0 1B0 0B0", (2, 3, 5), 20, [0], id="two stages, one rank"),
+        pytest.param("0F0 0F1 0B0 0B1 | 1F0 1B0 1F1 1B1", (1, 1, 1), 9, [3 / 9, 3 / 9], id="1F1B by hand"),
+        # 1F0 2-3, 1B0 3-5, the pair 5-8 sends on at 8, although its backward began at 6
+        pytest.param("0F0 0F1 0B0 0B1 | 1F0 (1F1;1B0)OVERLAP_F_B 1B1", (1, 1, 1), 9, [3 / 9, 3 / 9], id="overlap"),
+        pytest.param("", (1, 1, 1), 0, [0], id="nothing"),
+    ],
+)
+def test_simulation_by_hand(text: str, costs: tuple[float, float, float], makespan: float, ranks: list[float]) -> None:
+    timeline = stages.simulate(parsed(text), *costs)
+    assert timeline.makespan == makespan
+    assert timeline.ranks == pytest.approx(ranks)
+    assert timeline.idle == pytest.approx(sum(ranks) / len(ranks))
+
+
+def test_overlap_waits_for_each_and_sends_after_all() -> None:
+    """The pair on rank 0 takes its forward first, waits for 1B0 until 4, ends at 6; only then 1F1 can start."""
+    cells: Sequence[Sequence[stages.Cell]] = [
+        [Action(0, "F", 0), Overlap((Action(0, "F", 1), Action(0, "B", 0))), Action(0, "B", 1)],
+        [Action(1, "F", 0), Action(1, "B", 0), Action(1, "F", 1), Action(1, "B", 1)],
+    ]
+    assert stages.simulate(cells).makespan == 4 + 2 + 1 + 2 + 2
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> tuple[str, int, int, int]:
+    name, ranks, count = draw(st.sampled_from(NAMES)), draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    laps = SCHEDULES[name].stages if SCHEDULES[name].fixed else draw(st.integers(1, 3))
+    assume(SCHEDULES[name].allows(ranks, laps, count))
+    return name, ranks, laps, count
+
+
+@settings(max_examples=40)
+@given(numbers(), st.tuples(*[st.integers(0, 9)] * 3))
+def test_simulation_accounts_for_all_time(chosen: tuple[str, int, int, int], costs: tuple[int, int, int]) -> None:
+    name, ranks, laps, count = chosen
+    timeline = stages.simulate(stages.order(*chosen), *costs)
+    busy = laps * count * sum(costs)
+    chain = ranks * laps * (costs[0] + costs[1])
+    assert timeline.makespan >= max(busy, chain)
+    for idle in timeline.ranks:
+        assert idle * timeline.makespan == pytest.approx(timeline.makespan - busy)
+
+
+@settings(max_examples=25)
+@given(numbers(), st.randoms(use_true_random=False))
+def test_a_file_is_accepted_when_torch_accepts_it(chosen: tuple[str, int, int, int], dice: random.Random) -> None:
+    """Orders with some actions exchanged: deadlocks to torch are deadlocks here, and no others."""
+    name, ranks, laps, count = chosen
+    order = [[str(cell) for cell in row] for row in stages.order(*chosen)]
+    for _ in range(dice.randint(0, 2)):
+        row = dice.choice(order)
+        i, j = dice.randrange(len(row)), dice.randrange(len(row))
+        row[i], row[j] = row[j], row[i]
+    with mock.patch("builtins.open", mock.mock_open(read_data="\n".join(",".join(row) for row in order))):
+        mine, theirs = _verdict(lambda: stages.read_csv("x.csv")), _verdict(lambda: _loaded(ranks, laps, count))
+    assert mine == theirs or "out of turn" in mine, (mine, theirs)
+
+
+def _loaded(ranks: int, laps: int, count: int) -> None:
+    mine = [FakeStage(lap * ranks, ranks, ranks * laps) for lap in range(laps)]
+    torch_schedules._PipelineScheduleRuntime(mine, count)._load_csv("x.csv")
+
+
+def _verdict(attempt: Any) -> str:
+    try:
+        attempt()
+    except (Refusal, AssertionError) as error:
+        return "out of turn" if "out of turn" in str(error) else "no"
+    return "yes"
+
+
+# ---- the number of micro-batches ----
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "laps", "rows", "idle", "expected"),
+    [
+        pytest.param("1F1B", 4, 1, 64, 0.1, 32, id="27 would do, but leave half of the rows of 32 idle: no"),
+        pytest.param("1F1B", 4, 1, 27, 0.1, 27, id="just enough"),
+        pytest.param("1F1B", 4, 1, 26, 0.1, 26, id="none is enough: the best"),
+        pytest.param("1F1B", 4, 1, 3, 0.1, None, id="none is allowed"),
+        pytest.param("1F1B", 4, 1, 1000, 0.5, 4, id="few will do"),
+        pytest.param("GPipe", 1, 1, 7, 0.1, 1, id="no pipeline, no waiting"),
+        pytest.param("GPipe", 2, 1, 5, 0.1, 5, id="3 of 2 rows would pad"),
+        pytest.param("Interleaved1F1B", 4, 2, 16, 0.1, 16, id="interleaved"),
+        pytest.param("Interleaved1F1B", 4, 3, 15, 0.2, 4, id="not a multiple: padded"),
+        pytest.param("ZBVZeroBubble", 4, 2, 64, 0.1, 5, id="zero bubble needs few"),
+        pytest.param("ZBVZeroBubble", 4, 2, 64, 0.05, 16, id="zero bubble"),
+        pytest.param("DualPipeV", 4, 2, 7, 0.5, None, id="DualPipeV needs as many as stages"),
+    ],
+)
+def test_number_of_microbatches(name: str, ranks: int, laps: int, rows: int, idle: float, expected: int | None) -> None:
+    assert stages.microbatches(name, ranks, laps, rows, idle) == expected
+
+
+@settings(max_examples=40)
+@given(numbers(), st.integers(1, 24), st.sampled_from([0.05, 0.1, 0.25, 0.5]))
+def test_number_of_microbatches_against_all(chosen: tuple[str, int, int, int], rows: int, idle: float) -> None:
+    name, ranks, laps, _ = chosen
+    lost = {}
+    for n in range(1, rows + 1):
+        if SCHEDULES[name].allows(ranks, laps, n):
+            used = rows / (n * -(-rows // n)) * (1 - stages.idle_share(name, ranks, laps, n))
+            lost[n] = round(1 - used, 12)
+    enough = [n for n in lost if lost[n] <= idle]
+    expected = enough[0] if enough else min(lost, key=lambda n: (lost[n], n), default=None)
+    assert stages.microbatches(name, ranks, laps, rows, idle) == expected
+
+
+# ---- layers to stages ----
+
+
+def sizes(parts: list[range]) -> list[int]:
+    assert [layer for part in parts for layer in part] == list(range(parts[-1].stop))
+    return [len(part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("costs", "count", "first", "last", "expected"),
+    [
+        pytest.param([1] * 126, 16, 0, 2, [8] * 15 + [6], id="a large head"),
+        pytest.param([1] * 10, 4, 0, 0, [2, 2, 3, 3], id="earlier stages have fewer"),
+        pytest.param([0.1] * 10, 4, 0, 0, [2, 2, 3, 3], id="sums of equal fractions are equal"),
+        pytest.param([1] * 4, 4, 9, 9, [1] * 4, id="one layer each"),
+        pytest.param([1] * 8, 1, 3, 3, [8], id="one stage"),
+        pytest.param([5, 1, 1, 1], 2, 0, 0, [1, 3], id="an expensive layer"),
+        pytest.param([1] * 8, 4, 3, 0, [1, 2, 2, 3], id="a large embedding"),
+        pytest.param([0, 0, 0], 2, 0, 0, [1, 2], id="for nothing"),
+    ],
+)
+def test_split(costs: list[float], count: int, first: float, last: float, expected: list[int]) -> None:
+    assert sizes(stages.split(costs, count, first, last)) == expected
+
+
+COST = st.one_of(st.integers(0, 6), st.sampled_from([0.1, 0.2, 0.3, 0.7]))
+
+
+@settings(max_examples=60)
+@given(st.lists(COST, min_size=1, max_size=8), st.integers(1, 8), COST, COST)
+def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, last: float) -> None:
+    assume(count <= len(costs))
+    whole = [round(cost * 10) for cost in costs]
+    whole[0] += round(first * 10)
+    whole[-1] += round(last * 10)
+
+    def merit(cuts: tuple[int, ...]) -> tuple[int, int, list[int]]:
+        bounds = list(itertools.pairwise((0, *cuts, len(costs))))
+        sums = [sum(whole[a:b]) for a, b in bounds]
+        return max(sums), sum(x * x for x in sums), [b - a for a, b in bounds]
+
+    found = stages.split(costs, count, first, last)
+    best = min(map(merit, itertools.combinations(range(1, len(costs)), count - 1)))
+    assert sizes(found) == best[2]
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_by_layers_is_even(layers: int, count: int) -> None:
+    assume(count <= layers)
+    found = sizes(stages.by_layers(layers, count))
+    assert sum(found) == layers and len(found) == count
+    assert found == sorted(found) and found[-1] - found[0] <= 1
+
+
+def test_explicit() -> None:
+    assert stages.explicit(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
+    assert stages.explicit(3, 1, ()) == [range(3)]
+
+
+def test_negative_costs_are_no_costs() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        stages.split([1, -1], 1)
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("attempt", "words"),
+    [
+        pytest.param(lambda: stages.split([1] * 3, 4), ["parallelism.stages=4", "3 layers"], id="too few layers"),
+        pytest.param(lambda: stages.by_layers(3, 4), ["parallelism.stages=4", "3 layers"], id="too few, by number"),
+        pytest.param(
+            lambda: stages.explicit(12, 4, (4, 8)), ["parallelism.starts=[4,8]", "3 numbers", "stages=3"], id="starts"
+        ),
+        pytest.param(lambda: stages.explicit(12, 3, (4, 4)), ["starts=[4,4]", "rise"], id="an empty stage"),
+        pytest.param(lambda: stages.explicit(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),
+        pytest.param(lambda: stages.explicit(12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"], id="an empty last"),
+        pytest.param(lambda: stages.check("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"], id="misspelt"),
+        pytest.param(lambda: stages.check("x", 4, 4, 8), ["schedule=x", "GPipe", ".csv"], id="unknown"),
+        pytest.param(
+            lambda: stages.check("ZBVZeroBubble", 4, 4, 8),
+            ["parallelism.stages=4", "2 stages on each rank", "give 8", "parallelism.pipeline=4"],
+            id="needs two stages a rank",
+        ),
+        pytest.param(lambda: stages.check("1F1B", 4, 8, 8), ["stages=8", "one stage", "give 4"], id="needs one"),
+        pytest.param(
+            lambda: stages.check("LoopedBFS", 4, 6, 8),
+            ["stages=6", "multiple of parallelism.pipeline=4", "4, 8 or auto"],
+            id="not a multiple of the ranks",
+        ),
+        pytest.param(lambda: stages.check("LoopedBFS", 4, 3, 8), ["stages=3", "4, 8"], id="less than ranks"),
+        pytest.param(
+            lambda: stages.check("1F1B", 4, 4, 3),
+            ["parallelism.microbatches=3", "parallelism.pipeline=4", "give 4 or more"],
+            id="too few micro-batches",
+        ),
+        pytest.param(lambda: stages.check("DualPipeV", 4, 8, 7), ["microbatches=7", "8 or more"], id="DualPipeV"),
+        pytest.param(lambda: stages.check("GPipe", 4, 4, 0), ["microbatches=0", "1 or more"], id="none"),
+        pytest.param(
+            lambda: stages.check("Interleaved1F1B", 4, 8, 13),
+            ["microbatches=13", "3 rounds", "give 12, 15 or auto"],
+            id="rounds",
+        ),
+        pytest.param(
+            lambda: stages.check("InterleavedZeroBubble", 4, 8, 9), ["2 rounds", "give 8, 10"], id="rounds of others"
+        ),
+    ],
+)
+def test_refusals(attempt: Any, words: list[str]) -> None:
+    with pytest.raises(Refusal) as refusal:
+        attempt()
+    _plain(str(refusal.value), words)
+
+
+def _plain(sentence: str, words: list[str]) -> None:
+    assert sentence.startswith("parallelism.") and sentence[-1] in ".?" and "\n" not in sentence
+    for word in words:
+        assert word in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        pytest.param("", ["empty"], id="empty file"),
+        pytest.param("0F0,0B0\n1F0,,1X0", ["row 2, column 3", "'1X0'", "0F3"], id="unreadable"),
+        pytest.param("0F0,0B", ["row 1, column 2", "'0B'"], id="no micro-batch"),
+        pytest.param("0F0,0SEND_F0,0B0", ["column 2", "sending"], id="communication"),
+        pytest.param("0F0,(0B0;1F)OVERLAP_F_B", ["column 2"], id="unreadable overlap"),
+        pytest.param("0F0,0F0,0B0", ["0F0", "twice"], id="twice"),
+        pytest.param("0F0,0B0,0F1", ["0B1 is missing"], id="backward missing"),
+        pytest.param("0F0,0B0,0F2,0B2", ["0F1 is missing"], id="micro-batch missing"),
+        pytest.param("0F0,0B0,0F999999999", ["0F1 is missing"], id="far too many"),
+        pytest.param("0F0,0F1,0B0,0B1\n1F0,1B0", ["1F1 is missing"], id="forward missing"),
+        pytest.param("0F0,1B0,0B0\n1F0", ["stage 1", "rows 1 and 2"], id="a stage on two ranks"),
+        pytest.param("0F0,0B0\n,,\n1F0,1B0", ["row 2", "rank"], id="a rank without a stage"),
+        pytest.param("0F0,0B0\n2F0,2B0", ["no stage 1"], id="a stage that is nowhere"),
+        pytest.param("0F0,0W0", ["0W0", "without 0I0"], id="weights without inputs"),
+        pytest.param("0F0,0I0", ["0I0", "without 0W0"], id="inputs without weights"),
+        pytest.param("0F0,0B0,0W0", ["0W0", "0B0", "either"], id="both"),
+        pytest.param("0F0,0W0,0I0", ["comes to a halt", "row 1", "0W0"], id="weights before inputs"),
+        pytest.param("0F0,0B0\n1B0,1F0", ["comes to a halt", "row 1", "0B0"], id="backward before forward"),
+        pytest.param("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", ["comes to a halt"], id="each waits for the other"),
+        pytest.param("0F1,0F0,0B0,0B1", ["micro-batch 1", "out of turn"], id="losses out of turn"),
+    ],
+)
+def test_refused_files(text: str, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(text)
+    with pytest.raises(Refusal) as refusal:
+        stages.check(str(path), 2, 2, 2)
+    _plain(str(refusal.value), [f"parallelism.schedule={path}", *words])
+
+
+def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
+    for path, word in ((tmp_path / "none.csv", "no such file"), (tmp_path, "can't be read")):
+        with pytest.raises(Refusal, match=word):
+            stages.read_csv(path)
+    binary = tmp_path / "binary.csv"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(Refusal, match="can't be read"):
+        stages.read_csv(binary)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "count", "microbatches", "words"),
+    [
+        pytest.param(4, 2, 2, ["parallelism.pipeline=4", "2 ranks", "pipeline=2"], id="ranks"),
+        pytest.param(2, 4, 2, ["parallelism.stages=4", "2 stages", "stages=2"], id="stages"),
+        pytest.param(2, 2, 8, ["parallelism.microbatches=8", "4 micro-batches", "microbatches=4"], id="micro-batches"),
+    ],
+)
+def test_files_have_their_own_numbers(
+    ranks: int, count: int, microbatches: int, words: list[str], tmp_path: Path
+) -> None:
+    path = written(stages.order("1F1B", 2, 1, 4), tmp_path / "order.csv")
+    with pytest.raises(Refusal) as refusal:
+        stages.check(str(path), ranks, count, microbatches)
+    _plain(str(refusal.value), words)
+
+
+def test_a_deadlock_tells_who_waits() -> None:
+    with pytest.raises(Deadlock) as deadlock:
+        stages.simulate(parsed("0F0 0B0 | 1B0 1F0"))
+    assert deadlock.value.waiting == {0: Action(0, "B", 0), 1: Action(1, "B", 0)}
+
+
+def test_orders_of_impossible_numbers_are_errors() -> None:
+    with pytest.raises(ValueError, match="1F1B on 4 ranks"):
+        stages.order("1F1B", 4, 1, 3)

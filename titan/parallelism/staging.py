@@ -1,0 +1,86 @@
+"""From degrees to a pipeline's stages: how many, of which layers, on which rank. Free of torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titan.parallelism import stages
+from titan.parallelism.schema import Layout, Parallelism, Staging
+from titan.settings import Refusal
+
+if TYPE_CHECKING:
+    from titan.model.schema import Decoder
+
+
+def single(layers: int) -> Staging:
+    """One stage that has all layers."""
+    return Staging("", ((0, layers),), (0,))
+
+
+def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> list[int]:
+    """Numbers of micro-batches that a pipeline may have, those that `parallelism.idle` asks for first.
+
+    Args:
+        parallelism: the schedule, and what is asked of it.
+        layout: the degrees.
+        rows: of a rank in a step.
+
+    Raises:
+        Refusal: when the schedule needs more micro-batches than there are rows.
+    """
+    if _custom(parallelism):
+        return [stages.read_csv(parallelism.schedule).microbatches]
+    ranks, each = layout.pipeline, _each(parallelism, layout)
+    least = stages.microbatches(parallelism.schedule, ranks, each, rows, parallelism.idle)
+    if least is None:
+        raise Refusal(
+            f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
+            f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
+            "schedule such as 1F1B."
+        )
+    kind = stages.facts(parallelism.schedule)
+    return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, each, n))]
+
+
+def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int, microbatches: int) -> Staging:
+    """The stages of a layout.
+
+    With `split=balanced` a stage's cost is the floating-point operations of its blocks and, for the last, of the head:
+    the embedding is a look-up.
+
+    Raises:
+        Refusal: when the schedule can't have such stages or micro-batches, or there are too few layers.
+    """
+    ranks, schedule = layout.pipeline, parallelism.schedule
+    if ranks == 1:
+        return single(model.layers)
+    table = stages.read_csv(schedule) if _custom(parallelism) else None
+    count = ranks * _each(parallelism, layout) if table is None else table.stages
+    if parallelism.stages != "auto":
+        count = int(parallelism.stages)
+    stages.check(schedule, ranks, count, microbatches)
+    layers = tuple((part.start, part.stop) for part in _layers(parallelism, model, seq_len, count))
+    if table is not None:
+        return Staging(schedule, layers, table.owners, table.splits_backward, table.idle)
+    owners = tuple(stages.placement(schedule, ranks, count))
+    idle = stages.idle_share(schedule, ranks, count // ranks, microbatches)
+    return Staging(schedule, layers, owners, stages.facts(schedule).splits_backward, idle)
+
+
+def _layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) -> list[range]:
+    if parallelism.starts:
+        return stages.explicit(model.layers, count, parallelism.starts)
+    if parallelism.split == "layers":
+        return stages.by_layers(model.layers, count)
+    return stages.split([model.block_flops(seq_len)] * model.layers, count, last=model.head_flops())
+
+
+def _custom(parallelism: Parallelism) -> bool:
+    return parallelism.schedule.endswith(".csv")
+
+
+def _each(parallelism: Parallelism, layout: Layout) -> int:
+    """Stages of a rank."""
+    if parallelism.stages == "auto":
+        return stages.facts(parallelism.schedule).stages
+    return max(1, int(parallelism.stages) // layout.pipeline)
