@@ -45,8 +45,9 @@ def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
     _tell(run, world, note)
     for stage, how in zip(stages.values(), initial, strict=True):
         device = "cpu" if run.memory.offload else world.device
-        rng.materialise(stage.model, how, run.training.seed, device)
-        stage.model.init_buffers(world.device)
+        with world.memory():
+            rng.materialise(stage.model, how, run.training.seed, device)
+            stage.model.init_buffers(world.device)
     note(f"initial weights from seed {run.training.seed} on {world.device}")
     return Engine(
         stages=tuple(stages.values()),

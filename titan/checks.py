@@ -76,7 +76,7 @@ def _check_context(run: Run) -> None:
     heads = run.model.heads // layout.tensor
     if how.context_method == "ulysses" and heads % layout.context:
         raise Refusal(
-            f"parallelism.context_method=ulysses: context {layout.context} does not divide the {heads} heads of a rank; "
+            f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} heads; "
             "give allgather or ring, or another parallelism.context."
         )
 

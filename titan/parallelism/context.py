@@ -138,9 +138,10 @@ def _kernel(q: Tensor, ids: Ids) -> str | None:
     """The flash kernel that can compute a block; None: only the formula can."""
     if ids is not None:
         return None
+    if q.device.type in ("cpu", "meta"):  # meta: shapes only
+        return "cpu"
     half = q.dtype in (torch.float16, torch.bfloat16)
-    fits = q.device.type == "cpu" or (half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256)
-    return q.device.type if fits and q.device.type in ("cpu", "cuda") else None
+    return "cuda" if q.device.type == "cuda" and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else None
 
 
 def _tiles(q: Tensor, k: Tensor) -> list[slice]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,6 +40,7 @@ class World:
             (into which context is folded: its ranks hold different parts of the weights too), tensor. None for a
             single rank.
         context: the ranks that share a row; None without context parallelism.
+        memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
 
     place: Place
@@ -45,6 +48,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
+    memory: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def speaks(self) -> bool:

@@ -29,6 +29,8 @@ class Schedule:
             weights in between, and selective checkpointing, which can go backward only once, is impossible.
         microbatches: their number is free, or at least the number of stages, or a multiple of the number of rounds,
             which is how many times as many as ranks go into it, and at least 1.
+        waits: how long each rank waits in a step for each rank beside it, if no longer than it must, in the time of a
+            stage's forward. A whole backward is waited for on the way there and back: 1 and 2.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Schedule:
     placement: Literal["loop", "v"]
     splits_backward: bool
     microbatches: Literal["free", "stages", "rounds"]
+    waits: int
 
     def allows(self, ranks: int, stages_per_rank: int, microbatches: int) -> bool:
         """Whether torch builds the schedule with these numbers."""
@@ -46,17 +49,26 @@ class Schedule:
             return microbatches >= ranks * stages_per_rank
         return self.microbatches == "free" or microbatches % rounds(ranks, microbatches) == 0
 
+    def least_idle(self, ranks: int, stages_per_rank: int, microbatches: int) -> float:
+        """The share of time in which ranks wait when enough micro-batches fill the pipeline; else it is no less."""
+        wait = self.waits * (ranks - 1)
+        return wait / (3 * microbatches * stages_per_rank + wait)
+
+    def fills(self, ranks: int, microbatches: int) -> bool:
+        """Whether so many micro-batches are enough for that."""
+        return microbatches >= (2 * ranks - 1 if self.placement == "v" else ranks)
+
 
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("GPipe", 1, True, "loop", False, "free"),
-        Schedule("1F1B", 1, True, "loop", False, "stages"),
-        Schedule("Interleaved1F1B", 2, False, "loop", False, "rounds"),
-        Schedule("LoopedBFS", 2, False, "loop", False, "free"),
-        Schedule("InterleavedZeroBubble", 2, False, "loop", True, "rounds"),
-        Schedule("ZBVZeroBubble", 2, True, "v", True, "free"),
-        Schedule("DualPipeV", 2, True, "v", True, "stages"),
+        Schedule("GPipe", 1, True, "loop", False, "free", 3),
+        Schedule("1F1B", 1, True, "loop", False, "stages", 3),
+        Schedule("Interleaved1F1B", 2, False, "loop", False, "rounds", 3),
+        Schedule("LoopedBFS", 2, False, "loop", False, "free", 3),
+        Schedule("InterleavedZeroBubble", 2, False, "loop", True, "rounds", 1),
+        Schedule("ZBVZeroBubble", 2, True, "v", True, "free", 1),
+        Schedule("DualPipeV", 2, True, "v", True, "stages", 2),
     )
 }
 """torch's schedules by their name, as of torch 2.13."""
@@ -309,9 +321,14 @@ def simulate(
 def idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
     """The share of time in which ranks wait, where backward takes twice as long as forward, half of it for weights.
 
+    Exact: in closed form where micro-batches fill the pipeline, otherwise by playing the order.
+
     Raises:
         Refusal, ValueError: as `order` does.
     """
+    kind = facts(schedule)
+    if kind.allows(ranks, stages_per_rank, microbatches) and kind.fills(ranks, microbatches):
+        return kind.least_idle(ranks, stages_per_rank, microbatches)
     return simulate(order(schedule, ranks, stages_per_rank, microbatches)).idle
 
 

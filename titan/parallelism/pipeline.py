@@ -6,7 +6,7 @@ the schedules see one scalar from the last stage, and logits never leave it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _PipelineScheduleRuntime,
@@ -111,9 +112,11 @@ class Pipeline:
         if plan.schedule.endswith(".csv"):
             schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
             schedule._load_csv(plan.schedule)
-            return schedule
-        kind = get_schedule_class(plan.schedule)
-        return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **common)
+        else:
+            kind: Any = get_schedule_class(plan.schedule)
+            schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **common)
+        schedule._warmup_p2p = _told
+        return schedule
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
         """A stage whose inputs and outputs are told, so that torch need not run it to find out."""
@@ -171,6 +174,15 @@ class Twins:
         for key, value in optimizer.state.get(self.first, {}).items():
             if isinstance(value, Tensor):
                 optimizer.state[self.last][key].copy_(value)
+
+
+def _told(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+    """In place of the vote that torch's schedules take on whether all stages know their shapes: they do.
+
+    The vote needs messages with values, which a simulation has not.
+    """
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC
 
 
 def _gradient(parameter: nn.Parameter | None) -> Tensor:

@@ -216,8 +216,8 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
     """
     kind = facts(schedule)
     counts = [n for n in range(1, rows + 1) if kind.allows(ranks, stages_per_rank, n)]
-    # to play an order takes long where there are many ranks: only of numbers that may be right
-    least = {n: _lost(_least_idle(kind, ranks, stages_per_rank, n), rows, n) for n in counts}
+    # few micro-batches are played, which takes long where there are many ranks: only numbers that may be right
+    least = {n: _lost(kind.least_idle(ranks, stages_per_rank, n), rows, n) for n in counts}
     exact = functools.cache(lambda n: _lost(idle_share(schedule, ranks, stages_per_rank, n), rows, n))
     for n in counts:
         if round(least[n], DIGITS) <= idle and round(exact(n), DIGITS) <= idle:
@@ -232,15 +232,6 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
 
 def _lost(idle: float, rows: int, count: int) -> float:
     return 1 - (1 - idle) * rows / (count * -(-rows // count))
-
-
-def _least_idle(schedule: Schedule, ranks: int, stages_per_rank: int, count: int) -> float:
-    """A bound from below: the last rank waits for the first forward, and the first for the last backward of inputs.
-
-    Where backward is whole this is also the share itself, if there are enough micro-batches.
-    """
-    wait = (ranks - 1) * (1 if schedule.splits_backward else 3)
-    return wait / (3 * count * stages_per_rank + wait)
 
 
 # ---- a user's own schedule ----
@@ -352,8 +343,9 @@ def _complete(actions: list[Action], stages: int) -> int:
     if twice:
         raise _Bad(f"{twice} is there twice; remove one")
     count = 1 + max(action.microbatch for action in actions)
-    for stage, m in itertools.product(range(stages), range(count)):  # ends at the first that is missing
-        _once(stage, m, "".join(kind for kind in "FBIW" if (stage, kind, m) in counts))
+    for stage in range(stages):
+        for m in range(count):  # which may be a huge number, but ends at the first that is missing
+            _once(stage, m, "".join(kind for kind in "FBIW" if (stage, kind, m) in counts))
     return _in_turn([m for stage, kind, m in actions if stage == stages - 1 and kind == "F"])
 
 
