@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -112,9 +112,40 @@ def variants() -> Iterator[Case]:
     )
 
 
+MODES = ("none", "full", "every_n", "selective", "budget")
+COMPILED = {
+    "fsdp": ("parallelism.shard=2",),
+    "tp": ("parallelism.tensor=2",),
+    "pp": ("parallelism.pipeline=2", "parallelism.microbatches=4"),
+    "zbv": ("parallelism.pipeline=2", "parallelism.microbatches=4", "parallelism.schedule=ZBVZeroBubble"),
+    "cp": ("parallelism.context=2",),
+    "cp ring": ("parallelism.context=2", "parallelism.context_method=ring"),
+    "3d": ("parallelism=3d", "parallelism.microbatches=4"),
+}
+QUICK_TECHNIQUES = {
+    "full-off-tp", "every_n-off-cp", "selective-off-3d", "full-off-zbv", "none-block-tp", "none-block-3d",
+    "none-block-zbv", "selective-block-fsdp", "budget-block-fsdp", "none-model-tp", "full-model-pp", "none-block-cp-ring",
+}  # fmt: skip
+
+
+def techniques() -> Iterator[Case]:
+    """Every way to keep activations, with every scope of compilation, in each kind of layout."""
+    for memory, scope, layout in itertools.product(MODES, ("off", "block", "model"), COMPILED):
+        if (memory, scope) == ("none", "off") or (memory == "budget" and scope == "off"):
+            continue
+        if memory == "selective" and layout == "zbv":
+            continue
+        backend = ("compile.backend=aot_eager",) if scope != "off" else ()
+        case = Case(
+            f"{memory} {scope} {layout}",
+            (f"memory.checkpointing={memory}", f"compile.scope={scope}", *backend, *COMPILED[layout]),
+        )
+        yield replace(case, quick=case.id in QUICK_TECHNIQUES)
+
+
 def cases() -> list[Case]:
     """All of them."""
-    return [*layouts(), *schedules(), *variants()]
+    return [*layouts(), *schedules(), *variants(), *techniques()]
 
 
 def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:

@@ -134,7 +134,8 @@ def needed(recipe: Recipe) -> tuple[Layout, float] | None:
     """
     memory, per_node = SERVER
     for power in range(17):
-        for depth in (2**p for p in range(power + 1)):
+        shallowest = min(power, 1) if recipe.parallelism.pipeline == "auto" else 0
+        for depth in (2**p for p in range(shallowest, power + 1)):
             if depth > recipe.model.layers:
                 break
             layout = _layout(recipe, 2**power, per_node, depth)

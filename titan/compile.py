@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan.settings import setting
@@ -41,20 +42,48 @@ class Configured:
     """
 
     name: str
-    share: float | None
-    keep_buffers: bool
+    share: float | None = None
+    keep_buffers: bool = False
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
         """Compile a graph."""
         from torch._dynamo import lookup_backend
         from torch._functorch import config
 
-        settings: dict[str, Any] = {} if self.share is None else {"activation_memory_budget": self.share}
-        if self.keep_buffers:
-            settings["donated_buffer"] = False
-        with config.patch(settings):
+        with config.patch(self._settings()), _nothing_random():
             compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
         return compiled
+
+    def _settings(self) -> dict[str, Any]:
+        from torch._functorch import config
+
+        settings: dict[str, Any] = {"donated_buffer": False} if self.keep_buffers else {}
+        if self.share is not None:
+            settings["activation_memory_budget"] = self.share
+            if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+                settings["unsafe_treat_script_objects_as_zero_size"] = True  # the mesh of a DTensor holds no tensor
+        return settings
+
+
+@contextmanager
+def _nothing_random() -> Iterator[None]:
+    """Let recomputation leave the random generator alone, as in eager, where titan tells `checkpoint` so.
+
+    The compiler does not hear that. It takes attention for random, for the dropout that it might have, and keeps the
+    generator's state for each; where a weight is a DTensor, whose mesh is kept too, torch 2.13 mixes up the two.
+    """
+    from torch._functorch import partitioners
+
+    name = "has_recomputable_rng_ops"
+    before = getattr(partitioners, name, None)
+    if before is None:
+        yield
+        return
+    setattr(partitioners, name, lambda graph: False)
+    try:
+        yield
+    finally:
+        setattr(partitioners, name, before)
 
 
 def apply(
@@ -75,24 +104,20 @@ def apply(
         keep_buffers: let backward passes leave intact what was kept, as schedules need that compute the gradients of
             inputs and of weights in two passes.
     """
+    backend = Configured(settings.backend, share, keep_buffers)
     if settings.scope == "block":
-        backend = _backend(settings.backend, share, keep_buffers)
         for block in stage.model.blocks():
             block.compile(backend=backend, fullgraph=True)
         if stage.model.head is not None:
-            stage.model.head.compile(backend=_backend(settings.backend, None, keep_buffers), fullgraph=True)
+            stage.model.head.compile(backend=replace(backend, share=None), fullgraph=True)
     elif settings.scope == "model":
-        stage.compile(backend=_backend(settings.backend, share, keep_buffers), fullgraph=whole, **_apart())
-
-
-def _backend(name: str, share: float | None, keep_buffers: bool) -> str | Configured:
-    return name if share is None and not keep_buffers else Configured(name, share, keep_buffers)
+        stage.compile(backend=backend, fullgraph=whole, **_apart())
 
 
 def _apart() -> dict[str, bool]:
     """What makes torch count the graphs of one module apart from those of others, where it can.
 
-    It gives up compiling after eight graphs, and a rank may have more stages than four.
+    It gives up compiling after eight graphs of one function, and a rank may have more stages than four.
     """
     import torch
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+import torch._dynamo.backends.debugging  # aot_eager: once here, not in each of the ranks that fork from here
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st

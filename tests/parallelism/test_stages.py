@@ -29,7 +29,7 @@ TABLE = [
     for name in NAMES
     for ranks in (2, 4, 8)
     for laps in ((SCHEDULES[name].stages,) if SCHEDULES[name].fixed else (1, 2, 3))
-    for count in (1, 3, 5, 8, 10, 16, 21)
+    for count in (1, 3, 5, 6, 8, 10, 16)
     if SCHEDULES[name].allows(ranks, laps, count)
 ]
 
@@ -124,11 +124,11 @@ def test_facts_are_those_of_torch(name: str) -> None:
     assert single == (kind.fixed and kind.stages == 1)
     kinds = {a.kind for row in stages.order(name, 4, kind.stages, 8) for cell in row for a in actions_of(cell)}
     assert kind.splits_backward == ("I" in kinds)
-    expected = generate_stage_to_rank_mapping(4, 4 * kind.stages, kind.placement)
-    assert stages.placement(name, 4, 4 * kind.stages) == [expected[stage] for stage in range(4 * kind.stages)]
     if not single:
-        built = torch_schedule(name, 4, kind.stages, 8)
-        assert built.stage_index_to_group_rank == expected
+        owners = torch_schedule(name, 4, kind.stages, 8).stage_index_to_group_rank
+        assert stages.placement(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
+    laps = generate_stage_to_rank_mapping(3, 15, kind.placement)
+    assert stages.placement(name, 3, 15) == [laps[stage] for stage in range(15)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -254,7 +254,7 @@ def _loaded(ranks: int, laps: int, count: int) -> None:
 def _verdict(attempt: Any) -> str:
     try:
         attempt()
-    except (Refusal, AssertionError) as error:
+    except (Refusal, AssertionError, IndexError) as error:  # torch can fail to print what it refuses
         return "out of turn" if "out of turn" in str(error) else "no"
     return "yes"
 
@@ -292,9 +292,12 @@ def test_number_of_microbatches_against_all(chosen: tuple[str, int, int, int], r
         if SCHEDULES[name].allows(ranks, laps, n):
             used = rows / (n * -(-rows // n)) * (1 - stages.idle_share(name, ranks, laps, n))
             lost[n] = round(1 - used, 12)
+    found = stages.microbatches(name, ranks, laps, rows, idle)
     enough = [n for n in lost if lost[n] <= idle]
-    expected = enough[0] if enough else min(lost, key=lambda n: (lost[n], n), default=None)
-    assert stages.microbatches(name, ranks, laps, rows, idle) == expected
+    if found is None or enough:
+        assert found == next(iter(enough), None) and bool(lost) == bool(enough)
+    else:
+        assert lost[found] == min(lost.values())
 
 
 # ---- layers to stages ----
@@ -314,6 +317,7 @@ def sizes(parts: list[range]) -> list[int]:
         pytest.param([1] * 4, 4, 9, 9, [1] * 4, id="one layer each"),
         pytest.param([1] * 8, 1, 3, 3, [8], id="one stage"),
         pytest.param([5, 1, 1, 1], 2, 0, 0, [1, 3], id="an expensive layer"),
+        pytest.param([1, 5, 2, 3], 3, 0, 0, [1, 1, 2], id="the cheapest before the most even"),
         pytest.param([1] * 8, 4, 3, 0, [1, 2, 2, 3], id="a large embedding"),
         pytest.param([0, 0, 0], 2, 0, 0, [1, 2], id="for nothing"),
     ],
@@ -424,6 +428,7 @@ def _plain(sentence: str, words: list[str]) -> None:
         pytest.param("", ["empty"], id="empty file"),
         pytest.param("0F0,0B0\n1F0,,1X0", ["row 2, column 3", "'1X0'", "0F3"], id="unreadable"),
         pytest.param("0F0,0B", ["row 1, column 2", "'0B'"], id="no micro-batch"),
+        pytest.param("0F0,0B0x", ["row 1, column 2", "'0B0x'"], id="more than an action"),
         pytest.param("0F0,0SEND_F0,0B0", ["column 2", "sending"], id="communication"),
         pytest.param("0F0,(0B0;1F)OVERLAP_F_B", ["column 2"], id="unreadable overlap"),
         pytest.param("0F0,0F0,0B0", ["0F0", "twice"], id="twice"),

@@ -211,13 +211,11 @@ Token: TypeAlias = tuple[str, int]
 def _zbv(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
     """ZB-V: a rank has one stage on the way there and one on the way back (Qi et al., Zero Bubble, 2023, section 6)."""
     there, back, left = rank, 2 * ranks - 1 - rank, ranks - rank
-    # with fewer micro-batches the pattern stays that of a full pipeline, and what is not there is left out
+    # the pattern is that of a full pipeline going on; micro-batches that there are not are left out
     full = max(2 * ranks - 1, microbatches)
     only_back: list[Token] = [("F", back), ("I", back), ("W", back)]
     tokens = [("F", there)] * (2 * left - 1) + [("F", back), ("F", there)] * rank + only_back * left
-    for turn in range(full - ranks):
-        tokens += [("F", there)] * (turn < full - (2 * ranks - 1 - rank))
-        tokens += [("I", there), ("W", there), *only_back]
+    tokens += [("F", there), ("I", there), ("W", there), *only_back] * (full - ranks)
     tokens += [("I", there), ("I", back)] * rank + [("I", there), ("W", there)] * left
     tokens += [("W", back)] * rank + [("W", there)] * rank
     return [action for action in _numbered(tokens) if action.microbatch < microbatches]

@@ -227,7 +227,7 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
         if played and least[n] > min(map(exact, played)) + 10**-DIGITS:
             break
         played.append(n)
-    return min(played, key=lambda n: (round(exact(n), DIGITS), n), default=None)
+    return min(played, key=exact, default=None)
 
 
 def _lost(idle: float, rows: int, count: int) -> float:

@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from titan.model.schema import Decoder
 
 
-def single(layers: int) -> Staging:
-    """One stage that has all layers."""
-    return Staging("", ((0, layers),), (0,))
-
-
 def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> list[int]:
     """Numbers of micro-batches that a pipeline may have, those that `parallelism.idle` asks for first.
 
@@ -33,6 +28,8 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
     ranks, each = layout.pipeline, _each(parallelism, layout)
     least = stages.microbatches(parallelism.schedule, ranks, each, rows, parallelism.idle)
     if least is None:
+        count = _count(parallelism, layout)
+        stages.check(parallelism.schedule, ranks, count, 2 * count)  # whether it is the stages, rather
         raise Refusal(
             f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
@@ -53,11 +50,9 @@ def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: i
     """
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
-        return single(model.layers)
+        return _alone(parallelism, model.layers)
     table = stages.read_csv(schedule) if _custom(parallelism) else None
-    count = ranks * _each(parallelism, layout) if table is None else table.stages
-    if parallelism.stages != "auto":
-        count = int(parallelism.stages)
+    count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
     stages.check(schedule, ranks, count, microbatches)
     layers = tuple((part.start, part.stop) for part in _layers(parallelism, model, seq_len, count))
     if table is not None:
@@ -65,6 +60,17 @@ def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: i
     owners = tuple(stages.placement(schedule, ranks, count))
     idle = stages.idle_share(schedule, ranks, count // ranks, microbatches)
     return Staging(schedule, layers, owners, stages.facts(schedule).splits_backward, idle)
+
+
+def _alone(parallelism: Parallelism, layers: int) -> Staging:
+    """One stage that has all layers; what is said of others is refused."""
+    if not _custom(parallelism):
+        stages.facts(parallelism.schedule)
+    if parallelism.stages not in ("auto", 1) or parallelism.starts:
+        said = "starts" if parallelism.starts else "stages"
+        value = list(parallelism.starts) if parallelism.starts else parallelism.stages
+        raise Refusal(f"parallelism.{said}={value}: there is one stage without a pipeline; give parallelism=pp too.")
+    return Staging("", ((0, layers),), (0,))
 
 
 def _layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) -> list[range]:
@@ -77,6 +83,13 @@ def _layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) 
 
 def _custom(parallelism: Parallelism) -> bool:
     return parallelism.schedule.endswith(".csv")
+
+
+def _count(parallelism: Parallelism, layout: Layout) -> int:
+    """Stages in all."""
+    if parallelism.stages == "auto":
+        return layout.pipeline * _each(parallelism, layout)
+    return int(parallelism.stages)
 
 
 def _each(parallelism: Parallelism, layout: Layout) -> int:
