@@ -124,7 +124,8 @@ COMPILED = {
 }
 QUICK_TECHNIQUES = {
     "full-off-tp", "every_n-off-cp", "selective-off-3d", "full-off-zbv", "none-block-tp", "none-block-3d",
-    "none-block-zbv", "selective-block-fsdp", "budget-block-fsdp", "none-model-tp", "full-model-pp", "none-block-cp-ring",
+    "none-block-zbv", "selective-block-fsdp", "budget-block-fsdp", "none-model-tp", "full-model-pp",
+    "none-block-cp-ring",
 }  # fmt: skip
 
 

@@ -14,8 +14,8 @@ Attention to many keys is put together from blocks of them: each gives its outpu
 scores' exponentials (lse), by which outputs are weighted. The backward pass of a block needs the output and lse of the
 whole, so the device's flash kernel serves for blocks, too.
 
-Ranks compile graphs that differ, and collectives that don't depend on each other might then run in another order on
-another rank. So what goes together is one message.
+Ranks compile graphs that differ, and what only the compiler sees to be independent or unused might then run in another
+order, or not at all, on one of them. So what belongs together is one message, and a ring is one operation.
 
 Shapes: B rows, H query and K key heads of width d (H / K query heads share a key head), t tokens here, T = t * size.
 """
@@ -387,19 +387,16 @@ def _ring_backward(ours: Ours, kv: Tensor, ids: Tensor | None, ring: _Ring) -> t
     kv goes round again, and one step behind it the sum of what the ranks that it visited add to its gradient: so the
     sum, too, travels while a block is computed. After the last visit one more hop takes it home.
     """
-    dq, total = torch.zeros_like(ours[1], dtype=torch.float32), torch.zeros_like(kv, dtype=torch.float32)
-    for step in range(ring.size):
-        first_step, last_step = step == 0, step == ring.size - 1
-        under_way = _hop(kv if first_step else total if last_step else _pack(kv, total), ring)
+    dq, under_way = torch.zeros_like(ours[1], dtype=torch.float32), _hop(kv, ring)
+    total = _ring_share(dq, ours, kv, ids, ring, ring.rank)
+    kv = wait(under_way)
+    for step in range(1, ring.size):
+        last = step == ring.size - 1
+        under_way = _hop(total if last else _pack(kv, total), ring)
         own = _ring_share(dq, ours, kv, ids, ring, (ring.rank - step) % ring.size)
         arrived = wait(under_way)
-        if first_step:
-            kv, total = arrived, own
-        elif last_step:
-            total = own + arrived
-        else:
-            kv, total = _unpack(arrived, kv)
-            total = own + total
+        kv, before = (kv, arrived) if last else _unpack(arrived, kv)
+        total = own + before
     return dq.to(ours[1].dtype), wait(_hop(total, ring)).to(kv.dtype)
 
 

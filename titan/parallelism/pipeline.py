@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining._utils import InferenceMode
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _PipelineScheduleRuntime,
@@ -115,7 +114,8 @@ class Pipeline:
         else:
             kind: Any = get_schedule_class(plan.schedule)
             schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **common)
-        schedule._warmup_p2p = _told
+        if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
+            schedule._warmup_p2p = _told
         return schedule
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
@@ -124,7 +124,7 @@ class Pipeline:
         hidden = plan.hidden(plan.rows, plan.length, "meta").requires_grad_()
         tokens = torch.empty((plan.rows, plan.length), dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        return PipelineStage(
+        stage = PipelineStage(
             module,
             number,
             count,
@@ -133,6 +133,11 @@ class Pipeline:
             output_args=loss if number == self.last else hidden,
             group=self.group,
         )
+        if (
+            self.device.type == "cpu"
+        ):  # before torch 2.13 a stage greets the next one, and gloo can't greet its own rank
+            stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        return stage
 
 
 @dataclass(frozen=True)
@@ -181,6 +186,8 @@ def _told(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
 
     The vote needs messages with values, which a simulation has not.
     """
+    from torch.distributed.pipelining._utils import InferenceMode
+
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
 
