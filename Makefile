@@ -6,7 +6,7 @@ PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c co
 ENV     = $(if $(findstring $(VENV),$(RUN)),$(VENV)/.titan,)
 PINS    = pyproject.toml constraints.txt
 
-.PHONY: train test test-all lint bench gpu clean
+.PHONY: train test test-all lint bench modes gpu clean
 
 train: $(ENV)            ## the main job: a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
@@ -27,6 +27,11 @@ bench: $(ENV)            ## titan against the bare PyTorch loop
 
 gpu: $(ENV)              ## the same on a GPU, for llama1b and 8B; RUN=python3 takes the Python that you have
 	$(RUN) -m titan.bench --suite gpu $(ARGS)
+	$(RUN) -m titan.bench --suite modes cluster.device=cuda model=llama1b dataset=synthetic training.seq_len=8192 \
+	  training.global_batch=8192 precision=bf16 $(ARGS)
+
+modes: $(ENV)            ## peak memory and time of each way to keep activations, compiled and not
+	$(RUN) -m titan.bench --suite modes $(ARGS)
 
 clean:                   ## take the virtual environment away
 	rm -rf $(VENV)

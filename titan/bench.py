@@ -1,4 +1,4 @@
-"""Measure titan against the bare PyTorch loop: `python -m titan.bench [--suite cpu|gpu|tiny] [AXIS.SETTING=VALUE ...]`.
+"""titan against the bare PyTorch loop: `python -m titan.bench [--suite cpu|gpu|modes|tiny] [SETTING=VALUE ...]`.
 
 Speed is a ratio: titan and the bare loop train the same model in one process, a few steps each in turn, and each
 round gives one ratio; the table shows their median and spread. Ceilings, data loading, start-up and memory follow.
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan import capacity, compose, identity, lives
+from titan import capacity, compose, identity, lives, modes
 from titan.cluster.devices import peak_tflops
 from titan.run import Run, billions
 from titan.settings import Refusal
@@ -64,7 +64,7 @@ class Speed:
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--suite", choices=("cpu", "gpu", "tiny"), default="cpu", help="what to measure")
+    parser.add_argument("--suite", choices=("cpu", "gpu", "tiny", "modes"), default="cpu", help="what to measure")
     parser.add_argument("--rounds", type=int, default=9, help="rounds a case (default 9)")
     parser.add_argument("--steps", type=int, default=5, help="steps a round (default 5)")
     parser.add_argument("--case", default="", help="only the cases whose title holds this text")
@@ -83,6 +83,8 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
     run = compose.composed([*LONG, *base])
     found: dict[str, Any] = {"machine": asdict(run.machine), "code": identity.code(), "date": time.strftime("%Y-%m-%d")}
     print(f"{run.machine.describe()}; torch {found['code']['torch']}; {found['date']}")
+    if args.suite == "modes":
+        return _modes(run, args, overrides)
     found["ceilings"] = _ceilings(run)
     cases = _gpu_cases(run, base) if args.suite == "gpu" else _cpu_cases()
     print(f"\n{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7}")
@@ -100,12 +102,31 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
     return 0
 
 
+def _modes(run: Run, args: argparse.Namespace, overrides: list[str]) -> int:
+    """Peak memory and time of each way to keep activations, compiled and not."""
+    print(f"\n{modes.HEADER}")
+    found = []
+    for mode in (m for m in modes.modes(run) if args.case in m.title):
+        with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+            taken = modes.measure(mode, [*QUIET, *overrides], Path(folder) / "run", _train)
+            print(taken.row() if taken else f"{mode.title:<36} failed", flush=True)
+            found += [asdict(taken)] if taken else []
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def _train(overrides: list[str], folder: Path) -> int:
+    command = [sys.executable, "-m", "titan.train", *overrides]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment()).returncode
+
+
 def _base(suite: str) -> list[str]:
     if suite == "tiny":  # the whole suite at a size that takes little, to see that it works
         shape = ["model.dim=64", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.ffn=128"]
         return [*shape, "dataset=synthetic", "training.seq_len=64", "training.global_batch=256"]
     long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
-    return [] if suite == "cpu" else [*long, "cluster.device=cuda"]
+    return [] if suite in ("cpu", "modes") else [*long, "cluster.device=cuda"]
 
 
 def _cpu_cases() -> list[Case]:

@@ -32,6 +32,7 @@ ATTENTION = frozenset(
         "aten::_cudnn_attention_forward",
         "torch_attn::_varlen_attn",
         "flex_attention",
+        "titan::ring_attention",
     }
 )
 """Kernels of attention, whose results selective checkpointing keeps."""

@@ -1,0 +1,268 @@
+"""Compilation: the same gradients, no more graphs than are needed, and nothing of torch's settings changed for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._functorch import config, partitioners
+
+from tests.ranks import run_ranks
+from tests.runs import Tensors, difference, tiny
+from titan import compile as compiling
+from titan import memory, rng
+from titan.compile import Compile, Configured
+from titan.engine import Stage
+from titan.memory import Memory
+from titan.model.layers import IGNORED
+from titan.model.schema import Llama
+from titan.parallelism import data, tensor
+from titan.sample import continuation
+
+SHAPE = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
+TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(2))
+X, Y = TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous()
+OFF, NONE = Compile(), Memory()
+EXACT = 1e-5
+"""Law 3's bound in fp32."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def stage(
+    how: Compile = OFF, kept: Memory = NONE, layers: range | None = None, last: bool = True, **options: Any
+) -> Stage:
+    """A compiled model, or the part of it that has `layers`."""
+    with torch.device("meta"):
+        model = SHAPE.build()
+    if layers is not None:
+        model.keep(layers, first=layers.start == 0, last=last)
+    memory.apply(model.blocks(), kept)
+    whole = Stage(model)
+    compiling.apply(whole, how, share=kept.share, **options)
+    rng.materialise(model, model.initial(), 1, "cpu")
+    model.init_buffers("cpu")
+    return whole
+
+
+def trained(one: Stage, keep: bool = False) -> Tensors:
+    one.zero_grad()
+    loss = one(X, Y)
+    loss.backward(retain_graph=keep)
+    return results(one, loss)
+
+
+def results(one: Stage, loss: Tensor) -> Tensors:
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in one.named_parameters() if p.grad is not None}
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+SCOPES = [
+    # Graphs: a block (with every_n two kinds) and the head; the whole; for evaluation as many again.
+    pytest.param("block", Memory(), 2, id="block"),
+    pytest.param("block", Memory("full"), 2, id="block-full"),
+    pytest.param("block", Memory("every_n"), 3, id="block-every_n"),
+    pytest.param("block", Memory("selective"), 2, id="block-selective"),
+    pytest.param("block", Memory("budget"), 2, id="block-budget"),
+    pytest.param("model", Memory(), 1, id="model"),
+    pytest.param("model", Memory("every_n"), 1, id="model-every_n"),
+    pytest.param("model", Memory("selective"), 1, id="model-selective"),
+]
+
+
+@pytest.mark.parametrize(("scope", "kept", "count"), SCOPES)
+def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: Memory, count: int) -> None:
+    one, seen = stage(Compile(scope, "aot_eager"), kept, whole=True), []
+    assert difference(trained(one), trained(stage())) <= EXACT
+    seen.append(graphs())
+    with torch.no_grad():
+        assert one(X, Y).item() == pytest.approx(stage()(X, Y).item(), rel=1e-6)
+        seen.append(graphs())
+        one(X, torch.full_like(Y, IGNORED))
+    trained(one)
+    one(X[:, :16], torch.full_like(Y, IGNORED)).backward()
+    continuation(lambda tokens: one(torch.tensor([tokens]))[0, -1], [1, 2, 3], 3, window=4, vocab=64, seed=0)
+    assert [*seen, graphs()] == [count, 2 * count, 2 * count]
+
+
+def test_off_compiles_nothing() -> None:
+    one = stage(OFF, Memory("selective"))
+    trained(one)
+    assert (graphs(), one._compiled_call_impl) == (0, None)
+
+
+def test_names_stay() -> None:
+    names = stage().state_dict().keys()
+    assert all(stage(Compile(scope)).state_dict().keys() == names for scope in ("block", "model"))
+
+
+def saved(one: Stage) -> int:
+    """Bytes that the forward pass keeps for the backward pass, weights not counted."""
+    weights, found = {p.untyped_storage().data_ptr() for p in one.parameters()}, {}
+
+    def pack(x: Tensor) -> Tensor:
+        found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    one(X, Y).backward()  # compiled without the hooks, which would become part of the graphs
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        one(X, Y).backward()
+    return sum(size for place, size in found.items() if place not in weights)
+
+
+def test_the_compiler_keeps_to_a_budget() -> None:
+    how = Compile("block", "aot_eager")
+    kept = [saved(stage(how, Memory("budget", budget=share))) for share in (1, 0.5, 0)]
+    assert saved(stage(how)) == kept[0] > kept[1] > kept[2]
+    assert kept[2] == saved(stage(how, Memory("full")))
+    assert config.activation_memory_budget == 1
+
+
+def test_full_checkpointing_keeps_as_little_as_in_eager() -> None:
+    assert saved(stage(Compile("block", "aot_eager"), Memory("full"))) == saved(stage(OFF, Memory("full")))
+
+
+def test_selective_checkpointing_keeps_what_it_keeps_in_eager_but_what_nobody_needs() -> None:
+    how = Compile("block", "aot_eager")
+    tokens = X.numel()
+    more = SHAPE.selective_bytes(tokens, 4) - 4 * tokens * SHAPE.dim  # beside the input
+    unused = 4 * tokens * SHAPE.dim  # w2's result
+    assert saved(stage(how, Memory("selective"))) - saved(stage(how, Memory("full"))) == SHAPE.layers * (more - unused)
+
+
+@pytest.mark.parametrize("scope", ["block", "model"])
+def test_backward_can_be_run_twice_where_buffers_are_kept(scope: Any) -> None:
+    once, kept = trained(stage()), stage(Compile(scope, "aot_eager"), keep_buffers=True)
+    loss = kept(X, Y)
+    loss.backward(retain_graph=True)
+    assert config.donated_buffer, "set while compiling only"
+    kept.zero_grad()
+    loss.backward()
+    assert difference(results(kept, loss), once) <= EXACT
+    with pytest.raises(RuntimeError, match="donated buffers"):
+        trained(stage(Compile(scope, "aot_eager")), keep=True)
+
+
+def test_a_failed_compilation_changes_no_settings() -> None:
+    graph: Any = torch.fx.symbolic_trace(torch.nn.Identity())
+    before = config.activation_memory_budget, config.donated_buffer, partitioners.has_recomputable_rng_ops
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        assert (config.activation_memory_budget, config.donated_buffer) == (0.25, False)
+        raise RuntimeError("no")
+
+    with patch("torch._dynamo.lookup_backend", lambda name: failing), pytest.raises(RuntimeError, match="no"):
+        Configured("aot_eager", 0.25, True)(graph, [])
+    assert before == (config.activation_memory_budget, config.donated_buffer, partitioners.has_recomputable_rng_ops)
+
+
+def through(stages: list[Stage]) -> None:
+    """One step through stages as a pipeline takes it, and an evaluation."""
+    for train in (True, False):
+        hidden, places = X, torch.arange(16).expand(4, 16)
+        with torch.set_grad_enabled(train):
+            for one in stages[:-1]:
+                hidden = one(hidden, Y, places).detach().requires_grad_(train)
+            loss = stages[-1](hidden, Y, places)
+        if train:
+            loss.backward()
+
+
+def test_stages_share_the_blocks_graph() -> None:
+    how = Compile("block", "aot_eager")
+    through([stage(how, layers=range(i, i + 1), last=i == 1) for i in (0, 1)])
+    assert graphs() == 4
+
+
+def test_more_stages_than_torch_allows_one_function_are_compiled() -> None:
+    limit = torch._dynamo.config.recompile_limit
+    parts = [stage(Compile("model", "eager"), layers=range(1, 2), last=False, whole=True) for _ in range(limit - 1)]
+    through([stage(Compile("model", "eager"), layers=range(1), last=False, whole=True), *parts])
+    assert graphs() == 2 * limit
+
+
+def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Tensors:
+    """Gradients where the weights are cut over ranks, by FSDP or by products."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with torch.device("meta"):
+        model = SHAPE.build()
+    one, initial, mesh = Stage(model), model.initial(), init_device_mesh("cpu", (size,))
+    if kind == "tensor":
+        tensor.apply(model, mesh, sequence=True, loss=True)
+    memory.apply(model.blocks(), kept)
+    compiling.apply(one, how, share=kept.share, whole=kind == "tensor")
+    if kind == "fsdp":
+        data.shard(one, mesh, torch.float32, reshard=True)
+    rng.materialise(model, initial, 1, "cpu")
+    model.init_buffers("cpu")
+    x, y = (X, Y) if kind == "tensor" else (X.chunk(size)[rank], Y.chunk(size)[rank])
+    one(x, y).backward()
+    for parameter in one.parameters():
+        tensor.settle(parameter)
+    return {n: p.grad.full_tensor() for n, p in one.named_parameters()}  # type: ignore[union-attr]
+
+
+PARALLEL = [
+    pytest.param("fsdp", Memory("selective"), "model", id="fsdp-model-selective"),
+    # Weights are DTensors, and their mesh is kept for the backward pass beside tensors.
+    pytest.param("tensor", Memory("full"), "block", id="tensor-block-full"),
+    pytest.param("tensor", Memory("full"), "model", id="tensor-model-full"),
+    pytest.param("tensor", Memory("budget"), "block", id="tensor-block-budget"),
+]
+
+
+@pytest.mark.parametrize(("kind", "kept", "scope"), PARALLEL)
+def test_gradients_are_right_where_weights_are_cut(kind: str, kept: Memory, scope: Any) -> None:
+    wanted = trained(stage())
+    wanted.pop("loss")
+    for found in run_ranks(parallel, 2, kind, kept, Compile(scope, "aot_eager"), timeout=120):
+        assert difference(found, wanted) <= EXACT
+
+
+@pytest.fixture
+def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without workers, whose locks would not survive a fork, and with nothing left behind."""
+    import torch._inductor.config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+
+
+def compiled(rank: int, size: int) -> Tensors:
+    torch._dynamo.reset()
+    return trained(stage(Compile("model"), Memory("full"), whole=True))
+
+
+def test_inductor_in_this_process_and_then_in_a_forked_one(inductor: None) -> None:
+    wanted = trained(stage())
+    assert difference(trained(stage(Compile("block"), Memory("selective"))), wanted) <= EXACT
+    assert difference(run_ranks(compiled, 1, timeout=120)[0], wanted) <= EXACT
+
+
+CHOICES = [
+    pytest.param("off", Compile("off", "eager"), id="off"),
+    pytest.param("block", Compile("block", "eager"), id="block"),
+    pytest.param("model", Compile("model", "eager"), id="model"),
+]
+
+
+@pytest.mark.parametrize(("choice", "expected"), CHOICES)
+def test_choices(choice: str, expected: Compile, tmp_path: Path) -> None:
+    assert tiny(tmp_path, f"compile={choice}", "compile.backend=eager").compile == expected
