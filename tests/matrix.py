@@ -19,7 +19,13 @@ import torch
 from tests.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
 from titan.run import Run
 
-MODEL = ("model.layers=4", "model.heads=4", "model.kv_heads=2", "metrics.validation_tokens=64")
+MODEL = (
+    "model.layers=4",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "metrics.validation_tokens=64",
+    "metrics.validate_every=2",
+)
 RECIPE = ("optimizer=sgd", "checkpoint=off", "training.clip_norm=0.5", *MODEL)
 TIED = "model.tied=true"
 DIMENSIONS = {"replicate": "ddp", "shard": "fsdp", "context": "cp", "tensor": "tp", "pipeline": "pp"}

@@ -49,3 +49,21 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert bench.main(["--suite", "gpu"]) == 2
     assert capsys.readouterr().err.startswith("titan: cluster.device=cuda")
+
+
+def test_what_a_mode_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "modes.json"
+    arguments = ["--suite", "modes", "--case", "single: full, off", "--json", str(out), "dataset=synthetic"]
+    assert bench.main([*arguments, *SMALL]) == 0
+    (taken,) = json.loads(out.read_text())
+    assert taken["title"] == "single: full, off"
+    assert taken["tokens_per_second"] == pytest.approx(64 / taken["seconds"])
+    assert 0 < taken["memory_gib"] < 4
+
+
+def test_modes_that_there_are() -> None:
+    run = bench.compose.composed(["cluster.device=cpu"])
+    titles = [mode.title for mode in bench.modes.modes(run)]
+    assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
+    assert "3d: selective, block" in titles
+    assert "fsdp: budget, off" not in titles

@@ -43,6 +43,12 @@ def commands(page: Path) -> list[Command]:
     return found
 
 
+def schedule() -> str:
+    """The schedule that the page on parallelism shows."""
+    (table,) = re.findall(r"```csv\n(.*?)```", (ROOT / "docs" / "parallelism.md").read_text(), flags=re.S)
+    return str(table)
+
+
 TABLE = [
     pytest.param(command, id=f"{page.stem}-{i}-{' '.join(command.words)[:60]}")
     for page in PAGES
@@ -60,6 +66,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus").mkdir()
     (folder / "corpus" / "a.txt").write_text(text)
     (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three four five six seven"}\n' * 300)
+    (folder / "mine.csv").write_text(schedule())
     return folder
 
 

@@ -175,4 +175,4 @@ def _twins(stages: dict[int, Stage], run: Run, world: World) -> Twins | None:
     first = ends[0].model.tok_embeddings.weight if ends[0] else None
     last = ends[1].model.head.weight if ends[1] else None
     other = staging.owners[-1] if first is not None else staging.owners[0]
-    return Twins(first, last, group, other) if first is not None or last is not None else None
+    return Twins(first, last, group, other, world.device) if first is not None or last is not None else None

@@ -93,12 +93,13 @@ def in_flight(parallelism: Parallelism, ranks: int, microbatches: int) -> float:
     """Micro-batches whose activations the first rank of a pipeline holds at once, in units of all its layers."""
     schedule, stages = parallelism.schedule, parallelism.stages
     each = 2 if stages == "auto" else max(1, int(stages) // ranks)
+    least = {"1F1B": ranks, "DualPipeV": ranks + 0.5}  # these can't have fewer
+    if schedule in least:
+        return least[schedule]
     most = {
-        "1F1B": ranks,
         "Interleaved1F1B": (2 * (ranks - 1) + (each - 1) * ranks + 1) / each,
         "InterleavedZeroBubble": ranks,
         "ZBVZeroBubble": ranks,
-        "DualPipeV": ranks + 0.5,
     }
     return min(microbatches, most.get(schedule, microbatches))
 
@@ -155,14 +156,17 @@ def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int
     Raises:
         Refusal: when the degrees don't multiply to `devices`.
     """
-    depth = 2
-    while True:
-        found = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth))
-        fits = demand(recipe, found, rank_rows(recipe, found)).gib <= available(recipe, found, machine)
-        deeper = recipe.parallelism.pipeline == "auto" and found.pipeline == depth
-        if fits or not deeper or depth * 2 > recipe.model.layers:
-            return found
-        depth *= 2
+    found = []
+    for depth in (2**p for p in range(1, max(2, recipe.model.layers.bit_length()))):
+        one = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth))
+        wants = demand(recipe, one, rank_rows(recipe, one)).gib
+        found.append((wants, one))
+        deeper = recipe.parallelism.pipeline == "auto" and one.pipeline == depth
+        if wants <= available(recipe, one, machine):
+            return one
+        if not deeper:
+            break
+    return min(found, key=lambda pair: pair[0])[1]
 
 
 def limits(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
@@ -184,8 +188,8 @@ def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
     ranks = "" if layout.devices == 1 else f" on each of {layout.devices} ranks ({layout})"
     raise Refusal(
         f"{recipe.describe()}: needs about {_gib(wants)}{ranks}, and {_here(machine, layout, has)}. "
-        f"{_takes(recipe)} Type {_instead(recipe)} instead, or give cluster.memory_gib where the figure of this "
-        "machine is wrong."
+        f"{_takes(recipe)} Type {_instead(recipe, layout, has)} instead, or give cluster.memory_gib where the figure "
+        "of this machine is wrong."
     )
 
 
@@ -197,18 +201,18 @@ def _layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout |
 
 
 def _takes(recipe: Recipe) -> str:
-    answer = needed(recipe)
     memory, _ = SERVER
-    if answer:
-        layout, gib = answer
-        devices = "1 device" if layout.devices == 1 else f"{layout.devices} devices"
-        how = "" if layout.devices == 1 else f" ({layout})"
-        return f"It takes at least {devices} of {memory} GiB{how}, with {_gib(gib)} used on each."
-    one = demand(recipe, Layout(), recipe.training.rows).gib
+    for change, one in (("", recipe), ("With memory=full it", _recomputing(recipe))):
+        if answer := needed(one):
+            layout, gib = answer
+            devices = "1 device" if layout.devices == 1 else f"{layout.devices} devices"
+            how = "" if layout.devices == 1 else f" ({layout})"
+            return f"{change or 'It'} takes at least {devices} of {memory} GiB{how}, with {_gib(gib)} used on each."
+    alone = demand(recipe, Layout(), recipe.training.rows).gib
     whole = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
     sharded = needed(whole)
     more = f", or {sharded[0].devices} of {memory} GiB with parallelism=fsdp" if sharded else ""
-    return f"It takes devices of {_gib(one / USABLE)}{more}."
+    return f"It takes devices of {_gib(alone / USABLE)}{more}."
 
 
 def _here(machine: Machine, layout: Layout, has: float) -> str:
@@ -219,9 +223,15 @@ def _here(machine: Machine, layout: Layout, has: float) -> str:
     return f"here are {machine.count} x {machine.name} with {memory} each"
 
 
-def _instead(recipe: Recipe) -> str:
+def _recomputing(recipe: Recipe) -> Recipe:
+    return replace(recipe, memory=replace(recipe.memory, checkpointing="full"))
+
+
+def _instead(recipe: Recipe, layout: Layout, has: float) -> str:
     if recipe.parallelism.microbatches != "auto":
         return "parallelism.microbatches=auto"
+    if demand(_recomputing(recipe), layout, rank_rows(recipe, layout)).gib <= has:
+        return "memory=full"
     smallest = getattr(recipe, "choices", {}).get("model") == "debug"
     return "a smaller training.seq_len" if smallest else "model=debug"
 

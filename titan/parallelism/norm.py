@@ -31,11 +31,11 @@ def total_norm(gradients: Iterable[Tensor], device: torch.device, pipeline: dist
         groups.setdefault(_cut(gradient), []).append(local(gradient))
     total = torch.zeros((), device=device)
     for cut, parts in groups.items():
-        square = _square(parts)
+        square = _square(parts).to(device)
         if cut is not None:
             for dimension in cut[1]:
                 dist.all_reduce(square, group=cut[0].get_group(dimension))
-        total = total + square.to(device)
+        total = total + square
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
     return total.sqrt()

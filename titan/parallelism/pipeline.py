@@ -149,12 +149,14 @@ class Twins:
         last: the head's, where this rank has it.
         group: the ranks along the pipeline.
         other: the pipeline rank that has the other one.
+        device: where ranks send from.
     """
 
     first: nn.Parameter | None
     last: nn.Parameter | None
     group: dist.ProcessGroup
     other: int
+    device: torch.device
 
     def meet(self) -> None:
         """Give both the sum of their gradients."""
@@ -163,12 +165,13 @@ class Twins:
             two.copy_(one.add_(two))
         elif self.first is not None or self.last is not None:
             mine = _gradient(self.first if self.first is not None else self.last)
-            theirs = torch.empty_like(mine)
-            send = dist.P2POp(dist.isend, mine, group=self.group, group_peer=self.other)
+            sent = mine.to(self.device)  # offloaded gradients live on the host
+            theirs = torch.empty_like(sent)
+            send = dist.P2POp(dist.isend, sent, group=self.group, group_peer=self.other)
             receive = dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=self.other)
             for work in dist.batch_isend_irecv([send, receive]):
                 work.wait()
-            mine.add_(theirs)
+            mine.add_(theirs.to(mine.device))
 
     @torch.no_grad()
     def align(self, optimizer: torch.optim.Optimizer) -> None:

@@ -194,9 +194,14 @@ class Parallelism:
                 **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
             )
         left = devices // math.prod(int(d) for d in degrees.values() if d not in (-1, "auto"))
+        unknown = sum(d in (-1, "auto") for d in degrees.values())
         for name in ("tensor", "context", "pipeline", "replicate", "shard"):
             if degrees[name] == "auto":
-                degrees[name] = math.gcd(max(1, left), limits.get(name, 2))
+                unknown -= 1
+                most = math.gcd(max(1, left), limits.get(name, 2))
+                # as large as leaves two for each of the others
+                fitting = (d for d in range(most, 0, -1) if most % d == 0 and left // d >= 2**unknown)
+                degrees[name] = next(fitting, 1)
                 left //= int(degrees[name])
         layout = Layout(**{name: max(1, left) if d == -1 else int(d) for name, d in degrees.items()})
         if layout.devices != devices:
