@@ -44,7 +44,18 @@ def test_what_may_be_drawn(changes: dict[str, Any], possible: range) -> None:
     assert drawn(**changes) != drawn(**changes, **{"seed": 1})
 
 
-@pytest.mark.parametrize("layout", ["ddp2", "fsdp2"])
+LAYOUTS = {
+    "ddp": ["parallelism=ddp"],
+    "fsdp": ["parallelism=fsdp"],
+    "tp": ["parallelism=tp"],
+    "cp": ["parallelism=cp"],
+    "pp": ["parallelism=pp", "parallelism.microbatches=2"],
+    "zbv": ["parallelism=fsdp_pp", "parallelism.microbatches=2", "parallelism.schedule=ZBVZeroBubble"],
+    "cp-tp-pp": ["parallelism=pp", "parallelism.tensor=2", "parallelism.context=2", "parallelism.microbatches=2"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_rank_draws_the_same(layout: str, tmp_path: Any) -> None:
     def before(trainer: Any) -> list[list[int]]:
         drawn: list[list[int]] = []
@@ -57,7 +68,8 @@ def test_every_rank_draws_the_same(layout: str, tmp_path: Any) -> None:
         trainer.validate = sample_too
         return drawn
 
-    alone, *_ = train(tiny(tmp_path / "alone"), before)
-    ranks = train(tiny(tmp_path / layout, layout=layout), before)
+    model = ["model.layers=4", "model.kv_heads=2"]
+    alone, *_ = train(tiny(tmp_path / "alone", *model), before)
+    ranks = train(tiny(tmp_path / layout, *model, *LAYOUTS[layout]), before)
     assert len(alone.extra[0]) == 20
-    assert [rank.extra for rank in ranks] == [alone.extra] * 2
+    assert [rank.extra for rank in ranks] == [alone.extra] * len(ranks)

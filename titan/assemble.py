@@ -72,7 +72,7 @@ def _split(run: Run, world: World, note: Note) -> dict[int, Stage]:
         stages[number] = Stage(model)
     note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
     if staging.count > 1:
-        note(f"stages {', '.join(map(str, stages))} of {staging.count}, {staging.schedule}")
+        note(f"stages {', '.join(map(str, stages))} of {staging.count}: {staging.schedule}, idle {staging.idle:.1%}")
     return stages
 
 
