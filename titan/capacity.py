@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titan.parallelism.schema import Layout, Parallelism
-from titan.parallelism.staging import least_microbatches
+from titan.parallelism.staging import least_microbatches, stages_of_a_rank
 from titan.settings import Refusal
 
 if TYPE_CHECKING:
@@ -73,9 +73,15 @@ def _activations(recipe: Recipe, layout: Layout, microbatches: int, layers: int)
     tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
 
     def of(head: bool) -> int:
-        return model.stage_activation_bytes(
+        kept = model.stage_activation_bytes(
             layers, head, tokens, compute, memory.checkpointing, every=memory.every, budget=memory.budget
         )
+        return kept + gathered
+
+    gathered = 0
+    if layout.context > 1 and recipe.parallelism.context_method == "allgather":
+        rows_whole = 2 * model.kv_heads * model.head_size * compute * tokens * layout.context
+        gathered = rows_whole * (1 if memory.checkpointing == "full" else layers)
 
     uncut = (
         0 if layout.tensor == 1 or recipe.parallelism.sequence_parallel else 4 * compute * model.dim * tokens * layers
@@ -156,9 +162,10 @@ def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int
     Raises:
         Refusal: when the degrees don't multiply to `devices`.
     """
-    found = []
-    for depth in (2**p for p in range(1, max(2, recipe.model.layers.bit_length()))):
-        one = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth))
+    found, deepest = [], recipe.model.layers // stages_of_a_rank(recipe.parallelism)
+    for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
+        copies = max(2, devices // devices_per_node)
+        one = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth) | {"replicate": copies})
         wants = demand(recipe, one, rank_rows(recipe, one)).gib
         found.append((wants, one))
         deeper = recipe.parallelism.pipeline == "auto" and one.pipeline == depth
@@ -182,6 +189,8 @@ def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
     Raises:
         Refusal: saying what it takes, what is here and what to type instead.
     """
+    if machine.device == "cpu":  # where the host's memory is all there is
+        recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
     wants, has = demand(recipe, layout, count).gib, available(recipe, layout, machine)
     if wants <= has:
         return

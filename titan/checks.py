@@ -65,12 +65,11 @@ def _check_context(run: Run) -> None:
     layout, how, length = run.layout, run.parallelism, run.training.seq_len
     multiple = how.multiple(layout)
     if length % multiple:
-        ranks = f"context {layout.context}" + (" (a head and a tail each)" if multiple > layout.context else "")
-        ranks = (
-            ranks if layout.tensor == 1 else f"{ranks} and tensor {layout.tensor}" if layout.context > 1 else "tensor"
-        )
+        halves = " (a head and a tail each)" if how.balance else ""
+        cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
+        cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and how.sequence_parallel else []
         raise Refusal(
-            f"training.seq_len={length}: must be a multiple of {multiple} to be cut over {ranks}; "
+            f"training.seq_len={length}: must be a multiple of {multiple} to be cut over {' and '.join(cuts)}; "
             f"the nearest is {max(1, round(length / multiple)) * multiple}."
         )
     heads = run.model.heads // layout.tensor
@@ -86,8 +85,8 @@ def _check_sharding(run: Run) -> None:
     how, layout = run.parallelism, run.layout
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
         raise Refusal(
-            f"parallelism.reshard={how.reshard}: does not divide the {layout.sharded} ranks that weights are cut over; "
-            "give a divisor, always or never."
+            f"parallelism.reshard={how.reshard}: weights are cut over {layout.sharded} ranks; give a divisor of that "
+            "below it, always or never."
         )
     if how.reshard not in ("auto", "never") and run.staging.splits_backward:
         raise Refusal(
@@ -104,6 +103,10 @@ def _check_memory(run: Run) -> None:
     memory, schedule = run.memory, run.staging.schedule
     if memory.checkpointing == "budget" and run.compile.scope == "off":
         raise Refusal("memory=budget: the compiler is what keeps to it; give compile=block too, or memory=selective.")
+    if memory.checkpointing == "budget" and run.compile.backend == "eager":
+        raise Refusal(
+            "compile.backend=eager: keeps everything, whatever memory=budget says; give inductor or aot_eager."
+        )
     if memory.checkpointing == "selective" and run.staging.splits_backward:
         raise Refusal(
             f"memory=selective: parallelism.schedule={schedule} goes backward twice, and what is kept selectively is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,21 +48,48 @@ class Configured:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
         """Compile a graph."""
         from torch._dynamo import lookup_backend
-        from torch._functorch import config
 
-        with config.patch(self._settings()), _nothing_random():
+        with ExitStack() as stack:
+            stack.enter_context(_nothing_random())
+            if self.share is not None:
+                stack.enter_context(_budget(self.share))
+            if self.keep_buffers:
+                stack.enter_context(_nothing_donated())
             compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
         return compiled
 
-    def _settings(self) -> dict[str, Any]:
-        from torch._functorch import config
 
-        settings: dict[str, Any] = {"donated_buffer": False} if self.keep_buffers else {}
-        if self.share is not None:
-            settings["activation_memory_budget"] = self.share
-            if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
-                settings["unsafe_treat_script_objects_as_zero_size"] = True  # the mesh of a DTensor holds no tensor
-        return settings
+@contextmanager
+def _budget(share: float) -> Iterator[None]:
+    from torch._functorch import config
+
+    settings: dict[str, Any] = {"activation_memory_budget": share}
+    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+        settings["unsafe_treat_script_objects_as_zero_size"] = True  # the mesh of a DTensor holds no tensor
+    with config.patch(settings):
+        yield
+
+
+@contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """Let backward graphs overwrite nothing that was kept for them.
+
+    torch's own setting for it, `donated_buffer`, is not enough: it is asked again when backward runs, maybe by a thread
+    for which it was not set, and Inductor's cache on disk gives out graphs that were compiled without it, whose second
+    run is silently wrong. So nothing is found that could be donated, and the cache gets a name of its own; for that,
+    backward has to be compiled now.
+    """
+    from torch._functorch import config
+    from torch._functorch._aot_autograd import graph_compile
+    from torch.compiler import config as caching
+
+    now = "force_non_lazy_backward_lowering"
+    with (
+        config.patch({now: True} if hasattr(config, now) else {}),
+        caching.patch(cache_key_tag=f"{caching.cache_key_tag} buffers kept"),
+        _replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
+    ):
+        yield
 
 
 @contextmanager
@@ -75,15 +102,19 @@ def _nothing_random() -> Iterator[None]:
     from torch._functorch import partitioners
 
     name = "has_recomputable_rng_ops"
-    before = getattr(partitioners, name, None)
-    if before is None:
+    with _replaced(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
         yield
-        return
-    setattr(partitioners, name, lambda graph: False)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Within this context `function` is what `module` knows under `name`."""
+    before = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        setattr(partitioners, name, before)
+        setattr(module, name, before)
 
 
 def apply(

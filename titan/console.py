@@ -26,7 +26,8 @@ def show_run(run: Run, life: Life, corpus: Corpus, applied: Sequence[str]) -> No
     """Say what was composed, and what was `applied` to the model in which order, before the first step."""
     t, rows = run.training, corpus.train.rows(run.training.seq_len)
     chosen, tokens = run.choices, t.steps * t.global_batch
-    memory = capacity.demand(run, run.layout, run.microbatches).gib
+    process = capacity.PROCESS_GIB if run.machine.device == "cpu" else 0
+    memory = capacity.demand(run, run.layout, run.microbatches).gib + process
     _table(
         {
             "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",

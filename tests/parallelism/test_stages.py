@@ -374,7 +374,9 @@ def test_negative_costs_are_no_costs() -> None:
         pytest.param(lambda: stages.split([1] * 3, 4), ["parallelism.stages=4", "3 layers"], id="too few layers"),
         pytest.param(lambda: stages.by_layers(3, 4), ["parallelism.stages=4", "3 layers"], id="too few, by number"),
         pytest.param(
-            lambda: stages.explicit(12, 4, (4, 8)), ["parallelism.starts=[4,8]", "3 numbers", "stages=3"], id="starts"
+            lambda: stages.explicit(12, 4, (4, 8)),
+            ["parallelism.starts=[4,8]", "2 given", "stages take 3", "stages=3"],
+            id="starts",
         ),
         pytest.param(lambda: stages.explicit(12, 3, (4, 4)), ["starts=[4,4]", "rise"], id="an empty stage"),
         pytest.param(lambda: stages.explicit(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),

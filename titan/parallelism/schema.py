@@ -145,7 +145,7 @@ class Parallelism:
         "auto", "stages in all; auto: as few as the schedule can have", words=("auto",), at_least=1
     )
     split: Literal["balanced", "layers"] = setting(
-        "balanced", "stages of equal cost, embedding and head counted, or of equal numbers of layers"
+        "balanced", "stages of equal cost, the head counted (an embedding costs nothing), or of equal numbers of layers"
     )
     starts: tuple[int, ...] = setting(
         (), "the first layer of each stage after the first, in place of split", at_least=1
@@ -193,6 +193,8 @@ class Parallelism:
             return Layout(
                 **{n: fewest[n if d == "auto" else -1] if d in (-1, "auto") else int(d) for n, d in degrees.items()}
             )
+        if degrees["shard"] == "auto" and -1 not in degrees.values():
+            degrees["shard"] = -1
         left = devices // math.prod(int(d) for d in degrees.values() if d not in (-1, "auto"))
         unknown = sum(d in (-1, "auto") for d in degrees.values())
         for name in ("tensor", "context", "pipeline", "replicate", "shard"):

@@ -126,8 +126,8 @@ def explicit(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
     given = f"parallelism.starts={show(list(starts))}"
     if len(starts) != stages - 1:
         raise Refusal(
-            f"{given}: {stages} stages need {stages - 1} numbers, the first layer of each stage after the first, "
-            f"but {len(starts)} are given; correct the list or give parallelism.stages={len(starts) + 1}."
+            f"{given}: {len(starts)} given, but {stages} stages take {stages - 1}: the first layer of each stage but "
+            f"the first; correct the list or give parallelism.stages={len(starts) + 1}."
         )
     cuts = [0, *starts, layers]
     if any(start >= end for start, end in itertools.pairwise(cuts)):

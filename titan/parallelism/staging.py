@@ -33,7 +33,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
         raise Refusal(
             f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
-            "schedule such as 1F1B."
+            "schedule such as GPipe."
         )
     kind = stages.facts(parallelism.schedule)
     return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, each, n))]
@@ -54,6 +54,11 @@ def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: i
     table = stages.read_csv(schedule) if _custom(parallelism) else None
     count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
     stages.check(schedule, ranks, count, microbatches)
+    if parallelism.stages == "auto" and count > model.layers:
+        raise Refusal(
+            f"parallelism.pipeline={ranks}: {schedule} makes {count} stages of it, and the model has {model.layers} "
+            "layers; give a smaller one."
+        )
     layers = tuple((part.start, part.stop) for part in _layers(parallelism, model, seq_len, count))
     if table is not None:
         return Staging(schedule, layers, table.owners, table.splits_backward, table.idle)
@@ -95,5 +100,11 @@ def _count(parallelism: Parallelism, layout: Layout) -> int:
 def _each(parallelism: Parallelism, layout: Layout) -> int:
     """Stages of a rank."""
     if parallelism.stages == "auto":
-        return stages.facts(parallelism.schedule).stages
+        return stages_of_a_rank(parallelism)
     return max(1, int(parallelism.stages) // layout.pipeline)
+
+
+def stages_of_a_rank(parallelism: Parallelism) -> int:
+    """How many stages a rank has unless the user says otherwise."""
+    known = stages.SCHEDULES.get(parallelism.schedule)
+    return known.stages if known else 1
