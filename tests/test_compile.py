@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._functorch import config, partitioners
+from torch._functorch._aot_autograd import graph_compile
 
 from tests.ranks import run_ranks
 from tests.runs import Tensors, difference, tiny
@@ -43,13 +45,13 @@ def nothing_compiled() -> Iterator[None]:
 
 
 def stage(
-    how: Compile = OFF, kept: Memory = NONE, layers: range | None = None, last: bool = True, **options: Any
+    how: Compile = OFF, kept: Memory = NONE, shape: Llama = SHAPE, part: range | None = None, **options: Any
 ) -> Stage:
-    """A compiled model, or the part of it that has `layers`."""
+    """A compiled model, or the blocks `part` of it with what belongs to the first and the last."""
     with torch.device("meta"):
-        model = SHAPE.build()
-    if layers is not None:
-        model.keep(layers, first=layers.start == 0, last=last)
+        model = shape.build()
+    if part is not None:
+        model.keep(part, first=part.start == 0, last=part.stop == shape.layers)
     memory.apply(model.blocks(), kept)
     whole = Stage(model)
     compiling.apply(whole, how, share=kept.share, **options)
@@ -58,10 +60,10 @@ def stage(
     return whole
 
 
-def trained(one: Stage, keep: bool = False) -> Tensors:
+def trained(one: Stage) -> Tensors:
     one.zero_grad()
     loss = one(X, Y)
-    loss.backward(retain_graph=keep)
+    loss.backward()
     return results(one, loss)
 
 
@@ -146,34 +148,43 @@ def test_selective_checkpointing_keeps_what_it_keeps_in_eager_but_what_nobody_ne
     assert saved(stage(how, Memory("selective"))) - saved(stage(how, Memory("full"))) == SHAPE.layers * (more - unused)
 
 
+def twice(one: Stage) -> list[Tensors]:
+    """What two backward passes give after one forward pass; some have been done before."""
+    trained(one)
+    one.zero_grad()
+    loss, found = one(X, Y), []
+    for again in (True, False):
+        loss.backward(retain_graph=again)
+        found.append(results(one, loss))
+        one.zero_grad()
+    return found
+
+
 @pytest.mark.parametrize("scope", ["block", "model"])
 def test_backward_can_be_run_twice_where_buffers_are_kept(scope: Any) -> None:
-    wanted = trained(stage())
-    plain, keeping = (stage(Compile(scope, "aot_eager"), keep_buffers=keep) for keep in (False, True))
-    for one in (plain, keeping):
-        trained(one)  # the first backward pass is what torch takes for typical
+    how, wanted = Compile(scope, "aot_eager"), trained(stage())
+    assert max(difference(found, wanted) for found in twice(stage(how, keep_buffers=True))) <= EXACT
     with pytest.raises(RuntimeError, match="donated buffers"):
-        trained(plain, keep=True)
-    assert config.donated_buffer, "otherwise only while compiling"
-    keeping.zero_grad()
-    loss = keeping(X, Y)
-    loss.backward(retain_graph=True)
-    keeping.zero_grad()
-    loss.backward()
-    assert difference(results(keeping, loss), wanted) <= EXACT
+        twice(stage(how))
+
+
+def torchs_settings() -> list[Any]:
+    found = [partitioners.has_recomputable_rng_ops, graph_compile.collect_bw_donated_buffer_idxs]
+    return [*found, config.activation_memory_budget, config.donated_buffer, torch.compiler.config.cache_key_tag]
 
 
 def test_a_failed_compilation_changes_no_settings() -> None:
     graph: Any = torch.fx.symbolic_trace(torch.nn.Identity())
-    before = config.activation_memory_budget, config.donated_buffer, partitioners.has_recomputable_rng_ops
+    before, meanwhile = torchs_settings(), []
 
     def failing(*args: Any, **kwargs: Any) -> None:
-        assert (config.activation_memory_budget, config.donated_buffer) == (0.25, False)
+        meanwhile.extend(torchs_settings())
         raise RuntimeError("no")
 
     with patch("torch._dynamo.lookup_backend", lambda name: failing), pytest.raises(RuntimeError, match="no"):
         Configured("aot_eager", 0.25, True)(graph, [])
-    assert before == (config.activation_memory_budget, config.donated_buffer, partitioners.has_recomputable_rng_ops)
+    assert [a == b for a, b in zip(before, meanwhile, strict=True)] == [False, False, False, True, False]
+    assert torchs_settings() == before
 
 
 def through(stages: list[Stage]) -> None:
@@ -184,20 +195,19 @@ def through(stages: list[Stage]) -> None:
             for one in stages:
                 out = one(out if out is X else out.detach().requires_grad_(train), Y, places)
         if train:
-            out.sum().backward()
+            out.sum().backward()  # type: ignore[no-untyped-call]
 
 
 def test_stages_share_the_blocks_graph() -> None:
-    how = Compile("block", "aot_eager")
-    through([stage(how, layers=range(i, i + 1), last=i == 1) for i in (0, 1)])
+    through([stage(Compile("block", "aot_eager"), part=range(i, i + 1)) for i in (0, 1)])
     assert graphs() == 4
 
 
 def test_more_stages_than_torch_allows_one_function_are_compiled() -> None:
-    limit = torch._dynamo.config.recompile_limit
-    parts = [stage(Compile("model", "eager"), layers=range(1, 2), last=False, whole=True) for _ in range(limit - 1)]
-    through([stage(Compile("model", "eager"), layers=range(1), last=False, whole=True), *parts])
-    assert graphs() == 2 * limit
+    shape = replace(SHAPE, layers=3)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        through([stage(Compile("model", "eager"), shape=shape, part=range(i, i + 1), whole=True) for i in range(3)])
+    assert graphs() == 6
 
 
 def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Tensors:
@@ -226,7 +236,7 @@ PARALLEL = [
     pytest.param("fsdp", Memory("selective"), "model", id="fsdp-model-selective"),
     # Weights are DTensors, and their mesh is kept for the backward pass beside tensors.
     pytest.param("tensor", Memory("full"), "block", id="tensor-block-full"),
-    pytest.param("tensor", Memory("full"), "model", id="tensor-model-full"),
+    pytest.param("tensor", Memory("full"), "model", id="tensor-model-full", marks=pytest.mark.full),
     pytest.param("tensor", Memory("budget"), "block", id="tensor-block-budget"),
 ]
 
@@ -239,24 +249,36 @@ def test_gradients_are_right_where_weights_are_cut(kind: str, kept: Memory, scop
         assert difference(found, wanted) <= EXACT
 
 
+SMALL = replace(SHAPE, layers=1)  # compiling C++ takes long
+
+
 @pytest.fixture
-def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Without workers, whose locks would not survive a fork, and with nothing left behind."""
     import torch._inductor.config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
 
 
 def compiled(rank: int, size: int) -> Tensors:
     torch._dynamo.reset()
-    return trained(stage(Compile("model"), Memory("full"), whole=True))
+    return trained(stage(Compile("model"), Memory("full"), SMALL, whole=True))
 
 
 def test_inductor_in_this_process_and_then_in_a_forked_one(inductor: None) -> None:
-    wanted = trained(stage())
-    assert difference(trained(stage(Compile("block"), Memory("selective"))), wanted) <= EXACT
-    assert difference(run_ranks(compiled, 1, timeout=120)[0], wanted) <= EXACT
+    wanted = trained(stage(shape=SMALL))
+    assert difference(trained(stage(Compile("block"), Memory("selective"), SMALL)), wanted) <= EXACT
+    assert difference(run_ranks(compiled, 1, timeout=300)[0], wanted) <= EXACT
+
+
+@pytest.mark.full
+def test_inductors_cache_tells_apart_whether_buffers_are_kept(inductor: None) -> None:
+    trained(stage(Compile("block"), shape=SMALL))
+    torch._dynamo.reset()
+    kept, wanted = twice(stage(Compile("block"), shape=SMALL, keep_buffers=True)), trained(stage(shape=SMALL))
+    assert max(difference(found, wanted) for found in kept) <= EXACT
 
 
 CHOICES = [

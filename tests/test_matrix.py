@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.matrix import EXACT, Case, Outcome, cases, outcome, worst
+from tests.matrix import COMPILED, EXACT, Case, Outcome, cases, layouts, outcome, schedules, variants, worst
+from tests.runs import same
 
 ALL = [pytest.param(case, id=case.id, marks=[] if case.quick else [pytest.mark.full]) for case in cases()]
 
@@ -43,3 +44,30 @@ def test_layouts_in_bf16_differ_by_rounding_only(name: str, tmp_path_factory: py
     assert found.pop("same start")
     assert found.pop("same rows")
     assert {key: value for key, value in found.items() if not value <= BF16[key]} == {}
+
+
+FULL = pytest.mark.full
+KEPT = [
+    pytest.param(
+        memory, layout, id=f"{memory}-{layout}", marks=[] if (memory, layout) in {("selective", "tp")} else [FULL]
+    )
+    for memory in ("full", "every_n", "selective")
+    for layout in ("fsdp", "tp", "pp", "cp ring", "3d")
+]
+
+
+@pytest.mark.parametrize(("memory", "layout"), KEPT)
+def test_computing_again_changes_no_bit(memory: str, layout: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cases_ = [Case("none", COMPILED[layout]), Case(memory, (f"memory={memory}", *COMPILED[layout]))]
+    none, again = (outcome(tmp_path_factory.mktemp("kept"), case) for case in cases_)
+    for what in ("gradients", "last"):
+        assert same(again.merged(what), none.merged(what))
+    assert again.validation == none.validation
+
+
+def test_the_documentation_lists_what_is_proven() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "parallelism.md").read_text()
+    table = text.partition("## The matrix")[2].partition("## bf16")[0]
+    listed = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
+    proven = [case.name + (" (tied)" if case.tied else "") for case in (*layouts(), *schedules(), *variants())]
+    assert listed[2:] == proven

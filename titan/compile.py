@@ -86,7 +86,7 @@ def _nothing_donated() -> Iterator[None]:
     now = "force_non_lazy_backward_lowering"
     with (
         config.patch({now: True} if hasattr(config, now) else {}),
-        caching.patch(cache_key_tag=f"{caching.cache_key_tag} buffers kept"),
+        caching.patch(cache_key_tag=f"{caching.cache_key_tag} buffers kept"),  # type: ignore[attr-defined]
         _replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
     ):
         yield
