@@ -20,6 +20,10 @@ from tests.ranks import RankFailed
 from tests.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
 from titan.run import Run
 
+SHAPE = (
+    "model.dim=32", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.head_dim=8", "model.ffn=48",
+    "model.vocab=64",
+)  # fmt: skip
 MODEL = (
     "model.layers=4",
     "model.heads=4",
@@ -98,7 +102,11 @@ def variants() -> Iterator[Case]:
     tensor = ("parallelism.tensor=2",)
     yield Case("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor), quick=True)
     yield Case("tp whole logits", ("parallelism.loss_parallel=false", *tensor), quick=True)
-    yield Case("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, "parallelism.pipeline=2"))
+    pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=4")
+    yield Case("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, *pipeline), quick=True)
+    qwen = ("model=qwen3_debug", "model.tied=false", *SHAPE)
+    yield Case("tp normed heads", tensor, quick=True, model=qwen)
+    yield Case("fsdp tp pp normed heads", ("parallelism.shard=2", *tensor, *pipeline), model=qwen)
     for method in METHODS:
         for balance in ("true", "false"):
             how = (f"parallelism.context_method={method}", f"parallelism.balance={balance}", "parallelism.context=2")

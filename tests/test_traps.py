@@ -129,6 +129,23 @@ def test_the_loss_from_parts_needs_no_context() -> None:
         assert max(map(abs, rest)) <= 1e-5
 
 
+def large(rank: int, world: int) -> tuple[float, bool]:
+    """The loss from parts of logits whose exponentials overflow, less that from whole ones; are gradients finite?"""
+    group = dist.group.WORLD
+    assert group is not None
+    logits = 200 * torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    mine, targets = logits.chunk(world, -1)[rank].clone().requires_grad_(), torch.tensor([1, -100, 5])
+    loss = tensor._parts_loss(mine, targets, group)
+    loss.backward()
+    return (loss - cross_entropy(logits, targets)).item(), mine.grad is not None and bool(mine.grad.isfinite().all())
+
+
+def test_the_loss_from_parts_of_large_logits_is_finite() -> None:
+    for difference, finite in run_ranks(large, 2):
+        assert abs(difference) <= 1e-3
+        assert finite
+
+
 def test_weights_drawn_at_the_same_time_are_as_if_alone() -> None:
     """Threads of one process share torch's global generator."""
 

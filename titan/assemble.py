@@ -7,11 +7,11 @@ stages, precision, tensor, context, activation checkpointing, compile, sharding,
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titan import compile as compiling
 from titan import memory, precision, rng
@@ -43,12 +43,12 @@ def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
     for stage in stages.values():
         _transform(stage, run, world)
     _tell(run, world, note)
+    device = torch.device("cpu") if run.memory.offload else world.device
     for stage, how in zip(stages.values(), initial, strict=True):
-        device = "cpu" if run.memory.offload else world.device
         with world.memory():
             rng.materialise(stage.model, how, run.training.seed, device)
-            stage.model.init_buffers(world.device)
-    note(f"initial weights from seed {run.training.seed} on {world.device}")
+            stage.model.init_buffers(world.device)  # which offloading does not concern
+    note(f"initial weights from seed {run.training.seed} on {device}")
     return Engine(
         stages=tuple(stages.values()),
         runner=_runner(stages, run, world),
@@ -82,11 +82,11 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     precision.apply(model, run.precision)
     if (mesh := world.dimensions("tensor")) is not None:
         if how.async_tensor:
-            tensor.overlap()
+            tensor.overlap(mesh)
         tensor.apply(model, mesh, sequence=how.sequence_parallel, loss=how.loss_parallel)
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
-    memory.apply(model.blocks(), run.memory)
+    memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
     sharding = _sharding(world)
     compiling.apply(
         stage,
@@ -163,7 +163,12 @@ def _places(run: Run, world: World) -> Any:
     if world.context is None:
         return None
     size, rank = run.layout.context, world.coordinate("context")
-    return partial(context.positions, size=size, rank=rank, balance=run.parallelism.balance)
+
+    @cache  # on the device already, so that no step waits for a copy
+    def places(length: int) -> Tensor:
+        return context.positions(length, size=size, rank=rank, balance=run.parallelism.balance).to(world.device)
+
+    return places
 
 
 def _twins(stages: dict[int, Stage], run: Run, world: World) -> Twins | None:

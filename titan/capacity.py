@@ -194,6 +194,12 @@ def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
     wants, has = demand(recipe, layout, count).gib, available(recipe, layout, machine)
     if wants <= has:
         return
+    if has <= 0 and layout.devices > 1:
+        most = max(1, int((machine.memory_gib or 0) * USABLE / PROCESS_GIB) - 1)
+        raise Refusal(
+            f"{recipe.describe()}: {layout.devices} ranks ({layout}) take about {PROCESS_GIB} GiB each before they "
+            f"hold a tensor, and {_here(machine, Layout(), has)}; give degrees that make at most {most} ranks."
+        )
     ranks = "" if layout.devices == 1 else f" on each of {layout.devices} ranks ({layout})"
     raise Refusal(
         f"{recipe.describe()}: needs about {_gib(wants)}{ranks}, and {_here(machine, layout, has)}. "

@@ -26,6 +26,11 @@ def check(run: Run, ranks: int | None = None) -> None:
     capacity.check(run, run.layout, run.machine, run.microbatches)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         raise Refusal("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
+    if run.layout.tensor > 1 and run.debug.detect_anomaly:
+        raise Refusal(
+            f"debug.detect_anomaly=true: torch can't look into what parallelism.tensor={run.layout.tensor} cuts; "
+            "give parallelism.tensor=1."
+        )
     if run.dataset.mask_documents:
         raise Refusal("dataset.mask_documents=true: this version attends across documents; give false.")
     if run.microbatches > run.rank_rows:
@@ -53,6 +58,7 @@ def _check_tensor(run: Run) -> None:
             "parallelism.tensor above 1": degree > 1,
             "parallelism.sequence_parallel=true": how.sequence_parallel,
             "compile=block": run.compile.scope != "off",
+            "compile.backend=inductor": run.compile.backend == "inductor",
             "a CUDA device": run.machine.device == "cuda",
         }
         missing = [name for name, there in needed.items() if not there]
@@ -83,6 +89,9 @@ def _check_context(run: Run) -> None:
 def _check_sharding(run: Run) -> None:
     """Refuse what FSDP can't do with this layout."""
     how, layout = run.parallelism, run.layout
+    for name, idle in (("reshard", "auto"), ("prefetch", 0)):
+        if (value := getattr(how, name)) != idle and (layout.sharded == 1 or layout.copies):
+            raise Refusal(f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}.")
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
         raise Refusal(
             f"parallelism.reshard={how.reshard}: weights are cut over {layout.sharded} ranks; give a divisor of that "
@@ -101,6 +110,11 @@ def _check_sharding(run: Run) -> None:
 def _check_memory(run: Run) -> None:
     """Refuse ways of keeping activations that need something else."""
     memory, schedule = run.memory, run.staging.schedule
+    if memory.checkpointing == "every_n" and memory.every > run.model.layers:
+        raise Refusal(
+            f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be computed again; "
+            "give fewer."
+        )
     if memory.checkpointing == "budget" and run.compile.scope == "off":
         raise Refusal("memory=budget: the compiler is what keeps to it; give compile=block too, or memory=selective.")
     if memory.checkpointing == "budget" and run.compile.backend == "eager":

@@ -84,7 +84,7 @@ class Engine:
         runner: takes micro-batches through them.
         optimizer: over their parameters.
         world: the ranks.
-        places: this rank's places of a row, int64, for the row's length; None where ranks have whole rows.
+        places: this rank's places of a row, int64 on its device, for its length; None where ranks have whole rows.
         twins: a tied weight of which this rank has one of two, or both; see `titan.parallelism.pipeline.Twins`.
         multiple: rows have to be a multiple of so many tokens.
         notes: what was applied to the model, in order.
@@ -152,7 +152,7 @@ class Engine:
         """This rank's part of rows, and its places in them."""
         if self.places is None:
             return tokens, targets, None
-        places = self.places(tokens.shape[-1]).to(tokens.device)
+        places = self.places(tokens.shape[-1])
         return tokens[..., places], None if targets is None else targets[..., places], places
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -67,17 +67,18 @@ class Memory:
         return self.budget if self.checkpointing == "budget" else None
 
 
-def apply(blocks: Sequence[torch.nn.Module], memory: Memory) -> None:
+def apply(blocks: Sequence[torch.nn.Module], memory: Memory, first: int = 0) -> None:
     """Checkpoint the blocks for which `memory` asks for it; a budget is the compiler's affair (`titan.compile`).
 
     The block's own `forward` is replaced, not wrapped in another module: parameter names stay, and what hooks onto the
-    module (FSDP) or compiles it comes around the checkpoint.
+    module (FSDP) or compiles it comes around the checkpoint. `first` is the number of the first of these blocks in the
+    whole model, so that stages of a pipeline recompute the same ones.
     """
     if memory.checkpointing == "full":
         for block in blocks:
             block.forward = _recomputed(block.forward)
     elif memory.checkpointing == "every_n":
-        for block in blocks[memory.every - 1 :: memory.every]:
+        for block in (b for number, b in enumerate(blocks, first + 1) if number % memory.every == 0):
             block.forward = _recomputed(block.forward)
     elif memory.checkpointing == "selective":
         for block in blocks:

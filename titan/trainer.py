@@ -201,7 +201,8 @@ class Trainer:
         """Change the weights, unless `bad`: fused optimizers decide that on the device, others are asked here."""
         optimizer: Any = self.engine.optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
-            optimizer.found_inf = bad.float()
+            # a blocking copy where weights are on the host: torch's own would not wait for the device
+            optimizer.found_inf = bad.float().cpu() if self.run.memory.offload else bad.float()
             optimizer.step()
         elif not bad.item():
             optimizer.step()

@@ -110,3 +110,18 @@ def test_only_one_degree_takes_the_rest(names: set[str]) -> None:
 )
 def test_is_said_in_words(layout: Layout, text: str) -> None:
     assert str(layout) == text
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        pytest.param(Layout(), {}, id="one-device"),
+        pytest.param(Layout(replicate=2), {"replicate": 2}, id="ddp"),
+        pytest.param(Layout(replicate=2, tensor=2), {"replicate": 2, "shard": 1, "tensor": 2}, id="ddp-tp"),
+        pytest.param(Layout(pipeline=2, replicate=2), {"pipeline": 2, "replicate": 2, "shard": 1}, id="ddp-pp"),
+        pytest.param(Layout(replicate=2, context=3), {"replicate": 2, "shard": 3}, id="ddp-cp"),
+        pytest.param(Layout(shard=2, context=3, tensor=2), {"shard": 6, "tensor": 2}, id="fsdp-cp-tp"),
+    ],
+)
+def test_the_mesh_of_weights(layout: Layout, mesh: dict[str, int]) -> None:
+    assert list(layout.weights().items()) == list(mesh.items())

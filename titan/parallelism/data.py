@@ -60,7 +60,13 @@ def _prefetch(blocks: list[Any], count: int) -> None:
 
 def replicate(losses: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
     """Sum the gradients of copies while the backward pass goes on (DDP)."""
-    module = DistributedDataParallel(losses, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    module = DistributedDataParallel(
+        losses,
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=True,
+        init_sync=False,  # all start the same by themselves
+        broadcast_buffers=False,
+    )
     module.register_comm_hook(mesh.get_group(), _sum)
     return module
 

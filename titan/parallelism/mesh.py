@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from launchers.place import Place
 from titan.dataset.loader import Share
 from titan.parallelism.schema import Layout
+from titan.settings import Failure
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
@@ -118,6 +119,11 @@ def _device(place: Place, device_type: str) -> torch.device:
     if device_type != "cuda":
         _keep_freed_memory()
         return torch.device(device_type)
+    if place.local_rank >= torch.cuda.device_count() > 1:
+        raise Failure(
+            f"there are {torch.cuda.device_count()} GPUs here and more ranks: local rank {place.local_rank} has none; "
+            "start one rank a GPU."
+        )
     device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
@@ -168,8 +174,7 @@ def lay_out(place: Place, layout: Layout, device: torch.device) -> World:
     mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     context = None
     if layout.context > 1:
-        # A mesh of its own, because in the weights' mesh context is a part of shard.
-        outer, inner = layout.devices // (layout.context * layout.tensor), layout.tensor
-        sizes, names = (outer, layout.context, inner), ("outer", "context", "inner")
-        context = init_device_mesh(device.type, sizes, mesh_dim_names=names).get_group("context")
+        # Groups of their own, because in the weights' mesh context is a part of shard.
+        groups = [list(ranks) for ranks in layout.groups("context")]
+        context, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
     return World(place, layout, device, mesh, context)

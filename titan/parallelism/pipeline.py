@@ -93,12 +93,18 @@ class Pipeline:
         if number == 0 or number - 1 in self.stages:
             return here
         hidden = self.plan.hidden(len(tokens), tokens.shape[-1], self.device)
-        dist.recv(hidden, group=self.group, group_src=self.plan.owners[number - 1])
+        self._carry(dist.irecv, hidden, number - 1)
         return hidden
 
     def _hand_on(self, number: int, hidden: Tensor) -> None:
         if number < self.last and number + 1 not in self.stages:
-            dist.send(hidden.contiguous(), group=self.group, group_dst=self.plan.owners[number + 1])
+            self._carry(dist.isend, hidden.contiguous(), number + 1)
+
+    def _carry(self, how: Any, hidden: Tensor, stage: int) -> None:
+        """Send to, or receive from, the rank of another stage."""
+        message = dist.P2POp(how, hidden, group=self.group, group_peer=self.plan.owners[stage])
+        for work in dist.batch_isend_irecv([message]):
+            work.wait()
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         """What a schedule takes for the loss: the last stage has computed it."""

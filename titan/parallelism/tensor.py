@@ -49,14 +49,17 @@ def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
         model.head.loss = partial(_parts_loss if loss else _whole_loss, group=group)
 
 
-def overlap() -> None:
+def overlap(mesh: DeviceMesh) -> None:
     """Let Inductor split products so that they overlap with the gathering of their inputs (async tensor parallelism).
 
-    It is for CUDA only and takes compiled blocks: the pattern is found in the graph.
+    It is for CUDA only and takes compiled blocks: the pattern is found in the graph. The setting is the process's,
+    since Inductor reads it when it compiles, in the first step.
     """
     import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     inductor._micro_pipeline_tp = True
+    enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def settle(parameter: Tensor) -> None:
