@@ -196,6 +196,7 @@ def end_wandb() -> Iterator[None]:
 @pytest.mark.usefixtures("no_wandb_key", "end_wandb")
 def test_wandb_offline_two_lives_and_no_secret_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUD_SECRET", "planted-secret")
+    monkeypatch.setattr(trackers, "PATIENCE", 120.0)  # its service writes the files, however busy the machine is
     said: list[str] = []
     for _ in range(2):
         config = {"model": {"dim": 64, "api_key": "planted-secret"}, "path": "s3://me:planted-secret@host/x"}
