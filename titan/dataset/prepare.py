@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.dataset.documents import Skip, Source
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import FORMAT, SHARD_TOKENS, SPLITS, SplitWriter, open_corpus, token_dtype, write_manifest
-from titan.dataset.sources import Source, TokenSource
 from titan.dataset.tokenizer import Tokenizer, load_tokenizer
 from titan.settings import Refusal
 
@@ -98,7 +98,7 @@ class _Text:
         return self.tokenizer.token_bytes()
 
     def documents(self) -> Iterator[Document]:
-        for texts in _groups(self.source.documents()):
+        for texts in _groups(_texts(self.source)):
             for text, ids in zip(texts, self.tokenizer.encode_batch(texts), strict=True):
                 content = text.encode("utf-8")
                 yield Document(_hash(content), np.array(self.tokenizer.framed(ids), dtype=np.uint32), len(content))
@@ -108,25 +108,26 @@ class _Text:
 class _Tokens:
     """A source of tokens, each of which counts as one byte of text."""
 
-    source: TokenSource
+    source: Source
     name: str = "none"
     fingerprint: str = "none"
 
     @property
     def vocab_size(self) -> int:
-        return self.source.vocab_size
+        return self.source.vocab_size or 0
 
     def token_bytes(self) -> NDArray[np.uint16]:
         return np.ones(self.vocab_size, dtype=np.uint16)
 
     def documents(self) -> Iterator[Document]:
-        for tokens in self.source.token_documents():
+        for tokens in (d for part in self.source.parts() for d in self.source.documents(part)):
+            assert isinstance(tokens, np.ndarray)
             yield Document(_hash(tokens.astype("<u4").tobytes()), tokens, tokens.size)
 
 
 def _corpus(dataset: Dataset) -> _Text | _Tokens:
     source = dataset.build()
-    if isinstance(source, TokenSource):
+    if source.vocab_size is not None:
         return _Tokens(source)
     return _Text(source, load_tokenizer(dataset.tokenizer), dataset.tokenizer)
 
@@ -204,7 +205,7 @@ class _Divider:
 class _Meter:
     """Tells how far a preparation is, about twice a second."""
 
-    def __init__(self, source: Source | TokenSource, progress: Progress | None) -> None:
+    def __init__(self, source: Source, progress: Progress | None) -> None:
         self.source, self.progress, self.tokens = source, progress, 0
         self.start = self.told = time.monotonic()
 
@@ -216,10 +217,15 @@ class _Meter:
             self.progress(self._line(now - self.start))
 
     def _line(self, seconds: float) -> str:
-        read, total = self.source.bytes_read, self.source.bytes_total
-        line = f"preparing {self.source.name}: {read / 1e6:,.0f} of {max(read, total) / 1e6:,.0f} MB, "
-        line += f"{self.tokens / seconds:,.0f} tokens/s"
-        return line + (f", {seconds * (total - read) / read:,.0f} s left" if 0 < read < total else "")
+        return f"preparing {self.source.name}: {self.tokens / seconds:,.0f} tokens/s"
+
+
+def _texts(source: Source) -> Iterator[str]:
+    for part in source.parts():
+        for document in source.documents(part):
+            if not isinstance(document, Skip):
+                assert isinstance(document, str)
+                yield document
 
 
 def _groups(documents: Iterator[str]) -> Iterator[list[str]]:

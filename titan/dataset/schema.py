@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from titan.settings import MISSING, setting
 
 if TYPE_CHECKING:
-    from titan.dataset.sources import Source, TokenSource
+    from titan.dataset.documents import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,25 @@ class Dataset:
     )
     cache: str | None = setting(None, "folder for prepared data; null: $TITAN_CACHE or ~/.cache/titan", science=False)
     prefetch: int = setting(4, "batches read ahead in the background", science=False, at_least=1, at_most=1024)
+    epochs: float | None = setting(
+        None, "how often the data may be read at most; null: any number of times", science=False, above=0
+    )
+    block: int = setting(
+        1, "rows that keep together in the order: 1, or many where each read costs much (object stores)", at_least=1
+    )
+    window: int | None = setting(None, "tokens inside of which rows change places; null: all of them", at_least=1)
+    skip: tuple[tuple[int, int], ...] = setting(
+        (), "rows to leave out, as [[first,last],...] in the numbers that metrics.jsonl shows; both ends are left out"
+    )
+    on_error: Literal["refuse", "skip"] = setting(
+        "refuse", "what can't be read, such as a broken line or file: refuse it, or skip it and count it in the report"
+    )
+    workers: int | str = setting(
+        "auto", "processes that prepare the data; auto: one a CPU core", science=False, words=("auto",), at_least=1
+    )
+    stream: bool = setting(False, "train while the data are still being prepared; needs dataset.window", science=False)
 
-    def build(self) -> Source | TokenSource:
+    def build(self) -> Source:
         """The source of documents that these settings describe."""
         raise NotImplementedError
 
@@ -85,7 +102,7 @@ class Synthetic(Dataset):
     vocab: int = setting(256, "how many different tokens occur", at_least=2)
     seed: int = setting(0, "which corpus", at_least=0)
 
-    def build(self) -> TokenSource:
+    def build(self) -> Source:
         """The chain's documents."""
         from titan.dataset.sources import Markov
 

@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn, Protocol, runtime_checkable
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.dataset.documents import Document, Part, Skip, Source, content_digest
 from titan.settings import Refusal, show
 
 PASSAGE_BYTES = 64 * 1024
@@ -36,47 +37,6 @@ PASSAGES_WANTED = 128
 _CHUNK = 8 * 1024 * 1024
 _MEMO_BYTES = 1024 * 1024
 _BOM = b"\xef\xbb\xbf"
-
-
-@runtime_checkable
-class Source(Protocol):
-    """A corpus of text.
-
-    Attributes:
-        name: a word for it, which becomes part of a folder's name.
-        bytes_total: about how many bytes `documents` reads in all, 0 when unknown.
-        bytes_read: how many of them it has read so far.
-    """
-
-    name: str
-    bytes_total: int
-    bytes_read: int
-
-    def digest(self, memo: Path | None = None) -> str:
-        """The identity of the content, in hexadecimal; `memo` is a folder to remember parts of it in."""
-        ...
-
-    def documents(self) -> Iterator[str]:
-        """The documents, always in the same order."""
-        ...
-
-
-@runtime_checkable
-class TokenSource(Protocol):
-    """A corpus that is tokens already: ids below `vocab_size`."""
-
-    name: str
-    vocab_size: int
-    bytes_total: int
-    bytes_read: int
-
-    def digest(self, memo: Path | None = None) -> str:
-        """The identity of the content, in hexadecimal."""
-        ...
-
-    def token_documents(self) -> Iterator[NDArray[Any]]:
-        """The documents, each a one-dimensional array of ids, always in the same order."""
-        ...
 
 
 def stdlib() -> Source:
@@ -112,15 +72,15 @@ def jsonl(path: str, field: str = "text") -> Source:
 
 
 @dataclass
-class _Files:
+class _Files(Source):
     """UTF-8 files as a source, a document a file; files that are not UTF-8 are passed over."""
 
     name: str
     files: tuple[Path, ...]
 
-    def __post_init__(self) -> None:
-        self.bytes_total = sum(file.stat().st_size for file in self.files)
-        self.bytes_read = 0
+    def parts(self) -> list[Part]:
+        """A part a file."""
+        return [Part(str(file), file.stat().st_size, (file,)) for file in self.files]
 
     def digest(self, memo: Path | None = None) -> str:
         """The identity of the files' content and of how it is divided; names and places don't count."""
@@ -129,34 +89,25 @@ class _Files:
             identity.update(_file_digest(file, memo))
         return identity.hexdigest()
 
-    def documents(self) -> Iterator[str]:
-        """The documents of all files, those of nothing but white space left out."""
-        self.bytes_read, any_yet = 0, False
-        for path in self.files:
-            with _open(path) as file:
-                for document in self._documents(path, file):
-                    if document and not document.isspace():
-                        any_yet = True
-                        yield document
-        if not any_yet:
-            self._refuse_none()
+    def documents(self, part: Part) -> Iterator[Document]:
+        """The documents of a file, those of nothing but white space left out."""
+        path: Path = part.place[0]
+        with _open(path) as file:
+            for document in self._documents(path, file):
+                yield document if isinstance(document, Skip) or not _is_blank(document) else Skip("empty", str(path))
 
     def _parameters(self) -> list[Any]:
         return []
 
-    def _documents(self, path: Path, file: BinaryIO) -> Iterator[str]:
-        data = self._count(file.read())
+    def _documents(self, path: Path, file: BinaryIO) -> Iterator[str | Skip]:
         try:
-            yield data.removeprefix(_BOM).decode("utf-8")
+            yield file.read().removeprefix(_BOM).decode("utf-8")
         except UnicodeDecodeError:
-            return
+            yield Skip("not UTF-8", str(path))
 
-    def _count(self, data: bytes) -> bytes:
-        self.bytes_read += len(data)
-        return data
 
-    def _refuse_none(self) -> NoReturn:
-        raise Refusal(f"dataset={self.name}: {self.files[0]} and its like hold no text; name other files.")
+def _is_blank(document: str) -> bool:
+    return not document or document.isspace()
 
 
 @dataclass
@@ -168,15 +119,15 @@ class _Text(_Files):
     def _parameters(self) -> list[Any]:
         return [self.separator]
 
-    def _documents(self, path: Path, file: BinaryIO) -> Iterator[str]:
+    def _documents(self, path: Path, file: BinaryIO) -> Iterator[str | Skip]:
         if self.separator is None:
-            limit = max(PASSAGE_BYTES_LEAST, min(PASSAGE_BYTES, self.bytes_total // PASSAGES_WANTED))
+            total = sum(file.stat().st_size for file in self.files)
+            limit = max(PASSAGE_BYTES_LEAST, min(PASSAGE_BYTES, total // PASSAGES_WANTED))
             pieces, skipped = passages(file, limit), 0
         else:
             pieces, skipped = separated(file, self.separator.encode()), len(self.separator.encode())
         place = 0
         for piece in pieces:
-            self._count(piece)
             yield _decode(piece, path, place)
             place += len(piece) + skipped
 
@@ -190,10 +141,9 @@ class _Jsonl(_Files):
     def _parameters(self) -> list[Any]:
         return [self.field]
 
-    def _documents(self, path: Path, file: BinaryIO) -> Iterator[str]:
+    def _documents(self, path: Path, file: BinaryIO) -> Iterator[str | Skip]:
         place = 0
         for number, line in enumerate(file, start=1):
-            self._count(line)
             document = _decode(line, path, place)
             place += len(line)
             if not document.isspace():
@@ -343,7 +293,7 @@ def _read_digest(path: Path) -> bytes:
 
 
 @dataclass
-class Markov:
+class Markov(Source):
     """`tokens` ids drawn from a Markov chain over `vocab_size` states, in documents of 100 to 500.
 
     Each state has four successors, taken with probabilities 5/8, 2/8, 1/16 and 1/16, through four permutations of the
@@ -351,29 +301,28 @@ class Markov:
     """
 
     tokens: int
-    vocab_size: int
-    seed: int
+    vocab_size: int = 256
+    seed: int = 0
     name: str = "synthetic"
 
-    def __post_init__(self) -> None:
-        """Begin at the first token."""
-        self.bytes_total, self.bytes_read = self.tokens, 0
+    def parts(self) -> list[Part]:
+        """One: each document is drawn after the one before."""
+        return [Part(self.name, self.tokens)]
 
     def digest(self, memo: Path | None = None) -> str:
         """The identity of the chain and of what is drawn from it."""
-        identity = json.dumps(["markov", 1, self.tokens, self.vocab_size, self.seed])
-        return blake2b(identity.encode(), digest_size=32).hexdigest()
+        return content_digest("markov", 1, self.tokens, self.vocab_size, self.seed)
 
-    def token_documents(self) -> Iterator[NDArray[Any]]:
+    def documents(self, part: Part) -> Iterator[Document]:
         """The documents, the last one cut short so that the number of tokens is exact."""
         # Raw bits only: what numpy's distributions make of them may change with its version.
         bits = np.random.Philox(key=self.seed)
         successors = np.stack([np.argsort(bits.random_raw(self.vocab_size), kind="stable") for _ in range(4)], axis=1)
-        self.bytes_read = 0
-        while self.bytes_read < self.tokens:
+        left = self.tokens
+        while left:
             for document in self._draw(bits, successors, 1024):
-                document = document[: self.tokens - self.bytes_read]
-                self.bytes_read += document.size
+                document = document[:left]
+                left -= document.size
                 if document.size:
                     yield document
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from titan.dataset import sources
+from titan.dataset.documents import Source
 from titan.dataset.tokenizer import PATTERN, cut_spaces, write_ranks
 from titan.settings import Refusal
 
@@ -69,11 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _texts(source: Source) -> Iterator[str]:
+    documents = chain.from_iterable(map(source.documents, source.parts()))
+    return (document for document in documents if isinstance(document, str))
+
+
 def _run(out: Path, paths: Sequence[str], ranks: int) -> None:
     if out.suffix != ".tiktoken":
         raise Refusal(f"{out}: a rank file's name ends in .tiktoken; give such a name.")
     found = [sources.text(path) for path in paths] or [sources.stdlib()]
-    tokens = train(chain.from_iterable(source.documents() for source in found), ranks)
+    tokens = train(chain.from_iterable(map(_texts, found)), ranks)
     try:
         write_ranks(out, tokens)
     except OSError as error:
