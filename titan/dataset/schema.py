@@ -5,7 +5,7 @@ Each source is a dataclass whose `build()` gives an object that yields documents
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -51,6 +51,10 @@ class Dataset:
     def build(self) -> Source:
         """The source of documents that these settings describe."""
         raise NotImplementedError
+
+    def corpora(self) -> Mapping[str, Dataset]:
+        """What is prepared by itself, by name: this dataset, or those that it is mixed of."""
+        return {"data": self}
 
 
 @dataclass(frozen=True, kw_only=True)
