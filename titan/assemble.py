@@ -150,8 +150,7 @@ def _plan(run: Run) -> Plan:
     return Plan(
         schedule=run.staging.schedule,
         owners=run.staging.owners,
-        microbatches=run.microbatches,
-        rows=-(-run.rank_rows // run.microbatches),
+        rows=run.microbatch_rows,
         length=run.training.seq_len // run.layout.context,
         width=run.model.dim,
         cut=run.layout.tensor if run.parallelism.sequence_parallel else 1,

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from titan import compile as compiling
 from titan import memory, precision, rng
-from titan.dataset.loader import Loader, Share
-from titan.dataset.order import Order
-from titan.dataset.shards import Corpus
+from titan.dataset.loader import Loader, Shape, Share
+from titan.dataset.mix import Mix
 from titan.run import Run
 
 
@@ -23,14 +22,12 @@ class BareLoop:
     Fused optimizer, torch's own clipping, rows preloaded on the device, no reading of results in between.
     """
 
-    def __init__(
-        self, run: Run, corpus: Corpus, device: torch.device, preloaded: int = 8, autocast: bool = False
-    ) -> None:
+    def __init__(self, run: Run, mix: Mix, device: torch.device, preloaded: int = 8, autocast: bool = False) -> None:
         """Build the loop.
 
         Args:
             run: what is trained; its layout must be one device.
-            corpus: the rows.
+            mix: the rows.
             device: where.
             preloaded: so many global batches are loaded beforehand and repeated.
             autocast: compute in the run's precision through torch.autocast, not as the model does it by itself.
@@ -43,7 +40,7 @@ class BareLoop:
         compiling.apply(self.model.blocks(), run.compile)
         rng.materialise(self.model, self.model.initial(), run.training.seed, device)
         self.optimizer = run.optimizer.build(self.model.parameters())
-        self.batches = _preload(run, corpus, device, preloaded)
+        self.batches = _preload(run, mix, device, preloaded)
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
 
@@ -62,13 +59,11 @@ class BareLoop:
             self.step += 1
 
 
-def _preload(run: Run, corpus: Corpus, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
-    seq_len, rows = run.training.seq_len, run.training.rows
-    sizes = {"seq_len": seq_len, "rows_per_step": rows, "microbatches": run.microbatches}
-    order = Order(corpus.train.rows(seq_len), run.training.seed)
-    with Loader(corpus.train, order, share=Share(0, 1), **sizes) as loader:
-        batches = [next(loader) for _ in range(count)]
-    return [(torch.from_numpy(b.tokens).to(device), torch.from_numpy(b.targets).to(device)) for b in batches]
+def _preload(run: Run, mix: Mix, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+    shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
+    with Loader(mix, run.training, Share(0, 1), shape) as loader:
+        batches = [torch.from_numpy(next(loader).fields[:2]).to(device).long() for _ in range(count)]
+    return [(tokens, targets) for tokens, targets in batches]
 
 
 def seconds(work: Callable[[], None], device: torch.device) -> float:

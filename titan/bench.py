@@ -189,7 +189,6 @@ def _trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[bool], BareLoop]]]:
     from launchers.place import Place
     from titan.assemble import assemble
     from titan.baseline import BareLoop
-    from titan.dataset.shards import open_corpus
     from titan.metrics.recorder import Recorder
     from titan.parallelism import mesh
     from titan.trainer import Trainer
@@ -200,11 +199,10 @@ def _trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[bool], BareLoop]]]:
         if isinstance(life, lives.Finished):
             raise Refusal(f"{folder} holds a finished run; empty it.")
         world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
-        corpus = open_corpus(life.corpus)
-        trainer = Trainer(run, life, world, assemble(run, world), corpus, _Never())
+        trainer = Trainer(run, life, world, assemble(run, world), _Never())
         with Recorder(run, life, print) as recorder, trainer.loader:
             trainer.recorder = recorder
-            yield trainer, lambda autocast: BareLoop(run, corpus, world.device, autocast=autocast)
+            yield trainer, lambda autocast: BareLoop(run, trainer.mix, world.device, autocast=autocast)
 
 
 class _Never:
@@ -230,15 +228,13 @@ def _ceilings(run: Run) -> dict[str, float]:
 
 def _loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
     """Tokens/s through the loader, against the fastest training above."""
-    from titan.dataset.loader import Loader, Share
-    from titan.dataset.order import Order
-    from titan.dataset.prepare import prepare
-    from titan.dataset.shards import open_corpus
+    from titan.dataset.corpora import mixed, opened, ready
+    from titan.dataset.loader import Loader, Shape, Share
 
-    split = open_corpus(prepare(run.dataset)).train
-    seq_len, steps = run.training.seq_len, max(20, 2_000_000 // run.training.global_batch)
-    sizes = {"seq_len": seq_len, "rows_per_step": run.training.rows, "microbatches": run.microbatches}
-    with Loader(split, Order(split.rows(seq_len), 0), share=Share(0, 1), **sizes) as loader:
+    mix = mixed(run.dataset, run.training, opened(ready(run.dataset)))
+    steps = max(20, 2_000_000 // run.training.global_batch)
+    shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
+    with Loader(mix, run.training, Share(0, 1), shape) as loader:
         next(loader)
         start = time.perf_counter()
         for _ in range(steps):
@@ -299,12 +295,11 @@ def _bare(steps: int, overrides: list[str]) -> int:
     import torch
 
     from titan.baseline import BareLoop
-    from titan.dataset.prepare import prepare
-    from titan.dataset.shards import open_corpus
+    from titan.dataset.corpora import mixed, opened, ready
     from titan.metrics.recorder import peak_resident_gib
 
     run = compose.composed([*LONG, *overrides])
-    loop = BareLoop(run, open_corpus(prepare(run.dataset)), torch.device(run.machine.device))
+    loop = BareLoop(run, mixed(run.dataset, run.training, opened(ready(run.dataset))), torch.device(run.machine.device))
     loop.steps(steps)
     print(peak_resident_gib())
     return 0

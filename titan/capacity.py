@@ -79,9 +79,12 @@ def _activations(recipe: Recipe, layout: Layout, microbatches: int, layers: int)
         return kept + gathered
 
     gathered = 0
+    if recipe.dataset.mask_documents:  # a mask of a row by a row, as the kernel keeps it
+        length = recipe.training.seq_len if recipe.parallelism.context_method != "ring" else 0
+        gathered = compute * tokens * length * (1 if memory.checkpointing == "full" else layers) * layout.tensor
     if layout.context > 1 and recipe.parallelism.context_method == "allgather":
         rows_whole = 2 * model.kv_heads * model.head_size * compute * tokens * layout.context
-        gathered = rows_whole * (1 if memory.checkpointing == "full" else layers)
+        gathered += rows_whole * (1 if memory.checkpointing == "full" else layers)
 
     uncut = (
         0 if layout.tensor == 1 or recipe.parallelism.sequence_parallel else 4 * compute * model.dim * tokens * layers

@@ -7,6 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from titan import capacity
+from titan.parallelism.staging import staging
 from titan.settings import Refusal
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def check(run: Run, ranks: int | None = None) -> None:
     Raises:
         Refusal: for what can't work.
     """
-    for part in (_check_tensor, _check_context, _check_sharding, _check_memory):
+    for part in (_check_growth, _check_tensor, _check_context, _check_sharding, _check_memory):
         part(run)
     if ranks is None:
         _check_machine(run)
@@ -31,8 +32,6 @@ def check(run: Run, ranks: int | None = None) -> None:
             f"debug.detect_anomaly=true: torch can't look into what parallelism.tensor={run.layout.tensor} cuts; "
             "give parallelism.tensor=1."
         )
-    if run.dataset.mask_documents:
-        raise Refusal("dataset.mask_documents=true: this version attends across documents; give false.")
     if run.microbatches > run.rank_rows:
         raise Refusal(
             f"parallelism.microbatches={run.microbatches}: more than the rows that a rank takes in a step, "
@@ -42,6 +41,20 @@ def check(run: Run, ranks: int | None = None) -> None:
         _check_compiler(run)
     if run.checkpoint.mode == "off" and run.cluster.restarts:
         raise Refusal(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
+
+
+def _check_growth(run: Run) -> None:
+    """Refuse batches that a pipeline's schedule can't have as micro-batches of the same size."""
+    for phase in run.training.phases[1:] if run.staging.count > 1 else ():
+        rows = math.ceil(phase.rows / run.layout.data_ranks)
+        count = math.ceil(rows / run.microbatch_rows)
+        try:
+            staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
+        except Refusal as refusal:
+            raise Refusal(
+                f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
+                f"{run.microbatch_rows} rows, and then {refusal}"
+            ) from refusal
 
 
 def _check_tensor(run: Run) -> None:

@@ -15,17 +15,16 @@ from titan import capacity
 from titan.run import Run, billions
 
 if TYPE_CHECKING:
-    from titan.dataset.shards import Corpus
+    from titan.dataset.mix import Mix
     from titan.lives import Finished, Life
 
 WIPE = "\r\x1b[K"
 """Back to the line's beginning, and clear it."""
 
 
-def show_run(run: Run, life: Life, corpus: Corpus, applied: Sequence[str]) -> None:
+def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
     """Say what was composed, and what was `applied` to the model in which order, before the first step."""
-    t, rows = run.training, corpus.train.rows(run.training.seq_len)
-    chosen, tokens = run.choices, t.steps * t.global_batch
+    t, chosen = run.training, run.choices
     process = capacity.PROCESS_GIB if run.machine.device == "cpu" else 0
     memory = capacity.demand(run, run.layout, run.microbatches).gib + process
     _table(
@@ -33,11 +32,10 @@ def show_run(run: Run, life: Life, corpus: Corpus, applied: Sequence[str]) -> No
             "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",
             "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
             f"{run.model.layers} layers of width {run.model.dim}, vocabulary {run.model.vocab:,}",
-            "data": f"{chosen.get('dataset', '')}: {billions(corpus.train.tokens)} tokens in {rows:,} rows "
-            f"of {t.seq_len}, {billions(corpus.validation.tokens)} held out; tokenizer {run.dataset.tokenizer}",
+            **_data(run, mix),
             "batch": f"{t.global_batch:,} tokens = {t.rows} rows; a rank takes {run.rank_rows} in "
-            f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}",
-            "steps": f"{t.steps:,}, {billions(tokens)} tokens, {tokens / t.seq_len / rows:.2f} epochs; "
+            f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_growth(run)}",
+            "steps": f"{t.steps:,}, {billions(t.tokens)} tokens; "
             f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {t.schedule}; seed {t.seed}",
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
             **_dimensions(run),
@@ -45,6 +43,36 @@ def show_run(run: Run, life: Life, corpus: Corpus, applied: Sequence[str]) -> No
             "devices": f"{run.machine.describe()}; about {memory:.1f} GiB a rank",
         }
     )
+
+
+def _data(run: Run, mix: Mix) -> dict[str, str]:
+    """What is read: a line, or where sources are mixed a line each."""
+    training, chosen = run.training, run.choices.get("dataset", "")
+    reads = mix.reads(training.rows_before(training.steps + 1))
+    apart = "; documents kept apart" if run.dataset.mask_documents else ""
+    of = f"{chosen}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{apart}"
+    lines = {}
+    for source, read in zip(mix.sources, reads, strict=True):
+        corpus, rows = source.corpus, source.split.rows(training.seq_len)
+        there = "" if corpus.complete else f" so far ({corpus.units[0]} of {corpus.units[1]} units)"
+        epochs = f", read {read / rows:.2f} times" if rows and corpus.complete else ""
+        lines[source.name] = (
+            f"{billions(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{there}{epochs}, "
+            f"{billions(corpus.validation.tokens)} held out"
+        )
+    if len(lines) == 1:
+        return {"data": f"{chosen}: {next(iter(lines.values()))}; {of.partition('; ')[2]}"}
+    shares = {
+        name: f"{read / max(1, sum(reads)):.1%} of the rows, of " for name, read in zip(lines, reads, strict=True)
+    }
+    return {"data": of, **{f"  {name}": shares[name] + line for name, line in lines.items()}}
+
+
+def _growth(run: Run) -> str:
+    """What becomes of the batch."""
+    seq_len = run.training.seq_len
+    later = [f"{phase.rows * seq_len:,} from step {phase.step:,}" for phase in run.training.phases[1:]]
+    return "; " + ", ".join(later) if later else ""
 
 
 PURPOSES = {
@@ -210,7 +238,9 @@ def _speed(result: Mapping[str, Any]) -> str:
         return "no step was timed"
     mfu = f", MFU {result['mfu']:.1%}" if result.get("mfu") else ""
     memory = f"peak memory {result['memory_gib']:.2f} GiB a rank"
-    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in all"
+    wait = result.get("data_wait") or 0
+    stalled = f", {wait:.0%} of it waiting for data" if wait >= 0.01 else ""
+    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in all{stalled}"
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,45 @@ class Stage(nn.Module):
         return hidden if self.model.head is None else self.model.head(hidden, targets)
 
 
-class Runner(Protocol):
-    """How micro-batches go through the stages of this rank: tokens and targets are int64 [microbatches, rows, T]."""
+class Rows(NamedTuple):
+    """Rows on a rank's device, or of each the part that the rank has: T tokens.
 
-    def backward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, scale: float) -> Tensor:
+    Attributes:
+        tokens: int64 [microbatches, rows, T].
+        targets: the same shape; None to get logits.
+        positions: the same shape, or [T] for all rows; None: 0 to T - 1.
+        documents: the same shape as tokens; attention stays among equal ones. None: all of a row.
+    """
+
+    tokens: Tensor
+    targets: Tensor | None = None
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+
+    def at(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Micro-batch i, as `Stage` takes it."""
+        positions = self.positions
+        return (
+            self.tokens[i],
+            None if self.targets is None else self.targets[i],
+            positions[i] if positions is not None and positions.dim() > 1 else positions,
+            None if self.documents is None else self.documents[i],
+        )
+
+    def cut(self, places: Tensor) -> Rows:
+        """Of each row the tokens at `places`, with their positions."""
+        positions = places if self.positions is None else self.positions[..., places]
+        targets, documents = (None if part is None else part[..., places] for part in (self.targets, self.documents))
+        return Rows(self.tokens[..., places], targets, positions, documents)
+
+
+class Runner(Protocol):
+    """How micro-batches go through the stages of this rank."""
+
+    def backward(self, rows: Rows, scale: float) -> Tensor:
         """Forward and backward; this rank's summed loss, zero where the last stage is elsewhere."""
 
-    def forward(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Tensor]:
+    def forward(self, rows: Rows) -> list[Tensor]:
         """Forward only: what the last stage gives, a micro-batch each; nothing where it is elsewhere."""
 
 
@@ -59,20 +91,19 @@ class Accumulate:
         """Take the stage, and the same with whatever sums the gradients of copies."""
         self.stage, self.wrapped = stage, wrapped
 
-    def backward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, scale: float) -> Tensor:
+    def backward(self, rows: Rows, scale: float) -> Tensor:
         """See `Runner`."""
-        total = torch.zeros((), device=tokens.device)
-        for i in range(len(tokens)):
-            with data.defer(self.wrapped, last=i == len(tokens) - 1):
-                loss = self.wrapped(tokens[i], targets[i], positions)
+        count, total = len(rows.tokens), torch.zeros((), device=rows.tokens.device)
+        for i in range(count):
+            with data.defer(self.wrapped, last=i == count - 1):
+                loss = self.wrapped(*rows.at(i))
                 (loss * scale).backward()
             total += loss.detach()
         return total
 
-    def forward(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Tensor]:
+    def forward(self, rows: Rows) -> list[Tensor]:
         """See `Runner`."""
-        rows = [None] * len(tokens) if targets is None else list(targets)
-        return [self.stage(x, y, positions) for x, y in zip(tokens, rows, strict=True)]
+        return [self.stage(*rows.at(i)) for i in range(len(rows.tokens))]
 
 
 @dataclass(frozen=True)
@@ -99,17 +130,17 @@ class Engine:
     multiple: int = 1
     notes: tuple[str, ...] = ()
 
-    def backward(self, tokens: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def backward(self, rows: Rows, scale: float) -> Tensor:
         """Run micro-batch after micro-batch forward and backward; gradients are complete afterwards.
 
         Args:
-            tokens, targets: int64 [microbatches, rows, seq_len] on this rank's device.
+            rows: whole rows, with targets.
             scale: what each token's loss counts in the gradient: 1 / (tokens of the global batch).
 
         Returns:
             This rank's summed loss, an fp32 scalar on its device: over all ranks they add up to the whole.
         """
-        loss = self.runner.backward(*self._part(tokens, targets), scale)
+        loss = self.runner.backward(self._part(rows), scale)
         if self.twins is not None:
             self.twins.meet()
         for parameter in self.parameters():
@@ -117,11 +148,11 @@ class Engine:
         return loss if self.world.counts_loss else torch.zeros_like(loss)
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """This rank's summed loss on [microbatches, rows, seq_len], without gradients; see `backward`."""
-        losses = self.runner.forward(*self._part(tokens, targets))
+    def evaluate(self, rows: Rows) -> Tensor:
+        """This rank's summed loss on whole rows, without gradients; see `backward`."""
+        losses = self.runner.forward(self._part(rows))
         if not losses or not self.world.counts_loss:
-            return torch.zeros((), device=tokens.device)
+            return torch.zeros((), device=rows.tokens.device)
         return torch.stack(losses).sum()
 
     @torch.no_grad()
@@ -129,11 +160,12 @@ class Engine:
         """The logits [vocab] (fp32) of the token after `tokens`; every rank must call it, and every rank gets them."""
         row = torch.zeros(-(-len(tokens) // self.multiple) * self.multiple, dtype=torch.int64, device=self.world.device)
         row[: len(tokens)] = torch.tensor(tokens)  # what is filled up comes later: attention does not see it
-        part, _, positions = self._part(row[None, None], None)
+        part = self._part(Rows(row[None, None]))
+        positions = part.positions
         last = len(tokens) - 1 if positions is None else (positions == len(tokens) - 1).nonzero().flatten()
         out = torch.zeros(self.stages[0].model.config.vocab, device=self.world.device)
         share = self.world.share
-        for logits in self.runner.forward(part, None, positions):
+        for logits in self.runner.forward(part):
             if self.world.counts_loss and share.rank == 0:
                 out += logits[0, last].float().sum(0) if positions is not None else logits[0, last].float()
         return self.world.sum(out)
@@ -148,12 +180,9 @@ class Engine:
         counted = [p.grad for p in self.parameters() if p.grad is not None and p is not double]
         return norm.total_norm(counted, self.world.device, self.world.group("pipeline"))
 
-    def _part(self, tokens: Tensor, targets: Any) -> tuple[Tensor, Any, Tensor | None]:
-        """This rank's part of rows, and its places in them."""
-        if self.places is None:
-            return tokens, targets, None
-        places = self.places(tokens.shape[-1])
-        return tokens[..., places], None if targets is None else targets[..., places], places
+    def _part(self, rows: Rows) -> Rows:
+        """This rank's part of whole rows."""
+        return rows if self.places is None else rows.cut(self.places(rows.tokens.shape[-1]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters here under the names that they have in the whole model, each name once."""

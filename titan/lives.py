@@ -24,9 +24,8 @@ import yaml
 
 from titan import identity
 from titan.checkpoint import manifest
-from titan.dataset import order
-from titan.dataset.prepare import prepare
-from titan.dataset.shards import Corpus, open_corpus
+from titan.dataset import corpora, order
+from titan.dataset.mix import Mix
 from titan.identity import Ids
 from titan.run import Run, as_config
 from titan.settings import Refusal, show
@@ -43,7 +42,7 @@ class Life:
         number: 1 for the first.
         run_id: the same in all lives of a run.
         ids: what identifies science, execution and code.
-        corpus: the prepared data's folder.
+        corpora: the folder of each prepared corpus, by name.
         checkpoint: where to resume from; None to start from the seed.
         step: updates done in it; 0 at the start.
         rows: rows of the data read in it; 0 at the start.
@@ -54,7 +53,7 @@ class Life:
     number: int
     run_id: str
     ids: Ids
-    corpus: str
+    corpora: corpora.Folders
     checkpoint: str | None
     step: int
     rows: int
@@ -76,21 +75,21 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     Raises:
         Refusal: when the data can't be used, or the directory holds something else.
     """
-    folder = Path(prepare(run.dataset, progress))
-    corpus = open_corpus(folder)
-    check_corpus(run, corpus)
+    folders = corpora.ready(run.dataset, progress)
+    mix = corpora.mixed(run.dataset, run.training, corpora.opened(folders))
+    check_data(run, mix)
     directory = Path(run.directory)
     lives = read_lives(directory)
-    parent, fork = _parent(run, lives, corpus)
-    science = identity.science_of(run, corpus.digest, parent)
+    parent, fork = _parent(run, lives, mix)
+    science = identity.science_of(run, corpora.data_digest(mix), parent)
     ids = identity.ids(run, science)
     last = lives[-1] if lives else None
     if last:
-        _compare(run, last, science)
+        _compare(run, last, science, mix)
         result = _result(directory)
         if result.get("finished") and result["step"] == run.training.steps:
             return Finished(run.directory, result)
-    life = _life(run, lives, ids, corpus, str(folder), parent, fork)
+    life = _life(run, lives, ids, mix, folders, parent, fork)
     _record(run, life, science)
     return life
 
@@ -113,28 +112,25 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     return []
 
 
-def fingerprint(run: Run, corpus: Corpus) -> str:
-    """What a position in the data refers to: the tokens, how they are cut into rows, and the order's seed."""
-    return f"{corpus.digest} in rows of {run.training.seq_len}, seed {run.training.seed}"
-
-
-def check_corpus(run: Run, corpus: Corpus) -> None:
+def check_data(run: Run, mix: Mix) -> None:
     """Refuse data that the model or the batch can't use.
 
     Raises:
         Refusal: naming both sides.
     """
-    if corpus.max_token >= run.model.vocab:
-        raise Refusal(
-            f"model.vocab={run.model.vocab}: the data has token ids up to {corpus.max_token} "
-            f"(dataset.tokenizer={run.dataset.tokenizer}); give model.vocab={corpus.vocab_size} or another tokenizer."
-        )
-    rows = corpus.train.rows(run.training.seq_len)
-    if rows < 1:
-        raise Refusal(
-            f"training.seq_len={run.training.seq_len}: the training data has only {corpus.train.tokens} tokens, "
-            "less than one row; give a smaller training.seq_len or more data."
-        )
+    for rows in mix.sources:
+        corpus = rows.corpus
+        if corpus.max_token >= run.model.vocab:
+            raise Refusal(
+                f"model.vocab={run.model.vocab}: the data has token ids up to {corpus.max_token} "
+                f"(tokenizer {corpus.tokenizer['name']}); give model.vocab={corpus.vocab_size} or another tokenizer."
+            )
+        if corpus.complete and rows.split.rows(run.training.seq_len) < 1:
+            raise Refusal(
+                f"training.seq_len={run.training.seq_len}: the training data has only {rows.split.tokens} tokens, "
+                "less than one row; give a smaller training.seq_len or more data."
+            )
+    corpora.check_epochs(run.dataset, run.training, mix)
 
 
 @contextmanager
@@ -186,7 +182,7 @@ def _result(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def _parent(run: Run, lives: list[dict[str, Any]], corpus: Corpus) -> tuple[str | None, Path | None]:
+def _parent(run: Run, lives: list[dict[str, Any]], mix: Mix) -> tuple[str | None, Path | None]:
     """The fork's parent, as "science_id@step", and its checkpoint; the first life's, when there was one."""
     if not run.checkpoint.resume:
         return None, None
@@ -196,7 +192,7 @@ def _parent(run: Run, lives: list[dict[str, Any]], corpus: Corpus) -> tuple[str 
     found = manifest.read(folder)
     if found is None:
         raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: the checkpoint is damaged; give another one.")
-    order.check_state(found.data, fingerprint(run, corpus))
+    _rows(run, mix, found)
     if found.step >= run.training.steps:
         raise Refusal(
             f"training.steps={run.training.steps}: the checkpoint to start from has done {found.step} steps already; "
@@ -205,14 +201,33 @@ def _parent(run: Run, lives: list[dict[str, Any]], corpus: Corpus) -> tuple[str 
     return f"{found.science_id}@{found.step}", folder
 
 
-def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any]) -> None:
-    """Refuse to go on with a run as another one; more steps are a continuation."""
+def _rows(run: Run, mix: Mix, saved: manifest.Manifest) -> int:
+    """How many rows a checkpoint has read, when this run would have read the same ones.
+
+    Raises:
+        Refusal: when it would have read others.
+    """
+    rows = order.check_state(saved.data, mix.fingerprint)
+    if rows != run.training.rows_before(saved.step + 1):
+        raise Refusal(
+            f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
+            "steps; give the global_batch and grow that it was made with, up to there."
+        )
+    return rows
+
+
+def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: Mix) -> None:
+    """Refuse to go on with a run as another one.
+
+    More steps are a continuation. So is what changes only the rows after those that the last checkpoint has read: a
+    later stage of the mixture, rows to skip, a larger batch.
+    """
     old, new = dict(last["science"]), dict(science)
     steps, wanted = int(last["config"]["training"]["steps"]), run.training.steps
     old.pop("training.steps", None)
     new.pop("training.steps", None)
     differ = sorted(k for k in old.keys() | new.keys() if old.get(k, _DEFAULT) != new.get(k, _DEFAULT))
-    if differ:
+    if differ and not _later(run, differ, mix):
         before, now = {**_flat(last["config"]), **old}, {**_flat(as_config(run)), **new}
         what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
         raise Refusal(
@@ -220,6 +235,19 @@ def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any]) -> N
         )
     if wanted < steps:
         raise Refusal(f"training.steps={wanted}: the run in {run.directory} has {steps}; give {steps} or more.")
+
+
+def _later(run: Run, differ: list[str], mix: Mix) -> bool:
+    """Whether what differs concerns rows only that the last checkpoint has not read."""
+    order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
+    found = manifest.complete(Path(run.directory))
+    saved = manifest.read(found[-1]) if found else None
+    if order_only != differ or "dataset.mask_documents" in differ or saved is None:
+        return False
+    try:
+        return _rows(run, mix, saved) > 0
+    except Refusal:
+        return False
 
 
 _DEFAULT = object()
@@ -234,22 +262,28 @@ def _flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _life(
-    run: Run, lives: list[dict[str, Any]], ids: Ids, corpus: Corpus, folder: str, parent: str | None, fork: Path | None
+    run: Run,
+    lives: list[dict[str, Any]],
+    ids: Ids,
+    mix: Mix,
+    folders: corpora.Folders,
+    parent: str | None,
+    fork: Path | None,
 ) -> Life:
     found = manifest.complete(Path(run.directory))
     checkpoint = found[-1] if found else fork
     content = manifest.read(checkpoint) if checkpoint else None
-    step, rows = (content.step, order.check_state(content.data, fingerprint(run, corpus))) if content else (0, 0)
+    step, rows = (content.step, _rows(run, mix, content)) if content else (0, 0)
     if _result(Path(run.directory)).get("finished") and not found:
         raise Refusal(
             f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
             "continue from; choose another name."
         )
-    more = bool(lives) and run.training.steps > int(lives[-1]["config"]["training"]["steps"])
+    more = bool(lives) and ids.science != lives[-1]["ids"]["science"]
     kind = "continuation" if more else "resume" if lives else "fork" if fork else "start"
     run_id = lives[0]["run_id"] if lives else uuid.uuid4().hex[:12]
     path = str(checkpoint) if checkpoint else None
-    return Life(len(lives) + 1, run_id, ids, folder, path, step, rows, kind, parent)
+    return Life(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, parent)
 
 
 def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:

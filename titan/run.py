@@ -86,6 +86,11 @@ class Run(Recipe):
         """Rows of a global batch that a rank has room for."""
         return capacity.rank_rows(self, self.layout)
 
+    @property
+    def microbatch_rows(self) -> int:
+        """Rows of a micro-batch; where the batch grows there are more micro-batches, of the same size."""
+        return -(-self.rank_rows // self.microbatches)
+
     def describe(self) -> str:
         """The choices that decide how much memory the run takes, for messages."""
         model, parallelism = self.choices.get("model", "?"), self.choices.get("parallelism", "?")
@@ -118,6 +123,7 @@ def resolve(
     recipe.model.check()
     recipe.training.check()
     recipe.parallelism.check()
+    recipe.dataset.check()
     if recipe.precision.compute == "auto":
         precision = Precision(compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)

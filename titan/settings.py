@@ -9,6 +9,7 @@ Nothing here imports torch or Hydra, so that schemas stay cheap to load.
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import difflib
 import importlib
@@ -109,12 +110,22 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         where, kind = _join(path, name), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
+        elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
+            values[name] = {str(k): build(nested, v, _join(where, str(k)), allowed) for k, v in value.items()}
         else:
             values[name] = _checked(value, kind, fields[name], where)
     for name, field in fields.items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
             raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
     return cls(**values)
+
+
+def _values_of(kind: Any) -> Any:
+    """The schema that the values of a mapping have; None where `kind` is no mapping of schemas."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1]):
+        return arguments[1]
+    return None
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -202,6 +213,8 @@ def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
         raise Refusal(f"{where}={show(value)}: choose one of {choices}{nearest(str(value), map(str, arguments))}")
     if origin is tuple:
         return _convert_tuple(value, arguments, where)
+    if origin is collections.abc.Mapping:
+        return _convert_mapping(value, arguments, where)
     if kind is bool and isinstance(value, bool):
         return value
     if kind is int and not isinstance(value, bool):
@@ -249,6 +262,15 @@ def _convert_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any,
     if len(value) != len(kinds):
         _refuse_type(value, f"a list of {len(kinds)} values", where)
     return tuple(_convert(v, k, where, ()) for v, k in zip(value, kinds, strict=True))
+
+
+def _convert_mapping(value: Any, kinds: tuple[Any, ...], where: str) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        _refuse_type(value, f"names and values, such as {where}={{a:1,b:2}}", where)
+    key_kind, value_kind = kinds
+    return {
+        _convert(k, key_kind, where, ()): _convert(v, value_kind, _join(where, str(k)), ()) for k, v in value.items()
+    }
 
 
 def _refuse_type(value: Any, wanted: str, where: str) -> NoReturn:

@@ -25,11 +25,10 @@ from torch import Tensor
 from titan import console
 from titan.checkpoint import manifest
 from titan.checkpoint.manager import Manager, prime
-from titan.dataset import order
-from titan.dataset.loader import IGNORED, Batch, Loader, fixed_rows
-from titan.dataset.shards import Corpus
-from titan.engine import Engine
-from titan.lives import Life, fingerprint
+from titan.dataset import corpora, order
+from titan.dataset.loader import Batch, Loader, Shape
+from titan.engine import Engine, Rows
+from titan.lives import Life
 from titan.metrics.plot import plot_losses
 from titan.metrics.recorder import Recorder, Speed, finite, first_and_last_loss, peak_memory_gib
 from titan.parallelism import norm
@@ -38,11 +37,13 @@ from titan.run import Run
 from titan.sample import continuation
 from titan.settings import Failure
 from titan.training import lr_factor
+from titan.validation import Held, held_out, measure
 
 log = logging.getLogger("titan")
 
-LOSS, STOP, SAVE, HASH = 0, 1, 2, 3
-"""Places in a step's vector: summed loss, requests to stop and to save, four pieces of the hash."""
+LOSS, STOP, SAVE, VALID, PAIRS, HASH = range(6)
+"""Places in a step's vector: summed loss, requests to stop and to save, targets that count, pairs of tokens that attend
+to each other, four pieces of the hash."""
 PIECES, PIECE = 4, 1 << 16
 """A 64-bit hash travels as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
 WARM = 3
@@ -107,7 +108,7 @@ class Sent:
 class Trainer:
     """Trains one life of a run on one rank."""
 
-    def __init__(self, run: Run, life: Life, world: World, engine: Engine, corpus: Corpus, stop: Stoppable) -> None:
+    def __init__(self, run: Run, life: Life, world: World, engine: Engine, stop: Stoppable) -> None:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
@@ -115,24 +116,26 @@ class Trainer:
             life: where it begins and what it is called.
             world: the ranks.
             engine: the assembled model and optimizer.
-            corpus: the prepared data.
             stop: asked at every step whether a signal came.
         """
-        self.run, self.life, self.world, self.engine, self.corpus, self.stop = run, life, world, engine, corpus, stop
+        self.run, self.life, self.world, self.engine, self.stop = run, life, world, engine, stop
         self.step, self.rows = life.step, life.rows
         prime(engine.optimizer)
         self.manager = Manager(Path(run.directory), run.checkpoint.keep, life.ids.science, engine, world)
         self.speed = Speed(run)
-        self.scale = 1 / run.training.global_batch
+        self.mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora))
+        self.partial = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.stopping = self.saving = False
         self.bad = 0
         self.saved_step, self.saved_at = life.step, time.monotonic()
         self.seconds: deque[float] = deque(maxlen=1000)
+        self.pairs: deque[float] = deque(maxlen=1000)
+        self.waited = 0.0
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: console.Progress | None = None
+        self.held: dict[str, Held] = {}
         self.loader = self._loader()
-        self.fixed = self._fixed()
 
     def train(self) -> int:
         """Train to the end, or until a signal; then save, sample and report.
@@ -144,11 +147,12 @@ class Trainer:
         if self.life.checkpoint:
             self.manager.load(Path(self.life.checkpoint))
         if self.world.speaks:
-            console.show_run(self.run, self.life, self.corpus, self.engine.notes)
+            console.show_run(self.run, self.life, self.mix, self.engine.notes)
             self.recorder = Recorder(self.run, self.life, self._warn)
         try:
             with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
                 self.progress = progress if self.world.speaks else None
+                self.held = held_out(self.run, self.world, self.mix, self._say)
                 with _collected_at_steps():
                     self.loop()
             self._finish(began)
@@ -177,22 +181,27 @@ class Trainer:
         lr = self.run.optimizer.lr * lr_factor(self.run.training, self.step)
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
-        loss = self.engine.backward(self._on_device(batch.tokens), self._on_device(batch.targets), self.scale)
+        tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
+        loss = self.engine.backward(self._rows(batch), 1 / tokens)
         figures = self.world.sum(self._figures(loss, batch))
         gradients = self.engine.gradients()
+        if self.partial:  # how many targets count is known only now
+            norm.scale(gradients, (tokens / figures[VALID].clamp(min=1)).float())
         size = self.engine.norm()
         if self.run.training.clip_norm is not None:
             norm.clip(gradients, size, self.run.training.clip_norm)
         self._update(~torch.isfinite(figures[LOSS] + size))
-        self.rows += self.run.training.rows
+        self.rows = batch.read
         return self._send(batch, lr, loss, torch.cat([figures, size.double()[None]]), clock)
 
     def _figures(self, loss: Tensor, batch: Batch) -> Tensor:
         """This rank's share of the step's vector."""
         due = self.world.speaks and 0 < self.run.checkpoint.minutes * 60 <= time.monotonic() - self.saved_at
-        counted = batch.hash if self.world.counts_rows else 0
-        pieces = [float(counted >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
-        host = torch.tensor([float(self.stop.asked), float(due), *pieces], dtype=torch.float64)
+        told = [0.0] * (2 + PIECES)
+        if self.world.reads:
+            pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
+            told = [float(batch.valid), float(batch.pairs), *pieces]
+        host = torch.tensor([float(self.stop.asked), float(due), *told], dtype=torch.float64)
         if self.world.device.type == "cuda":
             host = host.pin_memory()
         return torch.cat([loss.double()[None], host.to(self.world.device, non_blocking=True)])
@@ -222,29 +231,36 @@ class Trainer:
         seconds = sent.clock.seconds()
         self.stopping = self.stopping or figures[STOP] > 0
         self.saving = self.saving or figures[SAVE] > 0
-        loss = figures[LOSS] * self.scale
+        loss = figures[LOSS] / max(1, figures[VALID])
         self._judge(sent, loss, size)
         self.seconds.append(seconds)
+        self.pairs.append(figures[PAIRS])
+        self.waited += sent.batch.wait_seconds
         if self.recorder:
             self.recorder.log(self._record(sent, loss, size, seconds, figures))
         if self.progress:
-            self.progress.step(sent.step, loss, self.run.training.global_batch / seconds)
+            self.progress.step(sent.step, loss, self._tokens(sent) / seconds)
 
     def _record(self, sent: Sent, loss: float, size: float, seconds: float, figures: list[float]) -> dict[str, Any]:
         batch_hash = sum(int(piece) << (16 * i) for i, piece in enumerate(figures[HASH:])) % 2**64
         return {
             "step": sent.step,
-            "tokens": (sent.batch.last + 1) * self.run.training.seq_len,
+            "tokens": sent.batch.read * self.run.training.seq_len,
             "loss": loss,
             "grad_norm": size,
             "lr": sent.lr,
             "step_seconds": seconds,
             "data_seconds": sent.batch.wait_seconds,
-            **self.speed.of(seconds),
+            **self.speed.of(seconds, self._tokens(sent), figures[PAIRS]),
+            "valid_tokens": int(figures[VALID]),
             "memory_gib": peak_memory_gib(self.world.device),
             "rows": [sent.batch.first, sent.batch.last],
             "batch_hash": f"{batch_hash:016x}",
         }
+
+    def _tokens(self, sent: Sent) -> int:
+        """Tokens of a step."""
+        return self.run.training.phase(sent.step).rows * self.run.training.seq_len
 
     def _judge(self, sent: Sent, loss: float, size: float) -> None:
         """Report a step whose loss or gradients were not finite; give up after some in a row.
@@ -274,6 +290,10 @@ class Trainer:
     def _warn(self, line: str) -> None:
         """Put a line into this rank's log, and on the terminal where this rank speaks."""
         log.warning(line)
+        self._say(line)
+
+    def _say(self, line: str) -> None:
+        """Put a line on the terminal, where this rank speaks."""
         if self.progress:
             self.progress.say(line)
 
@@ -281,7 +301,7 @@ class Trainer:
         """What is due after a step: validation, a checkpoint, garbage. What is settled for it, is None."""
         step, run = self.step, self.run
         every = run.metrics.validate_every
-        validate = self.fixed is not None and every > 0 and step % every == 0 and step < run.training.steps
+        validate = bool(self.held) and every > 0 and step % every == 0 and step < run.training.steps
         save = self.saving or (run.checkpoint.every > 0 and step % run.checkpoint.every == 0)
         save = save and run.checkpoint.mode != "off" and step < last
         if not (validate or save):
@@ -297,13 +317,9 @@ class Trainer:
 
     def validate(self) -> None:
         """Measure the loss on the fixed validation rows; all ranks together."""
-        if self.fixed is None:
+        if not self.held:
             return
-        tokens, targets, count, text_bytes = self.fixed
-        loss = self.world.sum(self.engine.evaluate(tokens, targets).double()).item()
-        self.validation = {"validation_loss": loss / count}
-        if text_bytes:
-            self.validation["bits_per_byte"] = loss / math.log(2) / text_bytes
+        self.validation = measure(self.engine, self.world, self.held)
         if self.recorder:
             tokens_read = self.rows * self.run.training.seq_len
             self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation})
@@ -314,7 +330,7 @@ class Trainer:
         """Write a checkpoint; all ranks together."""
         if self.saved_step == self.step:
             return
-        folder = self.manager.save(self.step, order.state(self.rows, fingerprint(self.run, self.corpus)))
+        folder = self.manager.save(self.step, order.state(self.rows, self.mix.fingerprint(self.rows)))
         log.info("saved %s", folder)
         self.saved_step, self.saved_at, self.saving = self.step, time.monotonic(), False
 
@@ -333,8 +349,8 @@ class Trainer:
             console.show_result(self.run, result)
 
     def _result(self, began: float, sample: dict[str, str] | None) -> dict[str, Any]:
-        timed = sorted(list(self.seconds)[WARM:] or self.seconds)
-        figures: dict[str, Any] = self.speed.of(timed[len(timed) // 2]) if timed else {}
+        timed = list(zip(self.seconds, self.pairs, strict=True))
+        figures = self._median(timed[WARM:] or timed)
         saved = manifest.complete(Path(self.run.directory))
         metrics = Path(self.run.directory) / "metrics.jsonl"
         first, last = first_and_last_loss(metrics)
@@ -349,6 +365,7 @@ class Trainer:
             "last_loss": last,
             **{k: finite(v) for k, v in self.validation.items()},
             **figures,
+            "data_wait": self.waited / total if (total := sum(self.seconds)) else None,
             "memory_gib": peak_memory_gib(self.world.device),
             "seconds": time.monotonic() - began,
             "pipeline_idle": self.run.staging.idle,
@@ -356,6 +373,14 @@ class Trainer:
             "plot": str(drawn) if drawn else None,
             "sample": sample,
         }
+
+    def _median(self, timed: list[tuple[float, float]]) -> dict[str, Any]:
+        """The speed of the step whose time is the median, of steps with the last one's batch."""
+        if not timed:
+            return {}
+        seconds, pairs = sorted(timed)[len(timed) // 2]
+        tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
+        return dict(self.speed.of(seconds, tokens, pairs))
 
     def _write(self, result: dict[str, Any]) -> None:
         file = Path(self.run.directory) / "result.json"
@@ -368,10 +393,11 @@ class Trainer:
         from titan.dataset.tokenizer import load_tokenizer
 
         count, seq_len = self.run.metrics.sample_tokens, self.run.training.seq_len
-        if not count or self.corpus.tokenizer["fingerprint"] == "none":
+        corpus = self.mix.sources[0].corpus
+        if not count or corpus.tokenizer["fingerprint"] == "none":
             return None
-        split = self.corpus.validation if self.corpus.validation.rows(seq_len) else self.corpus.train
-        tokenizer = load_tokenizer(self.run.dataset.tokenizer)
+        split = corpus.validation if corpus.validation.rows(seq_len) else corpus.train
+        tokenizer = load_tokenizer(corpus.tokenizer_path)
         start = [int(t) for t in split.read(0, min(16, seq_len // 2))]
         tokens = continuation(
             self.engine.logits,
@@ -386,31 +412,21 @@ class Trainer:
     def _loader(self) -> Loader:
         run = self.run
         return Loader(
-            self.corpus.train,
-            order.Order(self.corpus.train.rows(run.training.seq_len), run.training.seed),
-            seq_len=run.training.seq_len,
-            rows_per_step=run.training.rows,
-            share=self.world.share,
-            microbatches=run.microbatches,
-            first_row=self.life.rows,
+            self.mix,
+            run.training,
+            self.world.share,
+            Shape(run.microbatches, run.microbatch_rows, run.training.seq_len),
+            step=self.life.step + 1,
             prefetch=run.dataset.prefetch,
+            documents=run.dataset.mask_documents,
+            read=self.world.reads,
+            patience=run.cluster.timeout,
+            tell=self._say,
         )
 
-    def _fixed(self) -> tuple[Tensor, Tensor, int, int] | None:
-        """This rank's part of the fixed validation rows in micro-batches, and the whole set's tokens and bytes."""
-        seq_len = self.run.training.seq_len
-        tokens, targets = fixed_rows(self.corpus.validation, seq_len, self.run.metrics.validation_tokens // seq_len)
-        if not len(tokens):
-            return None
-        share = self.world.share
-        own, slots = share.rows(len(tokens)), share.slots(len(tokens))
-        size = math.ceil(self.run.rank_rows / self.run.microbatches)
-        shape = (math.ceil(slots / size), size, seq_len)
-        mine = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
-        for place, rows in zip(mine, (tokens, targets), strict=True):
-            place.view(-1, seq_len)[: len(own)] = torch.from_numpy(rows[own.start : own.stop])
-        text_bytes = int(self.corpus.token_bytes[targets].sum())
-        return mine[0].to(self.world.device), mine[1].to(self.world.device), targets.size, text_bytes
+    def _rows(self, batch: Batch) -> Rows:
+        """A batch on this rank's device: what it read, or what the rank that reads hands out."""
+        return Rows(*self.world.hand_out(self._on_device(batch.fields)).long())
 
     def _on_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)

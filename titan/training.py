@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-from titan.settings import Refusal, setting
+from titan.settings import Refusal, setting, show
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,10 @@ class Training:
 
     steps: int = setting(200, "optimizer updates", at_least=1)
     global_batch: int = setting(2048, "tokens an update, over all devices", at_least=1)
+    grow: tuple[tuple[int, int], ...] = setting(
+        (),
+        "larger global batches later: [[tokens,global_batch],...], each from the step that begins at or after tokens",
+    )
     seq_len: int = setting(256, "tokens a row", at_least=2)
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
     schedule: Literal["wsd", "cosine", "linear"] = setting("wsd", "learning rate after warm-up: wsd, cosine or linear")
@@ -32,8 +37,32 @@ class Training:
 
     @property
     def rows(self) -> int:
-        """Rows in a global batch."""
+        """Rows in the first global batch, which is the smallest."""
         return self.global_batch // self.seq_len
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """The stretches of steps that have the same batch."""
+        phases = [Phase(1, 0, self.rows)]
+        for tokens, batch in self.grow:
+            last = phases[-1]
+            step = last.step + max(0, math.ceil((tokens / self.seq_len - last.before) / last.rows))
+            phases.append(Phase(step, last.before + (step - last.step) * last.rows, batch // self.seq_len))
+        return tuple(phases)
+
+    def phase(self, step: int) -> Phase:
+        """The phase that `step` (1 is the first) belongs to."""
+        return [phase for phase in self.phases if phase.step <= step][-1]
+
+    def rows_before(self, step: int) -> int:
+        """Rows that are read in the steps before `step`."""
+        phase = self.phase(step)
+        return phase.before + (step - phase.step) * phase.rows
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all steps read."""
+        return self.rows_before(self.steps + 1) * self.seq_len
 
     @property
     def warmup_steps(self) -> int:
@@ -46,17 +75,40 @@ class Training:
         Raises:
             Refusal: naming the setting to change.
         """
-        if self.global_batch % self.seq_len:
-            near = max(1, round(self.global_batch / self.seq_len)) * self.seq_len
-            raise Refusal(
-                f"training.global_batch={self.global_batch}: must be a multiple of training.seq_len={self.seq_len}; "
-                f"the nearest is {near}."
-            )
+        self._check_rows("training.global_batch", self.global_batch)
+        self._check_growth()
         if self.warmup_steps >= self.steps:
             raise Refusal(
                 f"training.warmup={self.warmup}: must be below training.steps={self.steps}; "
                 f"give training.warmup={self.steps // 10}, for example."
             )
+
+    def _check_rows(self, name: str, batch: int) -> None:
+        if batch % self.seq_len:
+            near = max(1, round(batch / self.seq_len)) * self.seq_len
+            raise Refusal(
+                f"{name}={batch}: must be a multiple of training.seq_len={self.seq_len}; the nearest is {near}."
+            )
+
+    def _check_growth(self) -> None:
+        before = (0, self.global_batch)
+        for tokens, batch in self.grow:
+            self._check_rows("training.grow: a batch", batch)
+            if tokens <= before[0] or batch <= before[1]:
+                raise Refusal(
+                    f"training.grow={show(self.grow)}: both numbers must grow from one pair to the next, from "
+                    f"[0,{self.global_batch}] on; give them in order."
+                )
+            before = tokens, batch
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Steps that have the same batch: from `step` on, before which `before` rows were read, `rows` rows each."""
+
+    step: int
+    before: int
+    rows: int
 
 
 def lr_factor(training: Training, step: int) -> float:

@@ -13,7 +13,6 @@ import torch
 from launchers.place import Place
 from titan import debug
 from titan.assemble import assemble
-from titan.dataset.shards import open_corpus
 from titan.lives import Life
 from titan.parallelism import mesh
 from titan.run import Run
@@ -65,7 +64,7 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
         try:
             log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
             engine = assemble(run, world, log.info)
-            return Trainer(run, life, world, engine, open_corpus(life.corpus), stop).train()
+            return Trainer(run, life, world, engine, stop).train()
         except torch.OutOfMemoryError as error:
             raise Failure(_out_of_memory(run, error)) from error
         finally:

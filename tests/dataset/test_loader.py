@@ -1,51 +1,79 @@
-"""The loader: each row once, in order, whatever the ranks and restarts (law 2)."""
+"""The loader: each row once, in order, whatever the ranks, restarts, batches and sources (law 2)."""
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.dataset.folders import counting, finish, publish, write
 from titan.dataset import loader as loader_module
-from titan.dataset.loader import IGNORED, Batch, Loader, Share, fixed_rows, row_hash
-from titan.dataset.order import Order
-from titan.dataset.shards import Split, SplitWriter, open_corpus, token_dtype, write_manifest
+from titan.dataset.loader import (
+    DOCUMENTS,
+    IGNORED,
+    POSITIONS,
+    TARGETS,
+    TOKENS,
+    Batch,
+    Loader,
+    Shape,
+    Share,
+    fixed_rows,
+    row_hash,
+)
+from titan.dataset.mix import BLOCK, Mix, Rows, Stage
+from titan.dataset.shards import Corpus
+from titan.settings import Failure
+from titan.training import Training
 
 SEQ_LEN = 4
 ROWS = 37
+LENGTHS = (15, 1, 3, 40, 2, 2, 20, 4, 4, 59)
+UNITS = [counting(*LENGTHS[:4]), counting(*LENGTHS[4:7], start=59), counting(*LENGTHS[7:], start=83)]
+BEGINS = np.cumsum((0, *LENGTHS[:-1])).tolist()
 
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
-    """37 rows of four tokens, every token different, in several shards."""
-    folder = tmp_path_factory.mktemp("corpus")
-    train = SplitWriter(folder, "train", token_dtype(1000), 0, shard_tokens=40)
-    for start in range(0, ROWS * SEQ_LEN + 2, 15):
-        train.add(np.arange(start, min(start + 15, ROWS * SEQ_LEN + 2)))
-    about = {
-        "digest": "",
-        "name": "",
-        "vocab_size": 1000,
-        "max_token": 999,
-        "documents": 1,
-        "bytes": 1,
-        "tokenizer": {},
-    }
-    splits = {"train": train.close(), "validation": {"tokens": 0, "documents": 0, "shards": []}}
-    write_manifest(folder, {**about, "splits": splits}, np.ones(1000, dtype=np.uint16))
-    return open_corpus(folder).train
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """37 rows of four tokens, every token different, in three shards and ten documents."""
+    return write(tmp_path_factory.mktemp("corpus") / "c", UNITS)
 
 
-def read(split: Split, share: Share, steps: int, n: int = 5, microbatches: int = 1, first: int = 0) -> list[Batch]:
-    """The first batches of one rank."""
-    order = Order(ROWS, 9)
-    with Loader(
-        split, order, seq_len=SEQ_LEN, rows_per_step=n, share=share, microbatches=microbatches, first_row=first
-    ) as loader:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Another one of 8 rows, whose tokens are from 500 on."""
+    return write(tmp_path_factory.mktemp("small") / "c", [counting(33, start=500)], digest="e")
+
+
+def alone(corpus: Corpus, **more: Any) -> Mix:
+    return Mix((Rows("one", corpus, SEQ_LEN, 9, **more),), (Stage(0, (BLOCK,)),))
+
+
+def both(corpus: Corpus, small: Corpus) -> Mix:
+    """Two stages of a mixture, with rows left out in both."""
+    rows = tuple(Rows(str(c.digest), c, SEQ_LEN, 9) for c in (corpus, small))
+    return Mix(rows, (Stage(0, (7000, 3000)), Stage(23, (2000, 8000))), ((3, 5), (20, 31)), seed=9)
+
+
+def plan(rows: int, *grow: tuple[int, int]) -> Training:
+    """Steps of `rows` rows, which grow at row counts."""
+    tokens = tuple((first * SEQ_LEN, batch * SEQ_LEN) for first, batch in grow)
+    return Training(global_batch=rows * SEQ_LEN, seq_len=SEQ_LEN, grow=tokens)
+
+
+def read(
+    mix: Mix, training: Training, share: Share, steps: int, microbatches: int = 1, step: int = 1, **more: Any
+) -> list[Batch]:
+    """The batches of one rank from `step` on."""
+    shape = Shape(microbatches, -(-share.slots(training.rows) // microbatches), SEQ_LEN)
+    with Loader(mix, training, share, shape, step=step, **more) as loader:
         return [next(loader) for _ in range(steps)]
 
 
@@ -56,30 +84,62 @@ def rows_of(batch: Batch) -> list[list[int]]:
     assert (targets[~real] == IGNORED).all()
     assert (tokens[~real] == 0).all()
     assert np.array_equal(tokens[real][:, 1:], targets[real][:, :-1])
-    assert batch.tokens_valid == int((targets != IGNORED).sum())
+    assert batch.valid == int((targets != IGNORED).sum())
+    assert batch.pairs == int(real.sum()) * SEQ_LEN**2
     return [[*row, target[-1]] for row, target in zip(tokens[real].tolist(), targets[real].tolist(), strict=True)]
 
 
 LIVES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3)
+GROW = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=2)
+KINDS: dict[str, Callable[[Corpus, Corpus], Mix]] = {
+    "alone": lambda corpus, small: alone(corpus),
+    "blocks": lambda corpus, small: alone(corpus, block=5),
+    "windows": lambda corpus, small: alone(corpus, window=11),
+    "mixture": both,
+}
 
 
-@settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 50), lives=LIVES)
-def test_every_row_once_in_order_under_any_layout(split: Split, n: int, lives: list[tuple[int, int, int]]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 20), grow=GROW, lives=LIVES)
+def test_every_row_once_in_order_under_any_layout(
+    corpus: Corpus, small: Corpus, kind: str, n: int, grow: list[tuple[int, int]], lives: list[tuple[int, int, int]]
+) -> None:
     """Each life has its own number of ranks and micro-batches, and begins where the one before ended."""
-    order, position = Order(ROWS, 9), 0
+    mix, at, pairs = KINDS[kind](corpus, small), 0, []
+    for gap, more in grow:
+        at += gap
+        pairs.append((at, (pairs[-1][1] if pairs else n) + more))
+    training, step, position = plan(n, *pairs), 1, 0
     for ranks, microbatches, steps in lives:
-        shares = [read(split, Share(rank, ranks), steps, n, microbatches, position) for rank in range(ranks)]
-        for step in range(steps):
-            batches = [share[step] for share in shares]
-            index = range(position, position + n)
-            expected = [split.row(int(order.rows_at(i)), SEQ_LEN) for i in index]
+        shares = [read(mix, training, Share(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
+        for batches in zip(*shares, strict=True):
+            count = training.phase(step).rows
+            numbers = mix.numbers(np.arange(position, position + count))
+            which, rows = mix.locate(numbers)
+            expected = [mix.sources[k].split.row(row, SEQ_LEN) for k, row in zip(which, rows, strict=True)]
             assert [row for batch in batches for row in rows_of(batch)] == [row.tolist() for row in expected]
-            hashes = [row_hash(i, row) for i, row in zip(index, expected, strict=True)]
+            hashes = [row_hash(number, row) for number, row in zip(numbers.tolist(), expected, strict=True)]
             assert sum(batch.hash for batch in batches) % 2**64 == sum(hashes) % 2**64
-            assert {(b.first, b.last) for b in batches} == {(position, position + n - 1)}
             assert len({batch.tokens.shape for batch in batches}) == 1
-            position += n
+            position, step = position + count, step + 1
+            assert {(b.first, b.last, b.read) for b in batches} == {(numbers[0], numbers[-1], position)}
+    assert position == training.rows_before(step)
+
+
+@settings(max_examples=100, deadline=None)
+@given(n=st.integers(1, 50), grow=GROW, steps=st.integers(1, 60))
+def test_batches_grow_at_the_first_step_after_their_tokens(n: int, grow: list[tuple[int, int]], steps: int) -> None:
+    at, pairs = 0, []
+    for gap, more in grow:
+        at += gap
+        pairs.append((at, (pairs[-1][1] if pairs else n) + more))
+    training, before = plan(n, *pairs), 0
+    for step in range(1, steps + 1):
+        due = [rows for first, rows in pairs if first <= before]
+        assert training.rows_before(step) == before
+        assert training.phase(step).rows == (due[-1] if due else n)
+        before += training.phase(step).rows
 
 
 @pytest.mark.parametrize(
@@ -91,23 +151,74 @@ def test_every_row_once_in_order_under_any_layout(split: Split, n: int, lives: l
         pytest.param(1, 1, 3, (3, 1, SEQ_LEN), id="empty-micro-batches"),
     ],
 )
-def test_shapes(split: Split, n: int, ranks: int, microbatches: int, shape: tuple[int, ...]) -> None:
+def test_shapes(corpus: Corpus, n: int, ranks: int, microbatches: int, shape: tuple[int, ...]) -> None:
     for rank in range(ranks):
-        batch = read(split, Share(rank, ranks), 1, n, microbatches)[0]
+        batch = read(alone(corpus), plan(n), Share(rank, ranks), 1, microbatches)[0]
         assert batch.tokens.shape == batch.targets.shape == shape
-        assert batch.tokens.dtype == batch.targets.dtype == np.int64
+        assert batch.fields.dtype == np.int32
 
 
-def test_the_order_is_asked_in_blocks_without_a_gap(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [rows_of(batch) for batch in read(split, Share(1, 2), 20, first=3)]
+def test_a_larger_batch_has_more_micro_batches_of_the_same_size(corpus: Corpus) -> None:
+    batches = read(alone(corpus), plan(4, (8, 10)), Share(0, 2), 4, microbatches=2)
+    assert [batch.tokens.shape for batch in batches] == [(2, 1, SEQ_LEN)] * 2 + [(5, 1, SEQ_LEN)] * 2
+
+
+def test_the_order_is_asked_in_blocks_without_a_gap(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = plan(5, (31, 7))
+    expected = [rows_of(batch) for batch in read(alone(corpus), training, Share(1, 2), 20, step=3)]
     monkeypatch.setattr(loader_module, "_ORDER_BLOCK", 7)
-    assert [rows_of(batch) for batch in read(split, Share(1, 2), 20, first=3)] == expected
+    assert [rows_of(batch) for batch in read(alone(corpus), training, Share(1, 2), 20, step=3)] == expected
 
 
-def test_epochs_go_on_without_a_gap(split: Split) -> None:
-    rows = [tuple(row) for batch in read(split, Share(0, 1), 2 * ROWS, n=1) for row in rows_of(batch)]
+def test_epochs_go_on_without_a_gap(corpus: Corpus) -> None:
+    rows = [tuple(row) for batch in read(alone(corpus), plan(1), Share(0, 1), 2 * ROWS) for row in rows_of(batch)]
     assert len(set(rows[:ROWS])) == len(set(rows[ROWS:])) == ROWS
     assert rows[:ROWS] != rows[ROWS:]
+
+
+def test_documents_are_kept_apart(corpus: Corpus) -> None:
+    """Against the plain definition, token for token: every token is its own number, so it tells its document."""
+    document = np.searchsorted(BEGINS, np.arange(200), side="right")
+    batches = read(alone(corpus), plan(5), Share(0, 1), 8, 2, documents=True)
+    met = 0
+    for batch in batches:
+        rows = batch.fields.reshape(4, -1, SEQ_LEN).transpose(1, 2, 0)
+        pairs = 0
+        for row in rows[:5].tolist():
+            mine = document[[token[TOKENS] for token in row]]
+            for place, token in enumerate(row):
+                crosses = document[token[TOKENS] + 1] != mine[place]
+                assert token[TARGETS] == (IGNORED if crosses else token[TOKENS] + 1)
+                assert token[POSITIONS] == (mine[: place + 1] == mine[place]).sum() - 1
+                met += crosses
+            numbers = [token[DOCUMENTS] for token in row]
+            assert numbers == [len(set(mine[: i + 1])) - 1 for i in range(SEQ_LEN)]
+            pairs += sum((mine == which).sum() ** 2 for which in set(mine))
+        assert batch.pairs == pairs
+        assert batch.valid == int((batch.targets != IGNORED).sum())
+        empty = rows[5:]
+        assert (empty[..., TARGETS] == IGNORED).all()
+        assert (empty[..., DOCUMENTS] == 0).all()
+        assert (empty[..., POSITIONS] == np.arange(SEQ_LEN)).all()
+    assert met > 5
+    plain = read(alone(corpus), plan(5), Share(0, 1), 8, 2)
+    assert [batch.hash for batch in plain] == [batch.hash for batch in batches]
+
+
+def test_tokens_that_do_not_count_are_no_targets(tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c", UNITS, masked=True)
+    batch = read(alone(corpus), plan(6), Share(0, 1), 1)[0]
+    assert (batch.targets == np.where((batch.tokens + 1) % 2 == 0, batch.tokens + 1, IGNORED)).all()
+    assert batch.valid == 12
+
+
+def test_a_rank_that_does_not_read_has_room_for_what_it_is_handed(corpus: Corpus) -> None:
+    reading = read(alone(corpus), plan(7), Share(1, 2), 3, 2, documents=True)
+    silent = read(alone(corpus), plan(7), Share(1, 2), 3, 2, documents=True, read=False)
+    for one, other in zip(reading, silent, strict=True):
+        assert (one.first, one.last, one.read) == (other.first, other.last, other.read)
+        assert one.fields.shape == other.fields.shape
+        assert (other.hash, other.valid, other.pairs) == (0, 0, 0)
 
 
 def test_the_hash_depends_on_place_and_content() -> None:
@@ -116,31 +227,72 @@ def test_the_hash_depends_on_place_and_content() -> None:
     assert row_hash(3, row) == 5501548783892418318
 
 
-def test_an_error_in_the_background_reaches_next_each_time(split: Split, tmp_path: Path) -> None:
-    order = Order(ROWS, 9)
-    broken = Split(
-        split.dtype, tuple(s.__class__(s.tokens, 0, s.start, tmp_path / "gone", s.offsets) for s in split.shards)
-    )
-    with Loader(broken, order, seq_len=SEQ_LEN, rows_per_step=2, share=Share(0, 1), microbatches=1) as loader:
+def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so, and the batches are those of data that were there from the start."""
+    monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(loader_module, "_TELL_SECONDS", 0.01)
+    whole = read(alone(write(tmp_path / "whole", UNITS), window=6), plan(5), Share(0, 1), 12)
+    folder, lines, entries = tmp_path / "live", list[str](), list[Any]()
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        if len(entries) < len(UNITS):
+            entries.append(publish(folder, len(entries), UNITS[len(entries)]))
+            if len(entries) == len(UNITS):
+                finish(folder, entries)
+
+    live = read(alone(write(folder, UNITS, done=0), window=6), plan(5), Share(0, 1), 12, tell=tell)
+    assert [batch.hash for batch in live] == [batch.hash for batch in whole]
+    assert len(lines) >= 3
+    assert lines[0] == "waiting for data: one is still being prepared: 0 of 3 units, 0 tokens, are there"
+
+
+@pytest.mark.parametrize(
+    ("failed", "patience", "words"),
+    [
+        pytest.param({"error": "x.txt: not UTF-8"}, 60.0, "x.txt: not UTF-8", id="the-preparation-failed"),
+        pytest.param(None, 0.05, "waited 0 s for data: one is still", id="nobody-prepares"),
+    ],
+)
+def test_waiting_in_vain_fails(
+    tmp_path: Path, failed: Any, patience: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
+    corpus = write(tmp_path / "c", UNITS, done=1)
+    if failed:
+        (tmp_path / "c" / "failed.json").write_text(json.dumps(failed))
+    with pytest.raises(Failure, match=words):
+        read(alone(corpus, window=6), plan(5), Share(0, 1), 12, patience=patience)
+
+
+def test_closing_ends_a_loader_that_waits(tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c", UNITS, done=1)
+    loader = Loader(alone(corpus, window=6), plan(5), Share(0, 1), Shape(1, 5, SEQ_LEN))
+    loader.close()
+    assert not loader._thread.is_alive()
+
+
+def test_an_error_in_the_background_reaches_next_each_time(tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c", UNITS)
+    (tmp_path / "c" / "train-00001.tokens").unlink()
+    with Loader(alone(corpus), plan(20), Share(0, 1), Shape(1, 20, SEQ_LEN)) as loader:
         for _ in range(2):
-            with pytest.raises(FileNotFoundError):
+            with pytest.raises(Failure, match=r"train-00001\.tokens can't be read"):
                 next(loader)
 
 
-def test_reading_ahead_is_bounded_and_close_ends_it(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_ahead_is_bounded_and_close_ends_it(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     made, enough = [], threading.Event()
     original = Loader._batch
 
-    def counted(self: Loader, first: int, rows: np.ndarray) -> Batch:
-        made.append(first)
+    def counted(self: Loader, step: int, *rows: np.ndarray) -> Batch:
+        made.append(step)
         if len(made) == 3:
             enough.set()
-        return original(self, first, rows)
+        return original(self, step, *rows)
 
     monkeypatch.setattr(Loader, "_batch", counted)
-    loader = Loader(
-        split, Order(ROWS, 9), seq_len=SEQ_LEN, rows_per_step=2, share=Share(0, 1), microbatches=1, prefetch=3
-    )
+    loader = Loader(alone(corpus), plan(2), Share(0, 1), Shape(1, 2, SEQ_LEN), prefetch=3)
     assert enough.wait(10)
     loader._thread.join(0.05)
     assert loader._thread.is_alive()
@@ -153,32 +305,29 @@ def test_reading_ahead_is_bounded_and_close_ends_it(split: Split, monkeypatch: p
         next(loader)
 
 
-def test_waiting_is_measured(split: Split, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_is_measured(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     original, gate = Loader._batch, threading.Event()
 
-    def slow(self: Loader, first: int, rows: np.ndarray) -> Batch:
+    def slow(self: Loader, step: int, *rows: np.ndarray) -> Batch:
         gate.wait(0.05)
-        return original(self, first, rows)
+        return original(self, step, *rows)
 
     monkeypatch.setattr(Loader, "_batch", slow)
-    assert read(split, Share(0, 1), 1)[0].wait_seconds > 0.03
+    assert read(alone(corpus), plan(5), Share(0, 1), 1)[0].wait_seconds > 0.03
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"seq_len": 0}, id="seq_len"),
-        pytest.param({"rows_per_step": 0}, id="rows_per_step"),
-        pytest.param({"microbatches": 0}, id="microbatches"),
+        pytest.param({"shape": Shape(0, 2, SEQ_LEN)}, id="microbatches"),
+        pytest.param({"shape": Shape(1, 0, SEQ_LEN)}, id="rows"),
         pytest.param({"prefetch": 0}, id="prefetch"),
-        pytest.param({"first_row": -1}, id="first_row"),
-        pytest.param({"seq_len": SEQ_LEN + 1}, id="order-of-another-sequence-length"),
+        pytest.param({"step": 0}, id="step"),
     ],
 )
-def test_impossible_sizes(split: Split, change: dict[str, int]) -> None:
-    sizes = {"seq_len": SEQ_LEN, "rows_per_step": 2, "microbatches": 1} | change
-    with pytest.raises(ValueError, match=r"at least|rows"):
-        Loader(split, Order(ROWS, 0), share=Share(0, 1), **sizes)
+def test_impossible_sizes(corpus: Corpus, change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        Loader(alone(corpus), plan(2), Share(0, 1), **{"shape": Shape(1, 2, SEQ_LEN)} | change)
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0)])
@@ -190,8 +339,8 @@ def test_impossible_shares(rank: int, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("asked", "given"), [pytest.param(3, 3, id="some"), pytest.param(99, ROWS, id="all-there-are")]
 )
-def test_fixed_rows(split: Split, asked: int, given: int) -> None:
-    tokens, targets = fixed_rows(split, SEQ_LEN, asked)
-    assert tokens.shape == targets.shape == (given, SEQ_LEN)
-    assert np.array_equal(tokens.reshape(-1), split.read(0, given * SEQ_LEN))
-    assert np.array_equal(targets.reshape(-1), split.read(1, given * SEQ_LEN))
+def test_fixed_rows(corpus: Corpus, asked: int, given: int) -> None:
+    fields = fixed_rows(corpus.train, SEQ_LEN, asked, documents=False, masked=False)
+    assert fields.shape == (2, given, SEQ_LEN)
+    assert np.array_equal(fields[TOKENS].reshape(-1), corpus.train.read(0, given * SEQ_LEN))
+    assert np.array_equal(fields[TARGETS].reshape(-1), corpus.train.read(1, given * SEQ_LEN))

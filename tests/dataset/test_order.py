@@ -99,8 +99,68 @@ def test_a_negative_index_is_refused() -> None:
         Order(5, 0).rows_at(np.array([1, -1]))
 
 
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.integers(1, 700),
+    block=st.integers(1, 40),
+    window=st.none() | st.integers(1, 800),
+    seed=SEEDS,
+    epoch=st.integers(0, 1000),
+)
+def test_blocks_and_windows_permute_too(rows: int, block: int, window: int | None, seed: int, epoch: int) -> None:
+    got = Order(rows, seed, block, window).rows_at(epoch * rows + np.arange(rows))
+    size = min(window or rows, rows)
+    for first in range(0, rows, size):
+        part = got[first : first + size]
+        assert np.array_equal(np.sort(part), np.arange(first, min(first + size, rows)))
+        if size % block == 0 and part.size == size:
+            numbers = part // block
+            assert all(len(set(numbers[i : i + block].tolist())) == 1 for i in range(0, size, block))
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, id="whole"), pytest.param(250, id="windows")])
+def test_blocks_and_their_rows_change_places(window: int | None) -> None:
+    got = Order(1000, 3, 50, window).rows_at(np.arange(2000)).reshape(2, 20, 50)
+    assert (got[0] == got[1]).mean() < 0.05
+    inside = got % 50
+    assert len({tuple(order) for order in inside[0].tolist()}) == 20
+    assert (np.diff(inside[0]) == 1).mean() < 0.1
+
+
+def test_a_window_is_known_before_the_end() -> None:
+    """The rows of a full window don't depend on how many rows there will be."""
+    short, long = Order(130, 5, window=60), Order(10**9, 5, window=60)
+    assert np.array_equal(short.rows_at(np.arange(120)), long.rows_at(np.arange(120)))
+
+
+@pytest.mark.parametrize(("block", "window"), [(0, None), (1, 0), (-1, 5)])
+def test_sizes_out_of_range(block: int, window: int | None) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        Order(10, 0, block, window)
+
+
+@pytest.mark.parametrize("modulus", [2, 3, 8, 17, 64])
+@pytest.mark.parametrize(
+    ("rows", "block", "window"),
+    [
+        pytest.param(65_536, 1, None, id="a-power-of-two"),
+        pytest.param(100_003, 1, None, id="a-prime"),
+        pytest.param(99_999, 100, None, id="blocks"),
+        pytest.param(100_000, 1, 10_000, id="windows"),
+    ],
+)
+def test_residues_are_independent_of_the_place(rows: int, block: int, window: int | None, modulus: int) -> None:
+    """Chi-square of (place mod m) against (row mod m): a stride of ranks must not pick rows of a kind."""
+    got = Order(rows, 11, block, window).rows_at(np.arange(rows))
+    table = np.zeros((modulus, modulus))
+    np.add.at(table, (np.arange(rows) % modulus, got % modulus), 1)
+    expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / rows
+    freedom = (modulus - 1) ** 2
+    assert abs(((table - expected) ** 2 / expected).sum() - freedom) < 5 * np.sqrt(2 * freedom) + 5
+
+
 def test_state_continues() -> None:
-    assert check_state(state(123, "abc"), "abc") == 123
+    assert check_state(state(123, "abc"), lambda rows: "abc" if rows == 123 else "xyz") == 123
 
 
 @pytest.mark.parametrize(
@@ -113,5 +173,5 @@ def test_state_continues() -> None:
 )
 def test_state_of_other_data_is_refused(saved: dict[str, object], words: list[str]) -> None:
     with pytest.raises(Refusal) as refusal:
-        check_state(saved, "xyz")
+        check_state(saved, lambda rows: "xyz")
     assert all(word in str(refusal.value) for word in words)

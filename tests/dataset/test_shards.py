@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,70 +14,52 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.dataset.shards import Corpus, SplitWriter, open_corpus, token_dtype, write_manifest
-from titan.settings import Refusal
+from tests.dataset.folders import counting, finish, publish, write
+from titan.dataset import shards
+from titan.dataset.shards import Split, open_corpus
+from titan.settings import Failure, Refusal
+
+UNITS = [counting(20, 40), counting(10, 90, start=60), [], counting(50, 60, start=160)]
+TOKENS, BEGINS = 270, [0, 20, 60, 70, 160, 210]
 
 
-def write(folder: Path, lengths: list[int], shard_tokens: int = 50, vocab_size: int = 1000) -> Corpus:
-    """A corpus whose training part counts upwards through documents of `lengths`; validation is empty."""
-    folder.mkdir(exist_ok=True)
-    train = SplitWriter(folder, "train", token_dtype(vocab_size), 5, shard_tokens)
-    start = 0
-    for length in lengths:
-        train.add(np.arange(start, start + length) % vocab_size)
-        start += length
-    splits = {"train": train.close(), "validation": {"tokens": 0, "documents": 0, "shards": []}}
-    about = {"digest": "d", "name": "n", "vocab_size": vocab_size, "max_token": train.max_token, "bytes": start}
-    about |= {"documents": len(lengths), "tokenizer": {"name": "none", "fingerprint": "none"}}
-    write_manifest(folder, {**about, "splits": splits}, np.ones(vocab_size, dtype=np.uint16))
-    return open_corpus(folder)
-
-
-def documents(corpus: Corpus) -> list[tuple[int, ...]]:
-    """The documents of the training part, by its offsets."""
-    out = []
-    for shard in corpus.train.shards:
-        offsets = np.fromfile(shard.offsets, "<u8").astype(int)
-        tokens = corpus.train.read(shard.start, shard.tokens)
-        out += [tuple(part.tolist()) for part in np.split(tokens, offsets[1:])]
-    return out
-
-
-def test_documents_survive_whole_and_shuffled(tmp_path: Path) -> None:
-    lengths = [7, 1, 30, 12, 45, 3, 3, 60, 9]
-    corpus = write(tmp_path / "c", lengths)
-    expected = [tuple(range(sum(lengths[:i]), sum(lengths[: i + 1]))) for i in range(len(lengths))]
-    assert len(corpus.train.shards) > 1
-    assert sorted(documents(corpus)) == expected
-    assert documents(corpus) != expected
-    assert (corpus.train.tokens, corpus.train.documents, corpus.max_token) == (170, 9, 169)
-    assert (corpus.validation.tokens, corpus.validation.rows(4)) == (0, 0)
-
-
-def test_the_shuffle_is_the_same_each_time(tmp_path: Path) -> None:
-    lengths = [3] * 40
-    a, b = write(tmp_path / "a", lengths), write(tmp_path / "b", lengths)
-    assert documents(a) == documents(b)
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """270 tokens, 0 to 269, in six documents and three shards."""
+    return write(tmp_path_factory.mktemp("c"), UNITS).train
 
 
 @settings(max_examples=60, deadline=None)
 @given(start=st.integers(0, 300), count=st.integers(0, 300))
-def test_reads_cross_shards(tmp_path_factory: pytest.TempPathFactory, start: int, count: int) -> None:
-    folder = tmp_path_factory.getbasetemp() / "crossing"
-    corpus = open_corpus(folder) if folder.exists() else write(folder, [20, 40, 10, 90, 50, 60], 60)
-    whole = np.concatenate([np.fromfile(shard.file, "<u2") for shard in corpus.train.shards])
-    if start + count <= whole.size:
-        assert np.array_equal(corpus.train.read(start, count), whole[start : start + count])
+def test_reads_cross_shards(split: Split, start: int, count: int) -> None:
+    if start + count <= TOKENS:
+        assert split.read(start, count).tolist() == list(range(start, start + count))
     else:
         with pytest.raises(IndexError):
-            corpus.train.read(start, count)
+            split.read(start, count)
+
+
+@settings(max_examples=60, deadline=None)
+@given(start=st.integers(0, TOKENS - 1), count=st.integers(0, 300))
+def test_documents_begin_where_they_were_written(split: Split, start: int, count: int) -> None:
+    count = min(count, TOKENS - start)
+    assert split.begins(start, count).tolist() == [b - start for b in BEGINS if start < b < start + count]
+
+
+def test_the_parts_count(split: Split) -> None:
+    assert (split.tokens, split.documents, len(split.shards)) == (TOKENS, 6, 3)
+
+
+def test_masks_are_read_like_tokens(tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c", UNITS, masked=True)
+    assert corpus.masked
+    assert corpus.train.counted(55, 10).tolist() == [i % 2 == 0 for i in range(55, 65)]
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 16, 64])
-def test_rows_overlap_by_one_token(tmp_path: Path, seq_len: int) -> None:
-    split = write(tmp_path / "c", [33, 67, 29], 40).train
+def test_rows_overlap_by_one_token(split: Split, seq_len: int) -> None:
     rows = [split.row(i, seq_len) for i in range(split.rows(seq_len))]
-    assert len(rows) == (129 - 1) // seq_len
+    assert len(rows) == (TOKENS - 1) // seq_len
     assert all(row.size == seq_len + 1 for row in rows)
     assert all(a[-1] == b[0] for a, b in pairwise(rows))
     with pytest.raises(IndexError):
@@ -87,22 +71,56 @@ def test_rows_overlap_by_one_token(tmp_path: Path, seq_len: int) -> None:
     [pytest.param(65536, "uint16", id="fits"), pytest.param(65537, "uint32", id="one-too-many")],
 )
 def test_the_dtype_follows_the_vocabulary(tmp_path: Path, vocab_size: int, dtype: str) -> None:
-    corpus = write(tmp_path / "c", [70000], vocab_size=vocab_size)
+    corpus = write(tmp_path / "c", [counting(70_000, vocab_size=vocab_size)], vocab_size=vocab_size)
     assert corpus.train.read(0, 5).dtype == dtype
     assert np.array_equal(corpus.train.read(65530, 10), np.arange(65530, 65540) % vocab_size)
 
 
 def test_a_pickle_carries_no_data(tmp_path: Path) -> None:
-    split = write(tmp_path / "c", [20_000], shard_tokens=2**20).train
+    split = write(tmp_path / "c", [counting(20_000)]).train
     expected = split.read(5, 10).tolist()
     dump = pickle.dumps(split)
     assert len(dump) < 2000
     assert pickle.loads(dump).read(5, 10).tolist() == expected
 
 
-def test_tokens_can_not_be_written_by_accident(tmp_path: Path) -> None:
+def test_few_files_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "OPEN", 3)
+    split = write(tmp_path / "c", [counting(10, start=10 * i) for i in range(12)]).train
+    before = len(os.listdir("/proc/self/fd"))
+    for start in [*range(0, 115, 7), *range(100, 0, -9)]:
+        assert split.read(start, 5)[0] == start
+        split.begins(start, 1)
+    assert len(os.listdir("/proc/self/fd")) <= before + 2 * 3, "tokens and offsets, three each"
+
+
+def test_tokens_can_not_be_written_by_accident(split: Split) -> None:
     with pytest.raises(ValueError, match="read-only"):
-        write(tmp_path / "c", [20]).train.read(0, 5)[0] = 1
+        split.read(0, 5)[0] = 1
+
+
+def test_a_corpus_grows_while_it_is_prepared(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    corpus = write(folder, UNITS, done=1)
+    assert (corpus.complete, corpus.units, corpus.train.tokens) == (False, (1, 4), 60)
+    entries = [publish(folder, number, UNITS[number]) for number in (1, 3)]
+    more = corpus.again()
+    assert (more.units, more.train.tokens) == ((2, 4), 160), "unit 3 counts once unit 2 is there"
+    entries = [publish(folder, number, unit) for number, unit in enumerate(UNITS)]
+    finish(folder, entries)
+    whole = more.again()
+    assert (whole.complete, whole.train.tokens) == (True, TOKENS)
+    assert whole.again() is whole
+    with pytest.raises(Refusal):
+        open_corpus(write(tmp_path / "other", UNITS, done=1).folder)
+
+
+def test_a_preparation_that_failed_is_known(tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c", UNITS, done=1)
+    corpus.check_alive()
+    (tmp_path / "c" / "failed.json").write_text(json.dumps({"error": "x.jsonl, line 7: not JSON"}))
+    with pytest.raises(Failure, match="line 7: not JSON"):
+        corpus.check_alive()
 
 
 def _cut(folder: Path, name: str) -> None:
@@ -115,25 +133,44 @@ def _edit(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
+DAMAGE = [
+    pytest.param(lambda f: (f / "manifest.json").unlink(), id="no-manifest"),
+    pytest.param(lambda f: _cut(f, "manifest.json"), id="manifest-cut"),
+    pytest.param(lambda f: (f / "manifest.json").write_text("[]"), id="manifest-of-another-kind"),
+    pytest.param(lambda f: _edit(f, units=[{}]), id="manifest-without-splits"),
+    pytest.param(lambda f: _edit(f, format=0), id="other-format"),
+    pytest.param(lambda f: (f / "train-00001.tokens").unlink(), id="tokens-missing"),
+    pytest.param(lambda f: _cut(f, "train-00000.tokens"), id="tokens-cut"),
+    pytest.param(lambda f: _cut(f, "train-00000.offsets"), id="offsets-cut"),
+    pytest.param(lambda f: _cut(f, "token_bytes.npy"), id="token-bytes-cut"),
+    pytest.param(lambda f: np.save(f / "token_bytes.npy", np.ones(3)), id="token-bytes-of-another-vocabulary"),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_with_the_folder_to_delete(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = tmp_path / "c"
+    write(folder, UNITS)
+    damage(folder)
+    with pytest.raises(Refusal, match="delete that folder") as refusal:
+        open_corpus(folder, check=True)
+    assert str(folder) in str(refusal.value)
+
+
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "words"),
     [
-        pytest.param(lambda f: (f / "manifest.json").unlink(), id="no-manifest"),
-        pytest.param(lambda f: _cut(f, "manifest.json"), id="manifest-cut"),
-        pytest.param(lambda f: (f / "manifest.json").write_text("[]"), id="manifest-of-another-kind"),
-        pytest.param(lambda f: _edit(f, splits={}), id="manifest-without-splits"),
-        pytest.param(lambda f: _edit(f, format=0), id="other-format"),
-        pytest.param(lambda f: (f / "train-00001.tokens").unlink(), id="tokens-missing"),
-        pytest.param(lambda f: _cut(f, "train-00000.tokens"), id="tokens-cut"),
-        pytest.param(lambda f: _cut(f, "train-00000.offsets"), id="offsets-cut"),
-        pytest.param(lambda f: _cut(f, "token_bytes.npy"), id="token-bytes-cut"),
-        pytest.param(lambda f: np.save(f / "token_bytes.npy", np.ones(3)), id="token-bytes-of-another-vocabulary"),
+        pytest.param(lambda f: (f / "train-00001.tokens").unlink(), "No such file", id="missing"),
+        pytest.param(lambda f: _cut(f, "train-00001.tokens"), "ends too early", id="cut"),
     ],
 )
-def test_damage_is_refused_with_the_folder_to_delete(tmp_path: Path, damage: object) -> None:
-    folder = tmp_path / "c"
-    write(folder, [60, 60])
-    damage(folder)  # type: ignore[operator]
-    with pytest.raises(Refusal, match="delete that folder") as refusal:
-        open_corpus(folder)
-    assert str(folder) in str(refusal.value)
+def test_damage_that_comes_later_fails_with_the_file(
+    tmp_path: Path, damage: Callable[[Path], None], words: str
+) -> None:
+    split = write(tmp_path / "c", UNITS).train
+    damage(tmp_path / "c")
+    assert split.read(0, 60).size == 60
+    with pytest.raises(Failure, match=words) as failure:
+        split.read(150, 10)
+    assert "train-00001.tokens" in str(failure.value)
+    assert "titan.prepare" in str(failure.value)

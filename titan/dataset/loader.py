@@ -1,9 +1,9 @@
 """From rows to batches: this rank's share of each step, read ahead by a background thread.
 
-A step consists of `rows_per_step` consecutive global row indices; `Order` says which row each is. Rank r of R takes
-the r-th run of ceil(n / R) of them and lays it out in micro-batches of equal size. Places that are left over hold rows
-of weight zero, so every rank has the same shapes whatever the numbers. Nothing depends on what was read before: a
-restart is a loader with another `first_row`, under any number of ranks.
+A step consists of consecutive rows; `titan.dataset.mix` says which they are. Rank r of R takes the r-th run of
+ceil(n / R) of them and lays it out in micro-batches of equal size. Places that are left over hold rows of weight zero,
+so every rank has the same shapes whatever the numbers. Nothing depends on what was read before: a restart is a loader
+with another `step`, under any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
@@ -21,13 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.order import Order
+from titan.dataset.mix import Mix
 from titan.dataset.shards import Split
+from titan.settings import Failure
+from titan.training import Training
 
 IGNORED = -100
 """The target of a token that doesn't count (torch's `ignore_index`)."""
+TOKENS, TARGETS, POSITIONS, DOCUMENTS = range(4)
+"""The fields of a batch. The last two are there where attention stays inside of documents."""
 
 _ORDER_BLOCK = 4096
+_POLL_SECONDS = 0.5
+_TELL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -53,32 +59,115 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """How a rank's rows lie in micro-batches.
+
+    Attributes:
+        microbatches: of the smallest step.
+        rows: of a micro-batch; a larger step has more micro-batches.
+        seq_len: tokens of a row.
+    """
+
+    microbatches: int
+    rows: int
+    seq_len: int
+
+    def of(self, slots: int) -> tuple[int, int, int]:
+        """Micro-batches, rows and tokens for `slots` places."""
+        return max(self.microbatches, -(-slots // self.rows)), self.rows, self.seq_len
+
+
+@dataclass(frozen=True)
 class Batch:
     """This rank's part of one step.
 
     Attributes:
-        tokens: int64 [microbatches, rows, seq_len]; 0 in rows of weight zero.
-        targets: int64, the same shape: the token that follows; `IGNORED` where there is nothing to predict.
-        first, last: the global row indices of the whole step (inclusive, counting on across epochs).
+        fields: int32 [2 or 4, microbatches, rows, seq_len]: tokens (0 in rows of weight zero), targets (the token that
+            follows; `IGNORED` where there is nothing to predict), and with document masks each token's position in its
+            document and the document's number in the row.
+        first, last: the numbers of the whole step's first and last row; what is skipped has a number, too.
+        read: rows that are read when this step is done.
         hash: in [0, 2**64), over this rank's rows; the sum modulo 2**64 over ranks is the same under every layout.
-        tokens_valid: how many targets count, on this rank.
+        valid: how many targets count, on this rank.
+        pairs: pairs of tokens that attention computes with, as if it were not causal: the squared lengths of the
+            documents' parts in this rank's rows, or of the rows.
         wait_seconds: how long `next` waited for this batch.
     """
 
-    tokens: NDArray[np.int64]
-    targets: NDArray[np.int64]
+    fields: NDArray[np.int32]
     first: int
     last: int
+    read: int
     hash: int
-    tokens_valid: int
+    valid: int
+    pairs: int
     wait_seconds: float = 0.0
 
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """[microbatches, rows, seq_len]."""
+        tokens: NDArray[np.int32] = self.fields[TOKENS]
+        return tokens
 
-def row_hash(index: int, row: NDArray[Any]) -> int:
-    """64 bits of BLAKE2b over a row's place (its global index) and its stored tokens."""
-    digest = blake2b(index.to_bytes(8, "little"), digest_size=8)
+    @property
+    def targets(self) -> NDArray[np.int32]:
+        """[microbatches, rows, seq_len]."""
+        targets: NDArray[np.int32] = self.fields[TARGETS]
+        return targets
+
+
+def row_hash(number: int, row: NDArray[Any]) -> int:
+    """64 bits of BLAKE2b over a row's number and its stored tokens."""
+    digest = blake2b(number.to_bytes(8, "little"), digest_size=8)
     digest.update(np.ascontiguousarray(row).data)
     return int.from_bytes(digest.digest(), "little")
+
+
+class Reader:
+    """Lays rows out as fields: tokens, targets and, with document masks, positions and documents."""
+
+    def __init__(self, seq_len: int, documents: bool) -> None:
+        """Read rows of `seq_len` tokens, apart by `documents` or not."""
+        self.seq_len, self.documents = seq_len, documents
+
+    def empty(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Fields of rows of weight zero, [2 or 4, *shape]."""
+        fields = np.zeros((4 if self.documents else 2, *shape), dtype=np.int32)
+        fields[TARGETS] = IGNORED
+        if self.documents:
+            fields[POSITIONS] = np.arange(shape[-1])
+        return fields
+
+    def fill(self, into: NDArray[np.int32], split: Split, row: int, masked: bool) -> tuple[NDArray[Any], int]:
+        """Write one row into fields [2 or 4, seq_len].
+
+        Args:
+            into: the row's place.
+            split: where it is.
+            row: which of its rows.
+            masked: whether some of its tokens don't count.
+
+        Returns:
+            The stored tokens [seq_len + 1], and the pairs of tokens that attention computes with.
+        """
+        start, length = row * self.seq_len, self.seq_len
+        stored = split.read(start, length + 1)
+        into[TOKENS], into[TARGETS] = stored[:-1], stored[1:]
+        if masked:
+            into[TARGETS][~split.counted(start, length + 1)[1:]] = IGNORED
+        if not self.documents:
+            return stored, length * length
+        return stored, self._divide(into, split.begins(start, length + 1))
+
+    def _divide(self, into: NDArray[np.int32], begins: NDArray[np.int64]) -> int:
+        """Keep documents apart, which begin at `begins` beside 0; the pairs of tokens inside of them."""
+        into[TARGETS][begins - 1] = IGNORED
+        inside = begins[begins < self.seq_len]
+        bounds = np.concatenate(([0], inside, [self.seq_len]))
+        lengths = np.diff(bounds)
+        into[POSITIONS] = np.arange(self.seq_len) - np.repeat(bounds[:-1], lengths)
+        into[DOCUMENTS] = np.repeat(np.arange(lengths.size), lengths)
+        return int((lengths**2).sum())
 
 
 class Loader:
@@ -86,31 +175,44 @@ class Loader:
 
     def __init__(
         self,
-        split: Split,
-        order: Order,
-        *,
-        seq_len: int,
-        rows_per_step: int,
+        mix: Mix,
+        training: Training,
         share: Share,
-        microbatches: int,
-        first_row: int = 0,
+        shape: Shape,
+        *,
+        step: int = 1,
         prefetch: int = 4,
+        documents: bool = False,
+        read: bool = True,
+        patience: float = 1800.0,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Start reading ahead at global row index `first_row`, at most `prefetch` batches.
+        """Start reading ahead, at most `prefetch` batches.
+
+        Args:
+            mix: the rows.
+            training: how many of them a step reads.
+            share: which of a step's rows are this rank's.
+            shape: how they lie.
+            step: the first step.
+            prefetch: batches read ahead.
+            documents: keep documents apart.
+            read: whether rows are read here; otherwise fields are empty, to be filled by the rank that reads.
+            patience: seconds to wait for data that are being prepared.
+            tell: called now and then while `next` waits for such data.
 
         Raises:
-            ValueError: when a size is below one, or `order` has more rows than `split`.
+            ValueError: when a number is below one.
         """
-        if min(seq_len, rows_per_step, microbatches, prefetch) < 1 or first_row < 0:
-            raise ValueError("sizes must be at least 1 and first_row at least 0")
-        if order.rows > split.rows(seq_len):
-            raise ValueError(f"the order has {order.rows} rows, the split {split.rows(seq_len)}")
-        self._split, self._order, self._share = split, order, share
-        self._seq_len, self._rows, self._first = seq_len, rows_per_step, first_row
-        self._shape = (microbatches, -(-share.slots(rows_per_step) // microbatches), seq_len)
+        if min(prefetch, step, shape.microbatches, shape.rows) < 1:
+            raise ValueError("step, prefetch and shape must be at least 1")
+        self._mix, self._training, self._share, self._shape = mix, training, share, shape
+        self._step, self._read, self._patience, self._tell = step, read, patience, tell
+        self._reader = Reader(shape.seq_len, documents)
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(prefetch)
         self._closed = threading.Event()
+        self._waiting: str | None = None
         self._thread = threading.Thread(target=self._read_ahead, name="titan-loader", daemon=True)
         self._thread.start()
 
@@ -128,7 +230,7 @@ class Loader:
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         start = time.perf_counter()
-        item = self._ready.get()
+        item = self._get()
         if isinstance(item, BaseException):
             self._ready.put(item)
             raise item
@@ -151,48 +253,91 @@ class Loader:
         """Close."""
         self.close()
 
+    def _get(self) -> Batch | BaseException:
+        """What is next, however long it takes; says now and then what it waits for."""
+        pause = 2 * _POLL_SECONDS
+        while True:
+            try:
+                return self._ready.get(timeout=pause)
+            except queue.Empty:
+                if self._waiting:
+                    self._tell(f"waiting for data: {self._waiting}")
+                    pause = _TELL_SECONDS
+
     def _read_ahead(self) -> None:
         try:
-            first = self._first
-            for rows in self._step_rows():
+            for step, (numbers, which, rows) in enumerate(self._steps(), start=self._step):
                 self._room.acquire()
                 if self._closed.is_set():
                     return
-                self._ready.put(self._batch(first, rows))
-                first += self._rows
+                self._ready.put(self._batch(step, numbers, which, rows))
+        except _Closed:
+            pass
         except BaseException as error:  # handed over: next() raises it where someone can act on it
             self._ready.put(error)
 
-    def _step_rows(self) -> Iterator[NDArray[np.int64]]:
-        """This rank's rows of each step. The order is asked for many steps at once, because a call has a fixed cost."""
-        own = np.array(self._share.rows(self._rows), dtype=np.int64)
-        steps = max(1, _ORDER_BLOCK // max(1, own.size))
-        first = self._first
+    def _steps(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+        """This rank's rows of each step: their numbers, corpora and rows there.
+
+        They are located for many steps at once, because a call has a fixed cost; but not beyond what is published.
+        """
+        step, nothing = self._step, np.empty(0, np.int64)
+        live = not all(rows.corpus.complete for rows in self._mix.sources)
+        while not self._read:
+            yield nothing, nothing, nothing
         while True:
-            starts = first + np.arange(steps, dtype=np.int64) * self._rows
-            yield from self._order.rows_at(starts[:, None] + own[None, :])
-            first += steps * self._rows
+            own = self._share.rows(self._training.phase(step).rows)
+            steps = 1 if live else max(1, _ORDER_BLOCK // max(1, len(own)))
+            ours = [self._own(s) for s in range(step, step + steps)]
+            numbers = self._mix.numbers(np.concatenate(ours))
+            cuts = np.cumsum([part.size for part in ours])[:-1]
+            which, rows = self._mix.locate(numbers, self._wait)
+            yield from zip(*(np.split(part, cuts) for part in (numbers, which, rows)), strict=True)
+            step += steps
 
-    def _batch(self, first: int, rows: NDArray[np.int64]) -> Batch:
-        """The batch of the step that begins at global row index `first`, with this rank's `rows` of the corpus."""
-        tokens = np.zeros(self._shape, dtype=np.int64)
-        targets = np.full(self._shape, IGNORED, dtype=np.int64)
-        flat_tokens, flat_targets = tokens.reshape(-1, self._seq_len), targets.reshape(-1, self._seq_len)
-        start, total = first + self._share.rows(self._rows).start, 0
-        for slot, i in enumerate(rows.tolist()):
-            row = self._split.row(i, self._seq_len)
-            flat_tokens[slot], flat_targets[slot] = row[:-1], row[1:]
-            total += row_hash(start + slot, row)
-        last = first + self._rows - 1
-        return Batch(tokens, targets, first, last, total % 2**64, rows.size * self._seq_len)
+    def _own(self, step: int) -> NDArray[np.int64]:
+        """Which of the rows that the run reads, counted from 0, are this rank's in `step`."""
+        own = self._share.rows(self._training.phase(step).rows)
+        return np.arange(own.start, own.stop, dtype=np.int64) + self._training.rows_before(step)
+
+    def _wait(self, line: str) -> None:
+        """Called while rows are not there yet."""
+        if self._waiting is None:
+            self._since = time.monotonic()
+        self._waiting = line
+        if self._closed.wait(_POLL_SECONDS):
+            raise _Closed
+        for rows in self._mix.sources:
+            rows.corpus.check_alive()
+        if time.monotonic() - self._since > self._patience:
+            raise Failure(f"waited {self._patience:.0f} s for data: {line}; prepare more of it first, then resume.")
+
+    def _batch(self, step: int, numbers: NDArray[np.int64], which: NDArray[np.int64], rows: NDArray[np.int64]) -> Batch:
+        """The batch of a step, of which this rank has the rows `numbers`."""
+        self._waiting = None
+        phase, before = self._training.phase(step), self._training.rows_before(step)
+        fields = self._reader.empty(self._shape.of(self._share.slots(phase.rows)))
+        flat, total, pairs = fields.reshape(len(fields), -1, self._shape.seq_len), 0, 0
+        for slot, (number, k, row) in enumerate(zip(numbers.tolist(), which.tolist(), rows.tolist(), strict=True)):
+            corpus = self._mix.sources[k].corpus
+            stored, computed = self._reader.fill(flat[:, slot], corpus.train, row, corpus.masked)
+            total, pairs = total + row_hash(number, stored), pairs + computed
+        ends = self._mix.numbers(np.array([before, before + phase.rows - 1]))
+        valid = int((fields[TARGETS] != IGNORED).sum())
+        return Batch(fields, int(ends[0]), int(ends[1]), before + phase.rows, total % 2**64, valid, pairs)
 
 
-def fixed_rows(split: Split, seq_len: int, rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first `rows` rows of a split, or as many as it has: tokens and targets, each int64 [rows, seq_len].
+class _Closed(Exception):
+    """The loader was closed while it waited."""
+
+
+def fixed_rows(split: Split, seq_len: int, rows: int, documents: bool, masked: bool) -> NDArray[np.int32]:
+    """The first `rows` rows of a split, or as many as it has: fields [2 or 4, rows, seq_len], see `Batch`.
 
     Documents were shuffled when prepared, so the first rows are a fair sample.
     """
-    data = np.empty((min(rows, split.rows(seq_len)), seq_len + 1), dtype=np.int64)
-    for i in range(data.shape[0]):
-        data[i] = split.row(i, seq_len)
-    return np.ascontiguousarray(data[:, :-1]), np.ascontiguousarray(data[:, 1:])
+    reader = Reader(seq_len, documents)
+    fields = reader.empty((min(rows, split.rows(seq_len)), seq_len))
+    for i in range(fields.shape[1]):
+        reader.fill(fields[:, i], split, i, masked)
+    return fields

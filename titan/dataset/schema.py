@@ -5,11 +5,11 @@ Each source is a dataclass whose `build()` gives an object that yields documents
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from titan.settings import MISSING, setting
+from titan.settings import MISSING, Refusal, setting, show
 
 if TYPE_CHECKING:
     from titan.dataset.documents import Source
@@ -55,6 +55,24 @@ class Dataset:
     def corpora(self) -> Mapping[str, Dataset]:
         """What is prepared by itself, by name: this dataset, or those that it is mixed of."""
         return {"data": self}
+
+    def check(self, where: str = "dataset") -> None:
+        """Refuse settings that do not fit each other.
+
+        Args:
+            where: what the settings are called.
+
+        Raises:
+            Refusal: naming the one to change.
+        """
+        for first, last in self.skip:
+            if not 0 <= first <= last:
+                raise Refusal(f"{where}.skip=[[{first},{last}]]: a range is [first,last] with 0 <= first <= last.")
+        if self.stream and self.window is None:
+            raise Refusal(
+                f"{where}.stream=true: rows change places among all of them, which are not there yet; "
+                f"give {where}.window, a number of tokens such as 50000000."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,4 +131,66 @@ class Synthetic(Dataset):
         return Markov(self.tokens, self.vocab, self.seed)
 
 
-KINDS: dict[str, Callable[..., Dataset]] = {"stdlib": Stdlib, "text": Text, "jsonl": Jsonl, "synthetic": Synthetic}
+@dataclass(frozen=True, kw_only=True)
+class Prepared(Dataset):
+    """What was prepared before, perhaps elsewhere."""
+
+    path: str = setting(
+        MISSING,
+        "a prepared folder, or the URL of one (s3://, https://, ...) that is fetched as it is read",
+        science=False,
+    )
+    keep_gib: float | None = setting(
+        None, "how much of what was fetched is kept in the cache; null: all", science=False, above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Dataset):
+    """Several datasets, mixed by tokens."""
+
+    sources: Mapping[str, Dataset] = setting(MISSING, "the datasets, by names of your own", science=False)
+    weights: Mapping[str, float] = setting(MISSING, "the share of tokens of each source, in any unit")
+    stages: Mapping[int, Mapping[str, float]] | None = setting(
+        None,
+        "other weights later: {tokens: {source: weight}}, each from the row that begins at or after tokens",
+    )
+
+    def corpora(self) -> Mapping[str, Dataset]:
+        """The sources, with what they have in common."""
+        common = {name: getattr(self, name) for name in COMMON}
+        return {name: replace(source, **common) for name, source in self.sources.items()}
+
+    def check(self, where: str = "dataset") -> None:
+        """Refuse what is to be said of the whole but is said of a part, and the other way round."""
+        for name, source in self.sources.items():
+            if isinstance(source, Mixture):
+                raise Refusal(f"dataset.sources.{name}: a mixture of its own; name its sources here instead.")
+            _refuse_set(source, COMMON, f"dataset.sources.{name}", "holds for all sources", "dataset")
+        _refuse_set(self, OWN, "dataset", "is each source's own", "dataset.sources.NAME")
+        for name, source in self.corpora().items():
+            source.check(f"dataset.sources.{name}")
+
+
+COMMON = ("tokenizer", "mask_documents", "validation", "cache", "prefetch", "skip", "workers", "stream")
+"""Settings of a mixture that hold for all of its sources."""
+OWN = ("epochs", "block", "window")
+"""Settings that each source of a mixture has for itself."""
+
+
+def _refuse_set(dataset: Dataset, names: Iterable[str], where: str, why: str, there: str) -> None:
+    """Refuse settings that are not at their defaults."""
+    for field in fields(dataset):
+        value = getattr(dataset, field.name)
+        if field.name in names and value != field.default:
+            raise Refusal(f"{where}.{field.name}={show(value)}: {why}; give it as {there}.{field.name}.")
+
+
+KINDS: dict[str, Callable[..., Dataset]] = {
+    "stdlib": Stdlib,
+    "text": Text,
+    "jsonl": Jsonl,
+    "synthetic": Synthetic,
+    "prepared": Prepared,
+    "mixture": Mixture,
+}

@@ -2,36 +2,43 @@
 
 A folder holds
 
-    manifest.json           what follows, described; written last, so a folder without it doesn't count
+    plan.json               what it will hold, written first: identity, tokenizer, and how the source is cut into units
+    unit-00000.json         the receipt of a unit that is done, written after its files
     train-00000.tokens      token ids, little-endian uint16 when the vocabulary fits, else uint32, without a header
     train-00000.offsets     little-endian uint64: where each document starts, in tokens from the shard's start
-    validation-00000.*      the same for the documents held out
+    train-00000.mask        uint8: 1 where a token counts in the loss; only where some don't
+    validation-00000.*      the same for the documents held out; without documents there are no files
     token_bytes.npy         uint16 [vocab_size]: how many bytes of text each id stands for
+    manifest.json           plan and receipts in one, written last: a folder without it is not complete
 
-A row is a slice of a split's tokens, shards taken as one sequence, so a sequence length is chosen when reading.
+A row is a slice of a split's tokens, shards taken as one sequence, so a sequence length is chosen when reading. What is
+written does not change: a reader may begin with the units that are done, and see more of them later.
 """
 
 from __future__ import annotations
 
 import bisect
-import io
 import json
 import os
-from collections.abc import Iterable, Mapping
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.order import Order
-from titan.settings import Refusal
+from titan.dataset import remote
+from titan.settings import Failure, Refusal
 
-FORMAT = 1
-SHARD_TOKENS = 2**28
+FORMAT = 2
 SPLITS = ("train", "validation")
+T = TypeVar("T")
+OPEN = 32
+"""How many files of a kind a reader holds open at most."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -41,27 +48,67 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class Shard:
-    """One pair of files: `start` is its first token's place in the split."""
+    """The files of one unit and split, which differ in the suffix: `start` is its first token's place in the split."""
 
     tokens: int
     documents: int
     start: int
-    file: Path
-    offsets: Path
+    path: Path
+
+
+class _Open(Generic[T]):
+    """The files opened last, by path: at most `OPEN` of them. A pickle or a copy of it begins empty."""
+
+    def __init__(self, opener: Callable[[Path], T]) -> None:
+        self.opener, self.files, self.lock = opener, OrderedDict[Path, T](), threading.Lock()
+
+    def __getitem__(self, path: Path) -> T:
+        with self.lock:
+            if path not in self.files:
+                self.files[path] = _opened(path, self.opener)
+            self.files.move_to_end(path)
+            if len(self.files) > OPEN:
+                self.files.popitem(last=False)  # closed when its last user lets go of it
+            return self.files[path]
+
+    def __reduce__(self) -> Any:
+        return _Open, (self.opener,)
+
+
+def _opened(path: Path, opener: Callable[[Path], T]) -> T:
+    try:
+        if not path.exists():
+            remote.fetch(path)
+        return opener(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise Failure(f"the prepared data {path} can't be read ({reason}); {_MEND}") from error
+
+
+_MEND = "start the run again, or python -m titan.prepare, which makes again what is missing or damaged."
+
+
+def _binary(path: Path) -> BinaryIO:
+    return open(path, "rb", buffering=0)
+
+
+def _offsets(path: Path) -> NDArray[np.uint64]:
+    return np.asarray(np.memmap(path, "<u8", mode="r"))
 
 
 @dataclass(frozen=True)
 class Split:
-    """The tokens of one split as one sequence. Files are mapped when first read; a pickle carries paths only."""
+    """The tokens of one split as one sequence. Files are opened when first read; a pickle carries paths only."""
 
     dtype: np.dtype[Any]
     shards: tuple[Shard, ...]
-    _maps: dict[int, NDArray[Any]] = field(default_factory=dict, repr=False, compare=False)
+    _files: _Open[BinaryIO] = field(default_factory=lambda: _Open(_binary), repr=False, compare=False)
+    _maps: _Open[NDArray[Any]] = field(default_factory=lambda: _Open(_offsets), repr=False, compare=False)
 
     @property
     def tokens(self) -> int:
         """How many tokens there are."""
-        return sum(shard.tokens for shard in self.shards)
+        return self.shards[-1].start + self.shards[-1].tokens if self.shards else 0
 
     @property
     def documents(self) -> int:
@@ -69,17 +116,27 @@ class Split:
         return sum(shard.documents for shard in self.shards)
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """The tokens [start, start + count), of the corpus's dtype; a read-only view where one shard holds them.
+        """The tokens [start, start + count), of the corpus's dtype.
 
         Raises:
             IndexError: when the slice reaches outside the split.
+            Failure: when a file is not there, or ends too early.
         """
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
-        parts = list(self._parts(start, count))
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else np.empty(0, self.dtype)
+        return self._read(start, count, ".tokens", self.dtype)
+
+    def counted(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Whether each of the tokens [start, start + count) counts in the loss; of a corpus with masks only."""
+        return self._read(start, count, ".mask", np.dtype(np.uint8)).astype(bool)
+
+    def begins(self, start: int, count: int) -> NDArray[np.int64]:
+        """The places, counted from `start`, where documents begin among the tokens [start + 1, start + count)."""
+        found = []
+        for shard, first, size in self._parts(start, count):
+            offsets = self._maps[shard.path.with_suffix(".offsets")]
+            low, high = np.searchsorted(offsets, np.array([first, first + size], dtype=np.uint64))
+            found.append(offsets[low:high].astype(np.int64) + (shard.start - start))
+        every = np.concatenate(found) if found else np.empty(0, np.int64)
+        return every[every > 0]
 
     def rows(self, seq_len: int) -> int:
         """How many rows of `seq_len` tokens there are, each with the token after it as its last target."""
@@ -93,30 +150,50 @@ class Split:
         """
         return self.read(i * seq_len, seq_len + 1)
 
-    def _parts(self, start: int, count: int) -> Iterable[NDArray[Any]]:
+    def _read(self, start: int, count: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        parts = [self._piece(shard, first, size, suffix, dtype) for shard, first, size in self._parts(start, count)]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+    def _parts(self, start: int, count: int) -> Iterator[tuple[Shard, int, int]]:
+        """The shards that hold a slice, with its first token in each and how many it has there."""
+        if start < 0 or count < 0 or start + count > self.tokens:
+            raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
         i = bisect.bisect_right(self.shards, start, key=lambda shard: shard.start) - 1
         while count:
             shard = self.shards[i]
             first = start - shard.start
-            part = self._map(i)[first : first + count]
-            yield part
-            start, count, i = start + part.size, count - part.size, i + 1
+            size = min(count, shard.tokens - first)
+            yield shard, first, size
+            start, count, i = start + size, count - size, i + 1
 
-    def _map(self, i: int) -> NDArray[Any]:
-        if i not in self._maps:
-            # As a plain array: slicing a memmap costs several times as much.
-            self._maps[i] = np.asarray(np.memmap(self.shards[i].file, self.dtype, mode="r"))
-        return self._maps[i]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the mapped files."""
-        return {"dtype": self.dtype, "shards": self.shards, "_maps": {}}
+    def _piece(self, shard: Shard, first: int, size: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        path, due = shard.path.with_suffix(suffix), size * dtype.itemsize
+        data = os.pread(self._files[path].fileno(), due, first * dtype.itemsize)
+        if len(data) != due:
+            raise Failure(f"the prepared data {path} ends too early; {_MEND}")
+        return np.frombuffer(data, dtype)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus: `digest` is its identity, `tokenizer` has the keys name and fingerprint, `bytes` is its text's
-    length in UTF-8, `token_bytes` is uint16 [vocab_size], `max_token` the largest id that occurs."""
+    """A prepared corpus, or as much of one as there is yet.
+
+    Attributes:
+        folder: where it lies.
+        name: the source's.
+        digest: its identity.
+        vocab_size: one more than the largest id of its tokenizer.
+        max_token: the largest id that occurs, of an incomplete one the largest that may.
+        documents, bytes: how many, and the length of their text in UTF-8; both splits together.
+        tokenizer: name and fingerprint, and the file here that holds it, if any.
+        token_bytes: uint16 [vocab_size].
+        masked: whether some tokens don't count in the loss.
+        complete: whether all of it is there.
+        units: how many units are done, and how many there will be.
+        train, validation: its tokens.
+    """
 
     folder: Path
     name: str
@@ -127,19 +204,53 @@ class Corpus:
     bytes: int
     tokenizer: Mapping[str, str]
     token_bytes: NDArray[np.uint16]
+    masked: bool
+    complete: bool
+    units: tuple[int, int]
     train: Split
     validation: Split
 
+    @property
+    def tokenizer_path(self) -> str:
+        """What `titan.dataset.tokenizer.load_tokenizer` takes for its tokenizer: the file here, if there is one."""
+        file = self.tokenizer.get("file")
+        return str(self.folder / file) if file and (self.folder / file).is_file() else self.tokenizer["name"]
 
-def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
-    """Open a prepared folder, after a look at the size of each of its files.
+    def again(self) -> Corpus:
+        """The same corpus with what has been published since."""
+        return self if self.complete else open_corpus(self.folder, partial=True)
+
+    def check_alive(self) -> None:
+        """Fail when the corpus is not complete and its preparation has ended.
+
+        Raises:
+            Failure: with the reason.
+        """
+        failed = self.folder / "failed.json"
+        if not self.complete and failed.is_file():
+            reason = json.loads(failed.read_bytes())["error"]
+            raise Failure(f"the data that this run waits for can't be prepared: {reason}")
+
+
+def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bool = False) -> Corpus:
+    """Open a prepared folder.
+
+    Args:
+        folder: where it lies.
+        partial: take what is there, when it is still being prepared.
+        check: look at the size of each file.
 
     Raises:
         Refusal: when the folder is damaged, or of another format.
     """
     folder = Path(folder)
     try:
-        return _open(folder, json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+        manifest = folder / "manifest.json"
+        content = _partial(folder) if partial and not manifest.is_file() else json.loads(manifest.read_bytes())
+        corpus = _open(folder, content, manifest.is_file())
+        for split in (corpus.train, corpus.validation) if check else ():
+            _check_sizes(split, corpus.masked)
+        return corpus
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(
             f"the prepared dataset {folder} is damaged ({_reason(error)}): delete that folder, "
@@ -147,111 +258,62 @@ def open_corpus(folder: str | os.PathLike[str]) -> Corpus:
         ) from error
 
 
-def _open(folder: Path, manifest: dict[str, Any]) -> Corpus:
+def _partial(folder: Path) -> dict[str, Any]:
+    """What a manifest would say if the units that are done, up to the first that isn't, were all."""
+    plan = json.loads((folder / "plan.json").read_bytes())
+    done = []
+    for number in range(len(plan["units"])):
+        receipt = folder / f"unit-{number:05d}.json"
+        if not receipt.is_file():
+            break
+        done.append(json.loads(receipt.read_bytes()))
+    units = [{name: [unit[name]["tokens"], unit[name]["documents"]] for name in SPLITS} for unit in done]
+    sums = {name: sum(unit[name] for unit in done) for name in ("documents", "bytes")}
+    return {**plan, **sums, "max_token": plan["vocab_size"] - 1, "units": units, "all": len(plan["units"])}
+
+
+def _open(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']} where {FORMAT} is read")
     dtype = token_dtype(manifest["vocab_size"])
-    train, validation = (_open_split(folder, manifest["splits"][name]["shards"], dtype) for name in SPLITS)
+    train, validation = (_split(folder, name, manifest["units"], dtype) for name in SPLITS)
     token_bytes = np.load(folder / "token_bytes.npy", allow_pickle=False)
     if token_bytes.shape != (manifest["vocab_size"],):
         raise ValueError("token_bytes.npy has the wrong size")
+    fields = ("name", "digest", "vocab_size", "max_token", "documents", "bytes", "tokenizer", "masked")
     return Corpus(
         folder=folder,
-        name=manifest["name"],
-        digest=manifest["digest"],
-        vocab_size=manifest["vocab_size"],
-        max_token=manifest["max_token"],
-        documents=manifest["documents"],
-        bytes=manifest["bytes"],
-        tokenizer=manifest["tokenizer"],
+        **{name: manifest[name] for name in fields},
         token_bytes=token_bytes,
+        complete=complete,
+        units=(len(manifest["units"]), manifest.get("all", len(manifest["units"]))),
         train=train,
         validation=validation,
     )
 
 
-def _open_split(folder: Path, entries: list[dict[str, Any]], dtype: np.dtype[Any]) -> Split:
-    starts = [0, *accumulate(entry["tokens"] for entry in entries)]
-    shards = []
-    for entry, start in zip(entries, starts[:-1], strict=True):
-        file, offsets = folder / entry["file"], folder / entry["offsets"]
-        _check_size(file, entry["tokens"] * dtype.itemsize)
-        _check_size(offsets, entry["documents"] * 8)
-        shards.append(Shard(entry["tokens"], entry["documents"], start, file, offsets))
-    return Split(dtype, tuple(shards))
+def _split(folder: Path, name: str, units: list[dict[str, Any]], dtype: np.dtype[Any]) -> Split:
+    sizes = [unit[name] for unit in units]
+    starts = [0, *accumulate(tokens for tokens, _ in sizes)]
+    shards = [
+        Shard(tokens, documents, start, folder / f"{name}-{number:05d}")
+        for number, ((tokens, documents), start) in enumerate(zip(sizes, starts[:-1], strict=True))
+    ]
+    return Split(dtype, tuple(shard for shard in shards if shard.tokens))
 
 
-def _check_size(file: Path, size: int) -> None:
-    found = file.stat().st_size
-    if found != size:
-        raise ValueError(f"{file.name} has {found} bytes where {size} are due")
+def _check_sizes(split: Split, masked: bool) -> None:
+    for shard in split.shards:
+        sizes = {".tokens": shard.tokens * split.dtype.itemsize, ".offsets": shard.documents * 8}
+        sizes |= {".mask": shard.tokens} if masked else {}
+        for suffix, size in sizes.items():
+            file = shard.path.with_suffix(suffix)
+            found = file.stat().st_size
+            if found != size:
+                raise ValueError(f"{file.name} has {found} bytes where {size} are due")
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return f"manifest.json lacks {error}" if isinstance(error, KeyError) else str(error)
-
-
-class SplitWriter:
-    """Writes the shards of one split. Holds at most one shard in memory.
-
-    The documents of a shard are written in an order drawn from `seed` and the shard's number, so that neighbours in a
-    row are not neighbours in the source.
-    """
-
-    def __init__(
-        self, folder: Path, name: str, dtype: np.dtype[Any], seed: int, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
-        """Write into `folder`, beginning a new shard after the document that brings one to `shard_tokens`."""
-        self.folder, self.name, self.dtype = folder, name, dtype
-        self.seed, self.shard_tokens = seed, shard_tokens
-        self.tokens, self.documents, self.max_token = 0, 0, -1
-        self.entries: list[dict[str, Any]] = []
-        self._buffer, self._lengths = bytearray(), list[int]()
-
-    def add(self, tokens: NDArray[Any]) -> None:
-        """Append one document: ids, one-dimensional, of any integer type."""
-        if not tokens.size:
-            return
-        self._buffer += tokens.astype(self.dtype).tobytes()
-        self._lengths.append(tokens.size)
-        self.tokens, self.documents = self.tokens + tokens.size, self.documents + 1
-        self.max_token = max(self.max_token, int(tokens.max()))
-        if len(self._buffer) >= self.shard_tokens * self.dtype.itemsize:
-            self._flush()
-
-    def close(self) -> dict[str, Any]:
-        """Write what is held and describe the split as the manifest does."""
-        if self._lengths:
-            self._flush()
-        return {"tokens": self.tokens, "documents": self.documents, "shards": self.entries}
-
-    def _flush(self) -> None:
-        stem = f"{self.name}-{len(self.entries):05d}"
-        tokens, lengths = np.frombuffer(self._buffer, self.dtype), np.array(self._lengths, dtype=np.int64)
-        ends = np.cumsum(lengths)
-        order = Order(lengths.size, self.seed + len(self.entries)).rows_at(np.arange(lengths.size))
-        pieces = (tokens[ends[d] - lengths[d] : ends[d]].data for d in order)
-        write_file(self.folder / f"{stem}.tokens", pieces)
-        write_file(self.folder / f"{stem}.offsets", [(np.cumsum(lengths[order]) - lengths[order]).astype("<u8").data])
-        sizes = {"tokens": tokens.size, "documents": lengths.size}
-        self.entries.append({**sizes, "file": f"{stem}.tokens", "offsets": f"{stem}.offsets"})
-        self._buffer, self._lengths = bytearray(), []
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any], token_bytes: NDArray[np.uint16]) -> None:
-    """Complete the prepared `folder`: the bytes of each token, then the manifest, then both safely on disk."""
-    array = io.BytesIO()
-    np.save(array, token_bytes.astype(np.uint16))
-    write_file(folder / "token_bytes.npy", [array.getvalue()])
-    write_file(folder / "manifest.json", [json.dumps({"format": FORMAT, **manifest}, indent=1).encode()])
-
-
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write `pieces` one after the other, and return when they are on the disk."""
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())

@@ -64,19 +64,25 @@ class Speed:
 
     FLOPs per token: 6 for each weight of a matrix product and 12 * layers * heads * head_dim * seq_len for attention,
     in full (not halved for causality) and without what checkpointing computes again (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B). MFU is their share of the device's dense peak; None where that is not known.
+    arXiv:2204.02311, appendix B). Where documents are kept apart, a token has its document's length for seq_len. MFU is
+    their share of the device's dense peak; None where that is not known.
     """
 
     def __init__(self, run: Run) -> None:
-        self.tokens, self.devices = run.training.global_batch, run.layout.devices
-        self.flops = run.model.flops_per_token(run.training.seq_len)
+        self.model, self.devices = run.model, run.layout.devices
         table = peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
         self.peak = run.cluster.peak_tflops or table
 
-    def of(self, seconds: float) -> dict[str, float | None]:
-        """The figures of a step that took `seconds`."""
-        rate = self.tokens / seconds
-        tflops = rate / self.devices * self.flops / 1e12
+    def of(self, seconds: float, tokens: int, pairs: float) -> dict[str, float | None]:
+        """The figures of a step.
+
+        Args:
+            seconds: how long it took.
+            tokens: how many it had.
+            pairs: of tokens that attend to each other: tokens * seq_len, or less where documents are kept apart.
+        """
+        rate = tokens / seconds
+        tflops = rate / self.devices * self.model.flops_per_token(pairs / tokens) / 1e12
         return {
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / self.devices,

@@ -103,7 +103,7 @@ class Decoder:
         twice = self.embedding_parameters() if self.tied else 0
         return self.embedding_parameters() + self.layers * self.block_parameters() + self.head_parameters() - twice
 
-    def block_flops(self, seq_len: int) -> float:
+    def block_flops(self, seq_len: float) -> float:
         """Floating-point operations a token takes in one block, forward and backward; see `flops_per_token`."""
         return float(6 * self.block_matmul_parameters() + 12 * self.heads * self.head_size * seq_len)
 
@@ -111,7 +111,7 @@ class Decoder:
         """Floating-point operations a token takes in the head, forward and backward."""
         return float(6 * self.vocab * self.dim)
 
-    def flops_per_token(self, seq_len: int) -> float:
+    def flops_per_token(self, seq_len: float) -> float:
         """Floating-point operations a token takes in forward and backward, as model FLOPs utilisation counts them.
 
         6 for each matrix parameter and 12 * layers * heads * head_dim * seq_len for attention scores and values, not

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +41,7 @@ class World:
             (into which context is folded: its ranks hold different parts of the weights too), tensor. None for a
             single rank.
         context: the ranks that share a row; None without context parallelism.
+        sharers: the ranks that take the same rows, of which one reads them; None where each takes others.
         memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
 
@@ -49,6 +50,7 @@ class World:
     device: torch.device
     mesh: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
+    sharers: dist.ProcessGroup | None = None
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -63,8 +65,8 @@ class World:
         return Share(self.coordinate("replicate") * self.layout.shard + inner, self.layout.data_ranks)
 
     @property
-    def counts_rows(self) -> bool:
-        """Whether what this rank says of its rows is to be added up: of those that read the same rows, one."""
+    def reads(self) -> bool:
+        """Whether this rank reads its rows and speaks of them: of those that take the same rows, one."""
         return not any(self.coordinate(name) for name in ("pipeline", "context", "tensor"))
 
     @property
@@ -88,6 +90,12 @@ class World:
         """The ranks along one dimension of the weights' mesh; None when it has none."""
         mesh = self.dimensions(name)
         return None if mesh is None else mesh.get_group()
+
+    def hand_out(self, rows: Tensor) -> Tensor:
+        """What the rank that reads gives, in place of this rank's `rows`, which have the same shape."""
+        if self.sharers is not None:
+            dist.broadcast(rows, group=self.sharers, group_src=0)
+        return rows
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor in place over all ranks."""
@@ -172,9 +180,23 @@ def lay_out(place: Place, layout: Layout, device: torch.device) -> World:
     """The world of a rank whose process group is there already; all ranks call it together."""
     degrees = layout.weights()
     mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-    context = None
-    if layout.context > 1:
-        # Groups of their own, because in the weights' mesh context is a part of shard.
-        groups = [list(ranks) for ranks in layout.groups("context")]
-        context, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
-    return World(place, layout, device, mesh, context)
+    # Groups of their own, because in the weights' mesh context is a part of shard.
+    context = _groups(layout.groups("context")) if layout.context > 1 else None
+    world = World(place, layout, device, mesh, context)
+    return replace(world, sharers=_sharers(world))
+
+
+def _sharers(world: World) -> dist.ProcessGroup | None:
+    """The ranks that take the same rows as this one; along a single dimension they have a group already."""
+    wide = [name for name in ("pipeline", "context", "tensor") if getattr(world.layout, name) > 1]
+    if len(wide) > 1:
+        return _groups(world.layout.sharers())
+    if not wide:
+        return None
+    return world.context if wide == ["context"] else world.group(wide[0])
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    lists = [list(ranks) for ranks in groups]
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lists)[0]  # type: ignore[no-untyped-call]
+    return group

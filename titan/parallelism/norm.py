@@ -43,7 +43,11 @@ def total_norm(gradients: Iterable[Tensor], device: torch.device, pipeline: dist
 
 def clip(gradients: Iterable[Tensor], norm: Tensor, largest: float) -> None:
     """Scale all gradients in place so that their norm is at most `largest`."""
-    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    scale(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))
+
+
+def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply all gradients in place by a number that is on the device."""
     parts = [local(g) for g in gradients]
     torch._foreach_mul_(parts, factor.to(parts[0].device))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch.distributed.pipelining.schedules import (
 
 from titan.parallelism.norm import local
 
+if TYPE_CHECKING:
+    from titan.engine import Rows
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -30,7 +33,6 @@ class Plan:
     Attributes:
         schedule: its name at torch, or a CSV file.
         owners: the pipeline rank of each stage.
-        microbatches: of a step.
         rows: of a micro-batch.
         length: tokens of a row that a rank has.
         width: of the hidden states that travel.
@@ -40,7 +42,6 @@ class Plan:
 
     schedule: str
     owners: tuple[int, ...]
-    microbatches: int
     rows: int
     length: int
     width: int
@@ -63,26 +64,29 @@ class Pipeline:
         self.last = len(plan.owners) - 1
         self.losses: list[Tensor] = []
         self.scale = 1.0
-        self.schedule = self._schedule()
+        self._schedules: dict[int, Any] = {}
 
-    def backward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, scale: float) -> Tensor:
+    def backward(self, rows: Rows, scale: float) -> Tensor:
         """One step of the schedule; see `titan.engine.Runner`."""
         self.scale = scale
         self.losses.clear()
-        rows, targets = tokens.flatten(0, 1), targets.flatten(0, 1)
-        x = (rows,) if 0 in self.stages else ()
-        places = _positions(positions, rows)
-        self.schedule.step(*x, target=targets, return_outputs=False, targets=targets, positions=places)
+        tokens, targets = rows.tokens.flatten(0, 1), _flat(rows.targets)
+        x = (tokens,) if 0 in self.stages else ()
+        more = {"targets": targets, "positions": _positions(rows.positions, rows.tokens).flatten(0, 1)}
+        if rows.documents is not None:
+            more["document_ids"] = _flat(rows.documents)
+        self._schedule(len(rows.tokens)).step(*x, target=targets, return_outputs=False, **more)
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None, positions: Tensor | None) -> list[Tensor]:
+    def forward(self, rows: Rows) -> list[Tensor]:
         """Micro-batch after micro-batch through all stages; see `titan.engine.Runner`."""
         out = []
-        for i, x in enumerate(tokens):
-            places, y = _positions(positions, x), None if targets is None else targets[i]
+        for i in range(len(rows.tokens)):
+            x, targets, positions, documents = rows.at(i)
+            places = _positions(positions, x)
             hidden = x
             for number, stage in self.stages.items():
-                hidden = stage(self._received(number, hidden, x), y, places)
+                hidden = stage(self._received(number, hidden, x), targets, places, documents)
                 self._hand_on(number, hidden)
             if self.last in self.stages:
                 out.append(hidden)
@@ -111,9 +115,15 @@ class Pipeline:
         self.losses.append(output.detach())
         return output * self.scale
 
-    def _schedule(self) -> Any:
+    def _schedule(self, microbatches: int) -> Any:
+        """The schedule of a step with so many micro-batches: a step may have more of them than those before."""
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = self._build(microbatches)
+        return self._schedules[microbatches]
+
+    def _build(self, microbatches: int) -> Any:
         plan, stages = self.plan, [self._stage(number, module) for number, module in self.stages.items()]
-        common: dict[str, Any] = {"n_microbatches": plan.microbatches, "loss_fn": self._loss, "scale_grads": False}
+        common: dict[str, Any] = {"n_microbatches": microbatches, "loss_fn": self._loss, "scale_grads": False}
         if plan.schedule.endswith(".csv"):
             schedule: Any = _PipelineScheduleRuntime(stages, **common)  # type: ignore[no-untyped-call]
             schedule._load_csv(plan.schedule)
@@ -205,6 +215,13 @@ def _gradient(parameter: nn.Parameter | None) -> Tensor:
     if parameter is None or parameter.grad is None:
         raise RuntimeError("a tied weight has no gradient")
     return local(parameter.grad)
+
+
+def _flat(rows: Tensor | None) -> Tensor:
+    """Micro-batches one after the other, as torch's schedules take them."""
+    if rows is None:
+        raise RuntimeError("a step without targets")
+    return rows.flatten(0, 1)
 
 
 def _positions(positions: Tensor | None, tokens: Tensor) -> Tensor:

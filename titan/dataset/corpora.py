@@ -1,0 +1,131 @@
+"""The prepared data of a run: where they lie, and the rows that they make together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from titan.dataset import remote
+from titan.dataset.documents import content_digest
+from titan.dataset.mix import BLOCK, Mix, Rows, Stage, quotas
+from titan.dataset.prepare import cache_folder, plan, prepare
+from titan.dataset.schema import Dataset, Mixture, Prepared
+from titan.dataset.shards import Corpus, open_corpus
+from titan.settings import Refusal
+from titan.training import Training
+
+Folders = Mapping[str, str]
+"""The prepared folder of each corpus, by name."""
+Corpora = Mapping[str, Corpus]
+
+
+def ready(dataset: Dataset, progress: Callable[[str], None] | None = None) -> dict[str, str]:
+    """The folders of what `dataset` consists of, prepared now where they are not yet; with `stream` begun only.
+
+    Raises:
+        Refusal: for data that can't be used.
+    """
+    folders = {}
+    for name, part in dataset.corpora().items():
+        folder = _ready(part, dataset.stream, progress)
+        check = not (isinstance(part, Prepared) and "://" in part.path)
+        _check(open_corpus(folder, partial=dataset.stream, check=check))
+        folders[name] = str(folder)
+    _check_tokenizers(opened(folders))
+    return folders
+
+
+def _ready(part: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
+    if isinstance(part, Prepared):
+        if "://" in part.path:
+            return remote.mirror(part.path, cache_folder(part), part.keep_gib)
+        return Path(part.path).expanduser().resolve()
+    return plan(part) if stream else prepare(part, progress)
+
+
+def _check(corpus: Corpus) -> None:
+    if corpus.complete and not corpus.train.tokens:
+        raise Refusal(f"dataset: {corpus.name} has no tokens to train on; give a smaller dataset.validation.")
+
+
+def _check_tokenizers(corpora: Corpora) -> None:
+    """Refuse to mix tokens of different tokenizers, which mean different things."""
+    by_fingerprint = {corpus.tokenizer["fingerprint"]: name for name, corpus in corpora.items()}
+    if len(by_fingerprint) > 1:
+        one, other, *_ = by_fingerprint.values()
+        raise Refusal(
+            f"dataset.sources: {one} and {other} have different tokenizers ({corpora[one].tokenizer['name']} and "
+            f"{corpora[other].tokenizer['name']}); prepare all with the same one."
+        )
+
+
+def opened(folders: Folders) -> dict[str, Corpus]:
+    """The corpora of `folders`, as far as they are prepared."""
+    return {name: open_corpus(folder, partial=True) for name, folder in folders.items()}
+
+
+def mixed(dataset: Dataset, training: Training, corpora: Corpora) -> Mix:
+    """All rows that a run may read.
+
+    Args:
+        dataset: how they are mixed.
+        training: how long a row is, and the seed.
+        corpora: what they come from.
+
+    Raises:
+        Refusal: for weights that can't be.
+    """
+    parts = dataset.corpora()
+    rows = tuple(_rows(name, part, training, corpora[name]) for name, part in parts.items())
+    return Mix(rows, _stages(dataset, training, list(parts)), _skip(dataset), training.seed)
+
+
+def data_digest(mix: Mix) -> str:
+    """The identity of all corpora of a run and of the order in which each is read."""
+    if len(mix.sources) == 1:
+        return mix.sources[0].corpus.digest
+    return content_digest({rows.name: rows.facts() for rows in mix.sources})
+
+
+def check_epochs(dataset: Dataset, training: Training, mix: Mix) -> None:
+    """Refuse to read a corpus more often than it may be.
+
+    Raises:
+        Refusal: naming the corpus, and how often it would be read.
+    """
+    for part, rows, read in zip(
+        dataset.corpora().values(), mix.sources, mix.reads(training.rows_before(training.steps + 1)), strict=True
+    ):
+        there = rows.split.rows(training.seq_len)
+        if part.epochs is not None and rows.corpus.complete and read > part.epochs * there:
+            where = "dataset" if len(mix.sources) == 1 else f"dataset.sources.{rows.name}"
+            raise Refusal(
+                f"{where}.epochs={part.epochs:g}: training.steps={training.steps} reads {rows.name} {read / there:.2f} "
+                "times; give fewer steps, less weight, or more epochs."
+            )
+
+
+def _rows(name: str, part: Dataset, training: Training, corpus: Corpus) -> Rows:
+    window = None if part.window is None else max(1, part.window // training.seq_len)
+    return Rows(name, corpus, training.seq_len, training.seed, part.block, window)
+
+
+def _stages(dataset: Dataset, training: Training, names: list[str]) -> tuple[Stage, ...]:
+    if not isinstance(dataset, Mixture):
+        return (Stage(0, (BLOCK,)),)
+    found = [Stage(0, quotas(dataset.weights, names, "dataset.weights"))]
+    for tokens, weights in sorted((dataset.stages or {}).items()):
+        shares = quotas(weights, names, f"dataset.stages at {tokens}")
+        found.append(Stage(-(-tokens // training.seq_len), shares))
+    return tuple(found)
+
+
+def _skip(dataset: Dataset) -> tuple[tuple[int, int], ...]:
+    """The ranges to skip in order, those that touch as one."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(dataset.skip):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return tuple(merged)

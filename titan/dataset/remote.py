@@ -1,0 +1,108 @@
+"""Prepared data that lie elsewhere: a folder of the cache stands for them, and files come to it when first read.
+
+Any file system that fsspec knows can hold them (s3://, gs://, https://, file://, ...): what `titan.prepare` made,
+copied there as it is. A corpus never changes, so that a file that is here needs no look at the one there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from titan.settings import Failure, Refusal
+
+ORIGIN = "origin.json"
+"""In a folder of the cache: where its files come from."""
+_CHUNK = 16 * 2**20
+
+
+def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
+    """The folder of the cache that stands for the prepared data at `url`, with all but the shards in it.
+
+    Args:
+        url: a folder with a manifest.json, as fsspec names it.
+        cache: where prepared data are kept.
+        keep_gib: how much of the shards is kept here; what was fetched first goes first. None: all.
+
+    Raises:
+        Refusal: when nothing of the kind is there.
+    """
+    url = url.rstrip("/")
+    folder = cache / "remote" / blake2b(url.encode(), digest_size=10).hexdigest()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / ORIGIN, json.dumps({"url": url, "keep_gib": keep_gib}).encode())
+        manifest = _download(url, folder, "manifest.json")
+        for name in ("token_bytes.npy", json.loads(manifest.read_bytes())["tokenizer"].get("file")):
+            if name and not (folder / name).exists():
+                _download(url, folder, name)
+    except (OSError, ValueError, KeyError) as error:
+        raise Refusal(
+            f"dataset.path={url}: no prepared data can be read there ({type(error).__name__}: {error}); "
+            "give the folder or the URL that holds manifest.json."
+        ) from error
+    return folder
+
+
+def fetch(path: Path) -> None:
+    """Bring a shard's file into its folder, when the folder stands for one elsewhere; else do nothing.
+
+    Raises:
+        Failure: when it can't be read there.
+    """
+    origin = path.parent / ORIGIN
+    if not origin.is_file():
+        return
+    about = json.loads(origin.read_bytes())
+    try:
+        _download(about["url"], path.parent, path.name)
+    except OSError as error:
+        raise Failure(
+            f"{about['url']}/{path.name}: can't be fetched ({error}); mend the connection, and resume."
+        ) from error
+    if about["keep_gib"] is not None:
+        _make_room(path, about["keep_gib"] * 2**30)
+
+
+def _download(url: str, folder: Path, name: str) -> Path:
+    with _open(f"{url}/{name}") as source:
+        return _write(folder / name, iter(lambda: source.read(_CHUNK), b""))
+
+
+def _open(url: str) -> Any:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise Refusal(f"dataset.path={url}: needs the package fsspec: pip install fsspec.") from error
+    try:
+        return fsspec.open(url, "rb")
+    except (ImportError, ValueError) as error:  # a protocol whose package is missing, or that there is not
+        raise Refusal(f"dataset.path={url}: {error}.") from error
+
+
+def _write(path: Path, pieces: Any) -> Path:
+    """Write a file whole or not at all; several processes may do so at once."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    try:
+        with open(fresh, "wb") as file:
+            for piece in [pieces] if isinstance(pieces, bytes) else pieces:
+                file.write(piece)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return path
+
+
+def _make_room(kept: Path, most: float) -> None:
+    """Remove the shards' files that came first, until the rest takes at most `most` bytes; not the one just `kept`."""
+    files = [(f.stat(), f) for f in kept.parent.glob("*-*.*") if f != kept and not f.name.startswith(".")]
+    total = kept.stat().st_size + sum(status.st_size for status, _ in files)
+    for status, file in sorted(files, key=lambda pair: pair[0].st_mtime):
+        if total <= most:
+            return
+        file.unlink(missing_ok=True)
+        total -= status.st_size
