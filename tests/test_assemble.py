@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 from tests.runs import tiny
 from titan.assemble import assemble
 from titan.dataset.loader import IGNORED
-from titan.engine import Engine
+from titan.engine import Engine, Rows
 from titan.parallelism import mesh
 from titan.run import Run
 
@@ -86,9 +86,9 @@ def test_layouts_keep_names_and_shapes(layout: str, tmp_path: Path) -> None:
 def test_microbatches_add_up(cut: tuple[int, int], tmp_path: Path) -> None:
     run = tiny(tmp_path)
     whole, parts = built(run), built(run)
-    loss, other = whole.backward(*batch(1, 8), 0.25), parts.backward(*batch(*cut), 0.25)
+    loss, other = whole.backward(Rows(*batch(1, 8)), 0.25), parts.backward(Rows(*batch(*cut)), 0.25)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert parts.evaluate(*batch(*cut)).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert parts.evaluate(Rows(*batch(*cut))).item() == pytest.approx(loss.item(), rel=1e-6)
     for gradient, expected in zip(parts.gradients(), whole.gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -98,17 +98,17 @@ def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
     (tokens, targets), empty = batch(1, 3), torch.full((1, 2, 16), IGNORED)
     padded = torch.cat([tokens, torch.zeros_like(empty)], 1), torch.cat([targets, empty], 1)
     without, engine, alone = built(run), built(run), built(run)
-    loss, other = without.backward(tokens, targets, 1.0), engine.backward(*padded, 1.0)
+    loss, other = without.backward(Rows(tokens, targets), 1.0), engine.backward(Rows(*padded), 1.0)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
     for gradient, expected in zip(engine.gradients(), without.gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert alone.backward(torch.zeros_like(empty), empty, 1.0) == 0
+    assert alone.backward(Rows(torch.zeros_like(empty), empty), 1.0) == 0
     assert all(not g.any() for g in alone.gradients())
 
 
 def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
     engine: Any = built(tiny(tmp_path))
-    assert not engine.evaluate(*batch(1, 2)).requires_grad
+    assert not engine.evaluate(Rows(*batch(1, 2))).requires_grad
     assert engine.gradients() == []
 
 
@@ -118,5 +118,5 @@ def test_full_checkpointing_computes_each_block_again(memory: str, times: int, t
     calls: list[int] = []
     for number, block in enumerate(engine.stages[0].model.blocks()):
         block.attention.register_forward_hook(lambda *_, number=number: calls.append(number))
-    engine.backward(*batch(1, 2), 1.0)
+    engine.backward(Rows(*batch(1, 2)), 1.0)
     assert sorted(calls) == sorted([0, 1] * times)

@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 from titan.assemble import assemble
 from titan.cluster import devices
 from titan.compose import composed
+from titan.engine import Rows
 from titan.parallelism import mesh
 from titan.run import Run
 
@@ -63,11 +64,12 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     engine = assemble(run, dataclasses.replace(world, memory=lambda: fake))
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
     with fake, Products() as products:
-        engine.backward(torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64), 1.0)
+        tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        engine.backward(Rows(tokens, targets), 1.0)
         engine.norm()
         engine.optimizer.step()
-    tokens = shape[-1] if engine.places is None else len(engine.places(shape[-1]))
-    return Simulated(products.flops, sum(p.numel() for p in engine.parameters()), tokens)
+    length = shape[-1] if engine.places is None else len(engine.places(shape[-1]))
+    return Simulated(products.flops, sum(p.numel() for p in engine.parameters()), length)
 
 
 @pytest.fixture

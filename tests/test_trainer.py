@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.checkpoint.test_manager import stop_at
 from tests.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
 from titan.checkpoint.manager import state_of
-from titan.engine import Engine
+from titan.engine import Engine, Rows
 from titan.trainer import Trainer
 
 
@@ -30,13 +30,13 @@ class Poisoned(Engine):
     loss_only: bool = False
     states: list[Tensors] = field(default_factory=list)
 
-    def backward(self, tokens: Tensor, targets: Tensor, scale: float) -> Tensor:
+    def backward(self, rows: Rows, scale: float) -> Tensor:
         self.states.append(whole(state_of(self)))
         if len(self.states) not in self.bad:
-            return super().backward(tokens, targets, scale)
+            return super().backward(rows, scale)
         if self.loss_only:
-            return super().backward(tokens, targets, scale) * math.nan
-        return super().backward(tokens, targets, math.inf if len(self.states) % 2 else math.nan)
+            return super().backward(rows, scale) * math.nan
+        return super().backward(rows, math.inf if len(self.states) % 2 else math.nan)
 
 
 def poison(bad: set[int], rank: int, loss_only: bool) -> Callable[[Trainer], list[Tensors]]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from launchers.place import Place
 from tests.ranks import run_ranks
 from titan import rng
-from titan.engine import Accumulate, Engine, Stage
+from titan.engine import Accumulate, Engine, Rows, Stage
 from titan.model.schema import Llama
 from titan.parallelism import data, mesh
 from titan.parallelism.schema import Layout
@@ -52,7 +52,7 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
     engine, (tokens, targets) = build(config, wrap), batch(world * each)
     mine = slice(rank * each, (rank + 1) * each)
     with torch.profiler.profile() as profile:
-        engine.backward(tokens[mine], targets[mine], 0.5)
+        engine.backward(Rows(tokens[mine], targets[mine]), 0.5)
     sums = sum(e.count for e in profile.key_averages() if e.key in ("gloo:all_reduce", "gloo:reduce_scatter"))
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in engine.gradients()], sums
 
@@ -61,7 +61,7 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp", "fsdp-kept"])
 def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: str) -> None:
     alone = build(config, "none")
-    alone.backward(*batch(4), 0.5)
+    alone.backward(Rows(*batch(4)), 0.5)
     (gradients, once), (others, _) = run_ranks(summed, 2, config, wrap, 2)
     _, single = run_ranks(summed, 2, config, wrap, 1)[0]
     assert once == single > 0
@@ -72,7 +72,7 @@ def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: 
 
 def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
     engine = build(config, "fsdp")
-    engine.evaluate(*batch(1))
+    engine.evaluate(Rows(*batch(1)))
     gathered = sum(not isinstance(p, DTensor) for p in engine.parameters())
     data.part(engine.stages[0])
     return gathered, sum(not isinstance(p, DTensor) for p in engine.parameters())
