@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.dataset.folders import write_folder
 from titan.dataset import loader as loader_module
 from titan.dataset.loader import IGNORED, Batch, Loader, Share, fixed_rows, row_hash
 from titan.dataset.order import Order
-from titan.dataset.shards import Split, SplitWriter, open_corpus, token_dtype, write_manifest
+from titan.dataset.shards import Split
 
 SEQ_LEN = 4
 ROWS = 37
@@ -23,21 +24,9 @@ ROWS = 37
 def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
     """37 rows of four tokens, every token different, in several shards."""
     folder = tmp_path_factory.mktemp("corpus")
-    train = SplitWriter(folder, "train", token_dtype(1000), 0, shard_tokens=40)
-    for start in range(0, ROWS * SEQ_LEN + 2, 15):
-        train.add(np.arange(start, min(start + 15, ROWS * SEQ_LEN + 2)))
-    about = {
-        "digest": "",
-        "name": "",
-        "vocab_size": 1000,
-        "max_token": 999,
-        "documents": 1,
-        "bytes": 1,
-        "tokenizer": {},
-    }
-    splits = {"train": train.close(), "validation": {"tokens": 0, "documents": 0, "shards": []}}
-    write_manifest(folder, {**about, "splits": splits}, np.ones(1000, dtype=np.uint16))
-    return open_corpus(folder).train
+    starts = range(0, ROWS * SEQ_LEN + 2, 15)
+    documents = [np.arange(start, min(start + 15, ROWS * SEQ_LEN + 2)) for start in starts]
+    return write_folder(folder, [documents[i : i + 3] for i in range(0, len(documents), 3)], 1000).train
 
 
 def read(split: Split, share: Share, steps: int, n: int = 5, microbatches: int = 1, first: int = 0) -> list[Batch]:

@@ -6,29 +6,28 @@ import json
 import pickle
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from titan.dataset.shards import Corpus, SplitWriter, open_corpus, token_dtype, write_manifest
+from tests.dataset.folders import write_folder
+from titan.dataset.shards import Corpus, open_corpus
 from titan.settings import Refusal
 
 
 def write(folder: Path, lengths: list[int], shard_tokens: int = 50, vocab_size: int = 1000) -> Corpus:
     """A corpus whose training part counts upwards through documents of `lengths`; validation is empty."""
-    folder.mkdir(exist_ok=True)
-    train = SplitWriter(folder, "train", token_dtype(vocab_size), 5, shard_tokens)
-    start = 0
+    start, units = 0, list[list[NDArray[Any]]]([[]])
     for length in lengths:
-        train.add(np.arange(start, start + length) % vocab_size)
+        if sum(map(len, units[-1])) >= shard_tokens:
+            units.append([])
+        units[-1].append(np.arange(start, start + length) % vocab_size)
         start += length
-    splits = {"train": train.close(), "validation": {"tokens": 0, "documents": 0, "shards": []}}
-    about = {"digest": "d", "name": "n", "vocab_size": vocab_size, "max_token": train.max_token, "bytes": start}
-    about |= {"documents": len(lengths), "tokenizer": {"name": "none", "fingerprint": "none"}}
-    write_manifest(folder, {**about, "splits": splits}, np.ones(vocab_size, dtype=np.uint16))
-    return open_corpus(folder)
+    return write_folder(folder, units, vocab_size)
 
 
 def documents(corpus: Corpus) -> list[tuple[int, ...]]:
@@ -121,7 +120,7 @@ def _edit(folder: Path, **changes: object) -> None:
         pytest.param(lambda f: (f / "manifest.json").unlink(), id="no-manifest"),
         pytest.param(lambda f: _cut(f, "manifest.json"), id="manifest-cut"),
         pytest.param(lambda f: (f / "manifest.json").write_text("[]"), id="manifest-of-another-kind"),
-        pytest.param(lambda f: _edit(f, splits={}), id="manifest-without-splits"),
+        pytest.param(lambda f: _edit(f, units=[{}]), id="manifest-without-splits"),
         pytest.param(lambda f: _edit(f, format=0), id="other-format"),
         pytest.param(lambda f: (f / "train-00001.tokens").unlink(), id="tokens-missing"),
         pytest.param(lambda f: _cut(f, "train-00000.tokens"), id="tokens-cut"),

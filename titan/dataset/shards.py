@@ -2,11 +2,16 @@
 
 A folder holds
 
-    manifest.json           what follows, described; written last, so a folder without it doesn't count
+    plan.json               what there is to prepare; written first (`titan.dataset.plan`)
+    manifest.json           what came of it; written last, so a folder without it isn't complete
     train-00000.tokens      token ids, little-endian uint16 when the vocabulary fits, else uint32, without a header
     train-00000.offsets     little-endian uint64: where each document starts, in tokens from the shard's start
+    train-00000.mask        uint8 a token: 1 where it counts in the loss; only when the plan says masked
     validation-00000.*      the same for the documents held out
+    unit-00000.json         what was made of a unit of the source: of these files, which bear its number
     token_bytes.npy         uint16 [vocab_size]: how many bytes of text each id stands for
+
+A unit without tokens of a split has no files of it.
 
 A row is a slice of a split's tokens, shards taken as one sequence, so a sequence length is chosen when reading.
 """
@@ -14,23 +19,19 @@ A row is a slice of a split's tokens, shards taken as one sequence, so a sequenc
 from __future__ import annotations
 
 import bisect
-import io
 import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.order import Order
 from titan.settings import Refusal
 
-FORMAT = 1
-SHARD_TOKENS = 2**28
+FORMAT = 2
 SPLITS = ("train", "validation")
 
 
@@ -151,7 +152,9 @@ def _open(folder: Path, manifest: dict[str, Any]) -> Corpus:
     if manifest["format"] != FORMAT:
         raise ValueError(f"format {manifest['format']} where {FORMAT} is read")
     dtype = token_dtype(manifest["vocab_size"])
-    train, validation = (_open_split(folder, manifest["splits"][name]["shards"], dtype) for name in SPLITS)
+    train, validation = (
+        _open_split(folder, name, [unit[name] for unit in manifest["units"]], dtype) for name in SPLITS
+    )
     token_bytes = np.load(folder / "token_bytes.npy", allow_pickle=False)
     if token_bytes.shape != (manifest["vocab_size"],):
         raise ValueError("token_bytes.npy has the wrong size")
@@ -170,14 +173,15 @@ def _open(folder: Path, manifest: dict[str, Any]) -> Corpus:
     )
 
 
-def _open_split(folder: Path, entries: list[dict[str, Any]], dtype: np.dtype[Any]) -> Split:
-    starts = [0, *accumulate(entry["tokens"] for entry in entries)]
-    shards = []
-    for entry, start in zip(entries, starts[:-1], strict=True):
-        file, offsets = folder / entry["file"], folder / entry["offsets"]
-        _check_size(file, entry["tokens"] * dtype.itemsize)
-        _check_size(offsets, entry["documents"] * 8)
-        shards.append(Shard(entry["tokens"], entry["documents"], start, file, offsets))
+def _open_split(folder: Path, name: str, sizes: list[list[int]], dtype: np.dtype[Any]) -> Split:
+    shards, start = [], 0
+    for unit, (tokens, documents) in enumerate(sizes):
+        if tokens:
+            file, offsets = (folder / f"{name}-{unit:05d}.{kind}" for kind in ("tokens", "offsets"))
+            _check_size(file, tokens * dtype.itemsize)
+            _check_size(offsets, documents * 8)
+            shards.append(Shard(tokens, documents, start, file, offsets))
+            start += tokens
     return Split(dtype, tuple(shards))
 
 
@@ -191,67 +195,3 @@ def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return f"manifest.json lacks {error}" if isinstance(error, KeyError) else str(error)
-
-
-class SplitWriter:
-    """Writes the shards of one split. Holds at most one shard in memory.
-
-    The documents of a shard are written in an order drawn from `seed` and the shard's number, so that neighbours in a
-    row are not neighbours in the source.
-    """
-
-    def __init__(
-        self, folder: Path, name: str, dtype: np.dtype[Any], seed: int, shard_tokens: int = SHARD_TOKENS
-    ) -> None:
-        """Write into `folder`, beginning a new shard after the document that brings one to `shard_tokens`."""
-        self.folder, self.name, self.dtype = folder, name, dtype
-        self.seed, self.shard_tokens = seed, shard_tokens
-        self.tokens, self.documents, self.max_token = 0, 0, -1
-        self.entries: list[dict[str, Any]] = []
-        self._buffer, self._lengths = bytearray(), list[int]()
-
-    def add(self, tokens: NDArray[Any]) -> None:
-        """Append one document: ids, one-dimensional, of any integer type."""
-        if not tokens.size:
-            return
-        self._buffer += tokens.astype(self.dtype).tobytes()
-        self._lengths.append(tokens.size)
-        self.tokens, self.documents = self.tokens + tokens.size, self.documents + 1
-        self.max_token = max(self.max_token, int(tokens.max()))
-        if len(self._buffer) >= self.shard_tokens * self.dtype.itemsize:
-            self._flush()
-
-    def close(self) -> dict[str, Any]:
-        """Write what is held and describe the split as the manifest does."""
-        if self._lengths:
-            self._flush()
-        return {"tokens": self.tokens, "documents": self.documents, "shards": self.entries}
-
-    def _flush(self) -> None:
-        stem = f"{self.name}-{len(self.entries):05d}"
-        tokens, lengths = np.frombuffer(self._buffer, self.dtype), np.array(self._lengths, dtype=np.int64)
-        ends = np.cumsum(lengths)
-        order = Order(lengths.size, self.seed + len(self.entries)).rows_at(np.arange(lengths.size))
-        pieces = (tokens[ends[d] - lengths[d] : ends[d]].data for d in order)
-        write_file(self.folder / f"{stem}.tokens", pieces)
-        write_file(self.folder / f"{stem}.offsets", [(np.cumsum(lengths[order]) - lengths[order]).astype("<u8").data])
-        sizes = {"tokens": tokens.size, "documents": lengths.size}
-        self.entries.append({**sizes, "file": f"{stem}.tokens", "offsets": f"{stem}.offsets"})
-        self._buffer, self._lengths = bytearray(), []
-
-
-def write_manifest(folder: Path, manifest: dict[str, Any], token_bytes: NDArray[np.uint16]) -> None:
-    """Complete the prepared `folder`: the bytes of each token, then the manifest, then both safely on disk."""
-    array = io.BytesIO()
-    np.save(array, token_bytes.astype(np.uint16))
-    write_file(folder / "token_bytes.npy", [array.getvalue()])
-    write_file(folder / "manifest.json", [json.dumps({"format": FORMAT, **manifest}, indent=1).encode()])
-
-
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write `pieces` one after the other, and return when they are on the disk."""
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
