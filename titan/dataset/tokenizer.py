@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.dataset.documents import Turn
 from titan.settings import Refusal, nearest
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ class Tokenizer(ABC):
         vocab_size: one more than the largest id, special tokens included.
         eos, bos: the ids that end and begin a document, or None.
         fingerprint: hexadecimal digest of all that decides which ids a text gets.
+        threads: how many threads `encode_batch` uses; None: as many as there are cores.
     """
 
     vocab_size: int
     eos: int | None
     bos: int | None
     fingerprint: str
+    threads: int | None = None
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -86,6 +89,13 @@ class Tokenizer(ABC):
         """`ids` as a document: `bos` before and `eos` after, where there are such."""
         return [*([] if self.bos is None else [self.bos]), *ids, *([] if self.eos is None else [self.eos])]
 
+    def encode_turns(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+        """The ids of a document of turns, framed, and whether each counts in the loss; the last id always does."""
+        encoded = self.encode_batch([turn.text for turn in turns])
+        ids = self.framed([i for part in encoded for i in part])
+        counts = [turn.trained for turn, part in zip(turns, encoded, strict=True) for _ in part]
+        return ids, [*([] if self.bos is None else [False]), *counts, *([] if self.eos is None else [True])]
+
     def _check(self, ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in ids]
         for i in ids:
@@ -110,10 +120,11 @@ class RankTokenizer(Tokenizer):
         """The ids of each text, without special tokens; uses several threads."""
         pieces = [cut_spaces(text) for text in texts]
         flat = [piece for parts in pieces for piece in parts]
-        if len(flat) < 4:
+        threads = self.threads or min(8, os.cpu_count() or 1)
+        if len(flat) < 4 or threads == 1:
             ids = iter([self._encoding.encode_ordinary(piece) for piece in flat])
         else:
-            ids = iter(self._encoding.encode_ordinary_batch(flat, num_threads=min(8, os.cpu_count() or 1)))
+            ids = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads))
         return [[i for _ in parts for i in next(ids)] if len(parts) > 1 else next(ids) for parts in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
