@@ -159,9 +159,54 @@ def techniques() -> Iterator[Case]:
         yield replace(case, quick=case.id in QUICK_TECHNIQUES)
 
 
+DOCUMENTS = ("dataset.mask_documents=true", "dataset.longest=12")
+GROWING = ("training.grow=[[128,256],[384,384]]", "training.steps=4", "dataset.skip=[[20,29]]")
+PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
+READING = {
+    "ddp": ("parallelism.replicate=2",),
+    "fsdp of 3": ("parallelism.shard=3",),
+    "tp": ("parallelism.tensor=2",),
+    "pp": PIPELINED,
+    "ZBVZeroBubble": ("parallelism.schedule=ZBVZeroBubble", *PIPELINED),
+    "Interleaved1F1B tp": ("parallelism.schedule=Interleaved1F1B", "parallelism.tensor=2", *PIPELINED),
+    "cp allgather": ("parallelism.context=2",),
+    "cp allgather in order": ("parallelism.context=2", "parallelism.balance=false"),
+    "cp ulysses": ("parallelism.context=2", "parallelism.context_method=ulysses"),
+    "cp ring": ("parallelism.context=2", "parallelism.context_method=ring"),
+    "cp ring of 4 in order": (
+        "parallelism.context=4", "parallelism.context_method=ring", "parallelism.balance=false"
+    ),
+    "cp ring full pp": (
+        "parallelism.context=2", "parallelism.context_method=ring", "memory=full", *PIPELINED
+    ),
+    "fsdp tp pp": ("parallelism.shard=2", "parallelism.tensor=2", *PIPELINED),
+    "fsdp cp tp pp": ("parallelism.shard=2", "parallelism.context=2", "parallelism.tensor=2", *PIPELINED),
+    "full fsdp": ("memory=full", "parallelism.shard=2"),
+    "selective tp": ("memory=selective", "parallelism.tensor=2"),
+    "block fsdp": ("compile=block", "compile.backend=aot_eager", "parallelism.shard=2"),
+    "block cp ring": (
+        "compile=block", "compile.backend=aot_eager", "parallelism.context=2", "parallelism.context_method=ring"
+    ),
+    "model tp": ("compile=model", "compile.backend=aot_eager", "parallelism.tensor=2"),
+}  # fmt: skip
+QUICK_READING = {
+    "documents-ddp", "documents-fsdp-of-3", "documents-ZBVZeroBubble", "documents-cp-allgather", "documents-cp-ulysses",
+    "documents-cp-ring", "documents-fsdp-tp-pp", "documents-selective-tp", "documents-block-fsdp",
+    "growing-fsdp-of-3", "growing-Interleaved1F1B-tp", "growing-fsdp-tp-pp",
+}  # fmt: skip
+
+
+def reading() -> Iterator[Case]:
+    """Documents kept apart, and batches that grow while rows are skipped, in each kind of layout."""
+    for kind, science in (("documents", DOCUMENTS), ("growing", GROWING)):
+        for name, settings in READING.items():
+            case = Case(f"{kind} {name}", settings, model=science)
+            yield replace(case, quick=case.id in QUICK_READING)
+
+
 def cases() -> list[Case]:
     """All of them."""
-    return [*layouts(), *schedules(), *variants(), *techniques()]
+    return [*layouts(), *schedules(), *variants(), *techniques(), *reading()]
 
 
 def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:

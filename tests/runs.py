@@ -24,6 +24,8 @@ from tests.ranks import run_ranks
 from titan import lives, worker
 from titan.checkpoint.manager import state_of
 from titan.compose import composed
+from titan.dataset.corpora import mixed, opened, ready
+from titan.dataset.mix import Mix
 from titan.lives import Life
 from titan.model import llama  # noqa: F401
 from titan.run import Run
@@ -71,6 +73,11 @@ class Seen:
 def tiny(directory: Path, *overrides: str, layout: str = "single") -> Run:
     """The composed run of a tiny model in `directory`."""
     return composed([*TINY, *LAYOUTS[layout], *overrides, f"hydra.run.dir={directory}"])
+
+
+def mix_of(run: Run) -> Mix:
+    """All rows that a run may read."""
+    return mixed(run.dataset, run.training, opened(ready(run.dataset)))
 
 
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:

@@ -15,17 +15,18 @@ from tests.machines import detector
 from titan import identity, settings
 from titan.cluster import devices
 from titan.compose import composed
-from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
+from titan.dataset.schema import KINDS as DATASETS
 from titan.optimizer import SGD, AdamW
 from titan.run import Recipe, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
-    "training.gc_every", "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "optimizer.fused",
+    "training.gc_every", "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
+    "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "optimizer.fused",
 }  # fmt: skip
 HINTS = typing.get_type_hints(Recipe)
 KINDS: dict[str, list[type]] = {axis: [HINTS[axis]] for axis in Recipe.axes()}
-KINDS |= {"dataset": [Stdlib, Text, Jsonl, Synthetic], "optimizer": [AdamW, SGD]}
+KINDS |= {"dataset": list(DATASETS.values()), "optimizer": [AdamW, SGD]}
 FIELDS = [
     pytest.param(axis, kind, field.name, id=f"{kind.__name__}.{field.name}")
     for axis, kinds in KINDS.items()
@@ -59,14 +60,18 @@ def another(value: Any, kind: Any) -> Any:
     return 7 if int in typing.get_args(kind) else f"{value}-other" if value else "other"
 
 
+def given(kind: type) -> dict[str, Any]:
+    """A value for each field that has to be given."""
+    return {f.name: "given" for f in dataclasses.fields(kind) if f.default == settings.MISSING}
+
+
 def of(run: Run, digest: str = "d", parent: str | None = None) -> identity.Ids:
     return identity.ids(run, identity.science_of(run, digest, parent))
 
 
 @pytest.mark.parametrize(("axis", "kind", "name"), FIELDS)
 def test_every_field_is_in_one_id_and_not_in_the_other(axis: str, kind: type, name: str, base: Run) -> None:
-    given = {f.name: "given" for f in dataclasses.fields(kind) if f.default == settings.MISSING}
-    before = kind(**given)
+    before = kind(**given(kind))
     value = another(getattr(before, name), typing.get_type_hints(kind)[name])
     after = dataclasses.replace(before, **{name: value})
     old, new = (of(dataclasses.replace(base, **{axis: content})) for content in (before, after))
@@ -79,8 +84,7 @@ def test_every_field_is_in_one_id_and_not_in_the_other(axis: str, kind: type, na
 
 @pytest.mark.parametrize("axis", ["dataset", "optimizer"])
 def test_kinds_with_equal_settings_are_told_apart(axis: str, base: Run) -> None:
-    given = {Text: {"path": "x"}, Jsonl: {"path": "x"}}
-    ids = {of(dataclasses.replace(base, **{axis: kind(**given.get(kind, {}))})).science for kind in KINDS[axis]}
+    ids = {of(dataclasses.replace(base, **{axis: kind(**given(kind))})).science for kind in KINDS[axis]}
     assert len(ids) == len(KINDS[axis])
 
 

@@ -17,14 +17,13 @@ import yaml
 
 from launchers import start
 from tests.machines import detector
-from tests.runs import TINY
+from tests.runs import TINY, mix_of
 from titan import lives
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
 from titan.compose import composed
 from titan.dataset import order
-from titan.dataset.prepare import prepare
 from titan.dataset.shards import open_corpus
 from titan.lives import Finished, Life, begin, locked, read_lives
 from titan.run import Run
@@ -62,8 +61,7 @@ def save(run: Run, step: int, science: str = "0" * 12) -> Path:
     folder = manifest.folder_of(Path(run.directory), step)
     folder.mkdir(parents=True)
     (folder / "weights").write_bytes(b"w" * 100)
-    corpus = open_corpus(prepare(run.dataset))
-    data = order.state(step * run.training.rows, lives.fingerprint(run, corpus))
+    data = order.state(step * run.training.rows, mix_of(run).fingerprint(step * run.training.rows))
     manifest.write(folder, Manifest(step, data, science, run.layout.degrees()))
     return folder
 
@@ -78,7 +76,7 @@ def test_start() -> None:
     life = lived(tiny())
     assert (life.number, life.kind, life.checkpoint, life.step, life.rows) == (1, "start", None, 0, 0)
     assert life.parent is None
-    assert open_corpus(life.corpus).train.tokens > 0
+    assert open_corpus(life.corpora["data"]).train.tokens > 0
 
 
 def test_life_without_a_checkpoint_starts_again() -> None:
@@ -218,7 +216,7 @@ def test_lives_are_recorded_as_documents() -> None:
     assert [d["layout"]["shard"] for d in documents] == [1, 2]
     assert documents[1]["config"]["optimizer"]["lr"] == 0.001
     assert documents[1]["overrides"][-1] == "parallelism=fsdp"
-    assert documents[0]["science"]["data"] == open_corpus(first.corpus).digest
+    assert documents[0]["science"]["data"] == open_corpus(first.corpora["data"]).digest
     environment = json.loads((directory / "env.json").read_text())
     assert environment["device"]["memory_gib"] == 16
     assert (directory / ".hydra/config.yaml").is_file()

@@ -23,7 +23,8 @@ from titan.run import Run
 STEP = {
     "step": int, "tokens": int, "loss": float, "grad_norm": float, "lr": float, "step_seconds": float,
     "data_seconds": float, "tokens_per_second": float, "tokens_per_second_per_device": float,
-    "tflops_per_device": float, "mfu": float, "memory_gib": float, "rows": list, "batch_hash": str, "life": int,
+    "tflops_per_device": float, "mfu": float, "memory_gib": float, "rows": list, "valid_tokens": int,
+    "batch_hash": str, "life": int,
 }  # fmt: skip
 VALIDATION = {"step": int, "tokens": int, "validation_loss": float, "bits_per_byte": float, "life": int}
 
@@ -66,13 +67,16 @@ def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
 def test_speed_is_what_a_step_did_over_its_time(tmp_path: Path) -> None:
     run = tiny(tmp_path, "cluster.peak_tflops=0.001", layout="fsdp2")
     flops = run.model.flops_per_token(16)
-    figures = Speed(run).of(0.5)
+    figures = Speed(run).of(0.5, 128, 128 * 16)
     assert figures["tokens_per_second"] == 256
     assert figures["tokens_per_second_per_device"] == 128
     assert figures["tflops_per_device"] == pytest.approx(128 * flops / 1e12)
     assert figures["mfu"] == pytest.approx(128 * flops / 1e9)
     unknown = replace(run, cluster=replace(run.cluster, peak_tflops=None))
-    assert Speed(unknown).of(0.5)["mfu"] is None
+    assert Speed(unknown).of(0.5, 128, 128 * 16)["mfu"] is None
+    apart = Speed(run).of(0.5, 128, 128 * 4)
+    assert apart["tflops_per_device"] == pytest.approx(128 * run.model.flops_per_token(4) / 1e12)
+    assert run.model.flops_per_token(4) < flops
 
 
 @pytest.mark.parametrize("tied", ["false", "true"], ids=["untied", "tied"])

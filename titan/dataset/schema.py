@@ -123,12 +123,13 @@ class Synthetic(Dataset):
     tokens: int = setting(4_194_304, "how many tokens the corpus has", at_least=1024)
     vocab: int = setting(256, "how many different tokens occur", at_least=2)
     seed: int = setting(0, "which corpus", at_least=0)
+    longest: int = setting(500, "tokens of the longest document; the shortest has a fifth of them", at_least=5)
 
     def build(self) -> Source:
         """The chain's documents."""
         from titan.dataset.sources import Markov
 
-        return Markov(self.tokens, self.vocab, self.seed)
+        return Markov(self.tokens, self.vocab, self.seed, self.longest)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -294,7 +294,7 @@ def _read_digest(path: Path) -> bytes:
 
 @dataclass
 class Markov(Source):
-    """`tokens` ids drawn from a Markov chain over `vocab_size` states, in documents of 100 to 500.
+    """`tokens` ids drawn from a Markov chain over `vocab_size` states, in documents of up to `longest`.
 
     Each state has four successors, taken with probabilities 5/8, 2/8, 1/16 and 1/16, through four permutations of the
     states; so all states are equally frequent, and a model can learn its way from log(vocab_size) to 0.97 nats a token.
@@ -303,6 +303,7 @@ class Markov(Source):
     tokens: int
     vocab_size: int = 256
     seed: int = 0
+    longest: int = 500
     name: str = "synthetic"
 
     def parts(self) -> list[Part]:
@@ -311,7 +312,7 @@ class Markov(Source):
 
     def digest(self, memo: Path | None = None) -> str:
         """The identity of the chain and of what is drawn from it."""
-        return content_digest("markov", 1, self.tokens, self.vocab_size, self.seed)
+        return content_digest("markov", 2, self.tokens, self.vocab_size, self.seed, self.longest)
 
     def documents(self, part: Part) -> Iterator[Document]:
         """The documents, the last one cut short so that the number of tokens is exact."""
@@ -328,11 +329,12 @@ class Markov(Source):
 
     def _draw(self, bits: np.random.Philox, successors: NDArray[Any], count: int) -> list[NDArray[Any]]:
         """`count` documents, all drawn side by side."""
-        lengths = 100 + bits.random_raw(count) % 401
+        shortest = self.longest // 5
+        lengths = shortest + bits.random_raw(count) % (self.longest - shortest + 1)
         table = np.array([0] * 10 + [1] * 4 + [2, 3])
-        steps = table[bits.random_raw((500 * count,)).reshape(500, count) >> np.uint64(60)]
-        out = np.empty((500, count), dtype=np.int64)
+        steps = table[bits.random_raw((self.longest * count,)).reshape(self.longest, count) >> np.uint64(60)]
+        out = np.empty((self.longest, count), dtype=np.int64)
         out[0] = bits.random_raw(count) % self.vocab_size
-        for t in range(1, 500):
+        for t in range(1, self.longest):
             out[t] = successors[out[t - 1], steps[t]]
         return [out[:length, i] for i, length in enumerate(lengths)]
