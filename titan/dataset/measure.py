@@ -53,18 +53,15 @@ def suite(
         return found
 
 
-def write_text(folder: Path, megabytes: float) -> list[str]:
-    """Write the standard library, over and over and each time a little different, as JSON Lines; the documents."""
+def write_text(folder: Path, megabytes: float) -> None:
+    """Write the standard library, over and over and each time a little different, as JSON Lines."""
     folder.mkdir(parents=True, exist_ok=True)
-    written, limit, documents = 0, megabytes * 1e6 / FILES, list[str]()
     source = _again()
     for i in range(FILES):
         with open(folder / f"{i:02}.jsonl", "w") as file:
             written = 0
-            while written < limit:
-                documents.append(next(source))
-                written += file.write(json.dumps({"text": documents[-1]}) + "\n")
-    return documents
+            while written < megabytes * 1e6 / FILES:
+                written += file.write(json.dumps({"text": next(source)}) + "\n")
 
 
 def _again() -> Iterator[str]:
@@ -77,7 +74,9 @@ def _again() -> Iterator[str]:
 
 def _speed(place: Path, megabytes: int, rounds: int) -> dict[str, float]:
     """Bytes of text a second: the bare tokenizer on documents in memory, one process that prepares, and two."""
-    documents = write_text(place / "speed", megabytes)
+    write_text(place / "speed", megabytes)
+    lines = (line for file in sorted((place / "speed").iterdir()) for line in file.open())
+    documents = [json.loads(line)["text"] for line in lines]
     size = sum(len(document.encode()) for document in documents)
     tokenizer = load_tokenizer("titan4k")
     assert isinstance(tokenizer, RankTokenizer)
@@ -107,27 +106,29 @@ def _kills(place: Path, kills: int) -> dict[str, Any]:
     done, twice, starts, draw = 0, 0, 0, random.Random(0)
     while done < kills:
         starts += 1
-        cache, receipts = f"killed-{starts}", dict[str, int]()
-        while _run(place, cache, draw.uniform(0.5, 1.2) * seconds, receipts) is None and done < kills:
+        cache, made = f"killed-{starts}", dict[str, int]()
+        while done < kills and _run(place, cache, draw.uniform(0.5, 1.1) * seconds) is None:
             done += 1
-            twice += _remade(place / cache, receipts)
-        folder, _ = _run(place, cache) or (None, 0)
-        twice += _remade(place / cache, receipts)
-        if folder is None or _checksums(folder) != _checksums(undisturbed or Path()):
+            twice += _made_again(place / cache, made)
+        folder, _ = _run(place, cache)
+        twice += _made_again(place / cache, made)
+        if _checksums(folder) != _checksums(undisturbed):
             raise Refusal("--suite data: a preparation that was killed came out otherwise; that is a fault of titan.")
     print(f"killed {done} times in {starts} preparations: the files are the same, {twice} finished units made again")
     return {"kills": done, "preparations": starts, "made_again": twice}
 
 
-def _remade(cache: Path, known: dict[str, int]) -> int:
-    """How many receipts were written anew; `known` learns of those that there are."""
-    found = {str(file): file.stat().st_mtime_ns for file in cache.glob("datasets/*/unit-*.json")}
+def _made_again(cache: Path, known: dict[str, int]) -> int:
+    """How many units that had a receipt have got new files; `known` learns of those that have one now."""
+    receipts = (str(file) for file in cache.glob("datasets/*/unit-*.json"))
+    tokens = (Path(file.replace("/unit-", "/train-").replace(".json", ".tokens")) for file in receipts)
+    found = {str(file): file.stat().st_mtime_ns for file in tokens}
     again = sum(known.get(name, written) != written for name, written in found.items())
     known |= found
     return again
 
 
-def _run(place: Path, cache: str, limit: float | None = None, known: Any = None) -> Any:
+def _run(place: Path, cache: str, limit: float | None = None) -> Any:
     """The folder of a preparation by two processes and its seconds; None when it was killed after `limit` seconds."""
     arguments = ["dataset=jsonl", f"dataset.path={place / 'killed'}", f"dataset.cache={place / cache}"]
     start = time.perf_counter()
