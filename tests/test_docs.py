@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from launchers import start
-from titan import compose
+from titan import compose, prepare
 from titan.dataset import train_tokenizer
 from titan.run import Run
 
@@ -82,6 +82,8 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
     elif "titan.dataset.train_tokenizer" in words:
         smaller = ["700" if w == "8191" else w for w in words[words.index("-m") + 2 :]]
         assert train_tokenizer.main(smaller) == 0
+    elif "titan.prepare" in words:
+        assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     else:
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         arguments = words[words.index("titan.train") + 1 :]

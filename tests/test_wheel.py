@@ -45,4 +45,5 @@ def test_train(site: Path, tmp_path: Path) -> None:
 
 def test_console_script_is_declared(site: Path) -> None:
     (entry_points,) = site.glob("titan-*.dist-info/entry_points.txt")
-    assert "titan-train = titan.train:cli" in entry_points.read_text()
+    for door in ("train", "prepare"):
+        assert f"titan-{door} = titan.{door}:cli" in entry_points.read_text()

@@ -1,4 +1,4 @@
-"""titan against the bare PyTorch loop: `python -m titan.bench [--suite cpu|gpu|modes|tiny] [SETTING=VALUE ...]`.
+"""titan against the bare PyTorch loop: `python -m titan.bench [--suite cpu|gpu|modes|data|tiny] [SETTING=VALUE ...]`.
 
 Speed is a ratio: titan and the bare loop train the same model in one process, a few steps each in turn, and each
 round gives one ratio; the table shows their median and spread. Ceilings, data loading, start-up and memory follow.
@@ -64,7 +64,9 @@ class Speed:
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
-    parser.add_argument("--suite", choices=("cpu", "gpu", "tiny", "modes"), default="cpu", help="what to measure")
+    parser.add_argument(
+        "--suite", choices=("cpu", "gpu", "tiny", "modes", "data"), default="cpu", help="what to measure"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="rounds a case (default 9)")
     parser.add_argument("--steps", type=int, default=5, help="steps a round (default 5)")
     parser.add_argument("--case", default="", help="only the cases whose title holds this text")
@@ -85,6 +87,8 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
     print(f"{run.machine.describe()}; torch {found['code']['torch']}; {found['date']}")
     if args.suite == "modes":
         return _modes(run, args, overrides)
+    if args.suite == "data":
+        return _data(args)
     found["ceilings"] = _ceilings(run)
     cases = _gpu_cases(run, base) if args.suite == "gpu" else _cpu_cases()
     print(f"\n{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7}")
@@ -111,6 +115,16 @@ def _modes(run: Run, args: argparse.Namespace, overrides: list[str]) -> int:
             taken = modes.measure(mode, [*QUIET, *overrides], Path(folder) / "run", _train)
             print(taken.row() if taken else f"{mode.title:<36} failed", flush=True)
             found += [asdict(taken)] if taken else []
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def _data(args: argparse.Namespace) -> int:
+    """How well data are prepared."""
+    from titan.dataset import measure
+
+    found = measure.suite(args.rounds)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     return 0

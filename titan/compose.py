@@ -107,10 +107,14 @@ def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | 
     Returns:
         The exit code: 0 done, 1 a failed run, 2 a refusal, 130 interrupted.
     """
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _command(arguments, job, ranks))
+
+
+def exit_code(body: Callable[[], int]) -> int:
+    """What `body` returns; else, once its sentence is said, 2 for a refusal, 1 for a failure, 130 for Ctrl-C."""
     try:
-        return _command(arguments, job, ranks)
+        return body()
     except Refusal as refusal:
         print(f"titan: {refusal}", file=sys.stderr)
         return 2
@@ -139,14 +143,7 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
     Raises:
         Refusal: for what can't work.
     """
-    HydraConfig.instance().set_config(cfg)
-    content = OmegaConf.to_container(_job(cfg), resolve=True)
-    if not isinstance(content, dict):
-        raise Refusal("the configuration is not a mapping.")
-    modules = content.get("modules") or []
-    if not isinstance(modules, list):
-        raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
-    recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
+    recipe = _typed(cfg)
     machine = devices.detect(recipe.cluster.device)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
@@ -156,7 +153,37 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
     )
 
 
+def _typed(cfg: DictConfig) -> Recipe:
+    HydraConfig.instance().set_config(cfg)
+    content = OmegaConf.to_container(_job(cfg), resolve=True)
+    if not isinstance(content, dict):
+        raise Refusal("the configuration is not a mapping.")
+    modules = content.get("modules") or []
+    if not isinstance(modules, list):
+        raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
+    built: Recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
+    return built
+
+
+def recipe(arguments: Sequence[str]) -> Recipe:
+    """The typed choices of a command line, whether or not this machine can run them.
+
+    Raises:
+        Refusal: for what is no choice or setting, and for options that only show something.
+    """
+    register()
+    parser = hydra_utils.get_args_parser()
+    parser.error = _refuse_arguments  # type: ignore[method-assign]
+    args = parser.parse_args(list(arguments))
+    _check_arguments(args)
+    if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
+        raise Refusal("-m, --cfg, --info and the like are for titan.train; leave them out.")
+    with _plainly(args.overrides), _Session(args) as hydra:
+        return _typed(_compose(hydra, args.overrides, args.config_name))
+
+
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     register()
     parser = hydra_utils.get_args_parser()
     parser.error = _refuse_arguments  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
     t, chosen = run.training, run.choices
     process = capacity.PROCESS_GIB if run.machine.device == "cpu" else 0
     memory = capacity.demand(run, run.layout, run.microbatches).gib + process
-    _table(
+    table(
         {
             "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",
             "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
@@ -127,7 +127,7 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "continue" if result["finished"] else "resume": next_command(run, result),
     }
     print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
-    _table(rows)
+    table(rows)
     if result.get("sample"):
         print("\nSampled from the trained model (its start | what follows):")
         start, text = result["sample"]["start"], result["sample"]["text"]
@@ -146,7 +146,7 @@ def show_finished(finished: Finished) -> None:
     }
     if result.get("validation_loss") is not None:
         rows["loss"] += f", validation {_number(result['validation_loss'])}"
-    _table(rows)
+    table(rows)
 
 
 def next_command(run: Run, result: Mapping[str, Any]) -> str:
@@ -220,7 +220,8 @@ def _bar(done: int, steps: int) -> Any:
     return tqdm(initial=done, total=steps, unit="step", dynamic_ncols=True, smoothing=0.05)
 
 
-def _table(rows: Mapping[str, str]) -> None:
+def table(rows: Mapping[str, str]) -> None:
+    """Print names and what there is to say of each."""
     for name, value in rows.items():
         print(f"  {name:<10}  {value}", flush=True)
 

@@ -1,14 +1,17 @@
-"""Preparation: cached by content, divided by content, complete or not there at all."""
+"""Preparation: cached by content, divided by content, shared by processes, complete or not there at all."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +19,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.dataset.made import Made, files, words
+from titan.dataset import plan as plans
 from titan.dataset import prepare as module
-from titan.dataset.prepare import cache_folder, prepare
+from titan.dataset import unit as units
+from titan.dataset import workers
+from titan.dataset.documents import Skip, Turn
+from titan.dataset.prepare import cache_folder, plan, prepare, survey
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
-from titan.dataset.shards import Corpus, Split, open_corpus, write_manifest
+from titan.dataset.shards import Corpus, Split, open_corpus
 from titan.dataset.tokenizer import load_tokenizer
-from titan.settings import Refusal
+from titan.settings import Failure, Refusal
+
+ROOT = Path(module.__file__).parents[2]
 
 
 @pytest.fixture
@@ -32,8 +42,20 @@ def corpus_file(tmp_path: Path) -> Path:
     return tmp_path / "x.jsonl"
 
 
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part a unit."""
+    monkeypatch.setattr(plans, "UNIT_LEAST", 1000)
+
+
 def dataset(file: Path, **changes: object) -> Jsonl:
     return Jsonl(**{"path": str(file), "cache": str(file.parent / "cache"), "validation": 0.2} | changes)  # type: ignore[arg-type]
+
+
+def made(place: Path, **changes: object) -> Made:
+    """240 documents in six parts."""
+    usual = {"content": words(), "cache": str(place / "cache"), "validation": 0.2, "workers": 1}
+    return Made(**usual | changes)  # type: ignore[arg-type]
 
 
 def texts(split: Split) -> list[str]:
@@ -47,9 +69,17 @@ def texts(split: Split) -> list[str]:
     return out
 
 
-def folders(file: Path) -> list[str]:
-    place = file.parent / "cache" / "datasets"
-    return sorted(os.listdir(place)) if place.exists() else []
+def both(corpus: Corpus) -> list[str]:
+    return sorted(texts(corpus.train) + texts(corpus.validation))
+
+
+def manifest(folder: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads((folder / "manifest.json").read_text())
+    return content
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [f.name for f in folder.iterdir() if f.name.startswith(".") or f.suffix == ".claim"]
 
 
 def test_documents_are_divided_shuffled_and_complete(corpus_file: Path) -> None:
@@ -65,41 +95,37 @@ def test_documents_are_divided_shuffled_and_complete(corpus_file: Path) -> None:
         corpus.token_bytes[corpus.validation.read(0, corpus.validation.tokens)].sum()
     )
     assert (corpus.vocab_size, corpus.max_token) == (4096, 4095)
-    assert corpus.tokenizer == {"name": "titan4k", "fingerprint": load_tokenizer("titan4k").fingerprint}
+    fingerprint = load_tokenizer("titan4k").fingerprint
+    assert corpus.tokenizer == {"name": "titan4k", "fingerprint": fingerprint, "file": "titan4k"}
+    assert leftovers(corpus.folder) == []
 
 
 def test_the_side_of_a_document_does_not_depend_on_the_corpus(corpus_file: Path, tmp_path: Path) -> None:
-    both = open_corpus(prepare(dataset(corpus_file)))
+    whole = open_corpus(prepare(dataset(corpus_file)))
     half = tmp_path / "half.jsonl"
     half.write_text("\n".join(corpus_file.read_text().splitlines()[:75]))
     part = open_corpus(prepare(dataset(half)))
-    assert set(texts(part.validation)) < set(texts(both.validation))
-    assert set(texts(part.train)) < set(texts(both.train))
+    assert set(texts(part.validation)) < set(texts(whole.validation))
+    assert set(texts(part.train)) < set(texts(whole.train))
 
 
-def test_two_sequence_lengths_from_one_preparation(corpus_file: Path) -> None:
-    split = open_corpus(prepare(dataset(corpus_file))).train
-    whole = split.read(0, split.tokens)
-    for seq_len in (16, 48):
-        for i in range(split.rows(seq_len)):
-            assert np.array_equal(split.row(i, seq_len), whole[i * seq_len : (i + 1) * seq_len + 1])
-
-
-def test_shards_divide_the_same_documents(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = open_corpus(prepare(dataset(corpus_file)))
-    monkeypatch.setattr(module, "SHARD_TOKENS", 300)
-    parts = open_corpus(prepare(dataset(corpus_file, cache=str(corpus_file.parent / "other"))))
-    assert len(parts.train.shards) > 3
-    assert sorted(texts(parts.train)) == sorted(texts(whole.train))
+def test_units_divide_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = open_corpus(prepare(made(tmp_path)))
+    monkeypatch.setattr(plans, "UNIT_LEAST", 1000)
+    parts = open_corpus(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
+    assert (len(whole.train.shards), len(parts.train.shards)) == (1, 6)
+    assert both(parts) == both(whole)
     assert sorted(texts(parts.validation)) == sorted(texts(whole.validation))
 
 
 def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = prepare(dataset(corpus_file))
-    monkeypatch.setattr(module, "_write", lambda *_: pytest.fail("tokenised again"))
+    monkeypatch.setattr(workers, "make", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(module, "write_plan", lambda *_: pytest.fail("planned again"))
     assert prepare(dataset(corpus_file)) == folder
+    assert prepare(dataset(corpus_file), verify=True) == folder
     moved = corpus_file.rename(corpus_file.with_name("moved.jsonl"))
-    assert prepare(dataset(moved, prefetch=9)) == folder
+    assert prepare(dataset(moved, prefetch=9, workers=3)) == folder
 
 
 def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path: Path) -> None:
@@ -108,9 +134,10 @@ def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path
     write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
     found = {prepare(dataset(corpus_file)), prepare(dataset(corpus_file, validation=0.3))}
     found.add(prepare(dataset(corpus_file, tokenizer=str(tmp_path / "bytes.tiktoken"))))
+    found.add(prepare(dataset(corpus_file, on_error="skip")))
     corpus_file.write_text(corpus_file.read_text().replace("document 7,", "document x,"))
     found.add(prepare(dataset(corpus_file)))
-    assert len(found) == len({open_corpus(folder).digest for folder in found}) == 4
+    assert len(found) == len({open_corpus(folder).digest for folder in found}) == 5
     assert all(open_corpus(folder).digest.startswith(folder.name.rpartition("-")[2]) for folder in found)
 
 
@@ -148,122 +175,356 @@ def test_synthetic(tmp_path: Path) -> None:
     assert corpus.train.tokens + corpus.validation.tokens == corpus.bytes == 20_000
     assert corpus.max_token < corpus.vocab_size == 300
     assert corpus.token_bytes.tolist() == [1] * 300
-    assert corpus.tokenizer == {"name": "none", "fingerprint": "none"}
+    assert corpus.tokenizer == {"name": "none", "fingerprint": "none", "file": "none"}
     assert corpus.validation.tokens > 0
     assert prepare(Synthetic(**settings)) == corpus.folder  # type: ignore[arg-type]
     assert prepare(Synthetic(**settings, seed=1)) != corpus.folder  # type: ignore[arg-type]
 
 
-def test_stdlib_is_prepared_from_its_own_files(tmp_path: Path) -> None:
-    corpus = open_corpus(prepare(Stdlib(cache=str(tmp_path))))
-    assert corpus.train.tokens > 1_000_000
-    assert corpus.validation.tokens > 0
-    assert 2.5 < corpus.bytes / (corpus.train.tokens + corpus.validation.tokens) < 6
+def test_masks_mark_what_counts(tmp_path: Path) -> None:
+    dialogue = (Turn("What is it? ", trained=False), Turn("A test."))
+    folder = prepare(made(tmp_path, content=((dialogue, "All of this counts."),), masked=True, validation=0))
+    tokens, mask = np.fromfile(folder / "train-00000.tokens", "<u2"), np.fromfile(folder / "train-00000.mask", np.uint8)
+    offsets, tokenizer = np.fromfile(folder / "train-00000.offsets", "<u8").astype(int), load_tokenizer("titan4k")
+    counted = [
+        t[m == 1].tolist() for t, m in zip(np.split(tokens, offsets[1:]), np.split(mask, offsets[1:]), strict=True)
+    ]
+    assert tokens.size == mask.size
+    assert sorted(map(tokenizer.decode, counted)) == ["A test.<|end_of_text|>", "All of this counts.<|end_of_text|>"]
+    assert manifest(folder)["masked"] is True
+    assert set(json.loads((folder / "unit-00000.json").read_text())["files"]) == {
+        f.name for f in folder.glob("train-*")
+    }
+
+
+def test_the_report_counts(tmp_path: Path, small_units: None) -> None:
+    content = (
+        *words(3),
+        (Skip("empty", "line 7"), Skip("empty", "line 9"), "x" * 990),
+        (Skip("broken file", "f"), "y"),
+    )
+    folder = prepare(made(tmp_path, content=content))
+    corpus, found = open_corpus(folder), manifest(folder)["report"]
+    documents = [d for part in content for d in part if isinstance(d, str)]
+    assert isinstance(found, dict)
+    assert found["documents"] == corpus.documents == 122
+    assert found["duplicates"] == 122 - len(set(documents)) > 0
+    assert found["bytes"] == corpus.bytes == sum(map(len, documents))
+    assert found["tokens"] == corpus.train.tokens + corpus.validation.tokens
+    assert found["bytes_per_token"] == pytest.approx(found["bytes"] / found["tokens"], abs=1e-3)
+    assert found["held_out"] == {"documents": corpus.validation.documents, "tokens": corpus.validation.tokens}
+    assert found["skipped"] == {"empty": [2, "line 7"], "broken file": [1, "f"]}
+    assert sum(n for unit in manifest(folder)["units"] for _, n in unit.values()) == 122  # type: ignore[attr-defined]
+
+
+def test_a_plan_is_there_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_units: None) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "make", lambda *_: pytest.fail("tokenised"))
+        folder = plan(made(tmp_path))
+    content = json.loads((folder / "plan.json").read_text())
+    assert sorted(f.name for f in folder.iterdir()) == ["plan.json", "token_bytes.npy"]
+    assert content["units"] == [[i, i + 1, sum(map(len, part))] for i, part in enumerate(words())]
+    assert (content["format"], content["dtype"], content["masked"]) == (2, "uint16", False)
+    assert prepare(made(tmp_path)) == folder
+    assert all(manifest(folder)[key] == content[key] for key in content if key != "units")
+
+
+def test_a_survey_does_nothing(tmp_path: Path, small_units: None) -> None:
+    found = survey(made(tmp_path))
+    assert (found.parts, found.units, found.made, found.complete) == (6, 6, 0, False)
+    assert not (tmp_path / "cache" / "datasets").exists()
+    prepare(made(tmp_path))
+    assert (survey(made(tmp_path)).made, survey(made(tmp_path)).complete) == (6, True)
+
+
+def test_any_number_of_processes_writes_the_same(tmp_path: Path, small_units: None) -> None:
+    one = files(prepare(made(tmp_path)))
+    folder = prepare(made(tmp_path, cache=str(tmp_path / "other"), workers=2))
+    assert files(folder) == one
+    assert leftovers(folder) == []
+    assert multiprocessing.active_children() == []
+
+
+def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two machines would: neither knows of the other but by the folder."""
+    makes, lines, found = list[int](), list[str](), list[Path]()
+
+    def make(job: units.Job, encoder: object, unit: int, tell: units.Tell) -> None:
+        makes.append(unit)
+        units.make(job, encoder, unit, tell)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workers, "make", make)
+    slow = made(tmp_path, seconds=0.005)
+    jobs = [threading.Thread(target=lambda: found.append(prepare(slow, lines.append))) for _ in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    assert len(found) == 2 and found[0] == found[1]
+    assert sorted(makes) == list(range(6))
+    assert files(found[0]) == files(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
+    assert leftovers(found[0]) == []
+
+
+def test_who_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, lines = made(tmp_path), list[str]()
+    claim = units.claim_file(plan(slow), 0)
+    claim.write_text(json.dumps({"machine": "another", "host": "node7", "pid": 5}))
+
+    def wait(seconds: float) -> None:
+        if any("waiting" in line for line in lines):
+            claim.unlink(missing_ok=True)
+
+    monkeypatch.setattr(module, "WAIT_SECONDS", 0)
+    monkeypatch.setattr("titan.dataset.prepare.time.sleep", wait)
+    prepare(slow, lines.append)
+    assert "preparing made: waiting for a unit that others work on, process 5 on node7 among them" in lines
 
 
 def test_progress_is_told_in_lines(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(np.arange(0, 1000, 0.3).tolist())
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("titan.dataset.report.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("titan.dataset.encode.GROUP_DOCUMENTS", 10)
     lines: list[str] = []
     prepare(dataset(corpus_file), lines.append)
-    assert 50 < len(lines) <= 100
-    assert all("MB" in line and "tokens/s" in line and "\n" not in line for line in lines)
+    assert 5 < len(lines) <= 20
+    assert all("MB/s" in line and "tokens/s" in line and "left" in line and "\n" not in line for line in lines)
 
 
-def test_a_failed_preparation_leaves_nothing(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with corpus_file.open("a") as file:
-        file.write("\n{oops")
-    with pytest.raises(Refusal, match="line 201"):
-        prepare(dataset(corpus_file))
-    assert folders(corpus_file) == []
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_refusal_reaches_the_user_and_others(tmp_path: Path, small_units: None, processes: int) -> None:
+    broken = made(tmp_path, content=(*words(2), ("x", "refuse")), workers=processes)
+    with pytest.raises(Refusal, match=r"^part 2: no good; mend it\.$"):
+        prepare(broken)
+    folder = plan(broken)
+    assert json.loads((folder / "failed.json").read_text()) == {"error": "part 2: no good; mend it."}
+    assert not (folder / "manifest.json").exists()
+    assert leftovers(folder) in ([], [".hashes"])
+    assert multiprocessing.active_children() == []
+
+
+def test_a_source_that_breaks_is_no_fault_of_the_cache(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="part 1: can't be read"):
+        prepare(made(tmp_path, content=(*words(1), ("break",))))
+
+
+def test_a_process_that_dies_is_a_failure(tmp_path: Path, small_units: None) -> None:
+    with pytest.raises(Failure, match=r"SIGKILL.*out of memory.*dataset\.workers"):
+        prepare(made(tmp_path, content=(*words(3), ("die",)), workers=2))
+    assert multiprocessing.active_children() == []
+
+
+def test_what_failed_is_forgotten_when_it_goes_on(corpus_file: Path) -> None:
+    folder = plan(dataset(corpus_file))
+    (folder / "failed.json").write_text("{}")
+    prepare(dataset(corpus_file))
+    assert not (folder / "failed.json").exists()
 
 
 KILLED = """
-import sys, time
-from titan.dataset import prepare
-from titan.dataset.schema import Jsonl
+import os, signal, sys
+from pathlib import Path
+from tests.dataset.made import Made, words
+from titan.dataset import plan, prepare, unit, writer
 
-def wait(*_):
-    print("written", flush=True)
-    time.sleep(60)
+def killing(function, calls):
+    left = [calls]
+    def wrapped(*arguments, **more):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **more)
+    return wrapped
 
-prepare.{place} = wait
-prepare.prepare(Jsonl(path=sys.argv[1], cache=sys.argv[2], validation=0.2))
+plan.UNIT_LEAST = 1000
+where, name = {place}
+setattr(where, name, killing(getattr(where, name), {calls}))
+prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.2, workers=1))
 """
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param("write_manifest", id="before-manifest"), pytest.param("_publish", id="last")]
+    ("place", "calls", "made_by_then"),
+    [
+        pytest.param("writer.HashedFile, 'write'", 7, 1, id="while-writing"),
+        pytest.param("Path, 'replace'", 2, 0, id="between-renames"),
+        pytest.param("unit, 'write_json'", 2, 2, id="before-a-receipt"),
+        pytest.param("prepare, 'write_json'", 0, 6, id="before-the-manifest"),
+        pytest.param("plan, 'write_json'", 0, 0, id="before-the-plan"),
+    ],
 )
-def test_a_killed_preparation_does_not_count(corpus_file: Path, place: str) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        KILLED.replace("{place}", place),
-        str(corpus_file),
-        str(corpus_file.parent / "cache"),
-    ]
-    root = str(Path(module.__file__).parents[2])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}) as child:
+def test_a_killed_preparation_goes_on(
+    tmp_path: Path, small_units: None, monkeypatch: pytest.MonkeyPatch, place: str, calls: int, made_by_then: int
+) -> None:
+    script = KILLED.replace("{place}", place).replace("{calls}", str(calls))
+    command = [sys.executable, "-c", script, str(tmp_path / "cache")]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == -signal.SIGKILL
+    (folder,) = (tmp_path / "cache" / "datasets").iterdir()
+    assert not (folder / "manifest.json").exists()
+    done, makes = len(list(folder.glob("unit-*.json"))), list[int]()
+    assert done == made_by_then
+    monkeypatch.setattr(workers, "make", lambda *a: (makes.append(a[2]), units.make(*a)))
+    assert prepare(made(tmp_path)) == folder
+    assert makes == list(range(done, 6))
+    assert leftovers(folder) == []
+    assert files(folder) == files(prepare(made(tmp_path, cache=str(tmp_path / "other"))))
+
+
+SLOW = """
+import multiprocessing, sys
+from tests.dataset.made import Made, words
+from titan import compose
+from titan.dataset import plan, prepare
+
+def show(line):
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+
+def body():
+    prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.9, seconds=0.2, workers=2), show)
+    return 0
+
+if __name__ == "__main__":
+    plan.UNIT_LEAST = 1000
+    sys.exit(compose.exit_code(body))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 130, id="sigterm"),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, id="sigkill"),
+    ],
+)
+def test_nothing_outlives_a_preparation(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = [sys.executable, str(tmp_path / "slow.py"), str(tmp_path / "cache")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as job:
         try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "written\n"
+            assert job.stdout is not None
+            children = [int(pid) for pid in job.stdout.readline().split()]
+            job.send_signal(number)
+            assert job.wait(60) == code
         finally:
-            child.send_signal(signal.SIGKILL)
-    assert len(folders(corpus_file)) == 1
-    assert folders(corpus_file)[0].startswith(".")
-    corpus = open_corpus(prepare(dataset(corpus_file)))
-    assert len(texts(corpus.train) + texts(corpus.validation)) == 200
+            job.kill()
+    assert len(children) == 2
+    until = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    (folder,) = (tmp_path / "cache" / "datasets").iterdir()
+    assert number is signal.SIGKILL or set(leftovers(folder)) <= {".hashes"}
 
 
-def test_what_a_killed_preparation_left_is_swept_after_a_day(corpus_file: Path) -> None:
-    place = corpus_file.parent / "cache" / "datasets"
-    for name, age in ((".old", 2 * 24 * 3600), (".new", 0)):
-        (place / name).mkdir(parents=True)
-        (place / name / "train-00000.tokens").write_text("x")
-        for path in (place / name / "train-00000.tokens", place / name):
-            os.utime(path, (time.time() - age,) * 2)
-    folder = prepare(dataset(corpus_file))
-    assert folders(corpus_file) == [".new", folder.name]
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-2])
 
 
-def test_of_two_preparations_at_once_both_end_well(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both have written everything before either renames."""
-    barrier, publish, found = threading.Barrier(2, timeout=30), module._publish, list[Path]()
-
-    def together(fresh: Path, folder: Path) -> None:
-        barrier.wait()
-        publish(fresh, folder)
-
-    monkeypatch.setattr(module, "_publish", together)
-    threads = [threading.Thread(target=lambda: found.append(prepare(dataset(corpus_file)))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2
-    assert folders(corpus_file) == [found[0].name] == [found[1].name]
-    assert isinstance(open_corpus(found[0]), Corpus)
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[0] ^= 1
+    file.write_bytes(data)
 
 
-def test_a_damaged_folder_is_refused(corpus_file: Path) -> None:
-    folder = prepare(dataset(corpus_file))
+@pytest.mark.parametrize(
+    ("damage", "verify", "told", "again"),
+    [
+        pytest.param(
+            lambda f: (f / "train-00002.tokens").unlink(), False, "tokens is missing; unit 2 of 6", 1, id="gone"
+        ),
+        pytest.param(lambda f: _cut(f / "train-00002.tokens"), False, "are due; unit 2 of 6", 1, id="cut"),
+        pytest.param(
+            lambda f: _cut(f / "validation-00002.offsets"), False, "are due; unit 2 of 6", 1, id="offsets-cut"
+        ),
+        pytest.param(lambda f: _flip(f / "train-00002.tokens"), True, "doesn't hold what was written", 1, id="flipped"),
+        pytest.param(lambda f: (f / "unit-00002.json").unlink(), False, "json is missing", 1, id="receipt-gone"),
+        pytest.param(lambda f: _cut(f / "unit-00002.json"), False, "json is missing or damaged", 1, id="receipt-cut"),
+        pytest.param(lambda f: _cut(f / "manifest.json"), False, "manifest.json is damaged", 6, id="manifest-cut"),
+        pytest.param(lambda f: _cut(f / "plan.json"), False, "", 0, id="plan-cut"),
+        pytest.param(lambda f: (f / "token_bytes.npy").unlink(), False, "", 0, id="token-bytes-gone"),
+    ],
+)
+def test_what_is_damaged_is_made_again(
+    tmp_path: Path, small_units: None, damage: Callable[[Path], None], verify: bool, told: str, again: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    folder = prepare(made(tmp_path))
+    before, report, lines, makes = files(folder), manifest(folder)["report"], list[str](), list[int]()
+    damage(folder)
+    monkeypatch.setattr(workers, "make", lambda *a: (makes.append(a[2]), units.make(*a)))
+    assert prepare(made(tmp_path), lines.append, verify=verify) == folder
+    assert files(folder) == before
+    assert any(told in line for line in lines) or not told
+    assert len(makes) == again
+    assert manifest(folder)["report"]["duplicates"] == report["duplicates"]  # type: ignore[index]
+    assert leftovers(folder) == []
+
+
+def test_a_flipped_bit_is_found_only_by_looking(tmp_path: Path) -> None:
+    folder = prepare(made(tmp_path))
+    _flip(folder / "train-00000.tokens")
+    damaged = files(folder)
+    prepare(made(tmp_path))
+    assert files(folder) == damaged
+
+
+@pytest.mark.parametrize("receipt", [pytest.param(True, id="by-receipt"), pytest.param(False, id="by-manifest")])
+def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receipt: bool) -> None:
+    from titan.dataset.encode import Encoder
+
+    folder = prepare(made(tmp_path))
     (folder / "train-00000.tokens").unlink()
-    with pytest.raises(Refusal, match="delete that folder"):
-        prepare(dataset(corpus_file))
+    if not receipt:
+        (folder / "unit-00000.json").unlink()
+    framed = Encoder._framed
+    monkeypatch.setattr(Encoder, "_framed", lambda *a: [tokens[1:] for tokens in framed(*a)])
+    with pytest.raises(Refusal, match=r"does not come out as it did before.*delete that folder"):
+        prepare(made(tmp_path))
+
+
+def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units: None) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    big = made(tmp_path, content=(*words(1), tuple(f"{i} is a number" for i in range(3000)), *words(1, same=40)))
+    plan(big)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        with pytest.raises(Refusal, match=r"can't be used \(File too large.*dataset\.cache=FOLDER"):
+            prepare(big)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    folder = plan(big)
+    assert [f.name for f in sorted(folder.glob("unit-*"))] == ["unit-00000.json"]
+    assert not list(folder.glob("*-00001.*")) and not list(folder.glob(".unit*"))
+    prepare(big)
+    assert files(folder) == files(prepare(made(tmp_path, content=big.content, cache=str(tmp_path / "other"))))
 
 
 def test_files_that_change_meanwhile_are_refused(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = write_manifest
-
     def late(*arguments: object) -> None:
+        units.make(*arguments)  # type: ignore[arg-type]
         corpus_file.write_text(corpus_file.read_text() + '\n{"text": "more"}')
-        manifest(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "write_manifest", late)
+    monkeypatch.setattr(workers, "make", late)
     with pytest.raises(Refusal, match="changed"):
         prepare(dataset(corpus_file))
-    assert folders(corpus_file) == []
+    assert list((corpus_file.parent / "cache" / "datasets").iterdir()) == []
+
+
+def test_what_gives_no_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="no tokens come of it"):
+        prepare(made(tmp_path, content=((Skip("empty", "here"),),)))
+    assert not (tmp_path / "cache" / "datasets").exists()
+
+
+def test_ids_that_the_vocabulary_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.dataset.sources import Markov
+
+    monkeypatch.setattr(Markov, "documents", lambda *_: iter([np.array([3, 300])]))
+    with pytest.raises(Refusal, match=r"ids from 3 to 300.*vocab_size is 256"):
+        prepare(Synthetic(tokens=2000, cache=str(tmp_path)))
 
 
 def test_a_cache_that_can_not_be_written_is_refused(corpus_file: Path, tmp_path: Path) -> None:

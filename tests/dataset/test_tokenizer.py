@@ -214,3 +214,24 @@ def test_bytes_of_a_sentencepiece_like_tokenizer_json(tmp_path: Path) -> None:
     backend.decoder = decoders.Metaspace()
     backend.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).token_bytes().tolist() == [1, 1, 2, 3]
+
+
+SPECIAL = ["<|end_of_text|>", "<|end", "a b", "\r\n", "  ", "\u3000", "é🙂", "x" * 50]
+
+
+@given(parts=st.lists(st.one_of(st.sampled_from(SPECIAL), st.text(max_size=20)), max_size=8), threads=st.integers(1, 2))
+def test_arrays_hold_the_same_ids(parts: list[str], threads: int) -> None:
+    tokenizer = load_tokenizer("titan4k")
+    tokenizer.threads = threads
+    texts = ["".join(parts), *parts]
+    assert [found.tolist() for found in tokenizer.encode_arrays(texts)] == tokenizer.encode_batch(texts)
+
+
+@pytest.mark.parametrize("count", [16_383, 16_384, 16_385, 40_000])
+@pytest.mark.parametrize("before", [0, 1, 8_191, 8_192, 8_193, 16_384, 20_000])
+def test_long_spaces_are_found_wherever_they_are(before: int, count: int) -> None:
+    text = "x" * before + " " * count + "y"
+    pieces = cut_spaces(text)
+    assert "".join(pieces) == text
+    assert len(pieces) == -(-count // 16_384)
+    assert load_tokenizer("titan4k").encode_arrays([text])[0].tolist() == load_tokenizer("titan4k").encode(text)

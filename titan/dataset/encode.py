@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -85,16 +84,16 @@ class Encoder:
         texts = [document for _, document in documents if isinstance(document, str)]
         if len(texts) != len(documents):
             raise Refusal("dataset: some documents are no text; a source of turns must say `masked = True`.")
-        tokens = self._framed(self.tokenizer, self.tokenizer.encode_batch(texts))
+        tokens = self._framed(self.tokenizer, self.tokenizer.encode_arrays(texts))
         return [Encoded(known, ids) for (known, _), ids in zip(documents, tokens, strict=True)]
 
-    def _framed(self, tokenizer: Tokenizer, lists: list[list[int]]) -> list[NDArray[Any]]:
-        """Each list between the ids that begin and end a document, as slices of one array."""
+    def _framed(self, tokenizer: Tokenizer, arrays: list[NDArray[np.uint32]]) -> list[NDArray[Any]]:
+        """Each array between the ids that begin and end a document, as slices of one array."""
         head, tail = int(tokenizer.bos is not None), int(tokenizer.eos is not None)
-        ends = np.cumsum(np.fromiter(map(len, lists), np.int64, len(lists)) + head + tail).tolist()
+        ends = np.cumsum(np.fromiter(map(len, arrays), np.int64, len(arrays)) + head + tail).tolist()
         flat, start, out = np.empty(ends[-1] if ends else 0, self.dtype), 0, []
-        for ids, end in zip(lists, ends, strict=True):
-            flat[start + head : end - tail] = _array(ids)
+        for ids, end in zip(arrays, ends, strict=True):
+            flat[start + head : end - tail] = ids
             if head:
                 flat[start] = tokenizer.bos
             if tail:
@@ -105,7 +104,7 @@ class Encoder:
 
     def _turns(self, tokenizer: Tokenizer, known: Content, document: Document) -> Encoded:
         if isinstance(document, str):
-            (ids,) = self._framed(tokenizer, tokenizer.encode_batch([document]))
+            (ids,) = self._framed(tokenizer, tokenizer.encode_arrays([document]))
             return Encoded(known, ids, np.ones(ids.size, np.uint8))
         assert isinstance(document, tuple)
         found, counts = tokenizer.encode_turns(document)
@@ -120,12 +119,6 @@ class Encoder:
                 f"is {self.vocab_size}; give a larger one."
             )
         return document.astype(self.dtype)
-
-
-def _array(ids: list[int]) -> NDArray[np.uint32]:
-    """A list as an array; several times as fast as numpy's own way."""
-    found: NDArray[np.uint32] = np.frombuffer(array("I", ids), np.uint32)
-    return found
 
 
 def _hash(data: bytes) -> int:

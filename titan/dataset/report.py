@@ -59,7 +59,9 @@ def rows(report: Mapping[str, Any]) -> dict[str, str]:
         "speed": f"{report['tokens_per_second']:,} tokens/s, {report['mb_per_second']:.1f} MB/s a process",
     }
     for reason, (count, where) in report["skipped"].items():
-        table["left out" if "left out" not in table else f"  {reason}"] = f"{count:,} {reason}, first: {where}"
+        table["left out" if "left out" not in table else f"  {reason}"] = f"{count:,} {reason}" + (
+            f", first: {where}" if where else ""
+        )
     return table | {"tokenizer" if i == 0 else f"  note {i + 1}": note for i, note in enumerate(report["notes"])}
 
 

@@ -12,7 +12,10 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +43,7 @@ END = "<|end_of_text|>"
 LLAMA3_RANKS = 128_000
 _LLAMA3_SPECIAL = 256
 _SPACES = 16_384
+_LOOK = 64
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACES + 1},}}")
 _ENDS = (END, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]", "[SEP]")
 _BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]", "[CLS]")
@@ -76,6 +80,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def token_bytes(self) -> NDArray[np.uint16]:
         """How many bytes of UTF-8 each id stands for, 0 for special tokens: [vocab_size]."""
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """As `encode_batch`, as arrays."""
+        return [np.frombuffer(array("I", ids), np.uint32) for ids in self.encode_batch(texts)]
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without special tokens."""
@@ -126,6 +134,19 @@ class RankTokenizer(Tokenizer):
         else:
             ids = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads))
         return [[i for _ in parts for i in next(ids)] if len(parts) > 1 else next(ids) for parts in pieces]
+
+    def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """As `encode_batch`, as arrays: without a Python list of numbers, which takes as long as what fills it."""
+        threads = self.threads or min(8, os.cpu_count() or 1)
+        if len(texts) < 4 or threads == 1:
+            return [self._array(text) for text in texts]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self._array, texts))
+
+    def _array(self, text: str) -> NDArray[np.uint32]:
+        encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
+        pieces = cut_spaces(text)
+        return encode(text) if len(pieces) == 1 else np.concatenate([encode(piece) for piece in pieces])
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that `ids` stand for, with U+FFFD where they are no UTF-8."""
@@ -220,8 +241,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def cut_spaces(text: str) -> list[str]:
     """`text` in pieces, cut only inside runs of over 16,384 white space characters, which overflow the splitter."""
-    if len(text) <= _SPACES:
-        return [text]
+    if not any(text[i : i + _LOOK].isspace() for i in range(0, len(text), _SPACES // 2)):
+        return [text]  # a run that is too long covers one of these places, with what follows it
     runs = (match.span() for match in _LONG_SPACE.finditer(text))
     cuts = [0, *(cut for start, end in runs for cut in range(start + _SPACES, end, _SPACES)), len(text)]
     return [text[a:b] for a, b in pairwise(cuts)]

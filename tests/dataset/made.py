@@ -1,0 +1,64 @@
+"""A source that a test makes up, which can fail, dawdle or die while it is read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan.dataset.documents import Document, Part, Source, content_digest
+from titan.dataset.schema import Dataset
+from titan.settings import Refusal
+
+
+@dataclass
+class MadeSource(Source):
+    """Documents that a test lists, part by part; it can take its time, and be stopped by a word in them."""
+
+    content: tuple[tuple[Document, ...], ...]
+    seconds: float
+    masked: bool
+    name: str = "made"
+
+    def digest(self, memo: Path | None = None) -> str:
+        return content_digest(repr(self.content), self.masked)
+
+    def parts(self) -> list[Part]:
+        return [Part(f"part {i}", sum(len(str(d)) for d in part), (i,)) for i, part in enumerate(self.content)]
+
+    def documents(self, part: Part) -> Iterator[Document]:
+        for document in self.content[part.place[0]]:
+            time.sleep(self.seconds)
+            if document == "refuse":
+                raise Refusal(f"{part.name}: no good; mend it.")
+            if document == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if document == "break":
+                raise OSError(5, "Input/output error")
+            yield document
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made(Dataset):
+    """A dataset of `MadeSource`."""
+
+    content: tuple[tuple[Document, ...], ...]
+    seconds: float = 0.0
+    masked: bool = False
+
+    def build(self) -> MadeSource:
+        return MadeSource(self.content, self.seconds, self.masked)
+
+
+def words(parts: int = 6, documents: int = 40, same: int = 29) -> tuple[tuple[str, ...], ...]:
+    """Parts of short documents, some of which are equal."""
+    numbers = [[(part * documents + i) % (parts * same) for i in range(documents)] for part in range(parts)]
+    return tuple(tuple(f"document {n}, which tells of {n * 7} things\n" for n in part) for part in numbers)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of the files of tokens, offsets and masks of a folder."""
+    return {f.name: f.read_bytes() for f in folder.iterdir() if f.suffix in (".tokens", ".offsets", ".mask")}

@@ -1,0 +1,120 @@
+"""`python -m titan.prepare`: what it shows, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan import compose, prepare
+from titan.dataset import prepare as preparation
+from titan.settings import Failure
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """A data set of its own."""
+    lines = [json.dumps({"text": f"document {i % 15}, which tells of {i % 15 * 7} things"}) for i in range(20)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*lines, '{"text": " "}']))
+    return ["dataset=jsonl", f"dataset.path={tmp_path / 'x.jsonl'}", f"dataset.cache={tmp_path / 'cache'}"]
+
+
+def rows(screen: str) -> dict[str, str]:
+    lines = [line.strip().partition("  ") for line in screen.splitlines() if line.startswith("  ")]
+    return {name: value.strip() for name, _, value in lines}
+
+
+def test_it_prepares_and_reports(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(arguments) == 0
+    screen = capsys.readouterr()
+    found = rows(screen.out)
+    size = (tmp_path / "x.jsonl").stat().st_size
+    assert screen.out.startswith("data:\n") and screen.err == ""
+    assert found["source"] == f"jsonl: 1 part, {size} bytes"
+    assert found["units"] == "1, none made yet"
+    assert found["documents"] == "20, of which 5 are copies of others"
+    assert found["left out"] == f"1 empty, first: {tmp_path / 'x.jsonl'}"
+    (folder,) = (tmp_path / "cache" / "datasets").iterdir()
+    assert found["folder"] == str(folder)
+    assert (folder / "manifest.json").is_file()
+
+
+def test_a_second_time_there_is_nothing_to_do(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(arguments) == 0
+    first = rows(capsys.readouterr().out)
+    assert prepare.main(["--verify", *arguments]) == 0
+    assert rows(capsys.readouterr().out) == first | {"units": "1, complete"}
+
+
+def test_a_dry_run_writes_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main([*arguments, "--dry-run"]) == 0
+    assert set(rows(capsys.readouterr().out)) == {"source", "units", "tokenizer", "folder"}
+    assert not (tmp_path / "cache" / "datasets").exists()
+
+
+def test_damage_is_said_and_mended(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(arguments) == 0
+    (file,) = (tmp_path / "cache" / "datasets").glob("*/train-00000.tokens")
+    content = file.read_bytes()
+    file.write_bytes(bytes(len(content)))
+    assert prepare.main([*arguments, "--verify"]) == 0
+    assert "train-00000.tokens doesn't hold what was written; unit 0 of 1 is made again" in capsys.readouterr().err
+    assert file.read_bytes() == content
+
+
+def test_a_model_too_large_for_this_machine_is_fine(arguments: list[str]) -> None:
+    large = ["model=llama8b", "parallelism=fsdp", "cluster.memory_gib=1", "training.seq_len=8192"]
+    assert compose.command([*large, *arguments], lambda run: 0) == 2
+    assert prepare.main([*large, *arguments]) == 0
+
+
+def test_every_corpus_is_prepared(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan.dataset.schema import Jsonl
+
+    monkeypatch.setattr(Jsonl, "corpora", lambda self: {"first": self, "second": self})
+    assert prepare.main(arguments) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line[0] != " "] == [
+        "first:", "prepared:", "second:", "prepared:"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        pytest.param(["--fast"], "titan: unrecognized arguments: --fast; see --help.", id="unknown-flag"),
+        pytest.param(["-m"], "titan: -m, --cfg, --info and the like are for titan.train; leave them out.", id="sweep"),
+        pytest.param(["dataset.worker=2"], "did you mean 'dataset.workers'?", id="unknown-setting"),
+        pytest.param(["dataset.workers=0"], "titan: dataset.workers=0: must be at least 1 or auto.", id="no-workers"),
+        pytest.param(["dataset.tokenizer=gone.json"], "there is no such tokenizer or file", id="no-tokenizer"),
+        pytest.param(["dataset.field=body"], "no key 'body' (its keys: text)", id="no-field"),
+    ],
+)
+def test_refusals(arguments: list[str], more: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main([*arguments, *more]) == 2
+    err = capsys.readouterr().err
+    assert sentence in err
+    assert err.startswith("titan: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        pytest.param(Failure("a process was killed."), 1, id="failure"),
+        pytest.param(KeyboardInterrupt(), 130, id="interrupted"),
+    ],
+)
+def test_exit_codes(arguments: list[str], error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(preparation, "run", fail)
+    assert prepare.main(arguments) == code
+
+
+def test_help_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("--verify", "--dry-run", "python -m titan.prepare dataset=", "Exit codes"))

@@ -1,0 +1,78 @@
+"""Prepare data before training: `python -m titan.prepare [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]`; see `--help`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan import compose, console
+from titan.dataset import report
+from titan.dataset.prepare import prepare, survey
+from titan.dataset.schema import Dataset
+
+HELP = """\
+Prepare data: python -m titan.prepare [--verify] [--dry-run] [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
+
+  python -m titan.prepare dataset=text dataset.path=book.txt     tokenise a book, to be trained on later
+  python -m titan.prepare dataset=jsonl dataset.path=corpus/ dataset.workers=16
+
+Takes the command line of titan.train, of which only the dataset counts; a model too large for this machine is fine.
+Give the same command on several machines that share dataset.cache, and they share the work. A preparation that was
+killed goes on where it was when its command is given again; one that is complete is checked, and mended where damaged.
+
+  --dry-run    say what there is to do and what is there already, and do nothing
+  --verify     also look whether files hold what was written, not only whether they have the right sizes
+  --help       this text; choices and settings: python -m titan.train --help, and --cfg job -p dataset
+
+Exit codes: 0 done, 1 failed (a process was killed), 2 refused (something to be mended, said in a sentence),
+130 interrupted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return compose.exit_code(lambda: _main(arguments))
+
+
+def _main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(HELP, end="")
+        return 0
+    own = {"--verify", "--dry-run"} & set(arguments)
+    recipe = compose.recipe([argument for argument in arguments if argument not in own])
+    for name, dataset in recipe.dataset.corpora().items():
+        _prepare(name, dataset, verify="--verify" in own, dry="--dry-run" in own)
+    return 0
+
+
+def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
+    found = survey(dataset)
+    made = f"{found.made:,} made already" if found.made else "none made yet"
+    print(f"{name}:")
+    console.table(
+        {
+            "source": f"{found.source}: {found.parts:,} part{'s' * (found.parts != 1)}, {report.size(found.bytes)}",
+            "units": f"{found.units:,}, {'complete' if found.complete else made}",
+            "tokenizer": found.tokenizer,
+            "folder": os.path.relpath(found.folder) if found.folder.is_relative_to(Path.cwd()) else str(found.folder),
+        }
+    )
+    if dry:
+        return
+    with console.progress_line() as show:
+        folder = prepare(dataset, show, verify=verify)
+    print("prepared:")
+    console.table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
+
+
+def cli() -> None:
+    """The console script `titan-prepare`."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()
