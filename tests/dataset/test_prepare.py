@@ -62,7 +62,7 @@ def texts(split: Split) -> list[str]:
     """The documents of a split as text, without the token that ends each."""
     tokenizer, out = load_tokenizer("titan4k"), []
     for shard in split.shards:
-        offsets = np.fromfile(shard.offsets, "<u8").astype(int)
+        offsets = np.fromfile(shard.path.with_suffix(".offsets"), "<u8").astype(int)
         for document in np.split(split.read(shard.start, shard.tokens), offsets[1:]):
             assert document[-1] == tokenizer.eos
             out.append(tokenizer.decode(document[:-1].tolist()))
