@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ def here(run: Run, apart: bool = False) -> int:
             if isinstance(life, lives.Finished):
                 console.show_finished(life)
                 return 0
-            code = _ranks(run, life, apart or run.cluster.restarts > 0)
+            with _data(run, life):
+                code = _ranks(run, life, apart or run.cluster.restarts > 0)
             if code != 1 or attempt == run.cluster.restarts:
                 return code
             print(f"titan: restart {attempt + 1} of {run.cluster.restarts}", file=sys.stderr)
@@ -41,6 +43,15 @@ def here(run: Run, apart: bool = False) -> int:
 def _begin(run: Run) -> lives.Life | lives.Finished:
     with console.progress_line() as show:
         return lives.begin(run, show)
+
+
+def _data(run: Run, life: lives.Life) -> AbstractContextManager[None]:
+    """Within it, data that a run reads while they are prepared are prepared."""
+    if not run.dataset.stream:
+        return nullcontext()
+    from titan.dataset.background import prepared_meanwhile
+
+    return prepared_meanwhile(run.dataset, life.corpora, Path(run.directory) / "log" / "prepare.log")
 
 
 def _ranks(run: Run, life: lives.Life, apart: bool) -> int:
@@ -64,7 +75,8 @@ def lead(run: Run, place: Place) -> int:
                 _send(store, place, 0)
                 return 0
             _send(store, place, (run, life))
-            return _guarded(store, place, run, life, work)
+            with _data(run, life):
+                return _guarded(store, place, run, life, work)
     except BaseException as error:
         _send(store, place, 2 if isinstance(error, Refusal) else 1)
         raise
