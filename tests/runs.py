@@ -22,8 +22,10 @@ from torch.distributed.tensor import DTensor
 from launchers.place import Place
 from tests.ranks import run_ranks
 from titan import lives, worker
+from titan.checkpoint import manifest
 from titan.checkpoint.manager import state_of
 from titan.compose import composed
+from titan.dataset import order
 from titan.dataset.corpora import mixed, opened, ready
 from titan.dataset.mix import Mix
 from titan.lives import Life
@@ -78,6 +80,17 @@ def tiny(directory: Path, *overrides: str, layout: str = "single") -> Run:
 def mix_of(run: Run) -> Mix:
     """All rows that a run may read."""
     return mixed(run.dataset, run.training, opened(ready(run.dataset)))
+
+
+def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
+    """A complete checkpoint of `run` after `step` steps, without weights."""
+    folder = manifest.folder_of(Path(run.directory), step)
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"w" * 100)
+    rows = run.training.rows_before(step + 1)
+    data = order.state(rows, mix_of(run).fingerprint(rows))
+    manifest.write(folder, manifest.Manifest(step, data, science, run.layout.degrees()))
+    return folder
 
 
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:

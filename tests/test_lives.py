@@ -17,13 +17,12 @@ import yaml
 
 from launchers import start
 from tests.machines import detector
-from tests.runs import TINY, mix_of
+from tests.runs import TINY, save_of
 from titan import lives
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
 from titan.compose import composed
-from titan.dataset import order
 from titan.dataset.shards import open_corpus
 from titan.lives import Finished, Life, begin, locked, read_lives
 from titan.run import Run
@@ -56,16 +55,6 @@ def lived(run: Run) -> Life:
     return life
 
 
-def save(run: Run, step: int, science: str = "0" * 12) -> Path:
-    """A complete checkpoint of `run` after `step` steps."""
-    folder = manifest.folder_of(Path(run.directory), step)
-    folder.mkdir(parents=True)
-    (folder / "weights").write_bytes(b"w" * 100)
-    data = order.state(step * run.training.rows, mix_of(run).fingerprint(step * run.training.rows))
-    manifest.write(folder, Manifest(step, data, science, run.layout.degrees()))
-    return folder
-
-
 def finish(run: Run) -> None:
     """What the trainer leaves at the end."""
     result = {"finished": True, "step": run.training.steps}
@@ -89,8 +78,8 @@ def test_life_without_a_checkpoint_starts_again() -> None:
 def test_resume_from_the_last_checkpoint() -> None:
     run = tiny()
     lived(run)
-    save(run, 1)
-    last = save(run, 2)
+    save_of(run, 1)
+    last = save_of(run, 2)
     life = lived(tiny())
     assert (life.number, life.kind, life.checkpoint, life.step) == (2, "resume", str(last), 2)
     assert life.rows == 2 * run.training.rows
@@ -104,7 +93,7 @@ def test_resume_from_the_last_checkpoint() -> None:
 def test_resume_with_another_execution(override: str) -> None:
     run = tiny()
     first = lived(run)
-    save(run, 2)
+    save_of(run, 2)
     life = lived(tiny(override))
     assert (life.kind, life.step, life.run_id) == ("resume", 2, first.run_id)
     assert life.ids.science == first.ids.science
@@ -114,7 +103,7 @@ def test_resume_with_another_execution(override: str) -> None:
 def test_finished() -> None:
     run = tiny()
     lived(run)
-    save(run, 3)
+    save_of(run, 3)
     finish(run)
     found = begin(tiny())
     assert found == Finished(run.directory, {"finished": True, "step": 3})
@@ -134,7 +123,7 @@ def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_continuation() -> None:
     run = tiny()
     first = lived(run)
-    last = save(run, 3)
+    last = save_of(run, 3)
     finish(run)
     life = lived(tiny("training.steps=5"))
     assert (life.number, life.kind, life.checkpoint, life.step) == (2, "continuation", str(last), 3)
@@ -145,7 +134,7 @@ def test_continuation() -> None:
 def test_continuation_is_resumed_under_its_own_steps() -> None:
     run = tiny()
     lived(run)
-    save(run, 3)
+    save_of(run, 3)
     finish(run)
     lived(tiny("training.steps=5"))
     assert lived(tiny("training.steps=5")).kind == "resume"
@@ -165,7 +154,7 @@ def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
 def test_fork(what: str) -> None:
     parent = tiny(name="parent")
     lived(parent)
-    folder = save(parent, 2, science="abcdef")
+    folder = save_of(parent, 2, science="abcdef")
     path = parent.directory if what == "run" else folder
     life = lived(tiny(f"checkpoint.resume={path}", "optimizer.lr=0.5"))
     assert (life.number, life.kind, life.parent, life.checkpoint) == (1, "fork", "abcdef@2", str(folder))
@@ -175,10 +164,10 @@ def test_fork(what: str) -> None:
 def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> None:
     parent = tiny(name="parent")
     lived(parent)
-    folder = save(parent, 1, science="abcdef")
+    folder = save_of(parent, 1, science="abcdef")
     fork = tiny("checkpoint.resume=runs/parent")
     first = lived(fork)
-    own = save(fork, 2)
+    own = save_of(fork, 2)
     (folder / "weights").unlink()
     life = lived(fork)
     assert (life.kind, life.checkpoint, life.parent, life.ids) == ("resume", str(own), "abcdef@1", first.ids)
@@ -187,7 +176,7 @@ def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> No
 def test_fork_is_another_experiment_than_a_fresh_run() -> None:
     parent = tiny(name="parent")
     fresh = lived(parent)
-    save(parent, 1)
+    save_of(parent, 1)
     lived(tiny("checkpoint.resume=runs/parent"))
     with pytest.raises(Refusal, match=r"parent was 000000000000@1, now null"):
         begin(tiny())
@@ -326,7 +315,7 @@ def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(
 def test_damaged_checkpoint_is_passed_over_on_resume() -> None:
     run = tiny()
     lived(run)
-    good, bad = save(run, 1), save(run, 2)
+    good, bad = save_of(run, 1), save_of(run, 2)
     (bad / "weights").write_bytes(b"w")
     life = lived(run)
     assert (life.checkpoint, life.step) == (str(good), 1)

@@ -13,12 +13,10 @@ import pytest
 
 from launchers import start
 from tests.machines import detector
-from tests.runs import TINY, mix_of
+from tests.runs import TINY, save_of
 from titan import compose, lives
-from titan.checkpoint import manifest
 from titan.cluster import devices
 from titan.compose import composed
-from titan.dataset import order
 from titan.run import Run
 from titan.settings import Refusal
 
@@ -335,16 +333,6 @@ def begun(*overrides: str) -> Run:
     return run
 
 
-def saved(run: Run, step: int) -> Path:
-    """A checkpoint of `run` that counts as complete."""
-    folder = manifest.folder_of(Path(run.directory), step)
-    folder.mkdir(parents=True)
-    (folder / "weights").write_bytes(b"w" * 100)
-    data = order.state(step * run.training.rows, mix_of(run).fingerprint(step * run.training.rows))
-    manifest.write(folder, manifest.Manifest(step, data, "0" * 12, run.layout.degrees()))
-    return folder
-
-
 def refused_to_begin(run: Run, expected: str) -> None:
     """`launchers.start.here` refuses; only the lock file is new."""
     with pytest.raises(Refusal) as refusal:
@@ -374,17 +362,17 @@ def test_fork_of_nothing() -> None:
 
 
 def test_fork_of_an_incomplete_checkpoint() -> None:
-    folder = saved(begun(), 2)
+    folder = save_of(begun(), 2)
     (folder / "weights").write_bytes(b"w")
     expected = "checkpoint.resume=runs/x|no complete checkpoint|give a run's or a checkpoint's folder"
     refused(tiny("checkpoint.resume=runs/x", name="y"), expected)
 
 
 def test_fork_of_a_run_on_other_data() -> None:
-    saved(begun(), 2)
+    save_of(begun(), 2)
     refused(tiny("checkpoint.resume=runs/x", "dataset.tokens=30000", name="y"), "the same dataset, tokenizer")
 
 
 def test_fork_with_too_few_steps() -> None:
-    saved(begun(), 2)
+    save_of(begun(), 2)
     refused(tiny("checkpoint.resume=runs/x", "training.steps=2", name="y"), "training.steps=2|2 steps already|more")

@@ -123,6 +123,9 @@ def exit_code(body: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read has seen enough: `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def composed(overrides: Sequence[str], ranks: int | None = None) -> Run:

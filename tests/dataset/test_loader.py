@@ -29,7 +29,7 @@ from titan.dataset.loader import (
     row_hash,
 )
 from titan.dataset.mix import BLOCK, Mix, Rows, Stage
-from titan.dataset.shards import Corpus
+from titan.dataset.shards import Corpus, open_corpus
 from titan.settings import Failure
 from titan.training import Training
 
@@ -50,6 +50,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def small(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """Another one of 8 rows, whose tokens are from 500 on."""
     return write(tmp_path_factory.mktemp("small") / "c", [counting(33, start=500)], digest="e")
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Corpus]:
+    """The same corpus, seen when none, one, two and all of its units were there; it is complete by now."""
+    folder = tmp_path_factory.mktemp("live") / "c"
+    seen, entries = [write(folder, UNITS, done=0)], []
+    for number, unit in enumerate(UNITS):
+        entries.append(publish(folder, number, unit))
+        seen.append(open_corpus(folder, partial=True))
+    finish(folder, entries)
+    return [*seen, open_corpus(folder)]
 
 
 def alone(corpus: Corpus, **more: Any) -> Mix:
@@ -106,13 +118,37 @@ def test_every_row_once_in_order_under_any_layout(
     corpus: Corpus, small: Corpus, kind: str, n: int, grow: list[tuple[int, int]], lives: list[tuple[int, int, int]]
 ) -> None:
     """Each life has its own number of ranks and micro-batches, and begins where the one before ended."""
-    mix, at, pairs = KINDS[kind](corpus, small), 0, []
+    every_row_once(KINDS[kind](corpus, small), lambda: KINDS[kind](corpus, small), n, grow, lives)
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 20), grow=GROW, lives=LIVES, done=st.lists(st.integers(0, 3), min_size=9, max_size=9))
+def test_every_row_once_in_order_while_data_are_prepared(
+    stages: list[Corpus], small: Corpus, n: int, grow: list[tuple[int, int]], lives: list[Any], done: list[int]
+) -> None:
+    """Each rank of each life has seen another part of the data when it begins."""
+    seen = iter(done * 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader_module, "_POLL_SECONDS", 0.001)
+        every_row_once(mixed_live(stages[-1], small), lambda: mixed_live(stages[next(seen)], small), n, grow, lives)
+
+
+def mixed_live(corpus: Corpus, small: Corpus) -> Mix:
+    rows = (Rows("live", corpus, SEQ_LEN, 9, window=6), Rows("small", small, SEQ_LEN, 9))
+    return Mix(rows, (Stage(0, (BLOCK, 0)), Stage(11, (6000, 4000))), seed=9)
+
+
+def every_row_once(
+    mix: Mix, anew: Callable[[], Mix], n: int, grow: list[tuple[int, int]], lives: list[tuple[int, int, int]]
+) -> None:
+    """Lives one after the other against the plain definition; `anew` gives each rank its rows."""
+    at, pairs = 0, []
     for gap, more in grow:
         at += gap
         pairs.append((at, (pairs[-1][1] if pairs else n) + more))
     training, step, position = plan(n, *pairs), 1, 0
     for ranks, microbatches, steps in lives:
-        shares = [read(mix, training, Share(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
+        shares = [read(anew(), training, Share(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
         for batches in zip(*shares, strict=True):
             count = training.phase(step).rows
             numbers = mix.numbers(np.arange(position, position + count))

@@ -1,0 +1,286 @@
+"""Law 2, trained: mixtures, stages, streams, growing batches and documents, across restarts and numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.test_manager import in_two_lives
+from tests.runs import LAYOUTS, TINY, learned, lives, mix_of, save_of, steps, tiny, train
+from titan.compose import composed
+from titan.dataset.loader import IGNORED, row_hash
+from titan.run import Run
+from titan.settings import Refusal
+
+BASE = [setting for setting in TINY if not setting.startswith("dataset")]
+SOURCES = [
+    "dataset=mixture", "+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic",
+    "dataset.sources.a.tokens=3000", "dataset.sources.a.vocab=64", "dataset.sources.a.longest=20",
+    "dataset.sources.b.tokens=9000", "dataset.sources.b.vocab=64", "dataset.sources.b.seed=1",
+    "dataset.weights={a: 0.7, b: 0.3}",
+]  # fmt: skip
+STAGES = ["dataset.stages={512: {a: 1, b: 4}}", "dataset.skip=[[10,13],[40,47]]", "training.grow=[[256,192]]"]
+
+
+def mixture(directory: Path, *overrides: str, layout: str = "single") -> Run:
+    """A tiny run on two sources."""
+    return composed([*BASE, *SOURCES, *LAYOUTS[layout], *overrides, f"hydra.run.dir={directory}"])
+
+
+def rows_of(run: Run) -> list[tuple[list[int], str]]:
+    """What each step read."""
+    return [(line["rows"], line["batch_hash"]) for line in steps(run)]
+
+
+def expected_rows(run: Run) -> list[tuple[list[int], str]]:
+    """The same from the plain definition: the mixture's numbers, one by one."""
+    mix, out = mix_of(run), []
+    for step in range(1, run.training.steps + 1):
+        before = run.training.rows_before(step)
+        numbers = mix.numbers(np.arange(before, before + run.training.phase(step).rows))
+        total = 0
+        for number in numbers.tolist():
+            (k,), (row,) = mix.locate(np.array([number]))
+            total += row_hash(number, mix.sources[k].split.row(int(row), run.training.seq_len))
+        out.append(([int(numbers[0]), int(numbers[-1])], f"{total % 2**64:016x}"))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param("single", "fsdp3", id="single-then-fsdp3"),
+        pytest.param("ddp3", "fsdp2", id="ddp3-then-fsdp2"),
+        pytest.param("fsdp2", "single", id="fsdp2-then-single"),
+    ],
+)
+def test_mixtures_stages_and_growth_go_on_under_any_layout(before: str, after: str, tmp_path: Path) -> None:
+    settings = ["training.steps=6", "optimizer=sgd", *STAGES]
+    runs = [mixture(tmp_path / "run", *settings, layout=layout) for layout in (before, after)]
+    in_two_lives(*runs)
+    assert [line["life"] for line in steps(runs[1])] == [1, 1, 1, 2, 2, 2]
+    assert rows_of(runs[1]) == expected_rows(runs[1])
+    assert [line["tokens"] for line in steps(runs[1])] == [128, 256, 448, 640, 832, 1024]
+    whole = mixture(tmp_path / "whole", *settings)
+    train(whole)
+    for got, wanted in zip(steps(runs[1]), steps(whole), strict=True):
+        assert got["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+
+
+LATER = [
+    pytest.param(["dataset.stages={512: {a: 1, b: 1}}"], id="a-later-stage"),
+    pytest.param(["dataset.skip=[[30,40]]"], id="rows-to-skip"),
+    pytest.param(["training.grow=[[384,256]]"], id="a-larger-batch"),
+    pytest.param(
+        ["+dataset@dataset.sources.c=synthetic", "dataset.sources.c.tokens=2000", "dataset.sources.c.vocab=64",
+         "dataset.stages={400: {a: 1, c: 2}}"],
+        id="a-new-source",
+    ),
+]  # fmt: skip
+EARLIER = [
+    pytest.param(["dataset.stages={256: {a: 1, b: 1}}"], "dataset.stages was null", id="an-earlier-stage"),
+    pytest.param(["dataset.skip=[[3,4]]"], "dataset.skip was", id="rows-that-were-read"),
+    pytest.param(["training.grow=[[128,256]]"], "training.grow was", id="a-batch-that-grew"),
+    pytest.param(["dataset.weights={a: 1, b: 1}"], "dataset.weights was", id="other-weights"),
+    pytest.param(["dataset.mask_documents=true"], "dataset.mask_documents was false, now true", id="masks"),
+    pytest.param(["dataset.sources.b.tokens=9001"], "data was", id="other-data"),
+]
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_is_still_to_be_read_may_change(change: list[str], tmp_path: Path) -> None:
+    run = mixture(tmp_path / "run", "training.steps=6")
+    lived(run)
+    save_of(run, 3)
+    life = lived(mixture(tmp_path / "run", "training.steps=6", *change))
+    assert (life.kind, life.step, life.rows) == ("continuation", 3, 24)
+
+
+@pytest.mark.parametrize(("change", "words"), EARLIER)
+def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) -> None:
+    run = mixture(tmp_path / "run", "training.steps=6")
+    lived(run)
+    save_of(run, 3)
+    with pytest.raises(Refusal, match="another experiment") as refusal:
+        lives.begin(mixture(tmp_path / "run", "training.steps=6", *change))
+    assert words in str(refusal.value)
+
+
+def lived(run: Run) -> lives.Life:
+    Path(run.directory).mkdir(parents=True, exist_ok=True)
+    life = lives.begin(run)
+    assert isinstance(life, lives.Life)
+    return life
+
+
+def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
+    parent = tiny(tmp_path / "parent", "training.steps=6")
+    lived(parent)
+    folder = save_of(parent, 3)
+    fork = tiny(tmp_path / "fork", "training.steps=6", f"checkpoint.resume={folder}", "dataset.skip=[[28,35]]")
+    assert lived(fork).kind == "fork"
+    numbers = mix_of(fork).numbers(np.arange(24, 32)).tolist()
+    assert numbers == [24, 25, 26, 27, 36, 37, 38, 39]
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp3"])
+def test_each_source_has_its_own_validation(layout: str, tmp_path: Path) -> None:
+    held = ["dataset.validation=0.2", "metrics.validation_tokens=96"]
+    run = mixture(tmp_path / "run", *held, layout=layout)
+    train(run)
+    result = json.loads((Path(run.directory) / "result.json").read_text())
+    parts = [result["validation_loss/a"], result["validation_loss/b"]]
+    assert result["validation_loss"] == pytest.approx(sum(parts) / 2, rel=1e-6)
+    assert parts[0] != parts[1]
+    assert result["bits_per_byte/a"] == pytest.approx(parts[0] / np.log(2), rel=1e-6), "a token is a byte here"
+    alone = ["dataset.tokens=9000", "dataset.seed=1", *held, "optimizer.lr=0"]
+    untrained = {}
+    for name, one in (("mix", mixture(tmp_path / "m", "optimizer.lr=0", *held)), ("b", tiny(tmp_path / "b", *alone))):
+        train(one)
+        untrained[name] = json.loads((Path(one.directory) / "result.json").read_text())
+    assert untrained["mix"]["validation_loss/b"] == pytest.approx(untrained["b"]["validation_loss"], rel=1e-6)
+
+
+def test_documents_are_trained_as_if_each_were_alone(tmp_path: Path) -> None:
+    """Against the model run on each document's part of each row by itself, without masks and positions."""
+    run = tiny(tmp_path, "dataset.mask_documents=true", "dataset.longest=9", "optimizer=sgd", "training.steps=1")
+    (seen,) = train(run)
+    with torch.device("meta"):
+        model: Any = run.model.build()
+    model.to_empty(device="cpu").load_state_dict({n.removeprefix("model."): t for n, t in seen.first.items()})
+    model.init_buffers("cpu")
+    mix, total, count = mix_of(run), torch.zeros(()), 0
+    split = mix.sources[0].split
+    for row in mix.locate(np.arange(run.training.rows))[1].tolist():
+        tokens = split.row(row, 16).astype(np.int64)
+        for part in np.split(tokens, split.begins(row * 16, 17)):
+            if part.size > 1:
+                ids = torch.from_numpy(part)[None]
+                total = total + model.head(model(ids[:, :-1]), ids[:, 1:])
+                count += part.size - 1
+    (total / count).backward()
+    (line,) = steps(run)
+    assert line["valid_tokens"] == count < 128
+    assert line["loss"] == pytest.approx(float(total) / count, rel=1e-6)
+    for name, parameter in model.named_parameters():
+        gradient = seen.gradients[name]
+        assert (gradient - parameter.grad).abs().max() <= 1e-5 * parameter.grad.abs().max()
+
+
+def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
+    figures = {}
+    for apart in ("true", "false"):
+        run = tiny(tmp_path / apart, f"dataset.mask_documents={apart}", "dataset.longest=9", "training.steps=2")
+        train(run)
+        line = steps(run)[-1]
+        figures[apart] = line["tflops_per_device"] * line["step_seconds"] * 1e12
+    model = tiny(tmp_path / "x").model
+    assert figures["false"] == pytest.approx(128 * model.flops_per_token(16), rel=1e-6)
+    assert 128 * model.flops_per_token(2) < figures["true"] < 128 * model.flops_per_token(9)
+
+
+def test_an_epoch_too_many_is_refused(tmp_path: Path) -> None:
+    run = mixture(tmp_path / "run", "training.steps=60", "dataset.sources.a.epochs=1")
+    with pytest.raises(Refusal, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
+        lives.begin(run)
+    lives.begin(mixture(tmp_path / "run", "training.steps=20", "dataset.sources.a.epochs=1"))
+
+
+def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("some text\n" * 1000)
+    other = ["+dataset@dataset.sources.c=text", f"dataset.sources.c.path={tmp_path}/x.txt"]
+    with pytest.raises(Refusal, match="different tokenizers"):
+        lives.begin(mixture(tmp_path / "run", *other))
+
+
+# --- streams, as commands
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    quiet = ["metrics.sample_tokens=0", "metrics.console_every=1", "checkpoint.every=2"]
+    data = ["dataset=jsonl", f"dataset.path={folder}/x.jsonl", "dataset.window=4000", "model.vocab=4096"]
+    base = [setting for setting in BASE if not setting.startswith(("model.vocab", "training.steps"))]
+    return [sys.executable, "-m", "titan.train", *base, *data, *quiet, "training.steps=12", *overrides]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three megabytes of JSON Lines."""
+    folder = tmp_path_factory.mktemp("text")
+    lines = (json.dumps({"text": f"line {i}: {i * i} is the square of {i}, said the clerk"}) for i in range(40_000))
+    (folder / "x.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def run_of(folder: Path) -> Run:
+    return composed(["cluster=cpu", f"hydra.run.dir={folder}"])
+
+
+def test_a_stream_gives_what_preparing_first_gives_even_when_killed(text: Path, tmp_path: Path) -> None:
+    cache = {**os.environ, "TITAN_CACHE": str(tmp_path / "live")}
+    live = command(text, "dataset.stream=true", f"hydra.run.dir={tmp_path}/live-run")
+    with subprocess.Popen(live, env=cache, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step      5/"):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert any("so far (" in line for line in lines)
+    assert any("waiting for" in line for line in lines)
+    deadline = time.monotonic() + 10
+    while _alive(str(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(str(tmp_path)), "what prepares ends with the training"
+    subprocess.run([*live, "parallelism=fsdp"], env=cache, check=True, stdout=subprocess.DEVNULL)
+    first = command(text, f"hydra.run.dir={tmp_path}/first-run")
+    subprocess.run(first, env={**cache, "TITAN_CACHE": str(tmp_path / "first")}, check=True, stdout=subprocess.DEVNULL)
+    live_run, first_run = (run_of(tmp_path / name) for name in ("live-run", "first-run"))
+    assert rows_of(live_run) == rows_of(first_run)
+    assert len(rows_of(live_run)) == 12
+    for got, wanted in zip(learned(live_run), learned(first_run), strict=True):
+        assert float(got[2]) == pytest.approx(float(wanted[2]), rel=1e-4)
+
+
+def _alive(word: str) -> bool:
+    """Whether a process has `word` on its command line or in its environment."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            except OSError:
+                continue
+            if word.encode() in told:
+                return True
+    return False
+
+
+def test_a_stream_that_can_not_be_prepared_fails_with_the_reason(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "x.jsonl").write_text((text / "x.jsonl").read_text()[:9000] + "\nno JSON\n")
+    done = subprocess.run(
+        command(folder, "dataset.stream=true", f"hydra.run.dir={tmp_path}/run"),
+        env={**os.environ, "TITAN_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "titan: the data that this run waits for can't be prepared" in done.stderr
+    assert "not JSON" in done.stderr
+
+
+def test_ignored_targets_have_one_name() -> None:
+    from titan.model import layers
+
+    assert layers.IGNORED == IGNORED

@@ -1,0 +1,130 @@
+"""Show the rows of a run as text: `python -m titan.data [RUN] [--step N] [SETTING=VALUE ...]`; see `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+
+from titan import compose, console
+from titan.run import Recipe
+from titan.settings import Refusal
+
+if TYPE_CHECKING:
+    from titan.dataset.mix import Mix
+    from titan.dataset.shards import Split
+    from titan.dataset.tokenizer import Tokenizer
+
+EPILOG = """\
+examples:
+  python -m titan.data runs/x --step 120                 what the run in runs/x read in step 120
+  python -m titan.data runs/x --step 118-122 --rows 944  one of their rows, by the number in metrics.jsonl
+  python -m titan.data dataset=stdlib --step 1           what a run would read; takes titan.train's settings
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; returns the exit code."""
+    return compose.exit_code(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+
+
+def _main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m titan.data",
+        description="Show the rows that a run reads, as text.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", nargs="?", help="the directory of a run, whose settings are taken")
+    parser.add_argument("--step", type=_range, default=range(1, 2), metavar="N[-M]", help="steps (default: 1)")
+    parser.add_argument("--rows", type=_range, metavar="N[-M]", help="of these, rows by number (default: all)")
+    parser.add_argument("--characters", type=int, default=200, help="of each document (default: 200; 0: all)")
+    parser.error = _refuse  # type: ignore[method-assign]
+    options, overrides = parser.parse_known_args(arguments)
+    if options.run and "=" in options.run:
+        overrides.insert(0, options.run)
+        options.run = None
+    _show(_recipe(options.run, overrides), options)
+    return 0
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refusal(f"{message}; see --help.")
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("-")
+    if not (first.isdigit() and (last or first).isdigit() and int(last or first) >= int(first)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 3-5")
+    return range(int(first), int(last or first) + 1)
+
+
+def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
+    """What a run chose in its last life, with other settings on top."""
+    from titan.lives import read_lives
+
+    if directory is None:
+        return compose.recipe(overrides)
+    lives = read_lives(Path(directory)) if Path(directory).is_dir() else []
+    if not lives:
+        raise Refusal(f"{directory}: there is no run; give the directory of one, such as runs/NAME.")
+    return compose.recipe([*lives[-1]["overrides"], *overrides])
+
+
+def _show(recipe: Recipe, options: argparse.Namespace) -> None:
+    from titan.dataset.corpora import mixed, opened, ready
+    from titan.dataset.tokenizer import load_tokenizer
+
+    recipe.training.check()
+    recipe.dataset.check()
+    with console.progress_line() as progress:
+        mix = mixed(recipe.dataset, recipe.training, opened(ready(recipe.dataset, progress)))
+    corpus = mix.sources[0].corpus
+    tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)
+    for step in options.step:
+        if step < 1:
+            raise Refusal("--step 0: the first step is 1.")
+        _show_step(recipe, mix, tokenizer, step, options)
+
+
+def _show_step(recipe: Recipe, mix: Mix, tokenizer: Tokenizer | None, step: int, options: argparse.Namespace) -> None:
+    training = recipe.training
+    before = training.rows_before(step)
+    numbers = mix.numbers(np.arange(before, before + training.phase(step).rows))
+    which, rows = mix.locate(numbers)
+    print(f"step {step}: rows {numbers[0]} to {numbers[-1]}")
+    for number, k, row in zip(numbers.tolist(), which.tolist(), rows.tolist(), strict=True):
+        if options.rows is not None and number not in options.rows:
+            continue
+        source = mix.sources[k]
+        name = f"{source.name}: " if len(mix.sources) > 1 else ""
+        print(f"\nrow {number}: {name}row {row:,} of {source.split.rows(training.seq_len):,}")
+        for line in _documents(source.split, row, training.seq_len, tokenizer, options.characters or None):
+            print(line)
+    print()
+
+
+def _documents(split: Split, row: int, seq_len: int, tokenizer: Tokenizer | None, most: int | None) -> Iterator[str]:
+    """Each document's part in a row, as a line; a document that began before the row is told by dots."""
+    tokens = split.read(row * seq_len, seq_len + 1)[:-1]
+    begins = split.begins(row * seq_len, seq_len)
+    whole = row == 0 or split.begins(row * seq_len - 1, 2).size > 0
+    for i, part in enumerate(np.split(tokens, begins)):
+        ids = [int(token) for token in part]
+        text = tokenizer.decode(ids) if tokenizer else " ".join(map(str, ids))
+        dots = "" if whole or i else "..."
+        cut = repr(text[:most]) + (" ..." if most and len(text) > most else "")
+        yield f"  {part.size:>6,} tokens  {dots}{cut}"
+
+
+def cli() -> None:
+    """The console script `titan-data`."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()
