@@ -38,7 +38,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan import help as help_text
 from titan import settings
 from titan.cluster import devices
-from titan.dataset.schema import KINDS
+from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW
 from titan.run import Recipe, Run, resolve
@@ -50,10 +50,11 @@ CONF = next(p for p in (here / "conf", here.parent / "conf") if p.is_dir())
 CONFIG = "train"
 PLUGGABLE: dict[str, dict[str, Any]] = {
     "model": {"llama": Llama, "qwen3": Qwen3},
-    "dataset": dict(KINDS),
+    "dataset": {**KINDS, "base": Dataset},
     "optimizer": {"adamw": AdamW, "sgd": SGD},
 }
-"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`."""
+"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A dataset of a
+class of one's own takes those that all have in common from `/schema/dataset/base`."""
 
 
 ADVICE = {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from titan.dataset.documents import Document, Part, Source, content_digest
 from titan.dataset.schema import Dataset
-from titan.settings import Refusal
+from titan.settings import Refusal, setting
 
 
 @dataclass
@@ -62,3 +62,33 @@ def words(parts: int = 6, documents: int = 40, same: int = 29) -> tuple[tuple[st
 def files(folder: Path) -> dict[str, bytes]:
     """The content of the files of tokens, offsets and masks of a folder."""
     return {f.name: f.read_bytes() for f in folder.iterdir() if f.suffix in (".tokens", ".offsets", ".mask")}
+
+
+@dataclass
+class SlowSource(Source):
+    """Text that comes part after part, each a unit, as from a slow disk."""
+
+    seconds: float
+    name: str = "slow"
+
+    def digest(self, memo: Path | None = None) -> str:
+        return content_digest("slow")
+
+    def parts(self) -> list[Part]:
+        return [Part(f"part {i}", 4 * 2**20, (i,)) for i in range(12)]
+
+    def documents(self, part: Part) -> Iterator[Document]:
+        time.sleep(self.seconds)
+        for i in range(12):
+            number = part.place[0] * 12 + i
+            yield f"line {number}: {number * number} is the square of {number}, said the clerk"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Dataset):
+    """A dataset of `SlowSource`."""
+
+    seconds: float = setting(0.0, "seconds a part takes", science=False)
+
+    def build(self) -> SlowSource:
+        return SlowSource(self.seconds)
