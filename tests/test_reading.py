@@ -217,7 +217,13 @@ def command(folder: Path, *overrides: str) -> list[str]:
     base = "defaults:\n  - /schema/dataset/base@_here_\n  - _self_\n"
     own = "_target_: tests.dataset.made.Slow\nwindow: 400\nworkers: 1\nseconds: 0.0\n"
     (conf / "slow.yaml").write_text(base + own)
-    data = [f"hydra.searchpath=[file://{conf.parent}]", "modules=[tests]", "dataset=slow", "dataset.validation=0", "model.vocab=4096"]
+    data = [
+        f"hydra.searchpath=[file://{conf.parent}]",
+        "modules=[tests]",
+        "dataset=slow",
+        "dataset.validation=0",
+        "model.vocab=4096",
+    ]
     more = ["metrics.console_every=1", "checkpoint.every=2", "training.steps=12", "cluster.timeout=60"]
     shape = [setting for setting in BASE if not setting.startswith(("model.vocab", "training.steps"))]
     return [sys.executable, "-m", "titan.train", *shape, *data, *more, *overrides]

@@ -48,6 +48,8 @@ def _main(arguments: list[str]) -> int:
     if options.run and "=" in options.run:
         overrides.insert(0, options.run)
         options.run = None
+    if options.step.start < 1:
+        raise Refusal("--step 0: the first step is 1.")
     _show(_recipe(options.run, overrides), options)
     return 0
 
@@ -86,8 +88,6 @@ def _show(recipe: Recipe, options: argparse.Namespace) -> None:
     corpus = mix.sources[0].corpus
     tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)
     for step in options.step:
-        if step < 1:
-            raise Refusal("--step 0: the first step is 1.")
         _show_step(recipe, mix, tokenizer, step, options)
 
 

@@ -1,0 +1,80 @@
+"""`python -m titan.data`: rows as text, by step and number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runs import lives
+from titan import data
+from titan.compose import composed
+
+TEXT = "".join(f"word{i} " + ("\n<|e|>" if i % 50 == 49 else "") for i in range(3000))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> list[str]:
+    """A text of documents of fifty words."""
+    (tmp_path / "x.txt").write_text(TEXT)
+    small = ["training.seq_len=64", "training.global_batch=256", "model.vocab=4096", "dataset.validation=0"]
+    return [f"dataset.path={tmp_path}/x.txt", "dataset=text", "dataset.separator='<|e|>'", *small, "cluster=cpu"]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert data.main(arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_rows_are_shown_by_step(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *settings, "--step", "3-4", "--characters", "0")
+    assert [line for line in lines if line.startswith("step")] == ["step 3: rows 8 to 11", "step 4: rows 12 to 15"]
+    rows = [line for line in lines if line.startswith("row")]
+    assert [line.split(":")[0] for line in rows] == [f"row {n}" for n in range(8, 16)]
+    parts = [line for line in lines if " tokens  " in line]
+    for line in parts:
+        text = line.partition(" tokens  ")[2]
+        whole = text.removeprefix("...").strip("'").replace("<|end_of_text|>", "").replace("\\n", "\n")
+        assert whole in TEXT
+    assert any("<|end_of_text|>'" in line for line in parts)
+    counts = [int(line.split()[0]) for line in parts]
+    assert sum(counts) == 8 * 64
+
+
+def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = composed([*settings, "dataset.skip=[[1,2]]", f"hydra.run.dir={tmp_path}/run"])
+    Path(run.directory).mkdir()
+    lives.begin(run)
+    lines = shown(capsys, run.directory, "--step", "1", "--rows", "4")
+    assert lines[0] == "step 1: rows 0 to 5"
+    assert next(line for line in lines if line.startswith("row")).startswith("row 4: row ")
+    assert len([line for line in lines if line.startswith("row")]) == 1
+    expected = shown(capsys, *settings, "dataset.skip=[[1,2]]", "--rows", "4-4")
+    assert lines == expected
+
+
+def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    two = ["+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic"]
+    small = ["dataset.sources.a.tokens=3000", "dataset.sources.b.tokens=9000", "dataset.weights={a: 1, b: 1}"]
+    lines = shown(capsys, "dataset=mixture", *two, *small, "model.vocab=256", "training.seq_len=64")
+    assert any(": a: row " in line for line in lines)
+    assert any(": b: row " in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["nope"], "nope: there is no run", id="no-run"),
+        pytest.param(["--step", "0"], "the first step is 1", id="step-zero"),
+        pytest.param(["--step", "5-3"], "no number and no range", id="range"),
+        pytest.param(["--rows"], "expected one argument", id="no-value"),
+        pytest.param(["training.step=3"], "did you mean 'training.steps'", id="setting"),
+        pytest.param(["training.seq_len=100"], "must be a multiple", id="batch"),
+    ],
+)
+def test_refusals(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert data.main(arguments) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.startswith("titan: ")
+    assert err.count("\n") == 1
