@@ -140,7 +140,7 @@ def _base(suite: str) -> list[str]:
         shape = ["model.dim=64", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.ffn=128"]
         return [*shape, "dataset=synthetic", "training.seq_len=64", "training.global_batch=256"]
     long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
-    return [] if suite in ("cpu", "modes") else [*long, "cluster.device=cuda"]
+    return [] if suite in ("cpu", "modes", "data") else [*long, "cluster.device=cuda"]
 
 
 def _cpu_cases() -> list[Case]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.documents import Document, Skip, Turn
+from titan.dataset.documents import Document, Part, Skip, Source, Turn
 from titan.dataset.tokenizer import Tokenizer
 from titan.settings import Refusal
 
@@ -45,6 +45,19 @@ def content(document: str | tuple[Turn, ...] | NDArray[Any]) -> Content:
         marked = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
         return Content(_hash(marked), sum(map(len, texts)))
     return Content(_hash(document.astype("<u4").tobytes()), document.size)
+
+
+def read(source: Source, part: Part) -> Iterator[Document]:
+    """The documents of a part.
+
+    Raises:
+        Refusal: when they can't be read, in the source's words or in these.
+    """
+    try:
+        yield from source.documents(part)
+    except OSError as error:
+        what = error.strerror or error
+        raise Refusal(f"{part.name}: can't be read ({what}); mend that, or name other data.") from error
 
 
 def groups(documents: Iterable[Document], size: int = GROUP_BYTES) -> Iterator[list[tuple[Content, Document] | Skip]]:

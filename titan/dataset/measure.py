@@ -156,9 +156,10 @@ def _checksums(folder: Path) -> dict[str, list[Any]]:
 def _memory(place: Path, megabytes: int) -> dict[str, float]:
     """The largest resident size of a process that prepares by itself."""
     write_text(place / f"memory-{megabytes}", megabytes)
-    code = "import resource\nfrom titan.dataset.prepare import prepare\nfrom titan.dataset.schema import Jsonl\n"
+    code = "from titan.dataset.prepare import prepare\nfrom titan.dataset.schema import Jsonl\n"
     code += f"prepare(Jsonl(path={str(place / f'memory-{megabytes}')!r}, cache={str(place / 'memory')!r}, workers=1))\n"
-    code += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    # Not getrusage's, which begins with that of the process that started this one.
+    code += "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=_environment())
     if done.returncode:

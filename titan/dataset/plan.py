@@ -100,7 +100,10 @@ class Input:
 
     def changed(self) -> bool:
         """Whether the source's content is another one by now."""
-        return self.source.digest(memo(self.dataset)) != self.content
+        try:
+            return self.source.digest(memo(self.dataset)) != self.content
+        except OSError:  # a file is gone
+            return True
 
 
 def cache_folder(dataset: Dataset) -> Path:
@@ -198,7 +201,7 @@ def hash_limit(source: Source, parts: Sequence[Part], share: float) -> int:
 
 def _contents(source: Source, parts: Sequence[Part]) -> Iterator[encode.Content]:
     for part in parts:
-        for document in source.documents(part):
+        for document in encode.read(source, part):
             if not isinstance(document, Skip):
                 yield encode.content(document)
 

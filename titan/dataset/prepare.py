@@ -30,7 +30,7 @@ from titan.dataset.shards import SPLITS, open_corpus
 from titan.dataset.unit import Job, Receipt, claim_file, damage, finished, hashes_file, read_receipt
 from titan.dataset.workers import cache_errors, run
 from titan.dataset.writer import read_json, write_json
-from titan.settings import Failure, Refusal
+from titan.settings import Refusal
 
 __all__ = ["Progress", "Survey", "cache_folder", "plan", "prepare", "survey"]
 
@@ -64,8 +64,8 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
         Failure: when a process that prepares died.
         KeyboardInterrupt: on SIGTERM too, which would else leave processes behind.
     """
+    known = examine(dataset)
     with cache_errors(cache_folder(dataset)), _interruptible():
-        known = examine(dataset)
         task = _Task(known, _planned(known), progress)
         task.heal(verify)
         if not task.complete():
@@ -80,8 +80,8 @@ def plan(dataset: Dataset) -> Path:
     Raises:
         Refusal: for input that can't be used, or a cache that can't be written.
     """
+    known = examine(dataset)
     with cache_errors(cache_folder(dataset)):
-        known = examine(dataset)
         _planned(known)
     return known.folder
 
@@ -139,6 +139,8 @@ class _Task:
             if wrong:
                 self.meter.say(f"{wrong}; unit {unit} of {len(self.plan.units)} is made again")
                 self._remove(unit)
+            elif complete:
+                self.done.add(unit)
 
     def carry_out(self) -> None:
         """Make what is left, then the manifest; leave a word for others when that is refused."""
@@ -150,10 +152,10 @@ class _Task:
             if not (self.folder / "manifest.json").is_file():
                 self._check_unchanged()
                 self._complete()
-        except (Refusal, Failure, OSError) as error:
+        except Exception as error:
             with contextlib.suppress(OSError):
                 if self.folder.is_dir():
-                    write_json(failed, {"error": str(error)})
+                    write_json(failed, {"error": str(error).partition("\n")[0]})
             raise
         shutil.rmtree(self.folder / ".hashes", ignore_errors=True)
 
@@ -197,6 +199,8 @@ class _Task:
         """Write the manifest, unless another job is first to."""
         try:
             files = [hashes_file(self.folder, unit) for unit in range(len(self.plan.units))]
+            if sum(file.stat().st_size for file in files) > report.RANGE_BYTES:
+                self.meter.say("counting copies")
             receipts = [receipt for unit in range(len(files)) if (receipt := finished(self.folder, unit))]
             duplicates = sum(receipt["documents"] for receipt in receipts) - report.distinct(files)
         except FileNotFoundError:

@@ -18,7 +18,7 @@ import numpy as np
 
 from titan.dataset import owners
 from titan.dataset.documents import Document, Part, Skip, Source
-from titan.dataset.encode import Content, Encoder, groups
+from titan.dataset.encode import Content, Encoder, groups, read
 from titan.dataset.plan import Plan
 from titan.dataset.shards import SPLITS
 from titan.dataset.tokenizer import load_tokenizer
@@ -185,11 +185,7 @@ class _Writer:
 
     def _read(self) -> Iterator[Document]:
         for part in self.job.unit_parts(self.unit):
-            try:
-                yield from self.job.source.documents(part)
-            except OSError as error:
-                what = error.strerror or error
-                raise Refusal(f"{part.name}: can't be read ({what}); mend that, or name other data.") from error
+            yield from read(self.job.source, part)
             self.place, self.before = self.place + part.bytes, self.bytes
 
     def _add(self, group: list[tuple[Content, Document] | Skip]) -> None:
