@@ -133,7 +133,7 @@ class Hub(Reader):
         datasets = needs("datasets", "dataset=hub")
         try:
             data = self._disk(datasets) if self._saved else self._stream(datasets)
-            known = data.column_names or list(next(iter(data), {}))
+            known = self._known(data)
         except Refusal:
             raise
         except Exception as error:
@@ -144,6 +144,15 @@ class Hub(Reader):
             if column not in known:
                 raise Refusal(no_column(f"dataset.name={self.name}", column, known))
         return data.select_columns(list(self.columns))
+
+    def _known(self, data: Any) -> list[str]:
+        """The columns' names, of the first row if need be."""
+        try:
+            return data.column_names or list(next(iter(data), {}))
+        except Exception as error:
+            if _is_broken(error):  # which reading tells, or skips
+                return list(self.columns)
+            raise
 
     def _disk(self, datasets: Any) -> Any:
         data = datasets.load_from_disk(str(self.folder))
@@ -163,7 +172,9 @@ class Hub(Reader):
     def _refusal(self, error: Exception) -> Refusal:
         """What the library says of a dataset that can't be opened."""
         text = plainly(error)
-        known = re.search(r"Available(?: splits)?: ?\[?([^\]]*)", text)
+        if isinstance(error, (StopIteration, IndexError)):  # the library's ways of saying that there are no rows
+            return Refusal(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
+        known = re.search(r"[Aa]vailable(?: splits| configs)?: ?\[?([^\]]*)", text)
         choices = known[1].replace("'", "") if known else ""
         if "split" in text.lower() and ("Bad split" in text or "Unknown split" in text):
             return Refusal(self._no_split(choices or text))
@@ -186,7 +197,7 @@ def refusal(error: Exception, setting: str, revision: str) -> Refusal:
     """
     kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
     name = setting.partition("=")[2].partition("@")[0]
-    if "GatedRepoError" in kinds or "gated" in str(error):
+    if "GatedRepoError" in kinds or "is a gated" in str(error):
         return Refusal(f"{setting}: {name} is gated; ask for access on its page of the hub, then {LOG_IN}.")
     if "RevisionNotFoundError" in kinds:
         return Refusal(f"{revision}: {name} has no such revision; name a branch, a tag or a commit of it.")
@@ -248,10 +259,11 @@ def fetch(name: str) -> Path:
 def _fetch_config(hub: Any, repository: str, commit: str) -> None:
     """Fetch tokenizer_config.json of the same commit, if there is one."""
     name = "tokenizer_config.json"
+    if hub.try_to_load_from_cache(repository, name, revision=commit) is not None:
+        return  # it is there, or known to be absent
     try:
         hub.hf_hub_download(repository, name, revision=commit)
-    except hub.errors.LocalEntryNotFoundError:  # the hub can't be reached: unless known to be absent, it may be there
-        if hub.try_to_load_from_cache(repository, name, revision=commit) is None:
-            raise
+    except hub.errors.LocalEntryNotFoundError:  # the hub can't be reached: it may be there
+        raise
     except hub.errors.EntryNotFoundError:
-        pass
+        return
