@@ -22,7 +22,8 @@ from titan.settings import Refusal
 
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
-NEEDED = {"budget": ["compile=block"], "text": ["dataset.path=x"], "jsonl": ["dataset.path=x"]}
+NEEDED = {"budget": ["compile=block"], "hub": ["dataset.name=x"]}
+NEEDED |= {kind: ["dataset.path=x"] for kind in ("text", "jsonl", "parquet", "chat")}
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan.dataset.documents import Turn
 from titan.dataset.tokenizer import (
     END,
     LLAMA3_RANKS,
@@ -198,6 +200,12 @@ def test_tokenizer_config_names_the_ends(tmp_path: Path, config: dict[str, objec
     assert (tokenizer.bos, tokenizer.eos) == (bos, eos)
 
 
+@pytest.mark.parametrize("key", ["eos_token", "bos_token"])
+def test_a_tokenizer_config_of_another_vocabulary_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(Refusal, match=f"tokenizer_config.json names the {key} '<none>', which the vocabulary lacks"):
+        byte_level_json(tmp_path, {key: "<none>"})
+
+
 def test_a_broken_tokenizer_config_is_refused(tmp_path: Path) -> None:
     byte_level_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -235,3 +243,95 @@ def test_long_spaces_are_found_wherever_they_are(before: int, count: int) -> Non
     assert "".join(pieces) == text
     assert len(pieces) == -(-count // 16_384)
     assert load_tokenizer("titan4k").encode_arrays([text])[0].tolist() == load_tokenizer("titan4k").encode(text)
+
+
+def ranks(folder: Path) -> Tokenizer:
+    write_ranks(folder / "x.tiktoken", [*BYTES, b"ab"])
+    return load_tokenizer(str(folder / "x.tiktoken"))
+
+
+def llama3(folder: Path) -> Tokenizer:
+    write_ranks(folder / "x.model", [*BYTES, *(b"%06d" % i for i in range(LLAMA3_RANKS - 256))])
+    return load_tokenizer(str(folder / "x.model"))
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        pytest.param(lambda folder: titan4k(), "titan4k", id="built-in"),
+        pytest.param(ranks, "tokenizer.tiktoken", id="ranks"),
+        pytest.param(llama3, "tokenizer.model", id="llama3"),
+        pytest.param(byte_level_json, "tokenizer.json", id="json"),
+        pytest.param(
+            lambda f: byte_level_json(f, {"eos_token": "<s>", "bos_token": None}), "tokenizer.json", id="config"
+        ),
+    ],
+)
+def test_what_is_saved_is_the_same(tmp_path: Path, make: Callable[[Path], Tokenizer], name: str) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    tokenizer = make(tmp_path)
+    assert tokenizer.save(folder) == name
+    again = load_tokenizer(name if name == "titan4k" else str(folder / name))
+    assert (again.fingerprint, again.eos, again.bos) == (tokenizer.fingerprint, tokenizer.eos, tokenizer.bos)
+    assert again.encode_document("abc <s>") == tokenizer.encode_document("abc <s>")
+    assert bool(list(folder.iterdir())) == (name != "titan4k")
+
+
+def test_notes(tmp_path: Path) -> None:
+    assert titan4k().notes() == ["titan4k: 4,096 ids; documents end with <|end_of_text|>, begin without a token"]
+    tokenizer = byte_level_json(tmp_path)
+    assert tokenizer.notes() == [f"{tokenizer.name}: 259 ids; documents end with </s>, begin with <s>"]
+    endless = byte_level_json(tmp_path, {"eos_token": None}).notes()
+    assert endless[1:] == [
+        f"warning: {tokenizer.name} has no token that ends a document: documents run into each other"
+    ]
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["vocab"]["zz"] = 270
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").unlink()
+    gaps = load_tokenizer(tokenizer.name).notes()
+    assert gaps[0].startswith(f"{tokenizer.name}: 271 ids")
+    assert gaps[1] == f"warning: {tokenizer.name}: 11 ids stand for nothing, the first 257"
+
+
+MARKUP = Turn("<s>", trained=False, special=True)
+
+
+@pytest.mark.parametrize(
+    ("turns", "ids", "trained"),
+    [
+        pytest.param((), [257, 258], "01", id="nothing"),
+        pytest.param((Turn("ab", False), Turn("ab")), [257, 256, 256, 258], "0011", id="framed"),
+        pytest.param((MARKUP, Turn("ab")), [257, 256, 258], "011", id="bos-of-the-template"),
+        pytest.param((Turn("c", False), Turn("</s>", True, True)), [257, 99, 258], "001", id="eos-of-the-template"),
+        pytest.param(
+            (Turn("c"), MARKUP, Turn("</s>c", False, True)), [257, 99, 257, 258, 99, 258], "010001", id="inside"
+        ),
+    ],
+)
+@pytest.mark.parametrize("threads", [None, 1])
+def test_turns(tmp_path: Path, turns: tuple[Turn, ...], ids: list[int], trained: str, threads: int | None) -> None:
+    tokenizer = byte_level_json(tmp_path)
+    tokenizer.threads = threads
+    assert tokenizer.encode_turns(turns) == (ids, [mark == "1" for mark in trained])
+
+
+@pytest.mark.parametrize("make", [llama3, byte_level_json], ids=["ranks", "json"])
+def test_content_gives_no_special_tokens(tmp_path: Path, make: Callable[[Path], Tokenizer]) -> None:
+    tokenizer = make(tmp_path)
+    name = tokenizer.decode([tokenizer.bos or 0])
+    assert tokenizer.has(name) and not tokenizer.has("ab") and not tokenizer.has("<none>")
+    ids, trained = tokenizer.encode_turns((Turn(f"x{name}", False), Turn(f"{name}y", special=True)))
+    frame = [tokenizer.bos, *tokenizer.encode(f"x{name}"), tokenizer.bos, *tokenizer.encode("y"), tokenizer.eos]
+    assert ids == frame and tokenizer.bos not in tokenizer.encode(f"x{name}")
+    assert trained == [False] * (len(ids) - 3) + [True] * 3
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_any_number_of_threads_gives_the_same(tmp_path: Path, threads: int | None) -> None:
+    for tokenizer in (load_tokenizer("titan4k"), byte_level_json(tmp_path)):
+        tokenizer.threads = threads
+        texts = [f"ab {i} abc" for i in range(20)]
+        assert tokenizer.encode_batch(texts) == [titan4k().encode(t) if tokenizer.name == "titan4k" else
+                                                 tokenizer.encode(t) for t in texts]  # fmt: skip

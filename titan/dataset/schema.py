@@ -13,6 +13,7 @@ from titan.settings import MISSING, Refusal, setting, show
 
 if TYPE_CHECKING:
     from titan.dataset.documents import Source
+    from titan.dataset.rows import Reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class Dataset:
 
     tokenizer: str = setting(
         "titan4k",
-        "titan4k (built in), or a file: tiktoken ranks (*.tiktoken, Llama 3's tokenizer.model) or a tokenizer.json",
+        "titan4k (built in), a file (*.tiktoken, Llama 3's tokenizer.model, tokenizer.json), or OWNER/NAME on the hub",
         science=False,  # the data's digest covers its content, wherever the file lies
     )
     mask_documents: bool = setting(False, "keep attention, positions and targets inside a document")
@@ -90,30 +91,105 @@ class Stdlib(Dataset):
 class Text(Dataset):
     """Plain text files (UTF-8)."""
 
-    path: str = setting(MISSING, "a file, a folder or a glob of text files", science=False)
+    path: str = setting(MISSING, "a file, a folder, a glob or a URL of text files (also .gz, .zst)", science=False)
     separator: str | None = setting(
-        None, "text that ends a document inside a file, such as '<|endoftext|>'; null: each file is one document"
+        None, "text that ends a document inside a file, such as '<|endoftext|>'; null: files are cut into passages"
     )
 
     def build(self) -> Source:
         """The documents of the files at `path`."""
         from titan.dataset.sources import text
 
-        return text(self.path, self.separator)
+        return text(self.path, self.separator, self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Jsonl(Dataset):
     """JSON Lines files (UTF-8): one object a line, one document an object."""
 
-    path: str = setting(MISSING, "a file, a folder or a glob of .jsonl files", science=False)
+    path: str = setting(MISSING, "a file, a folder, a glob or a URL of .jsonl files (also .gz, .zst)", science=False)
     field: str = setting("text", "the key that holds the document's text")
 
     def build(self) -> Source:
         """The documents of the files at `path`."""
         from titan.dataset.sources import jsonl
 
-        return jsonl(self.path, self.field)
+        return jsonl(self.path, self.field, self.on_error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parquet(Dataset):
+    """Parquet files: one document a row."""
+
+    path: str = setting(MISSING, "a file, a folder, a glob or a URL of .parquet files", science=False)
+    field: str = setting("text", "the column that holds the document's text")
+
+    def build(self) -> Source:
+        """The documents of the files at `path`."""
+        from titan.dataset.sources import parquet
+
+        return parquet(self.path, self.field, self.on_error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hub(Dataset):
+    """A dataset of Hugging Face's hub, or a folder in the same formats: one document a row."""
+
+    # The data's digest covers the commit, or the folder's content.
+    name: str = setting(
+        MISSING, "OWNER/NAME on the hub, a folder of data files, or what save_to_disk wrote", science=False
+    )
+    subset: str | None = setting(None, "which configuration of the dataset; null: the only one")
+    split: str = setting("train", "which split")
+    revision: str | None = setting(
+        None, "branch, tag or commit on the hub, null: main; a commit needs no network once prepared", science=False
+    )
+    field: str = setting("text", "the column that holds the document's text")
+
+    def build(self) -> Source:
+        """The documents of the split."""
+        from titan.dataset.hub import hub
+
+        return hub(self.name, self.subset, self.split, self.revision, self.field, self.on_error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Dataset):
+    """Conversations for supervised fine-tuning: only what the assistant says counts in the loss."""
+
+    path: str | None = setting(
+        None, "a file, a folder, a glob or a URL of .jsonl (also .gz, .zst) or .parquet files", science=False
+    )
+    name: str | None = setting(None, "in place of path: OWNER/NAME on the hub, or a folder, as of hub", science=False)
+    subset: str | None = setting(None, "which configuration of the named dataset; null: the only one")
+    split: str = setting("train", "which split of the named dataset")
+    revision: str | None = setting(None, "branch, tag or commit on the hub; null: main", science=False)
+    messages: str = setting("messages", "the key of the list of messages, each {role, content} or {from, value}")
+    prompt: str | None = setting(None, "in place of messages: the key of what the user says; needs dataset.completion")
+    completion: str | None = setting(None, "in place of messages: the key of the answer; needs dataset.prompt")
+    template: Literal["auto", "llama3", "chatml", "plain"] = setting(
+        "auto", "how conversations are laid out; auto: llama3 or chatml where the tokenizer has its tokens, else plain"
+    )
+
+    def build(self) -> Source:
+        """The conversations, laid out for the tokenizer."""
+        from titan.dataset import chat, hub
+        from titan.dataset.tokenizer import load_tokenizer
+
+        self._check()
+        template = chat.template(self.template, load_tokenizer(self.tokenizer))
+        pick = chat.Conversation(template, self.messages, self.prompt, self.completion)
+        if self.name is not None:
+            reader: Reader = hub.Hub(self.name, self.subset, self.split, self.revision, pick.columns)
+        else:
+            reader = chat.of_files(str(self.path), pick.columns)
+        return chat.chat(reader, pick, self.on_error)
+
+    def _check(self) -> None:
+        if (self.path is None) == (self.name is None):
+            raise Refusal("dataset=chat: give either dataset.path=FILES or dataset.name=DATASET.")
+        if (self.prompt is None) != (self.completion is None):
+            raise Refusal("dataset=chat: give both of dataset.prompt=KEY and dataset.completion=KEY, or neither.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +267,9 @@ KINDS: dict[str, Callable[..., Dataset]] = {
     "stdlib": Stdlib,
     "text": Text,
     "jsonl": Jsonl,
+    "parquet": Parquet,
+    "hub": Hub,
+    "chat": Chat,
     "synthetic": Synthetic,
     "prepared": Prepared,
     "mixture": Mixture,

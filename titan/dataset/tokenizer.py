@@ -1,14 +1,14 @@
-"""Tokenizers: text to ids and back, from tiktoken rank files or Hugging Face's tokenizer.json.
+"""Tokenizers: text to ids and back, from tiktoken rank files or Hugging Face's tokenizer.json, of a file or the hub.
 
 Rank files hold a byte-level BPE vocabulary, `base64 rank` a line, and are all used with Llama 3's split pattern. Text
-that happens to spell a special token is ordinary text: only `encode_document` adds special tokens.
+that happens to spell a special token is ordinary text: only `encode_document` and the markup of `encode_turns` give
+special tokens.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,8 @@ from titan.settings import Refusal, nearest
 
 if TYPE_CHECKING:
     import tiktoken
-    import tokenizers
+
+    from titan.dataset.documents import Turn
 
 BUILT_IN = "titan4k"
 
@@ -41,12 +42,12 @@ PATTERN = (
 
 END = "<|end_of_text|>"
 LLAMA3_RANKS = 128_000
+_SUFFIXES = (".json", ".tiktoken", ".model")
+_ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _LLAMA3_SPECIAL = 256
 _SPACES = 16_384
 _LOOK = 64
 _LONG_SPACE = re.compile(rf"(?<!\s)\s{{{_SPACES + 1},}}")
-_ENDS = (END, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]", "[SEP]")
-_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]", "[CLS]")
 
 
 class Tokenizer(ABC):
@@ -56,18 +57,36 @@ class Tokenizer(ABC):
         vocab_size: one more than the largest id, special tokens included.
         eos, bos: the ids that end and begin a document, or None.
         fingerprint: hexadecimal digest of all that decides which ids a text gets.
-        threads: how many threads `encode_batch` uses; None: as many as there are cores.
+        name: what messages call it.
+        threads: how many threads `encode_batch` uses; None: as many as there are cores. A tokenizer.json knows one or
+            several only.
     """
 
+    name: str = "tokenizer"
+    threads: int | None = None
     vocab_size: int
     eos: int | None
     bos: int | None
     fingerprint: str
-    threads: int | None = None
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens; uses several threads."""
+        """The ids of each text, without special tokens; uses several threads, or as many as `threads` says."""
+
+    @abstractmethod
+    def encode_markup(self, text: str) -> list[int]:
+        """The ids of `text`, in which what spells special tokens becomes them."""
+
+    @abstractmethod
+    def has(self, token: str) -> bool:
+        """Whether there is a special token of this name."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> str:
+        """Write what it consists of into `folder`, and return the name there by which `load_tokenizer` reads it.
+
+        The name of a built-in tokenizer is its own, and nothing is written.
+        """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -98,11 +117,37 @@ class Tokenizer(ABC):
         return [*([] if self.bos is None else [self.bos]), *ids, *([] if self.eos is None else [self.eos])]
 
     def encode_turns(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
-        """The ids of a document of turns, framed, and whether each counts in the loss; the last id always does."""
-        encoded = self.encode_batch([turn.text for turn in turns])
-        ids = self.framed([i for part in encoded for i in part])
-        counts = [turn.trained for turn, part in zip(turns, encoded, strict=True) for _ in part]
-        return ids, [*([] if self.bos is None else [False]), *counts, *([] if self.eos is None else [True])]
+        """The ids of a document made of turns, and of each whether it counts in the loss.
+
+        The document is framed as `framed` does it, except by tokens that the turns bring; the eos added counts.
+        """
+        ids, trained = list[int](), list[bool]()
+        plain = iter(self.encode_batch([turn.text for turn in turns if not turn.special]))
+        for turn in turns:
+            new = self.encode_markup(turn.text) if turn.special else next(plain)
+            ids += new
+            trained += [turn.trained] * len(new)
+        if self.bos is not None and ids[:1] != [self.bos]:
+            ids, trained = [self.bos, *ids], [False, *trained]
+        if self.eos is not None and ids[-1:] != [self.eos]:
+            ids, trained = [*ids, self.eos], [*trained, True]
+        return ids, trained
+
+    def notes(self) -> list[str]:
+        """Lines for the report: how documents end and begin, and a warning of what is unusual."""
+        begin = "without a token" if self.bos is None else f"with {self.decode([self.bos])}"
+        end = "without a token" if self.eos is None else f"with {self.decode([self.eos])}"
+        lines = [f"{self.name}: {self.vocab_size:,} ids; documents end {end}, begin {begin}"]
+        if self.eos is None:
+            lines.append(f"warning: {self.name} has no token that ends a document: documents run into each other")
+        gaps = self._gaps()
+        if gaps:
+            lines.append(f"warning: {self.name}: {len(gaps):,} ids stand for nothing, the first {gaps[0]}")
+        return lines
+
+    def _gaps(self) -> list[int]:
+        """The ids below `vocab_size` that stand for nothing."""
+        return []
 
     def _check(self, ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in ids]
@@ -125,7 +170,7 @@ class RankTokenizer(Tokenizer):
         self._encoding = self._build()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens; uses several threads."""
+        """The ids of each text, without special tokens."""
         pieces = [cut_spaces(text) for text in texts]
         flat = [piece for parts in pieces for piece in parts]
         threads = self.threads or min(8, os.cpu_count() or 1)
@@ -147,6 +192,22 @@ class RankTokenizer(Tokenizer):
         encode = partial(self._encoding.encode_to_numpy, disallowed_special=())
         pieces = cut_spaces(text)
         return encode(text) if len(pieces) == 1 else np.concatenate([encode(piece) for piece in pieces])
+
+    def encode_markup(self, text: str) -> list[int]:
+        """The ids of `text`, in which what spells special tokens becomes them."""
+        return self._encoding.encode(text, allowed_special="all")
+
+    def has(self, token: str) -> bool:
+        """Whether there is a special token of this name."""
+        return token in self._special
+
+    def save(self, folder: Path) -> str:
+        """Write the rank file, unless it is the built-in one."""
+        if self.name == BUILT_IN:
+            return BUILT_IN
+        name = "tokenizer.model" if len(self._ranks) == LLAMA3_RANKS else "tokenizer.tiktoken"
+        write_ranks(folder / name, sorted(self._ranks, key=lambda token: self._ranks[token]))
+        return name
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text that `ids` stand for, with U+FFFD where they are no UTF-8."""
@@ -172,68 +233,34 @@ class RankTokenizer(Tokenizer):
         return digest.hexdigest()
 
 
-class JsonTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face's `tokenizers`; `tokenizer_config.json` beside it names its eos and bos.
-
-    Where there is none, they are told by their usual names. A bos that is also the eos counts as none. The bytes of a
-    token are exact for byte-level and byte-fallback vocabularies, as far as the tokenizer doesn't normalise text.
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-        """Take the vocabulary of `backend` and the special tokens that `config` names."""
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
-        self._backend = backend
-        self._vocab = backend.get_vocab(with_added_tokens=True)
-        added = backend.get_added_tokens_decoder()
-        self._special = {i for i, token in added.items() if token.special}
-        self.vocab_size = max(self._vocab.values()) + 1
-        self.eos = self._named(config, "eos_token", _ENDS)
-        bos = self._named(config, "bos_token", _BEGINNINGS)
-        self.bos = None if bos == self.eos else bos
-        content = json.dumps([json.loads(backend.to_str()), self.eos, self.bos], sort_keys=True)
-        self.fingerprint = blake2b(content.encode(), digest_size=32).hexdigest()
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens; uses several threads."""
-        return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text that `ids` stand for, special tokens by their names, with U+FFFD where they are no UTF-8."""
-        return self._backend.decode(self._check(ids), skip_special_tokens=False)
-
-    def token_bytes(self) -> NDArray[np.uint16]:
-        """How many bytes of UTF-8 each id stands for, 0 for special tokens: [vocab_size]."""
-        content = json.loads(self._backend.to_str())
-        byte_level = '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["decoder"]])
-        out = np.zeros(self.vocab_size, dtype=np.uint16)
-        for token, i in self._vocab.items():
-            if i not in self._special:
-                out[i] = len(token) if byte_level else _plain_bytes(token)
-        return out
-
-    def _named(self, config: dict[str, Any], key: str, usual: Sequence[str]) -> int | None:
-        names: Sequence[Any] = usual
-        if key in config:
-            entry = config[key]
-            names = [entry.get("content") if isinstance(entry, dict) else entry]
-        return next((self._vocab[name] for name in names if name in self._vocab), None)
-
-
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `name` names: titan4k (built in), or a file *.tiktoken, tokenizer.model or tokenizer.json.
+    """The tokenizer that `name` names.
+
+    Args:
+        name: titan4k (built in); a file *.tiktoken, tokenizer.model or tokenizer.json; or OWNER/NAME on Hugging Face's
+            hub, perhaps with @REVISION, whose tokenizer.json is fetched once.
 
     Raises:
-        Refusal: when there is no such file, or it is none of these.
+        Refusal: when there is no such file or repository, it can't be fetched, or it is none of these.
     """
+    tokenizer = _load(name)
+    tokenizer.name = name
+    return tokenizer
+
+
+def _load(name: str) -> Tokenizer:
     if name == BUILT_IN:
         return _load_ranks(Path(__file__).with_name("titan4k.tiktoken"))
+    from titan.dataset.hub import fetch
+    from titan.dataset.json_tokenizer import load_json
+
     path = Path(name).expanduser()
+    if not path.exists() and _ON_HUB.fullmatch(name) and path.suffix not in _SUFFIXES:
+        return load_json(fetch(name), name)
     if not path.is_file():
         raise Refusal(_missing(name, path))
     if path.suffix == ".json":
-        return _load_json(path)
+        return load_json(path, name)
     if path.suffix in (".tiktoken", ".model"):
         return _load_ranks(path)
     raise Refusal(f"dataset.tokenizer={name}: unknown kind of file; give {BUILT_IN}, *.tiktoken, *.model or *.json.")
@@ -262,7 +289,7 @@ def _missing(name: str, path: Path) -> str:
 
 
 def _load_ranks(path: Path) -> RankTokenizer:
-    data = _read(path)
+    data = read(path)
     if path.suffix == ".model" and (b"<unk>" in data[:4096] or b"\0" in data[:4096]):
         raise Refusal(
             f"dataset.tokenizer={path}: a SentencePiece model (Llama 2's kind), which titan doesn't read; "
@@ -292,7 +319,12 @@ def _malformed(path: Path, reason: str) -> Refusal:
     return Refusal(f"dataset.tokenizer={path}: no tiktoken rank file ({reason}); give a complete one.")
 
 
-def _read(path: Path) -> bytes:
+def read(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+        Refusal: when it can't be read.
+    """
     try:
         return path.read_bytes()
     except OSError as error:
@@ -305,33 +337,3 @@ def llama3_special() -> list[str]:
     turns = ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
     rest = _LLAMA3_SPECIAL - len(first) - len(turns)
     return [*first, *turns, *(f"<|reserved_special_token_{i}|>" for i in range(5, 5 + rest))]
-
-
-def _load_json(path: Path) -> JsonTokenizer:
-    import tokenizers
-
-    text = _read(path).decode("utf-8", "replace")
-    try:
-        backend = tokenizers.Tokenizer.from_str(text)
-        if not backend.get_vocab_size():
-            raise ValueError("its vocabulary is empty")
-    except Exception as error:  # the library raises bare Exception
-        raise Refusal(f"dataset.tokenizer={path}: no tokenizer.json ({error}); give a complete one.") from error
-    return JsonTokenizer(backend, _load_config(path.with_name("tokenizer_config.json")))
-
-
-def _load_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(_read(path))
-    except ValueError as error:
-        raise Refusal(f"{path}: not JSON ({error}); mend it, or remove it from beside tokenizer.json.") from error
-    return config if isinstance(config, dict) else {}
-
-
-def _plain_bytes(token: str) -> int:
-    """The bytes of a token of a vocabulary that isn't byte-level: SentencePiece's and WordPiece's ways of writing."""
-    if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
-        return 1
-    return len(token.removeprefix("##").replace("▁", " ").encode())

@@ -1,0 +1,142 @@
+"""Kinds of sources on the command line, a user's own among them, from settings to tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.compose import composed
+from titan.dataset.prepare import prepare
+from titan.dataset.schema import KINDS
+from titan.dataset.shards import open_corpus
+from titan.dataset.tokenizer import load_tokenizer
+from titan.identity import settings_of
+from titan.settings import Refusal
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+POEMS = """
+from dataclasses import dataclass
+
+from titan.dataset.documents import Part, Source, content_digest
+from titan.dataset.schema import Dataset
+from titan.settings import setting
+
+
+class Source_(Source):
+    name = "poems"
+
+    def __init__(self, count):
+        self.count = count
+
+    def digest(self, memo=None):
+        return content_digest("poems", 1, self.count)
+
+    def parts(self):
+        return [Part(f"volume {i}", place=(i,)) for i in range(self.count)]
+
+    def documents(self, part):
+        yield f"Volume {part.place[0]}: roses are red."
+        yield f"Volume {part.place[0]}: violets are blue."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poems(Dataset):
+    count: int = setting(3, "how many volumes", at_least=1)
+
+    def build(self):
+        return Source_(self.count)
+"""
+
+
+@pytest.fixture
+def poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module with a source, and a folder with its YAML file."""
+    (tmp_path / "poems_of_mine.py").write_text(POEMS)
+    (tmp_path / "conf" / "dataset").mkdir(parents=True)
+    (tmp_path / "conf" / "dataset" / "poems.yaml").write_text(
+        "# Poems of mine.\n_target_: poems_of_mine.Poems\ncount: 40\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("TITAN_CONF", str(tmp_path / "conf"))
+    return tmp_path
+
+
+def test_a_source_of_ones_own(poems: Path) -> None:
+    run = composed(["dataset=poems", "modules=[poems_of_mine]"])
+    assert run.dataset.count == 40  # type: ignore[attr-defined]
+    corpus = open_corpus(prepare(run.dataset))
+    tokenizer = load_tokenizer("titan4k")
+    documents = [f"Volume {i}: {line}" for i in range(40) for line in ("roses are red.", "violets are blue.")]
+    expected = sum(len(tokenizer.encode_document(document)) for document in documents)
+    assert corpus.train.tokens + corpus.validation.tokens == expected
+    other = composed(["dataset=poems", "dataset.count=2", "modules=[poems_of_mine]"])
+    assert prepare(other.dataset) != prepare(run.dataset)
+
+
+def test_a_source_of_ones_own_must_be_trusted(poems: Path) -> None:
+    with pytest.raises(Refusal, match=r"dataset\._target_=poems_of_mine\.Poems.*add modules=\[poems_of_mine\]"):
+        composed(["dataset=poems"])
+    with pytest.raises(Refusal, match=r"dataset\.count=0: must be at least 1"):
+        composed(["dataset=poems", "dataset.count=0", "modules=[poems_of_mine]"])
+
+
+def rows(path: Path, name: str, row: dict[str, Any]) -> None:
+    (path / name).write_text((json.dumps(row) + "\n") * 50)
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "hub"])
+def test_kinds_give_tokens(tmp_path: Path, kind: str) -> None:
+    if kind == "text":
+        (tmp_path / "x.txt").write_text("one two\n" * 50)
+    elif kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["one two"] * 50}), tmp_path / "x.parquet")
+    else:
+        rows(tmp_path, "x.jsonl", {"text": "one two"})
+    place = "name" if kind == "hub" else "path"
+    dataset = composed([f"dataset={kind}", f"dataset.{place}={tmp_path}", "dataset.validation=0"]).dataset
+    source = dataset.build()
+    assert isinstance(dataset, KINDS[kind])  # type: ignore[arg-type]
+    assert (source.masked, source.vocab_size) == (False, None)
+    assert open_corpus(prepare(dataset)).train.tokens > 50
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        pytest.param("c4", ("allenai/c4", "en", "train", "text"), id="c4"),
+        pytest.param("fineweb_edu", ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", "text"), id="fineweb_edu"),
+    ],
+)
+def test_presets(choice: str, expected: tuple[str, ...]) -> None:
+    dataset: Any = composed([f"dataset={choice}"]).dataset
+    assert (dataset.name, dataset.subset, dataset.split, dataset.field) == expected
+    assert composed([f"dataset={choice}", "dataset.revision=x"]).dataset.revision == "x"  # type: ignore[attr-defined]
+
+
+def test_where_the_data_are_is_no_science() -> None:
+    def science(*overrides: str) -> dict[str, Any]:
+        return settings_of(composed(list(overrides)), science=True)
+
+    assert science("dataset=chat", "dataset.path=a") == science("dataset=chat", "dataset.path=b")
+    assert science("dataset=hub", "dataset.name=a") == science("dataset=hub", "dataset.name=b")
+    assert science("dataset=hub", "dataset.name=a") != science("dataset=hub", "dataset.name=a", "dataset.split=test")
+
+
+def test_schemas_and_sources_need_no_heavy_package() -> None:
+    heavy = ["torch", "datasets", "pyarrow", "zstandard", "tokenizers", "fsspec", "huggingface_hub"]
+    modules = ["chat", "documents", "files", "hub", "json_tokenizer", "rows", "schema", "sources", "tokenizer"]
+    program = (
+        f"import sys, {', '.join(f'titan.dataset.{m}' for m in modules)}; print({{*{heavy}}} & sys.modules.keys())"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
