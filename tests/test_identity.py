@@ -22,7 +22,8 @@ from titan.run import Recipe, Run
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
     "training.gc_every", "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
-    "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "optimizer.fused",
+    "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "dataset.name", "dataset.revision",
+    "optimizer.fused",
 }  # fmt: skip
 HINTS = typing.get_type_hints(Recipe)
 KINDS: dict[str, list[type]] = {axis: [HINTS[axis]] for axis in Recipe.axes()}

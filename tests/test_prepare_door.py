@@ -17,7 +17,7 @@ def arguments(tmp_path: Path) -> list[str]:
     """A data set of its own."""
     lines = [json.dumps({"text": f"document {i % 15}, which tells of {i % 15 * 7} things"}) for i in range(20)]
     (tmp_path / "x.jsonl").write_text("\n".join([*lines, '{"text": " "}']))
-    return ["dataset=jsonl", f"dataset.path={tmp_path / 'x.jsonl'}", f"dataset.cache={tmp_path / 'cache'}"]
+    return ["dataset=jsonl", f"dataset.path={tmp_path / 'x.jsonl'}, line 21", f"dataset.cache={tmp_path / 'cache'}"]
 
 
 def rows(screen: str) -> dict[str, str]:
@@ -34,7 +34,7 @@ def test_it_prepares_and_reports(arguments: list[str], tmp_path: Path, capsys: p
     assert found["source"] == f"jsonl: 1 part, {size} bytes"
     assert found["units"] == "1, none made yet"
     assert found["documents"] == "20, of which 5 are copies of others"
-    assert found["left out"] == f"1 empty, first: {tmp_path / 'x.jsonl'}"
+    assert found["left out"] == f"1 empty, first: {tmp_path / 'x.jsonl'}, line 21"
     (folder,) = (tmp_path / "cache" / "datasets").iterdir()
     assert found["folder"] == str(folder)
     assert (folder / "manifest.json").is_file()
