@@ -17,7 +17,7 @@ def arguments(tmp_path: Path) -> list[str]:
     """A data set of its own."""
     lines = [json.dumps({"text": f"document {i % 15}, which tells of {i % 15 * 7} things"}) for i in range(20)]
     (tmp_path / "x.jsonl").write_text("\n".join([*lines, '{"text": " "}']))
-    return ["dataset=jsonl", f"dataset.path={tmp_path / 'x.jsonl'}, line 21", f"dataset.cache={tmp_path / 'cache'}"]
+    return ["dataset=jsonl", f"dataset.path={tmp_path / 'x.jsonl'}", f"dataset.cache={tmp_path / 'cache'}"]
 
 
 def rows(screen: str) -> dict[str, str]:
