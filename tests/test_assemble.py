@@ -120,3 +120,14 @@ def test_full_checkpointing_computes_each_block_again(memory: str, times: int, t
         block.attention.register_forward_hook(lambda *_, number=number: calls.append(number))
     engine.backward(Rows(*batch(1, 2)), 1.0)
     assert sorted(calls) == sorted([0, 1] * times)
+
+
+def test_a_part_of_rows_has_its_own_positions_and_documents() -> None:
+    """Rotation is relative, so that no training would show positions of another token."""
+    tokens = torch.arange(24).view(1, 2, 12)
+    positions, documents, places = tokens % 5, tokens // 5, torch.tensor([0, 1, 10, 11])
+    part = Rows(tokens, tokens + 1, positions, documents).cut(places)
+    expected = [t[..., [0, 1, 10, 11]] for t in (tokens, tokens + 1, positions, documents)]
+    assert all(torch.equal(a, b) for a, b in zip(part, expected, strict=True) if a is not None)
+    assert torch.equal(Rows(tokens).cut(places).positions, places)  # type: ignore[arg-type]
+    assert [t is None for t in Rows(tokens).cut(places)] == [False, True, False, True]

@@ -197,11 +197,9 @@ class Trainer:
     def _figures(self, loss: Tensor, batch: Batch) -> Tensor:
         """This rank's share of the step's vector."""
         due = self.world.speaks and 0 < self.run.checkpoint.minutes * 60 <= time.monotonic() - self.saved_at
-        told = [0.0] * (2 + PIECES)
-        if self.world.reads:
-            pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
-            told = [float(batch.valid), float(batch.pairs), *pieces]
-        host = torch.tensor([float(self.stop.asked), float(due), *told], dtype=torch.float64)
+        pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
+        told = [float(self.stop.asked), float(due), float(batch.valid), float(batch.pairs), *pieces]
+        host = torch.tensor(told, dtype=torch.float64)
         if self.world.device.type == "cuda":
             host = host.pin_memory()
         return torch.cat([loss.double()[None], host.to(self.world.device, non_blocking=True)])

@@ -87,10 +87,10 @@ class Batch:
             document and the document's number in the row.
         first, last: the numbers of the whole step's first and last row; what is skipped has a number, too.
         read: rows that are read when this step is done.
-        hash: in [0, 2**64), over this rank's rows; the sum modulo 2**64 over ranks is the same under every layout.
-        valid: how many targets count, on this rank.
+        hash: in [0, 2**64), over the rows read here; the sum modulo 2**64 over ranks is the same under every layout.
+        valid: how many targets of the rows read here count.
         pairs: pairs of tokens that attention computes with, as if it were not causal: the squared lengths of the
-            documents' parts in this rank's rows, or of the rows.
+            documents' parts in the rows read here, or of the rows.
         wait_seconds: how long `next` waited for this batch.
     """
 
