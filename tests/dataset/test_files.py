@@ -270,6 +270,21 @@ def test_bad_urls_are_refused(bucket: str, path: str, words: list[str]) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_a_file_system_that_fails_is_refused_whatever_is_to_be_skipped(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ClientError(Exception):
+        __module__ = "botocore.exceptions"
+
+    def fail(file: object, *about: object) -> int:
+        raise ClientError("SlowDown\nplease")
+
+    source = jsonl(f"{bucket}/a.jsonl", on_error="skip")
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.readinto", fail, raising=False)
+    with pytest.raises(Refusal, match=r"a\.jsonl: can't be read \(SlowDown please\)"):
+        read(source)
+
+
 def test_a_file_url_is_a_file_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(LINES)
     assert jsonl(f"file://{tmp_path}/x.jsonl").digest() == jsonl(str(tmp_path)).digest()

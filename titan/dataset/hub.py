@@ -88,7 +88,7 @@ class Hub(Reader):
     def _parts(self) -> list[Part]:
         data, name = self._data, f"{self.name} {self.split}"
         if not self._saved:
-            count = data.num_shards
+            count = data.num_shards if hasattr(data, "num_shards") else data.n_shards  # before datasets 3.1
             return [Part(f"{name}, shard {i + 1} of {count}", 0, (i, count)) for i in range(count)]
         if not len(data):
             raise Refusal(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
