@@ -157,13 +157,10 @@ def test_passages_do_not_depend_on_the_parts(
         whole = [d for part in source.parts() for d in source.documents(part)]
         patch.setattr(files, "PART_BYTES", size)
         assert len(source.parts()) >= len(content.encode()) // max(size, step)
-        assert [d for part in source.parts() for d in source.documents(part)] == whole or any(
-            isinstance(d, Skip) for d in whole
-        )
-        assert sum(len(d) for d in whole if isinstance(d, str)) + sum(isinstance(d, Skip) for d in whole) <= len(
-            content
-        )
-        assert read(source)[0] == [d for d in whole if isinstance(d, str)]
+        assert [d for part in source.parts() for d in source.documents(part)] == whole
+    assert all(len(d.encode()) < 2 * step for d in whole if isinstance(d, str))
+    if not any(isinstance(d, Skip) for d in whole):
+        assert "".join(d for d in whole if isinstance(d, str)) == content
 
 
 def test_parts_survive_pickling_and_have_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,6 +265,21 @@ def test_bad_urls_are_refused(bucket: str, path: str, words: list[str]) -> None:
         jsonl(path)
     assert all(word in str(refusal.value) for word in [f"dataset.path={path}", *words])
     assert "\n" not in str(refusal.value)
+
+
+def test_a_file_system_that_fails_is_refused_whatever_is_to_be_skipped(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ClientError(Exception):
+        __module__ = "botocore.exceptions"
+
+    def fail(file: object, *about: object) -> int:
+        raise ClientError("SlowDown\nplease")
+
+    source = jsonl(f"{bucket}/a.jsonl", on_error="skip")
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.readinto", fail, raising=False)
+    with pytest.raises(Refusal, match=r"a\.jsonl: can't be read \(SlowDown please\)"):
+        read(source)
 
 
 def test_a_file_url_is_a_file_of_this_machine(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,62 +21,28 @@ from titan.identity import settings_of
 from titan.settings import Refusal
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-POEMS = """
-from dataclasses import dataclass
-
-from titan.dataset.documents import Part, Source, content_digest
-from titan.dataset.schema import Dataset
-from titan.settings import setting
-
-
-class Source_(Source):
-    name = "poems"
-
-    def __init__(self, count):
-        self.count = count
-
-    def digest(self, memo=None):
-        return content_digest("poems", 1, self.count)
-
-    def parts(self):
-        return [Part(f"volume {i}", place=(i,)) for i in range(self.count)]
-
-    def documents(self, part):
-        yield f"Volume {part.place[0]}: roses are red."
-        yield f"Volume {part.place[0]}: violets are blue."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Poems(Dataset):
-    count: int = setting(3, "how many volumes", at_least=1)
-
-    def build(self):
-        return Source_(self.count)
-"""
 
 
 @pytest.fixture
 def poems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module with a source, and a folder with its YAML file."""
-    (tmp_path / "poems_of_mine.py").write_text(POEMS)
+    """The documentation's module with a source, and a folder with its YAML file."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), flags=re.S)
+    (tmp_path / "poems_of_mine.py").write_text(code)
     (tmp_path / "conf" / "dataset").mkdir(parents=True)
-    (tmp_path / "conf" / "dataset" / "poems.yaml").write_text(
-        "# Poems of mine.\n_target_: poems_of_mine.Poems\ncount: 40\n"
-    )
+    (tmp_path / "conf" / "dataset" / "poems.yaml").write_text("# Poems of mine.\n_target_: poems_of_mine.Poems\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("TITAN_CONF", str(tmp_path / "conf"))
     return tmp_path
 
 
 def test_a_source_of_ones_own(poems: Path) -> None:
-    run = composed(["dataset=poems", "modules=[poems_of_mine]"])
-    assert run.dataset.count == 40  # type: ignore[attr-defined]
+    run = composed(["dataset=poems", "+dataset.count=40", "modules=[poems_of_mine]"])
     corpus = open_corpus(prepare(run.dataset))
     tokenizer = load_tokenizer("titan4k")
-    documents = [f"Volume {i}: {line}" for i in range(40) for line in ("roses are red.", "violets are blue.")]
+    documents = [f"Volume {i}: roses are red." for i in range(40)]
     expected = sum(len(tokenizer.encode_document(document)) for document in documents)
     assert corpus.train.tokens + corpus.validation.tokens == expected
-    other = composed(["dataset=poems", "dataset.count=2", "modules=[poems_of_mine]"])
+    other = composed(["dataset=poems", "+dataset.count=2", "modules=[poems_of_mine]"])
     assert prepare(other.dataset) != prepare(run.dataset)
 
 
@@ -83,7 +50,7 @@ def test_a_source_of_ones_own_must_be_trusted(poems: Path) -> None:
     with pytest.raises(Refusal, match=r"dataset\._target_=poems_of_mine\.Poems.*add modules=\[poems_of_mine\]"):
         composed(["dataset=poems"])
     with pytest.raises(Refusal, match=r"dataset\.count=0: must be at least 1"):
-        composed(["dataset=poems", "dataset.count=0", "modules=[poems_of_mine]"])
+        composed(["dataset=poems", "+dataset.count=0", "modules=[poems_of_mine]"])
 
 
 def rows(path: Path, name: str, row: dict[str, Any]) -> None:

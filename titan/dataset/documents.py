@@ -15,7 +15,8 @@ Your own source is a subclass with a name, a digest and documents:
         def documents(self, part):
             yield "Roses are red,\\n..."
 
-and a dataclass that builds it (see `titan.dataset.schema`), which `_target_` names in a YAML file of `dataset/`.
+and a dataclass that builds it (see `titan.dataset.schema`), which `_target_` names in a YAML file of `dataset/` in a
+folder of $TITAN_CONF; `modules=[...]` has to name its module. docs/data.md shows all of it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Source(ABC):
         """The identity of the content and of how it is divided, in hexadecimal: 16 digits or more.
 
         Args:
-            memo: a folder to remember parts of it in; see `titan.dataset.sources`.
+            memo: a folder to remember parts of it in; see `titan.dataset.files`.
         """
 
     def parts(self) -> Sequence[Part]:

@@ -118,7 +118,10 @@ def readable(path: str) -> Iterator[None]:
     """Turn what the system or the network says into a refusal."""
     try:
         yield
-    except (OSError, EOFError) as error:
+    except Exception as error:
+        package = type(error).__module__.partition(".")[0]
+        if package == "titan" or (package == "builtins" and not isinstance(error, OSError)):
+            raise  # the rest are errors of a file system's own
         reason = getattr(error, "strerror", None) or plainly(error) or type(error).__name__
         raise Refusal(f"{path}: can't be read ({reason}); make it readable, or name other files.") from error
 

@@ -18,10 +18,11 @@ from typing import Any
 from titan.dataset import files
 from titan.dataset.documents import Part, Source
 from titan.dataset.files import Bad, needs, plainly
-from titan.dataset.rows import Field, Reader, Row, Rows, no_column
+from titan.dataset.rows import Field, Reader, Row, Rows, no_column, plain_rows
 from titan.settings import Refusal
 
 _PART_ROWS = 16_384
+_BATCH_ROWS = 256
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
@@ -87,7 +88,7 @@ class Hub(Reader):
     def _parts(self) -> list[Part]:
         data, name = self._data, f"{self.name} {self.split}"
         if not self._saved:
-            count = data.num_shards
+            count = data.num_shards if hasattr(data, "num_shards") else data.n_shards  # before datasets 3.1
             return [Part(f"{name}, shard {i + 1} of {count}", 0, (i, count)) for i in range(count)]
         if not len(data):
             raise Refusal(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
@@ -104,20 +105,27 @@ class Hub(Reader):
 
     def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
         """The rows of a part."""
-        data, (first, last) = self._data, part.place
-        if self._saved:
-            rows, start = data.select(range(first, min(last, len(data)))), first
-        else:
-            rows, start = data.shard(last, first), 0
+        first, last = part.place
+        number = first if self._saved else 0
+        where = f"{self.name} {self.split}" if self._saved else part.name
         try:
-            for number, row in enumerate(rows, start=start):
-                yield f"{self.name} {self.split}, row {number}" if self._saved else f"{part.name}, row {number}", row
+            for table in self._tables(first, last):
+                for row in plain_rows(table):
+                    yield f"{where}, row {number}", row
+                    number += 1
         except Exception as error:
             if not _is_broken(error):
                 raise refusal(error, f"dataset.name={self.name}", part.name) from error
             way_out = "fetch it again, or give dataset.on_error=skip to use what comes before."
             cause = plainly(error.__cause__ or error) or type(error).__name__
             yield part.name, Bad("broken file", f"a file is broken or truncated ({cause}); {way_out}")
+
+    def _tables(self, first: int, last: int) -> Iterator[Any]:
+        """The rows of a part as Arrow tables, which are much faster than the library's dictionaries."""
+        saved, data = self._saved, self._data
+        rows = data.select(range(first, min(last, len(data)))) if saved else data.shard(last, first)
+        tables: Iterator[Any] = rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)
+        return tables
 
     @property
     def _saved(self) -> bool:

@@ -122,9 +122,8 @@ class Tokenizer(ABC):
         The document is framed as `framed` does it, except by tokens that the turns bring; the eos added counts.
         """
         ids, trained = list[int](), list[bool]()
-        plain = iter(self.encode_batch([turn.text for turn in turns if not turn.special]))
         for turn in turns:
-            new = self.encode_markup(turn.text) if turn.special else next(plain)
+            new = self.encode_markup(turn.text) if turn.special else self.encode(turn.text)
             ids += new
             trained += [turn.trained] * len(new)
         if self.bos is not None and ids[:1] != [self.bos]:
