@@ -394,7 +394,7 @@ def test_a_killed_preparation_goes_on(
 
 SLOW = """
 import multiprocessing, sys
-from tests.dataset.folders import Made, words
+from tests.dataset.folders import Made
 from titan import compose
 from titan.dataset import plan, prepare
 
@@ -402,7 +402,7 @@ def show(line):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 
 def body():
-    prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.9, seconds=0.2, workers=2), show)
+    prepare.prepare(Made(content=(("stall", "x" * 999),) * 2, cache=sys.argv[1], workers=2), show)
     return 0
 
 if __name__ == "__main__":
