@@ -314,6 +314,28 @@ def test_a_process_that_dies_is_a_failure(tmp_path: Path, small_units: None) -> 
     assert multiprocessing.active_children() == []
 
 
+UNGUARDED = """
+import sys
+from tests.dataset.folders import Made, words
+from titan import compose
+from titan.dataset import plan, prepare
+
+plan.UNIT_LEAST = 1000
+sys.exit(compose.exit_code(lambda: prepare.prepare(Made(content=words(99, 99), cache=sys.argv[1], workers=2)) and 0))
+"""
+
+
+def test_a_process_that_dies_at_once_is_a_failure(tmp_path: Path) -> None:
+    """Also when there was more to send to it than a pipe holds."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "cache")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120
+    )
+    assert done.returncode == 1
+    assert 'must do so below `if __name__ == "__main__":`' in done.stderr
+
+
 def test_what_failed_is_forgotten_when_it_goes_on(corpus_file: Path) -> None:
     folder = plan(dataset(corpus_file))
     (folder / "failed.json").write_text("{}")
@@ -372,7 +394,11 @@ def test_a_killed_preparation_goes_on(
 
 SLOW = """
 import multiprocessing, sys
+<<<<<<< HEAD
 from tests.dataset.made import Made, words
+=======
+from tests.dataset.folders import Made
+>>>>>>> data-b
 from titan import compose
 from titan.dataset import plan, prepare
 
@@ -380,7 +406,7 @@ def show(line):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 
 def body():
-    prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.9, seconds=0.2, workers=2), show)
+    prepare.prepare(Made(content=(("stall", "x" * 999),) * 2, cache=sys.argv[1], workers=2), show)
     return 0
 
 if __name__ == "__main__":

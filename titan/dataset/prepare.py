@@ -155,7 +155,7 @@ class _Task:
         except Exception as error:
             with contextlib.suppress(OSError):
                 if self.folder.is_dir():
-                    write_json(failed, {"error": str(error).partition("\n")[0]})
+                    write_json(failed, {"error": " ".join(str(error).split())})
             raise
         shutil.rmtree(self.folder / ".hashes", ignore_errors=True)
 

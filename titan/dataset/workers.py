@@ -109,11 +109,14 @@ def _started(job: Job, units: Sequence[int], processes: int) -> Iterator[dict[Co
     context, children = multiprocessing.get_context("spawn"), dict[Connection, SpawnProcess]()
     try:
         for _ in range(processes):
-            pipe, end = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(job, units, os.getpid(), end), daemon=True)
+            pipe, end = context.Pipe()
+            child = context.Process(target=_child, args=(os.getpid(), end), daemon=True)
             children[pipe] = child
             child.start()
             end.close()
+        for pipe in children:  # not as arguments: of these `start` would wait for a process that is dead to read more
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                pipe.send((job, units))
         yield children
     finally:
         _end(list(children.values()))
@@ -165,12 +168,13 @@ def _death(code: int) -> str:
     )
 
 
-def _child(job: Job, units: Sequence[int], parent: int, pipe: Connection) -> None:
+def _child(parent: int, pipe: Connection) -> None:
     """The body of a process. Ctrl-C is for its parent, without which it doesn't go on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
+        job, units = pipe.recv()
         work(job, units, _seldom(pipe))
     except (Refusal, Failure) as sentence:
         pipe.send(type(sentence)(str(sentence)))
