@@ -23,7 +23,8 @@ from titan.settings import Refusal
 ROOT = Path(__file__).resolve().parents[1]
 CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
 NEEDED = {"budget": ["compile=block"], "hub": ["dataset.name=x"]}
-NEEDED |= {kind: ["dataset.path=x"] for kind in ("text", "jsonl", "parquet", "chat")}
+NEEDED |= {kind: ["dataset.path=x"] for kind in ("text", "jsonl", "parquet", "chat", "prepared")}
+NEEDED["mixture"] = ["+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}"]
 
 
 @pytest.fixture(autouse=True)

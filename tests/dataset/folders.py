@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import json
 from collections.abc import Sequence
-=======
-import multiprocessing
-import os
-import signal
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
->>>>>>> data-b
 from pathlib import Path
 
 import numpy as np
@@ -78,42 +69,12 @@ def publish(
     return entry
 
 
-<<<<<<< HEAD
 def finish(folder: Path, entries: Sequence[dict[str, list[int]]]) -> None:
     """Write the manifest."""
     plan = json.loads((folder / "plan.json").read_text())
     sums = {"documents": sum(e[s][1] for e in entries for s in SPLITS), "bytes": len(entries)}
     manifest = {**plan, **sums, "max_token": plan["vocab_size"] - 1, "report": {}, "units": list(entries)}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-=======
-@dataclass
-class MadeSource(Source):
-    """Documents that a test lists, part by part; it can take its time, and be stopped by a word in them."""
-
-    content: tuple[tuple[Document, ...], ...]
-    seconds: float
-    masked: bool
-    name: str = "made"
-
-    def digest(self, memo: Path | None = None) -> str:
-        return content_digest(repr(self.content), self.masked)
-
-    def parts(self) -> list[Part]:
-        return [Part(f"part {i}", sum(len(str(d)) for d in part), (i,)) for i, part in enumerate(self.content)]
-
-    def documents(self, part: Part) -> Iterator[Document]:
-        for document in self.content[part.place[0]]:
-            time.sleep(self.seconds)
-            if document == "refuse":
-                raise Refusal(f"{part.name}: no good; mend it.")
-            if document == "stall" and multiprocessing.parent_process():
-                time.sleep(300)
-            if document == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if document == "break":
-                raise OSError(5, "Input/output error")
-            yield document
->>>>>>> data-b
 
 
 def counting(*lengths: int, start: int = 0, vocab_size: int = 1000) -> list[list[int]]:

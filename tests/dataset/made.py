@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import time
@@ -34,6 +35,8 @@ class MadeSource(Source):
             time.sleep(self.seconds)
             if document == "refuse":
                 raise Refusal(f"{part.name}: no good; mend it.")
+            if document == "stall" and multiprocessing.parent_process():
+                time.sleep(300)
             if document == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             if document == "break":

@@ -316,7 +316,7 @@ def test_a_process_that_dies_is_a_failure(tmp_path: Path, small_units: None) -> 
 
 UNGUARDED = """
 import sys
-from tests.dataset.folders import Made, words
+from tests.dataset.made import Made, words
 from titan import compose
 from titan.dataset import plan, prepare
 
@@ -394,11 +394,7 @@ def test_a_killed_preparation_goes_on(
 
 SLOW = """
 import multiprocessing, sys
-<<<<<<< HEAD
-from tests.dataset.made import Made, words
-=======
-from tests.dataset.folders import Made
->>>>>>> data-b
+from tests.dataset.made import Made
 from titan import compose
 from titan.dataset import plan, prepare
 
