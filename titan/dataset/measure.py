@@ -1,8 +1,8 @@
-"""How well preparing does: `python -m titan.bench --suite data`.
+"""How well the data layer does: `python -m titan.bench --suite data`.
 
-Its speed against that of the bare tokenizer on the same documents, of two processes against one, what is left of the
-work of killed ones, and the memory it takes. Speeds are ratios of alternating rounds: other work on the machine slows
-both sides.
+How data are read (`titan.dataset.measure_reading`); then preparing: its speed against that of the bare tokenizer on the
+same documents, of two processes against one, what is left of the work of killed ones, and the memory it takes. Speeds
+are ratios of alternating rounds: other work on the machine slows both sides.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from titan.dataset import measure_reading
 from titan.dataset.prepare import prepare
 from titan.dataset.schema import Jsonl
 from titan.dataset.sources import stdlib
@@ -39,7 +40,7 @@ def suite(
 
     Args:
         rounds: how often speeds are taken.
-        megabytes: of the text that speeds are taken on.
+        megabytes: of the text that speeds are taken on; as many million tokens are read.
         kills: how many preparations are killed.
         sizes: of the texts, in megabytes, whose preparation's memory is taken.
 
@@ -48,7 +49,9 @@ def suite(
     """
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as name:
         place = Path(name)
-        found: dict[str, Any] = {"speed": _speed(place, megabytes, rounds), "kills": _kills(place, kills)}
+        found: dict[str, Any] = {"order": measure_reading.order()}
+        found["reading"] = measure_reading.reading(place, megabytes, rounds)
+        found |= {"speed": _speed(place, megabytes, rounds), "kills": _kills(place, kills)}
         found["memory"] = [_memory(place, size) for size in sizes]
         return found
 
