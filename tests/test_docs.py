@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import shlex
 import shutil
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launchers import start
-from titan import compose, prepare
+from titan import compose, data, lives, prepare
 from titan.dataset import train_tokenizer
 from titan.run import Run
 
@@ -32,6 +34,7 @@ class Command:
 
     words: tuple[str, ...]
     refused: bool
+    elsewhere: bool  # reads what can't be reached in a test
 
 
 def commands(page: Path) -> list[Command]:
@@ -39,7 +42,7 @@ def commands(page: Path) -> list[Command]:
     for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S):
         for line in filter(None, block.splitlines()):
             code, _, comment = line.partition(" #")
-            found.append(Command(tuple(shlex.split(code)), "refused" in comment))
+            found.append(Command(tuple(shlex.split(code)), "refused" in comment, "from elsewhere" in comment))
     return found
 
 
@@ -67,6 +70,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus" / "a.txt").write_text(text)
     (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three four five six seven"}\n' * 300)
     (folder / "mine.csv").write_text(schedule())
+    with gzip.open(folder / "talk.jsonl.gz", "wt") as file:
+        talks = (
+            [{"role": "user", "content": f"Twice {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
+            for i in range(200)
+        )
+        file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
+    Path(first.directory).mkdir(parents=True)
+    lives.begin(first)
     return folder
 
 
@@ -84,6 +96,10 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
         assert train_tokenizer.main(smaller) == 0
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
+    elif "titan.data" in words:
+        assert data.main(words[words.index("titan.data") + 1 :]) == 0
+    elif command.elsewhere:
+        compose.composed(words[words.index("titan.train") + 1 :])
     else:
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         arguments = words[words.index("titan.train") + 1 :]
