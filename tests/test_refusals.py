@@ -131,6 +131,63 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("checkpoint=off cluster.restarts=1", "cluster.restarts=1|checkpoint=sync"),
     ("name=", "name=:|another, or hydra.run.dir=DIR"),
     ("name=../x", "name=../x|another, or hydra.run.dir=DIR"),
+    # data
+    ("dataset.skip=3", "dataset.skip=[a,b]"),
+    ("dataset.skip=[3,5]", "expected a list"),
+    ("dataset.skip=[[5,3]]", "[[5,3]]|first <= last"),
+    ("dataset.skip=[[1,2,3]]", "a list of 2 values"),
+    ("dataset.block=0", "dataset.block=0|at least 1"),
+    ("dataset.stream=true", "dataset.stream=true|give dataset.window"),
+    ("dataset.on_error=ignore", "choose one of refuse, skip"),
+    ("dataset.workers=many", "a number or auto"),
+    ("training.grow=[[1000,4100]]", "training.grow: a batch=4100|nearest is 4096"),
+    ("training.grow=[[1000,2048]]", "training.grow=[[1000,2048]]|must grow"),
+    ("training.grow=[[9000,4096],[8000,8192]]", "must grow from one pair to the next"),
+    (
+        "parallelism=pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4 training.global_batch=1024"
+        " training.grow=[[4096,1280]] model.layers=4",
+        "training.grow: 1280 tokens make 5 micro-batches of 1 rows|parallelism.microbatches=5",
+    ),
+    ("dataset=mixture dataset.weights={a:1}", "dataset.sources is missing"),
+    ("dataset=mixture +dataset@dataset.sources.a=stdlib", "dataset.weights is missing"),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:x}",
+        "dataset.weights.a=x: expected a number",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights=3",
+        "dataset.weights=3: expected names and values",
+    ),
+    ("dataset=mixture dataset.sources={} dataset.weights={a:1}", "nothing to mix|+dataset@dataset.sources.NAME=CHOICE"),
+    ("dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={b:1}", "dataset.weights|no source 'b'"),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stages={-5:{a:1}}",
+        "begins at -5|above 0",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stages={5:{c:1}}",
+        "dataset.stages at 5|no source 'c'",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=text dataset.weights={a:1}",
+        "dataset.sources.a.path is missing|dataset.sources.a.path=VALUE",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.sources.a.validation=0.5",
+        "dataset.sources.a.validation=0.5: holds for all sources|give it as dataset.validation",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.epochs=2",
+        "dataset.epochs=2|dataset.sources.NAME.epochs",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stream=true",
+        "dataset.sources.a.window",
+    ),
+    (
+        "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stages={x:{a:1}}",
+        "dataset.stages=x: expected a whole number",
+    ),
     # layouts
     ("parallelism=[fsdp,tp]", "only one can take the rest"),
     ("parallelism.shard=0", "parallelism.shard=0|1 or more"),

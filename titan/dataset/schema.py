@@ -247,6 +247,20 @@ class Mixture(Dataset):
         _refuse_set(self, OWN, "dataset", "is each source's own", "dataset.sources.NAME")
         for name, source in self.corpora().items():
             source.check(f"dataset.sources.{name}")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        from titan.dataset.mix import quotas  # only now: most runs have none
+
+        if not self.sources:
+            raise Refusal("dataset.sources={}: there is nothing to mix; add +dataset@dataset.sources.NAME=CHOICE.")
+        quotas(self.weights, list(self.sources), "dataset.weights")
+        for tokens, weights in (self.stages or {}).items():
+            if tokens < 1:
+                raise Refusal(
+                    f"dataset.stages={show(self.stages)}: begins at {tokens}; give a number of tokens above 0."
+                )
+            quotas(weights, list(self.sources), f"dataset.stages at {tokens}")
 
 
 COMMON = ("tokenizer", "mask_documents", "validation", "cache", "prefetch", "skip", "workers", "stream")
