@@ -8,6 +8,7 @@ that comes with a dataset is never run.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -163,12 +164,14 @@ class Hub(Reader):
             raise
 
     def _disk(self, datasets: Any) -> Any:
-        data = datasets.load_from_disk(str(self.folder))
-        if not isinstance(data, dict):
-            return data
-        if self.split not in data:
-            raise Refusal(self._no_split(", ".join(data)))
-        return data[self.split]
+        folder = self.folder or Path()
+        index = folder / "dataset_dict.json"
+        if not index.is_file():
+            return datasets.load_from_disk(str(folder))
+        splits = json.loads(index.read_bytes())["splits"]
+        if self.split not in splits:
+            raise Refusal(self._no_split(", ".join(splits)))
+        return datasets.load_from_disk(str(folder / self.split))  # alone: an empty one beside it can't be loaded
 
     def _stream(self, datasets: Any) -> Any:
         name, revision = (self.name, self.commit) if self.folder is None else (str(self.folder), None)

@@ -253,8 +253,8 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
         return corpus
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(
-            f"the prepared dataset {folder} is damaged ({_reason(error)}): delete that folder, "
-            f"and it will be prepared again."
+            f"the prepared dataset {folder} is damaged ({_reason(error)}): give python -m titan.prepare the settings "
+            "that it was made with, which makes it again, or fetch the folder again from where it was copied."
         ) from error
 
 
