@@ -211,19 +211,13 @@ def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 
 
 def command(folder: Path, *overrides: str) -> list[str]:
-    """Train on text that comes as slowly as `dataset.seconds` says, of a user's own class."""
+    """Train on text of a user's own class, most of which comes once there is a file `gate`."""
     conf = folder / "conf" / "dataset"
     conf.mkdir(parents=True, exist_ok=True)
-    base = "defaults:\n  - /schema/dataset/base@_here_\n  - _self_\n"
-    own = "_target_: tests.dataset.made.Slow\nwindow: 400\nworkers: 1\nseconds: 0.0\n"
-    (conf / "slow.yaml").write_text(base + own)
-    data = [
-        f"hydra.searchpath=[file://{conf.parent}]",
-        "modules=[tests]",
-        "dataset=slow",
-        "dataset.validation=0",
-        "model.vocab=4096",
-    ]
+    base = "defaults:\n  - /schema/dataset/base@_here_\n  - _self_\n_target_: tests.dataset.made.Gated\n"
+    own = f"window: 400\nworkers: 1\nvalidation: 0\ngate: {folder}/gate\n"
+    (conf / "gated.yaml").write_text(base + own)
+    data = [f"hydra.searchpath=[file://{conf.parent}]", "modules=[tests]", "dataset=gated", "model.vocab=4096"]
     more = ["metrics.console_every=1", "checkpoint.every=2", "training.steps=12", "cluster.timeout=60"]
     shape = [setting for setting in BASE if not setting.startswith(("model.vocab", "training.steps"))]
     return [sys.executable, "-m", "titan.train", *shape, *data, *more, *overrides]
@@ -234,23 +228,25 @@ def run_of(folder: Path) -> Run:
 
 
 def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Path) -> None:
-    """Its first life waits for data and is killed in the middle; the second one has other ranks."""
+    """Its first life is killed when it has to wait for data; the second one has other ranks."""
     cache = {**os.environ, "TITAN_CACHE": str(tmp_path / "live")}
-    live = command(tmp_path, "dataset.stream=true", "dataset.seconds=1.4", f"hydra.run.dir={tmp_path}/live-run")
+    live = command(tmp_path, "dataset.stream=true", f"hydra.run.dir={tmp_path}/live-run")
     with subprocess.Popen(live, env=cache, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("step      5/"):
+            if line.startswith("waiting for data: data is still being prepared: 2 of 12 units"):
                 os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
     assert any("so far (" in line for line in lines)
-    assert any(line.startswith("waiting for data: data is still being prepared: ") for line in lines)
+    assert len(rows_of(run_of(tmp_path / "live-run"))) == 2, "a window has three steps; the third is told later"
     deadline = time.monotonic() + 10
     while _alive(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _alive(str(tmp_path)), "what prepares ends with the training"
-    subprocess.run([*live, "parallelism=fsdp", "dataset.seconds=0.1"], env=cache, check=True, stdout=subprocess.DEVNULL)
+    (tmp_path / "gate").touch()
+    subprocess.run([*live, "parallelism=fsdp"], env=cache, check=True, stdout=subprocess.DEVNULL)
     first = command(tmp_path, f"hydra.run.dir={tmp_path}/first-run")
     cache["TITAN_CACHE"] = str(tmp_path / "first")
     subprocess.run(first, env=cache, check=True, stdout=subprocess.DEVNULL)

@@ -68,30 +68,31 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @dataclass
-class SlowSource(Source):
-    """Text that comes part after part, each a unit, as from a slow disk."""
+class GatedSource(Source):
+    """Text in twelve parts, each a unit, of which all but the first two come once there is a file `gate`."""
 
-    seconds: float
-    name: str = "slow"
+    gate: str
+    name: str = "gated"
 
     def digest(self, memo: Path | None = None) -> str:
-        return content_digest("slow")
+        return content_digest("gated")
 
     def parts(self) -> list[Part]:
         return [Part(f"part {i}", 4 * 2**20, (i,)) for i in range(12)]
 
     def documents(self, part: Part) -> Iterator[Document]:
-        time.sleep(self.seconds)
+        while part.place[0] > 1 and not Path(self.gate).exists():
+            time.sleep(0.05)
         for i in range(12):
             number = part.place[0] * 12 + i
             yield f"line {number}: {number * number} is the square of {number}, said the clerk"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slow(Dataset):
-    """A dataset of `SlowSource`."""
+class Gated(Dataset):
+    """A dataset of `GatedSource`."""
 
-    seconds: float = setting(0.0, "seconds a part takes", science=False)
+    gate: str = setting("", "the file that is waited for", science=False)
 
-    def build(self) -> SlowSource:
-        return SlowSource(self.seconds)
+    def build(self) -> GatedSource:
+        return GatedSource(self.gate)

@@ -1,18 +1,21 @@
-"""What preparing is measured by runs, and its figures hang together; how fast anything is, is no test."""
+"""What the data layer is measured by runs, and its figures hang together; how fast anything is, is no test."""
 
 from __future__ import annotations
 
 import pytest
 
-from titan.dataset import measure
+from titan.dataset import measure, measure_reading
 
 
 def test_whole_suite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(measure, "KILLED_MB", 1)
+    monkeypatch.setattr(measure_reading, "CHECKED", 70_000)
     found = measure.suite(rounds=1, megabytes=1, kills=1, sizes=(1,))
     speed = found["speed"]
     assert speed["of_bare"] == pytest.approx(speed["one"] / speed["bare"])
     assert speed["two_against_one"] == pytest.approx(speed["two"] / speed["one"])
     assert (found["kills"]["kills"], found["kills"]["made_again"]) == (1, 0)
     assert 10 < found["memory"][0]["peak_mebibytes"] < 2000
-    assert capsys.readouterr().out.count("\n") == 4
+    assert found["order"]["bijective"] and found["order"]["residues"] < 5
+    assert [row["seq_len"] for row in found["reading"]] == [256, 2048, 8192]
+    assert capsys.readouterr().out.count("\n") == 9
