@@ -119,7 +119,8 @@ class Encoder:
         if isinstance(document, str):
             (ids,) = self._framed(tokenizer, tokenizer.encode_arrays([document]))
             return Encoded(known, ids, np.ones(ids.size, np.uint8))
-        assert isinstance(document, tuple)
+        if not isinstance(document, tuple):
+            raise Refusal("dataset: some documents are ids; a source of ids must say its `vocab_size`.")
         found, counts = tokenizer.encode_turns(document)
         return Encoded(known, np.array(found, self.dtype), np.array(counts, np.uint8))
 
