@@ -257,6 +257,51 @@ def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Pa
         assert float(got[2]) == pytest.approx(float(wanted[2]), rel=1e-4)
 
 
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+def test_a_signal_ends_a_run_that_waits_and_costs_nothing(layout: str, tmp_path: Path) -> None:
+    live = command(tmp_path, "dataset.stream=true", "checkpoint.every=0", f"hydra.run.dir={tmp_path}/run")
+    env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen([*live, f"parallelism={layout}"], env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("waiting for data: data is still being prepared: 2 of 12 units"):
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 130
+    run = run_of(tmp_path / "run")
+    assert [line["step"] for line in steps(run)] == [1, 2, 3]
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
+    (tmp_path / "gate").touch()
+    subprocess.run(live, env=env, check=True, stdout=subprocess.DEVNULL)
+    assert [line["life"] for line in steps(run)] == [1] * 3 + [2] * 9
+    assert rows_of(run)[3][0] == [24, 31]
+
+
+def test_when_what_prepares_is_killed_the_run_that_waits_says_so(tmp_path: Path) -> None:
+    live = command(tmp_path, "dataset.stream=true", f"hydra.run.dir={tmp_path}/run")
+    env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(live, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("waiting for data: data is still being prepared: 2 of 12 units"):
+                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+                spawned = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+                os.kill(int(spawned[-1]), signal.SIGKILL)
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert "the process that prepared them was killed by signal 9" in said
+
+
+def test_rows_that_are_not_there_yet_can_not_be_shown(tmp_path: Path) -> None:
+    arguments = command(tmp_path, "dataset.stream=true")[3:]
+    env = {**os.environ, "TITAN_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-m", "titan.data", *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "titan: data is still being prepared: 0 of 12 units, 0 tokens, are there; wait for it, or look at rows that "
+        "come earlier.\n"
+    )
+
+
 def _alive(word: str) -> bool:
     """Whether a process has `word` on its command line or in its environment."""
     for folder in Path("/proc").iterdir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titan import capacity
@@ -55,6 +56,8 @@ def _check_growth(run: Run) -> None:
                 f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
                 f"{run.microbatch_rows} rows, and then {refusal}"
             ) from refusal
+        larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
+        capacity.check(larger, run.layout, run.machine, count)
 
 
 def _check_tensor(run: Run) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from titan import compose, console
 from titan.dataset import report
 from titan.dataset.prepare import prepare, survey
-from titan.dataset.schema import Dataset
+from titan.dataset.schema import Dataset, Prepared
 
 HELP = """\
 Prepare data: python -m titan.prepare [--verify] [--dry-run] [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
@@ -44,7 +44,11 @@ def _main(arguments: list[str]) -> int:
         return 0
     own = {"--verify", "--dry-run"} & set(arguments)
     recipe = compose.recipe([argument for argument in arguments if argument not in own])
+    recipe.dataset.check()
     for name, dataset in recipe.dataset.corpora().items():
+        if isinstance(dataset, Prepared):
+            print(f"{name}: prepared already, at {dataset.path}")
+            continue
         _prepare(name, dataset, verify="--verify" in own, dry="--dry-run" in own)
     return 0
 

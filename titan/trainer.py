@@ -37,13 +37,13 @@ from titan.run import Run
 from titan.sample import continuation
 from titan.settings import Failure
 from titan.training import lr_factor
-from titan.validation import Held, held_out, measure
+from titan.validation import Held, Interrupted, held_out, measure
 
 log = logging.getLogger("titan")
 
-LOSS, STOP, SAVE, VALID, PAIRS, HASH = range(6)
-"""Places in a step's vector: summed loss, requests to stop and to save, targets that count, pairs of tokens that attend
-to each other, four pieces of the hash."""
+LOSS, STOP, SAVE, VOID, VALID, PAIRS, HASH = range(7)
+"""Places in a step's vector: summed loss, requests to stop and to save, ranks that had nothing to read, targets that
+count, pairs of tokens that attend to each other, four pieces of the hash."""
 PIECES, PIECE = 4, 1 << 16
 """A 64-bit hash travels as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
 WARM = 3
@@ -123,7 +123,7 @@ class Trainer:
         prime(engine.optimizer)
         self.manager = Manager(Path(run.directory), run.checkpoint.keep, life.ids.science, engine, world)
         self.speed = Speed(run)
-        self.mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora))
+        self.mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
         self.partial = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.stopping = self.saving = False
         self.bad = 0
@@ -152,10 +152,12 @@ class Trainer:
         try:
             with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
                 self.progress = progress if self.world.speaks else None
-                self.held = held_out(self.run, self.world, self.mix, self._say)
+                self.held = held_out(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
                 with _collected_at_steps():
                     self.loop()
             self._finish(began)
+        except Interrupted:
+            return 130
         finally:
             self.loader.close()
             if self.recorder:
@@ -190,7 +192,7 @@ class Trainer:
         size = self.engine.norm()
         if self.run.training.clip_norm is not None:
             norm.clip(gradients, size, self.run.training.clip_norm)
-        self._update(~torch.isfinite(figures[LOSS] + size))
+        self._update(~torch.isfinite(figures[LOSS] + size) | (figures[VOID] > 0))
         self.rows = batch.read
         return self._send(batch, lr, loss, torch.cat([figures, size.double()[None]]), clock)
 
@@ -198,7 +200,8 @@ class Trainer:
         """This rank's share of the step's vector."""
         due = self.world.speaks and 0 < self.run.checkpoint.minutes * 60 <= time.monotonic() - self.saved_at
         pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
-        told = [float(self.stop.asked), float(due), float(batch.valid), float(batch.pairs), *pieces]
+        asked = self.stop.asked or batch.void
+        told = [float(asked), float(due), float(batch.void), float(batch.valid), float(batch.pairs), *pieces]
         host = torch.tensor(told, dtype=torch.float64)
         if self.world.device.type == "cuda":
             host = host.pin_memory()
@@ -228,6 +231,10 @@ class Trainer:
         *figures, size = sent.read()
         seconds = sent.clock.seconds()
         self.stopping = self.stopping or figures[STOP] > 0
+        if figures[VOID]:  # a signal came while a rank waited for data: this was no step, and none came after it
+            self.step = min(self.step, sent.step - 1)
+            self.rows = self.run.training.rows_before(self.step + 1)
+            return
         self.saving = self.saving or figures[SAVE] > 0
         loss = figures[LOSS] / max(1, figures[VALID])
         self._judge(sent, loss, size)
@@ -420,6 +427,7 @@ class Trainer:
             read=self.world.reads,
             patience=run.cluster.timeout,
             tell=self._say,
+            stopped=lambda: self.stop.asked,
         )
 
     def _rows(self, batch: Batch) -> Rows:

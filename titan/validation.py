@@ -17,6 +17,7 @@ from titan.dataset.mix import Rows as Source
 from titan.engine import Engine, Rows
 from titan.parallelism.mesh import World
 from titan.run import Run
+from titan.settings import Failure
 
 _POLL_SECONDS = 0.5
 _TELL_POLLS = 40
@@ -37,7 +38,9 @@ class Held:
     bytes: int
 
 
-def held_out(run: Run, world: World, mix: Mix, tell: Callable[[str], None]) -> dict[str, Held]:
+def held_out(
+    run: Run, world: World, mix: Mix, tell: Callable[[str], None], stopped: Callable[[], bool]
+) -> dict[str, Held]:
     """The fixed rows of each source that has any: `metrics.validation_tokens` of each.
 
     While a source is being prepared this waits until they are there, so that they are the same as afterwards.
@@ -47,10 +50,15 @@ def held_out(run: Run, world: World, mix: Mix, tell: Callable[[str], None]) -> d
         world: this rank's share.
         mix: the sources.
         tell: called now and then while it waits.
+        stopped: whether to give up waiting.
+
+    Raises:
+        Interrupted: when it gave up.
+        Failure: when it waited in vain.
     """
     count, found = run.metrics.validation_tokens // run.training.seq_len, {}
     for source in mix.sources if count else ():
-        _wait(source, count, tell)
+        _wait(source, count, run.cluster.timeout, tell, stopped)
         corpus = source.corpus
         fields = fixed_rows(corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked)
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
@@ -77,16 +85,32 @@ def _figures(suffix: str, loss: float, parts: list[Held]) -> dict[str, float]:
     return figures
 
 
-def _wait(source: Source, count: int, tell: Callable[[str], None]) -> None:
-    polls = 0
-    while not source.corpus.complete and source.corpus.validation.rows(source.seq_len) < count:
+class Interrupted(Exception):
+    """A signal came before training had begun."""
+
+
+def _wait(
+    source: Source, count: int, patience: float, tell: Callable[[str], None], stopped: Callable[[], bool]
+) -> None:
+    polls, began = 0, time.monotonic()
+    while _lacks(source, count):
+        if stopped():
+            raise Interrupted
+        done, units = source.corpus.units
+        line = f"held-out rows of {source.name}: {done} of {units} units are prepared"
+        if time.monotonic() - began > patience:
+            raise Failure(f"waited {patience:.0f} s for {line}; prepare more first, or give cluster.timeout.")
         if polls % _TELL_POLLS == 1:
-            done, units = source.corpus.units
-            tell(f"waiting for held-out rows of {source.name}: {done} of {units} units are prepared")
+            tell(f"waiting for {line}")
         polls += 1
         time.sleep(_POLL_SECONDS)
         source.corpus.check_alive()
         source.corpus = source.corpus.again()
+
+
+def _lacks(source: Source, count: int) -> bool:
+    corpus = source.corpus
+    return corpus.held_out and not corpus.complete and corpus.validation.rows(source.seq_len) < count
 
 
 def _own(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -80,14 +80,14 @@ def test_any_stretch_is_mixed_in_the_weights(
 @settings(max_examples=60, deadline=None)
 @given(weights=QUOTAS, seed=st.integers(0, 2**63), block=st.integers(0, 2**40))
 def test_a_block_holds_exactly_its_quotas(weights: tuple[int, ...], seed: int, block: int) -> None:
-    sources, ranks = pattern(shares(weights), seed, 0, block)
+    sources, ranks = pattern(shares(weights), (1, 2, 3), seed, 0, block)
     assert tuple(np.bincount(sources, minlength=3)) == shares(weights)
     for k in range(3):
         assert ranks[sources == k].tolist() == list(range(shares(weights)[k]))
 
 
 def test_blocks_differ(corpora: list[Corpus]) -> None:
-    first, second, other = (pattern((3333, 3333, 3334), s, 0, b)[0] for s, b in ((1, 0), (1, 1), (2, 0)))
+    first, second, other = (pattern((3333, 3333, 3334), (1, 2, 3), s, 0, b)[0] for s, b in ((1, 0), (1, 1), (2, 0)))
     assert (first == second).mean() < 0.9
     assert (first == other).mean() < 0.9
 
@@ -153,6 +153,30 @@ def test_the_fingerprint_tells_the_past_only(corpora: list[Corpus]) -> None:
     others = [mixture(corpora, [(0, weights)]) for weights in ((1, 1, 0), (1, 2, 0), (0, 1, 0))]
     others += [mixture(corpora, [(0, (1, 1, 0))], seed=6), mixture(corpora, [(0, (1, 1, 0)), (20, (1, 2, 0))])]
     assert len({mix.fingerprint(40) for mix in others}) == len(others)
+
+
+@settings(max_examples=40, deadline=None)
+@given(weights=QUOTAS, order=st.permutations([0, 1, 2]), unused=st.booleans())
+def test_names_order_and_others_do_not_matter(
+    corpora: list[Corpus], weights: tuple[int, ...], order: list[int], unused: bool
+) -> None:
+    """The same corpora in another order, and one that has no rows yet: the same rows, and the same fingerprint."""
+    names = ["x", "y", "z"]
+    one = mixture(corpora, [(0, weights)])
+    shares_of = dict(zip("012", shares(weights), strict=True))
+    first = [Rows(names[k], corpora[k], SEQ_LEN, 5) for k in order]
+    extra = [Rows("extra", corpora[0], SEQ_LEN, 5, window=3)] if unused else []
+    stages = (Stage(0, (*(0 for _ in extra), *(shares_of[str(k)] for k in order))),)
+    other = Mix((*extra, *first), stages, seed=5)
+    numbers = np.arange(400)
+    (a, rows), (b, other_rows) = one.locate(numbers), other.locate(numbers)
+    assert rows.tolist() == other_rows.tolist()
+    assert [one.sources[k].corpus.digest for k in a] == [other.sources[k].corpus.digest for k in b]
+    assert one.fingerprint(400) == other.fingerprint(400)
+
+
+def test_a_window_that_was_just_filled_is_as_it_stays() -> None:
+    assert Order(8, 0, 1, 8).rows_at(np.arange(8)).tolist() == Order(24, 0, 1, 8).rows_at(np.arange(8)).tolist()
 
 
 def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:

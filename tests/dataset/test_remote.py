@@ -105,5 +105,5 @@ def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="damaged"):
+    with pytest.raises(Refusal, match="no prepared data there"):
         ready(Prepared(path=str(tmp_path)))

@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from titan.dataset.corpora import Folders, opened
 from titan.dataset.prepare import prepare
 from titan.dataset.schema import Dataset
+from titan.dataset.writer import write_json
 from titan.settings import Failure, Refusal
 
 NICENESS = 10
@@ -41,14 +43,31 @@ def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterato
     log.parent.mkdir(parents=True, exist_ok=True)
     process = multiprocessing.get_context("spawn").Process(target=_prepare, args=(left, str(log), os.getpid()))
     process.start()
+    ended = threading.Event()
+    watch = threading.Thread(target=_tell_failure, args=(process, ended, folders), daemon=True)
+    watch.start()
     try:
         yield
     finally:
+        ended.set()
         process.terminate()
         process.join(GRACE_SECONDS)
         if process.is_alive():
             process.kill()
             process.join()
+
+
+def _tell_failure(process: BaseProcess, ended: threading.Event, folders: Folders) -> None:
+    """When the process has ended, and not because it was to, leave a word for those who wait for the rest."""
+    while process.is_alive():
+        if ended.wait(WATCH_SECONDS):
+            return
+    for corpus in opened(folders).values():
+        failed = corpus.folder / "failed.json"
+        if not corpus.complete and not failed.exists():
+            code = process.exitcode or 0
+            how = f"was killed by signal {-code}" if code < 0 else "ended"
+            write_json(failed, {"error": f"the process that prepared them {how}; see log/prepare.log, and start again"})
 
 
 def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
@@ -60,7 +79,7 @@ def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
         try:
             for part in parts:
                 prepare(part, lambda line: print(line, file=file))
-        except (Refusal, Failure) as sentence:  # the folder holds it for those who wait
+        except (Refusal, Failure) as sentence:
             print(sentence, file=file)
         except KeyboardInterrupt:
             print("ended with the training", file=file)

@@ -37,10 +37,26 @@ def ready(dataset: Dataset, progress: Callable[[str], None] | None = None) -> di
 
 def _ready(part: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
     if isinstance(part, Prepared):
-        if "://" in part.path:
-            return remote.mirror(part.path, cache_folder(part), part.keep_gib)
-        return Path(part.path).expanduser().resolve()
-    return plan(part) if stream else prepare(part, progress)
+        return _there(part)
+    if not stream:
+        return prepare(part, progress)
+    folder = plan(part)
+    if (folder / "manifest.json").is_file():
+        return prepare(part, progress)  # which mends it where it is damaged
+    (folder / "failed.json").unlink(missing_ok=True)  # what failed before is tried again
+    return folder
+
+
+def _there(part: Prepared) -> Path:
+    if "://" in part.path:
+        return remote.mirror(part.path, cache_folder(part), part.keep_gib)
+    folder = Path(part.path).expanduser().resolve()
+    if not (folder / "manifest.json").is_file():
+        raise Refusal(
+            f"dataset.path={part.path}: no prepared data there (no manifest.json); give a folder that "
+            "python -m titan.prepare has named, and completed."
+        )
+    return folder
 
 
 def _check(corpus: Corpus) -> None:
@@ -59,8 +75,18 @@ def _check_tokenizers(corpora: Corpora) -> None:
         )
 
 
-def opened(folders: Folders) -> dict[str, Corpus]:
-    """The corpora of `folders`, as far as they are prepared."""
+def opened(folders: Folders, dataset: Dataset | None = None) -> dict[str, Corpus]:
+    """The corpora of `folders`, as far as they are prepared.
+
+    Args:
+        folders: where they lie.
+        dataset: what they are of, so that a machine that has nothing yet of one that lies elsewhere can begin to.
+    """
+    parts = dataset.corpora() if dataset is not None else {}
+    for name, folder in folders.items():
+        part = parts.get(name)
+        if isinstance(part, Prepared) and not Path(folder).exists():
+            _there(part)
     return {name: open_corpus(folder, partial=True) for name, folder in folders.items()}
 
 
@@ -84,7 +110,7 @@ def data_digest(mix: Mix) -> str:
     """The identity of all corpora of a run and of the order in which each is read."""
     if len(mix.sources) == 1:
         return mix.sources[0].corpus.digest
-    return content_digest({rows.name: rows.facts() for rows in mix.sources})
+    return content_digest({rows.name: rows.identity for rows in mix.sources})
 
 
 def check_epochs(dataset: Dataset, training: Training, mix: Mix) -> None:
@@ -107,7 +133,7 @@ def check_epochs(dataset: Dataset, training: Training, mix: Mix) -> None:
 
 def _rows(name: str, part: Dataset, training: Training, corpus: Corpus) -> Rows:
     window = None if part.window is None else max(1, part.window // training.seq_len)
-    return Rows(name, corpus, training.seq_len, training.seed, part.block, window)
+    return Rows(name, corpus, training.seq_len, training.seed, part.block, window, part.epochs)
 
 
 def _stages(dataset: Dataset, training: Training, names: list[str]) -> tuple[Stage, ...]:

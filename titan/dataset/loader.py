@@ -9,6 +9,7 @@ with another `step`, under any number of ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -92,6 +93,7 @@ class Batch:
         pairs: pairs of tokens that attention computes with, as if it were not causal: the squared lengths of the
             documents' parts in the rows read here, or of the rows.
         wait_seconds: how long `next` waited for this batch.
+        void: it stands for a batch that was not waited for any longer: the step is none.
     """
 
     fields: NDArray[np.int32]
@@ -102,6 +104,7 @@ class Batch:
     valid: int
     pairs: int
     wait_seconds: float = 0.0
+    void: bool = False
 
     @property
     def tokens(self) -> NDArray[np.int32]:
@@ -186,6 +189,7 @@ class Loader:
         read: bool = True,
         patience: float = 1800.0,
         tell: Callable[[str], None] = lambda line: None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         """Start reading ahead, at most `prefetch` batches.
 
@@ -200,6 +204,7 @@ class Loader:
             read: whether rows are read here; otherwise fields are empty, to be filled by the rank that reads.
             patience: seconds to wait for data that are being prepared.
             tell: called now and then while `next` waits for such data.
+            stopped: asked while `next` waits for such data; then it gives a void batch in place of the one due.
 
         Raises:
             ValueError: when a number is below one.
@@ -207,7 +212,8 @@ class Loader:
         if min(prefetch, step, shape.microbatches, shape.rows) < 1:
             raise ValueError("step, prefetch and shape must be at least 1")
         self._mix, self._training, self._share, self._shape = mix, training, share, shape
-        self._step, self._read, self._patience, self._tell = step, read, patience, tell
+        self._step, self._read, self._patience, self._tell, self._stopped = step, read, patience, tell, stopped
+        self._given = step - 1
         self._reader = Reader(shape.seq_len, documents)
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(prefetch)
@@ -234,7 +240,9 @@ class Loader:
         if isinstance(item, BaseException):
             self._ready.put(item)
             raise item
-        self._room.release()
+        if not item.void:
+            self._given += 1
+            self._room.release()
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
@@ -255,14 +263,24 @@ class Loader:
 
     def _get(self) -> Batch | BaseException:
         """What is next, however long it takes; says now and then what it waits for."""
-        pause = 2 * _POLL_SECONDS
+        pause, told = 2 * _POLL_SECONDS, -math.inf
         while True:
             try:
                 return self._ready.get(timeout=pause)
             except queue.Empty:
-                if self._waiting:
+                if self._waiting and self._stopped():
+                    return self._void()
+                if self._waiting and time.monotonic() >= told + _TELL_SECONDS:
                     self._tell(f"waiting for data: {self._waiting}")
-                    pause = _TELL_SECONDS
+                    told = time.monotonic()
+                pause = _POLL_SECONDS
+
+    def _void(self) -> Batch:
+        """A batch of nothing in place of the next one."""
+        rows = self._training.phase(self._given + 1).rows
+        before = self._training.rows_before(self._given + 1)
+        fields = self._reader.empty(self._shape.of(self._share.slots(rows)))
+        return Batch(fields, before, before, before, 0, 0, 0, void=True)
 
     def _read_ahead(self) -> None:
         try:

@@ -5,8 +5,9 @@ which row of that corpus in the order of `titan.dataset.order`. Nothing is kept 
 of ranks finds the same rows, and a restart needs to know how many were read.
 
 Within a stage each block of `BLOCK` numbers has a fixed share of rows for each corpus. The rows of a corpus are spread
-evenly over the block, from a start that the seed gives, so that any stretch of it is mixed in these shares, too, to a
-row or two for each corpus.
+evenly over the block, from a start that the seed and its content give, so that any stretch of it is mixed in these
+shares, too, to a row or two for each corpus. So the order in which corpora are named doesn't matter, nor their names,
+nor others that a stage has no rows of.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 from itertools import pairwise
 
 import numpy as np
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 
 from titan.dataset.order import GOLDEN, Order, mix
 from titan.dataset.shards import Corpus, Split
-from titan.settings import Refusal
+from titan.settings import Failure, Refusal
 
 BLOCK = 10_000
 """Numbers of a block: weights count to a ten-thousandth."""
@@ -39,6 +41,7 @@ class Rows:
         corpus: the prepared data; replaced by more of the same as it comes.
         seq_len: tokens of a row.
         seed, block, window: of the order; the window in rows.
+        epochs: how often it may be read at most; None: any number of times.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Rows:
     seed: int
     block: int = 1
     window: int | None = None
+    epochs: float | None = None
 
     @property
     def split(self) -> Split:
@@ -57,11 +61,30 @@ class Rows:
         """The rows at `index`, counted over epochs; `wait` is called while they are not there yet."""
         while not self._there(index):
             if wait is None:
-                raise RuntimeError(f"row {index.max()} of {self.name} is not there yet")
+                raise Refusal(f"{self._progress()}; wait for it, or look at rows that come earlier.")
             wait(self._progress())
             self.corpus = self.corpus.again()
+            if self.corpus.complete:
+                self._check_enough(index)
         rows = self.split.rows(self.seq_len)
         return Order(max(1, rows), self.seed, self.block, self.window).rows_at(index)
+
+    def _check_enough(self, index: NDArray[np.int64]) -> None:
+        """What could not be checked before the corpus was complete."""
+        rows = self.split.rows(self.seq_len)
+        if rows < 1:
+            raise Failure(f"{self.name} has only {self.split.tokens} tokens, less than a row of {self.seq_len}.")
+        if self.epochs is not None and index.size and index.max() >= self.epochs * rows:
+            raise Failure(
+                f"{self.name} has {rows:,} rows, and epochs={self.epochs:g} of them are read; give fewer steps."
+            )
+
+    @property
+    def identity(self) -> str:
+        """What it is, and how its rows keep together: the seed apart."""
+        block = f", in blocks of {self.block}" if self.block > 1 else ""
+        window = f", in windows of {self.window}" if self.window else ""
+        return f"{self.corpus.digest}{block}{window}"
 
     def facts(self) -> str:
         """What decides which row an index is."""
@@ -105,6 +128,16 @@ class Mix:
     stages: tuple[Stage, ...]
     skip: tuple[tuple[int, int], ...] = ()
     seed: int = 0
+
+    @cached_property
+    def keys(self) -> tuple[int, ...]:
+        """A number for each corpus by what it is; of several that are the same, by which of them it is."""
+        seen: dict[str, int] = {}
+        keys = []
+        for rows in self.sources:
+            seen[rows.identity] = turn = seen.get(rows.identity, 0) + 1
+            keys.append(int.from_bytes(blake2b(f"{rows.identity} {turn}".encode(), digest_size=8).digest(), "little"))
+        return tuple(keys)
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
@@ -153,6 +186,7 @@ class Mix:
         end = max(1, self._end(rows))
         stages = [stage for stage in self.stages if stage.first < end]
         used = [k for k in range(len(self.sources)) if any(stage.quotas[k] for stage in stages)]
+        used.sort(key=lambda k: self.keys[k])
         facts = [self.sources[k].facts() for k in used]
         if len(used) > 1:
             facts += [f"mixed {':'.join(str(s.quotas[k]) for k in used)} from row {s.first}" for s in stages]
@@ -190,7 +224,7 @@ class Mix:
         starts, shares = np.array(self.starts[number]), np.array(quotas)
         for block in np.unique(blocks):
             mine = blocks == block
-            sources, ranks = pattern(quotas, self.seed, number, int(block))
+            sources, ranks = pattern(quotas, self.keys, self.seed, number, int(block))
             which[mine] = found = sources[slots[mine]]
             index[mine] = ranks[slots[mine]] + block * shares[found] + starts[found]
         return which, index
@@ -201,21 +235,22 @@ class Mix:
         blocks, rest = divmod(places, BLOCK)
         if max(quotas) == BLOCK:
             return tuple(places if quota else 0 for quota in quotas)
-        sources, _ = pattern(quotas, self.seed, number, blocks)
+        sources, _ = pattern(quotas, self.keys, self.seed, number, blocks)
         more = np.bincount(sources[:rest], minlength=len(quotas))
         return tuple(blocks * quota + int(n) for quota, n in zip(quotas, more, strict=True))
 
 
 @lru_cache(maxsize=16)
-def pattern(quotas: tuple[int, ...], seed: int, stage: int, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def pattern(
+    quotas: tuple[int, ...], keys: tuple[int, ...], seed: int, stage: int, block: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The corpus of each slot of a block, and which of that corpus's rows in the block it is: two arrays [BLOCK].
 
-    The i-th of a corpus's n rows lies at (i + u) / n of the block, u in [0, 1) from the seed; rows stand in the
-    order of these places.
+    The i-th of a corpus's n rows lies at (i + u) / n of the block, u in [0, 1) from the seed and the corpus's key; rows
+    stand in the order of these places.
     """
     place = np.array([(seed * 3 + stage * GOLDEN + block + 1) % 2**64], dtype=np.uint64)
-    keys = mix(mix(place) ^ mix(np.arange(1, len(quotas) + 1, dtype=np.uint64)))
-    starts = (keys >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    starts = (mix(mix(place) ^ mix(np.array(keys, dtype=np.uint64))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     sources = np.repeat(np.arange(len(quotas)), quotas)
     ranks = np.concatenate([np.arange(quota) for quota in quotas])
     order = np.argsort((ranks + starts[sources]) / np.array(quotas)[sources], kind="stable")
@@ -237,7 +272,7 @@ def quotas(weights: Mapping[str, float], names: Sequence[str], setting: str) -> 
         raise Refusal(f"{setting}: weights must be zero or more, and one above zero; mend them.")
     exact = [BLOCK * value / total for value in values]
     whole = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda k: (whole[k] - exact[k], k))
+    by_rest = sorted(range(len(exact)), key=lambda k: (whole[k] - exact[k], names[k]))
     for k in by_rest[: BLOCK - sum(whole)]:
         whole[k] += 1
     for name, value, rows in zip(names, values, whole, strict=True):

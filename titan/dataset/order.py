@@ -78,7 +78,7 @@ class Order:
             raise IndexError("a global row index is never negative")
         epoch, position = np.divmod(index.reshape(-1).astype(np.uint64), np.uint64(self.rows))
         key = self._key(epoch)
-        if self.window is None or self.window >= self.rows:
+        if self.window is None:
             return self._inside(position, key, self.rows).astype(np.int64).reshape(index.shape)
         return self._windows(position, key, self.window).astype(np.int64).reshape(index.shape)
 

@@ -101,7 +101,9 @@ class Input:
     def changed(self) -> bool:
         """Whether the source's content is another one by now."""
         try:
-            return self.source.digest(memo(self.dataset)) != self.content
+            return (
+                self.dataset.build().digest(memo(self.dataset)) != self.content
+            )  # built anew: it may remember what it saw
         except OSError:  # a file is gone
             return True
 
@@ -161,7 +163,7 @@ def write_plan(known: Input) -> Plan:
         name=known.source.name,
         vocab_size=known.vocab_size,
         masked=known.source.masked,
-        tokenizer={**about, "file": name},
+        tokenizer={**about, "file": name if (folder / name).is_file() else ""},
         limit=limit,
         units=divide(known.parts),
     )

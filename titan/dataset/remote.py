@@ -1,18 +1,21 @@
 """Prepared data that lie elsewhere: a folder of the cache stands for them, and files come to it when first read.
 
 Any file system that fsspec knows can hold them (s3://, gs://, https://, file://, ...): what `titan.prepare` made,
-copied there as it is. A corpus never changes, so that a file that is here needs no look at the one there.
+copied there as it is. A corpus never changes, so that a file that is here needs no look at the one there; another
+corpus at the same URL is another folder here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import secrets
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titan.dataset.documents import content_digest
+from titan.dataset.owners import sweep, temporary
 from titan.settings import Failure, Refusal
 
 ORIGIN = "origin.json"
@@ -32,20 +35,31 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
         Refusal: when nothing of the kind is there.
     """
     url = url.rstrip("/")
-    folder = cache / "remote" / blake2b(url.encode(), digest_size=10).hexdigest()
     try:
+        with _reading(url, "manifest.json") as source:
+            manifest = source.read()
+        content = json.loads(manifest)
+        folder = cache / "remote" / content_digest(url, content["digest"])[:20]
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / ORIGIN, json.dumps({"url": url, "keep_gib": keep_gib}).encode())
-        manifest = _download(url, folder, "manifest.json")
-        for name in ("token_bytes.npy", json.loads(manifest.read_bytes())["tokenizer"].get("file")):
+        sweep(folder)
+        _write(folder / ORIGIN, [json.dumps({"url": url, "keep_gib": keep_gib}).encode()])
+        for name in ("token_bytes.npy", content["tokenizer"].get("file")):
             if name and not (folder / name).exists():
                 _download(url, folder, name)
-    except (OSError, ValueError, KeyError) as error:
+        with contextlib.suppress(OSError):  # there is one beside some tokenizer.json
+            _download(url, folder, "tokenizer_config.json")
+        _write(folder / "manifest.json", [manifest])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Refusal(
             f"dataset.path={url}: no prepared data can be read there ({type(error).__name__}: {error}); "
             "give the folder or the URL that holds manifest.json."
         ) from error
     return folder
+
+
+def elsewhere(path: Path) -> bool:
+    """Whether a shard's file can be fetched."""
+    return (path.parent / ORIGIN).is_file()
 
 
 def fetch(path: Path) -> None:
@@ -69,27 +83,32 @@ def fetch(path: Path) -> None:
 
 
 def _download(url: str, folder: Path, name: str) -> Path:
-    with _open(f"{url}/{name}") as source:
+    with _reading(url, name) as source:
         return _write(folder / name, iter(lambda: source.read(_CHUNK), b""))
 
 
-def _open(url: str) -> Any:
+@contextmanager
+def _reading(url: str, name: str) -> Iterator[Any]:
+    """A file at `url`, open; whatever its file system raises becomes an OSError."""
     try:
         import fsspec
     except ImportError as error:
         raise Refusal(f"dataset.path={url}: needs the package fsspec: pip install fsspec.") from error
     try:
-        return fsspec.open(url, "rb")
-    except (ImportError, ValueError) as error:  # a protocol whose package is missing, or that there is not
-        raise Refusal(f"dataset.path={url}: {error}.") from error
+        with fsspec.open(f"{url}/{name}", "rb") as file:
+            yield file
+    except (OSError, Refusal):
+        raise
+    except Exception as error:  # of a protocol's own package, or that there is no such protocol or package
+        raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
-def _write(path: Path, pieces: Any) -> Path:
+def _write(path: Path, pieces: Iterable[bytes]) -> Path:
     """Write a file whole or not at all; several processes may do so at once."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fresh = temporary(path)
     try:
         with open(fresh, "wb") as file:
-            for piece in [pieces] if isinstance(pieces, bytes) else pieces:
+            for piece in pieces:
                 file.write(piece)
         fresh.replace(path)
     finally:

@@ -221,6 +221,13 @@ class Prepared(Dataset):
         None, "how much of what was fetched is kept in the cache; null: all", science=False, above=0
     )
 
+    def check(self, where: str = "dataset") -> None:
+        """Refuse what was decided when the data were prepared."""
+        super().check(where)
+        if where == "dataset":  # those of a mixture's parts are the mixture's
+            _refuse_set(self, DECIDED, where, "was decided when the data were prepared", "")
+        _refuse_set(self, ("on_error",), where, "was decided when the data were prepared", "")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture(Dataset):
@@ -265,8 +272,12 @@ class Mixture(Dataset):
 
 COMMON = ("tokenizer", "mask_documents", "validation", "cache", "prefetch", "skip", "workers", "stream")
 """Settings of a mixture that hold for all of its sources."""
-OWN = ("epochs", "block", "window")
+OWN = ("epochs", "block", "window", "on_error")
 """Settings that each source of a mixture has for itself."""
+
+
+DECIDED = ("tokenizer", "validation", "workers", "stream")
+"""Settings of a dataset that is yet to be prepared, which a mixture has for all of its sources."""
 
 
 def _refuse_set(dataset: Dataset, names: Iterable[str], where: str, why: str, there: str) -> None:
@@ -274,7 +285,8 @@ def _refuse_set(dataset: Dataset, names: Iterable[str], where: str, why: str, th
     for field in fields(dataset):
         value = getattr(dataset, field.name)
         if field.name in names and value != field.default:
-            raise Refusal(f"{where}.{field.name}={show(value)}: {why}; give it as {there}.{field.name}.")
+            way_out = f"give it as {there}.{field.name}" if there else "leave it out"
+            raise Refusal(f"{where}.{field.name}={show(value)}: {why}; {way_out}.")
 
 
 KINDS: dict[str, Callable[..., Dataset]] = {

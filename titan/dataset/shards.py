@@ -18,9 +18,11 @@ written does not change: a reader may begin with the units that are done, and se
 from __future__ import annotations
 
 import bisect
+import contextlib
 import json
 import os
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,12 +33,14 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset import remote
+from titan.dataset import owners, remote
 from titan.settings import Failure, Refusal
 
 FORMAT = 2
 SPLITS = ("train", "validation")
 T = TypeVar("T")
+_FRESH_SECONDS = 60.0
+_TRIES = 5
 OPEN = 32
 """How many files of a kind a reader holds open at most."""
 
@@ -65,11 +69,24 @@ class _Open(Generic[T]):
     def __getitem__(self, path: Path) -> T:
         with self.lock:
             if path not in self.files:
+                fetched = not path.exists()
                 self.files[path] = _opened(path, self.opener)
+                if fetched:
+                    self._let_go()
             self.files.move_to_end(path)
             if len(self.files) > OPEN:
                 self.files.popitem(last=False)  # closed when its last user lets go of it
             return self.files[path]
+
+    def forget(self, path: Path) -> None:
+        """Open a file anew when it is wanted again."""
+        with self.lock:
+            self.files.pop(path, None)
+
+    def _let_go(self) -> None:
+        """Close what was removed to make room: it takes room until then."""
+        for path in [path for path in self.files if not path.exists()]:
+            del self.files[path]
 
     def __reduce__(self) -> Any:
         return _Open, (self.opener,)
@@ -77,8 +94,11 @@ class _Open(Generic[T]):
 
 def _opened(path: Path, opener: Callable[[Path], T]) -> T:
     try:
-        if not path.exists():
-            remote.fetch(path)
+        for _ in range(_TRIES):
+            if not path.exists():
+                remote.fetch(path)
+            with contextlib.suppress(FileNotFoundError):  # another process made room meanwhile
+                return opener(path)
         return opener(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -171,6 +191,10 @@ class Split:
     def _piece(self, shard: Shard, first: int, size: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
         path, due = shard.path.with_suffix(suffix), size * dtype.itemsize
         data = os.pread(self._files[path].fileno(), due, first * dtype.itemsize)
+        if len(data) != due and remote.elsewhere(path):  # cut here: fetched again
+            path.unlink(missing_ok=True)
+            self._files.forget(path)
+            data = os.pread(self._files[path].fileno(), due, first * dtype.itemsize)
         if len(data) != due:
             raise Failure(f"the prepared data {path} ends too early; {_MEND}")
         return np.frombuffer(data, dtype)
@@ -190,6 +214,7 @@ class Corpus:
         tokenizer: name and fingerprint, and the file here that holds it, if any.
         token_bytes: uint16 [vocab_size].
         masked: whether some tokens don't count in the loss.
+        held_out: whether documents are held out.
         complete: whether all of it is there.
         units: how many units are done, and how many there will be.
         train, validation: its tokens.
@@ -205,6 +230,7 @@ class Corpus:
     tokenizer: Mapping[str, str]
     token_bytes: NDArray[np.uint16]
     masked: bool
+    held_out: bool
     complete: bool
     units: tuple[int, int]
     train: Split
@@ -227,9 +253,16 @@ class Corpus:
             Failure: with the reason.
         """
         failed = self.folder / "failed.json"
-        if not self.complete and failed.is_file():
+        if not self.complete and failed.is_file() and not self._worked_on():
             reason = json.loads(failed.read_bytes())["error"]
             raise Failure(f"the data that this run waits for can't be prepared: {reason}")
+
+    def _worked_on(self) -> bool:
+        """Whether anyone, on any machine, works on a unit: claims are touched every few seconds."""
+        with contextlib.suppress(OSError):
+            held = (claim for claim in self.folder.glob("*.claim") if not owners.stale(claim))
+            return any(time.time() - claim.stat().st_mtime < _FRESH_SECONDS for claim in held)
+        return False
 
 
 def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bool = False) -> Corpus:
@@ -246,8 +279,9 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
     folder = Path(folder)
     try:
         manifest = folder / "manifest.json"
-        content = _partial(folder) if partial and not manifest.is_file() else json.loads(manifest.read_bytes())
-        corpus = _open(folder, content, manifest.is_file())
+        complete = manifest.is_file() or not partial  # asked once: the rest may come at any moment
+        content = json.loads(manifest.read_bytes()) if complete else _partial(folder)
+        corpus = _open(folder, content, complete)
         for split in (corpus.train, corpus.validation) if check else ():
             _check_sizes(split, corpus.masked)
         return corpus
@@ -285,6 +319,7 @@ def _open(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
         folder=folder,
         **{name: manifest[name] for name in fields},
         token_bytes=token_bytes,
+        held_out=manifest["limit"] > 0,
         complete=complete,
         units=(len(manifest["units"]), manifest.get("all", len(manifest["units"]))),
         train=train,
