@@ -118,3 +118,14 @@ def test_help_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("--verify", "--dry-run", "python -m titan.prepare dataset=", "Exit codes"))
+
+
+def test_what_is_prepared_already_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare.main(["dataset=prepared", "dataset.path=s3://bucket/x"]) == 0
+    assert capsys.readouterr().out == "data: prepared already, at s3://bucket/x\n"
+
+
+def test_misplaced_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = ["dataset=mixture", "+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}", "dataset.epochs=1"]
+    assert prepare.main(mixture) == 2
+    assert "dataset.sources.NAME.epochs" in capsys.readouterr().err

@@ -207,6 +207,23 @@ def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
         lives.begin(mixture(tmp_path / "run", *other))
 
 
+def test_ids_of_a_mixture(tmp_path: Path) -> None:
+    """Seeds are of one group; the order in which sources are named is no science; what they are is."""
+    ids = lived(mixture(tmp_path / "a")).ids
+    seed = lived(mixture(tmp_path / "b", "training.seed=1")).ids
+    other = lived(mixture(tmp_path / "c", "dataset.sources.b.tokens=9001")).ids
+    assert (ids.group == seed.group, ids.science == seed.science) == (True, False)
+    assert ids.science != other.science
+    swapped = [*SOURCES[:1], *SOURCES[2:3], *SOURCES[1:2], *SOURCES[3:]]
+    again = lived(composed([*BASE, *swapped, f"hydra.run.dir={tmp_path}/d"]))
+    assert again.ids.science == ids.science
+
+
+def test_data_on_another_machine_are_not_to_be_prepared(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="no prepared data there"):
+        lives.begin(composed([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"]))
+
+
 # --- streams, as commands
 
 

@@ -15,7 +15,7 @@ from titan.dataset import mix as module
 from titan.dataset.mix import BLOCK, Mix, Rows, Stage, pattern, quotas
 from titan.dataset.order import Order
 from titan.dataset.shards import Corpus
-from titan.settings import Refusal
+from titan.settings import Failure, Refusal
 
 SIZES = (13, 40, 7)
 SEQ_LEN = 3
@@ -201,3 +201,25 @@ def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
         assert rows.corpus.complete or (index // 4 + 1) * 4 <= published < (index // 4 + 1) * 4 + 7
     assert len(told) == 5
     assert "still being prepared: 1 of 5 units, 20 tokens" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "seq_len", "words"),
+    [
+        pytest.param(0.5, SEQ_LEN, "may be read 0.5 times", id="too-often"),
+        pytest.param(None, 500, "only 100 tokens, less than a row", id="too-little"),
+    ],
+)
+def test_what_a_stream_turns_out_to_be(epochs: float | None, seq_len: int, words: str, tmp_path: Path) -> None:
+    """What is checked beforehand, of data that are complete."""
+    units = [counting(50), counting(50, start=50)]
+    rows = Rows("x", write(tmp_path / "c", units, done=1), seq_len, 5, window=2, epochs=epochs)
+    finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(units)])
+    with pytest.raises(Failure, match=words):
+        rows.at(np.array([31]), lambda line: None)
+
+
+def test_rows_that_are_not_there_are_refused_without_anyone_to_wait(tmp_path: Path) -> None:
+    rows = Rows("x", write(tmp_path / "c", [counting(50), counting(50)], done=1), SEQ_LEN, 5, window=2)
+    with pytest.raises(Refusal, match="1 of 2 units, 50 tokens, are there; wait"):
+        rows.at(np.array([16]))

@@ -12,8 +12,10 @@ import pytest
 from tests.dataset.folders import counting, write
 from titan.dataset import remote
 from titan.dataset.corpora import mixed, opened, ready
-from titan.dataset.schema import Prepared
+from titan.dataset.prepare import prepare
+from titan.dataset.schema import Dataset, Prepared, Synthetic, Text
 from titan.dataset.shards import open_corpus
+from titan.dataset.tokenizer import load_tokenizer
 from titan.settings import Failure, Refusal
 from titan.training import Training
 
@@ -92,6 +94,76 @@ def test_an_address_without_data_is_refused(url: str, words: str, tmp_path: Path
     with pytest.raises(Refusal, match=words) as refusal:
         ready(Prepared(path=url, cache=str(tmp_path)))
     assert f"dataset.path={url}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "json"])
+def test_what_was_prepared_is_read_elsewhere(kind: str, tmp_path: Path) -> None:
+    """With its tokenizer, whichever that is."""
+    (tmp_path / "x.txt").write_text("abc def\n" * 2000)
+    tokenizer = "titan4k"
+    if kind == "json":
+        from tests.dataset.test_tokenizer import byte_level_json
+
+        byte_level_json(tmp_path, {"eos_token": "</s>"})
+        tokenizer = str(tmp_path / "tokenizer.json")
+    data: Dataset = Text(path=str(tmp_path / "x.txt"), tokenizer=tokenizer, cache=str(tmp_path / "c"))
+    if kind == "tokens":
+        data = Synthetic(tokens=5000, cache=str(tmp_path / "c"))
+    folder = prepare(data)
+    shutil.move(folder, tmp_path / "bucket")
+    far = Prepared(path=f"file://{tmp_path}/bucket", cache=str(tmp_path / "other"))
+    corpus = opened(ready(far))["data"]
+    assert corpus.train.read(0, 100).tolist() == open_corpus(tmp_path / "bucket").train.read(0, 100).tolist()
+    if kind != "tokens":
+        shutil.rmtree(tmp_path / "bucket")
+        assert load_tokenizer(corpus.tokenizer_path).fingerprint == corpus.tokenizer["fingerprint"]
+
+
+def test_another_corpus_at_the_same_place_is_another_one(there: Path) -> None:
+    first = opened(ready(dataset(there)))["data"]
+    assert first.train.read(5, 1) == [5]
+    shutil.rmtree(there)
+    write(there, [counting(1000, start=7)], vocab_size=2**16, digest="e")
+    second = opened(ready(dataset(there)))["data"]
+    assert (second.digest, second.train.read(5, 1)) == ("e", [12])
+    assert second.folder != first.folder
+
+
+def test_a_file_that_was_cut_here_is_fetched_again(there: Path) -> None:
+    (folder,) = ready(dataset(there)).values()
+    open_corpus(folder).train.read(5, 1)
+    os.truncate(Path(folder) / "train-00000.tokens", 40)
+    assert open_corpus(folder).train.read(40_000, 1) == [40_000]
+
+
+def test_what_was_removed_to_make_room_is_closed(there: Path) -> None:
+    (folder,) = ready(dataset(there, keep_gib=120e3 / 2**30)).values()
+    corpus = open_corpus(folder)
+    for token in (5, 50_005, 100_005, 150_005):
+        corpus.train.read(token, 1)
+    held = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists() or fd.is_symlink()]
+    assert not any("(deleted)" in name and str(folder) in name for name in held)
+
+
+def test_another_machine_begins_with_nothing(there: Path) -> None:
+    folders = ready(dataset(there))
+    for folder in folders.values():
+        shutil.rmtree(folder)
+    assert opened(folders, dataset(there))["data"].train.read(5, 1) == [5]
+
+
+def test_errors_of_a_protocols_own_kind_are_a_sentence(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder,) = ready(dataset(there)).values()
+
+    class NoCredentialsError(Exception):
+        pass
+
+    def refuse(*arguments: object) -> None:
+        raise NoCredentialsError("Unable to\nlocate credentials")
+
+    monkeypatch.setattr("fsspec.open", refuse)
+    with pytest.raises(Failure, match="NoCredentialsError: Unable to locate credentials"):
+        open_corpus(folder).train.read(5, 1)
 
 
 def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:

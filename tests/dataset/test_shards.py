@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
-from titan.dataset import shards
+from titan.dataset import owners, shards
 from titan.dataset.shards import Split, open_corpus
 from titan.settings import Failure, Refusal
 
@@ -120,6 +120,34 @@ def test_a_preparation_that_failed_is_known(tmp_path: Path) -> None:
     corpus.check_alive()
     (tmp_path / "c" / "failed.json").write_text(json.dumps({"error": "x.jsonl, line 7: not JSON"}))
     with pytest.raises(Failure, match="line 7: not JSON"):
+        corpus.check_alive()
+
+
+def test_a_corpus_that_is_completed_while_it_is_opened_is_not_taken_for_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "c"
+    write(folder, UNITS, done=1)
+    original = shards._partial
+
+    def slow(folder: Path) -> dict[str, object]:
+        content = original(folder)
+        finish(folder, [publish(folder, number, unit) for number, unit in enumerate(UNITS)])
+        return content
+
+    monkeypatch.setattr(shards, "_partial", slow)
+    corpus = open_corpus(folder, partial=True)
+    assert (corpus.complete, corpus.train.tokens) == (False, 60)
+    assert (corpus.again().complete, corpus.again().train.tokens) == (True, TOKENS)
+
+
+def test_a_failure_does_not_count_while_another_job_goes_on(tmp_path: Path) -> None:
+    corpus = write(tmp_path / "c", UNITS, done=1)
+    (tmp_path / "c" / "failed.json").write_text(json.dumps({"error": "x"}))
+    assert owners.acquire(tmp_path / "c" / "unit-00002.claim")
+    corpus.check_alive()
+    owners.release(tmp_path / "c" / "unit-00002.claim")
+    with pytest.raises(Failure):
         corpus.check_alive()
 
 
