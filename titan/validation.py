@@ -118,6 +118,7 @@ def _own(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]
     total, share, size = fields.shape[1], world.share, run.microbatch_rows
     own = share.rows(total)
     shape = (math.ceil(share.slots(total) / size), size, run.training.seq_len)
-    out = Reader(run.training.seq_len, run.dataset.mask_documents).empty(shape)
+    reader = Reader(run.training.seq_len, run.dataset.mask_documents)
+    out = reader.blank(reader.room(shape))
     out.reshape(len(out), -1, shape[-1])[:, : len(own)] = fields[:, own.start : own.stop]
     return out

@@ -133,15 +133,19 @@ class Reader:
         """Read rows of `seq_len` tokens, apart by `documents` or not."""
         self.seq_len, self.documents = seq_len, documents
 
-    def empty(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Fields of rows of weight zero, [2 or 4, *shape]."""
-        fields = np.zeros((4 if self.documents else 2, *shape), dtype=np.int32)
+    def room(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
+        """Fields [2 or 4, *shape] that hold nothing yet."""
+        return np.empty((4 if self.documents else 2, *shape), dtype=np.int32)
+
+    def blank(self, fields: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The same fields, as of rows of weight zero."""
+        fields[:] = 0
         fields[TARGETS] = IGNORED
         if self.documents:
-            fields[POSITIONS] = np.arange(shape[-1])
+            fields[POSITIONS] = np.arange(self.seq_len)
         return fields
 
-    def fill(self, into: NDArray[np.int32], split: Split, row: int, masked: bool) -> tuple[NDArray[Any], int]:
+    def fill(self, into: NDArray[np.int32], split: Split, row: int, masked: bool) -> tuple[NDArray[Any], int, int]:
         """Write one row into fields [2 or 4, seq_len].
 
         Args:
@@ -151,16 +155,17 @@ class Reader:
             masked: whether some of its tokens don't count.
 
         Returns:
-            The stored tokens [seq_len + 1], and the pairs of tokens that attention computes with.
+            The stored tokens [seq_len + 1], how many targets count, and the pairs of tokens that attention computes
+            with.
         """
         start, length = row * self.seq_len, self.seq_len
         stored = split.read(start, length + 1)
         into[TOKENS], into[TARGETS] = stored[:-1], stored[1:]
         if masked:
             into[TARGETS][~split.counted(start, length + 1)[1:]] = IGNORED
-        if not self.documents:
-            return stored, length * length
-        return stored, self._divide(into, split.begins(start, length + 1))
+        pairs = self._divide(into, split.begins(start, length + 1)) if self.documents else length * length
+        valid = int((into[TARGETS] != IGNORED).sum()) if masked or self.documents else length
+        return stored, valid, pairs
 
     def _divide(self, into: NDArray[np.int32], begins: NDArray[np.int64]) -> int:
         """Keep documents apart, which begin at `begins` beside 0; the pairs of tokens inside of them."""
@@ -279,7 +284,7 @@ class Loader:
         """A batch of nothing in place of the next one."""
         rows = self._training.phase(self._given + 1).rows
         before = self._training.rows_before(self._given + 1)
-        fields = self._reader.empty(self._shape.of(self._share.slots(rows)))
+        fields = self._reader.blank(self._reader.room(self._shape.of(self._share.slots(rows))))
         return Batch(fields, before, before, before, 0, 0, 0, void=True)
 
     def _read_ahead(self) -> None:
@@ -334,14 +339,14 @@ class Loader:
         """The batch of a step, of which this rank has the rows `numbers`."""
         self._waiting = None
         phase, before = self._training.phase(step), self._training.rows_before(step)
-        fields = self._reader.empty(self._shape.of(self._share.slots(phase.rows)))
-        flat, total, pairs = fields.reshape(len(fields), -1, self._shape.seq_len), 0, 0
+        fields = self._reader.room(self._shape.of(self._share.slots(phase.rows)))
+        flat, total, valid, pairs = fields.reshape(len(fields), -1, self._shape.seq_len), 0, 0, 0
         for slot, (number, k, row) in enumerate(zip(numbers.tolist(), which.tolist(), rows.tolist(), strict=True)):
             corpus = self._mix.sources[k].corpus
-            stored, computed = self._reader.fill(flat[:, slot], corpus.train, row, corpus.masked)
-            total, pairs = total + row_hash(number, stored), pairs + computed
+            stored, count, computed = self._reader.fill(flat[:, slot], corpus.train, row, corpus.masked)
+            total, valid, pairs = total + row_hash(number, stored), valid + count, pairs + computed
+        self._reader.blank(flat[:, len(rows) :])
         ends = self._mix.numbers(np.array([before, before + phase.rows - 1]))
-        valid = int((fields[TARGETS] != IGNORED).sum())
         return Batch(fields, int(ends[0]), int(ends[1]), before + phase.rows, total % 2**64, valid, pairs)
 
 
@@ -355,7 +360,7 @@ def fixed_rows(split: Split, seq_len: int, rows: int, documents: bool, masked: b
     Documents were shuffled when prepared, so the first rows are a fair sample.
     """
     reader = Reader(seq_len, documents)
-    fields = reader.empty((min(rows, split.rows(seq_len)), seq_len))
+    fields = reader.room((min(rows, split.rows(seq_len)), seq_len))
     for i in range(fields.shape[1]):
         reader.fill(fields[:, i], split, i, masked)
     return fields
