@@ -96,7 +96,7 @@ def test_documents_are_divided_shuffled_and_complete(corpus_file: Path) -> None:
     )
     assert (corpus.vocab_size, corpus.max_token) == (4096, 4095)
     fingerprint = load_tokenizer("titan4k").fingerprint
-    assert corpus.tokenizer == {"name": "titan4k", "fingerprint": fingerprint, "file": "titan4k"}
+    assert corpus.tokenizer == {"name": "titan4k", "fingerprint": fingerprint, "file": ""}
     assert leftovers(corpus.folder) == []
 
 
@@ -175,7 +175,7 @@ def test_synthetic(tmp_path: Path) -> None:
     assert corpus.train.tokens + corpus.validation.tokens == corpus.bytes == 20_000
     assert corpus.max_token < corpus.vocab_size == 300
     assert corpus.token_bytes.tolist() == [1] * 300
-    assert corpus.tokenizer == {"name": "none", "fingerprint": "none", "file": "none"}
+    assert corpus.tokenizer == {"name": "none", "fingerprint": "none", "file": ""}
     assert corpus.validation.tokens > 0
     assert prepare(Synthetic(**settings)) == corpus.folder  # type: ignore[arg-type]
     assert prepare(Synthetic(**settings, seed=1)) != corpus.folder  # type: ignore[arg-type]

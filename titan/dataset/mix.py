@@ -75,9 +75,8 @@ class Rows:
         if rows < 1:
             raise Failure(f"{self.name} has only {self.split.tokens} tokens, less than a row of {self.seq_len}.")
         if self.epochs is not None and index.size and index.max() >= self.epochs * rows:
-            raise Failure(
-                f"{self.name} has {rows:,} rows, and epochs={self.epochs:g} of them are read; give fewer steps."
-            )
+            most = f"{self.epochs:g} time{'s' * (self.epochs != 1)}"
+            raise Failure(f"{self.name} has {rows:,} rows, and may be read {most}; give fewer steps, or more epochs.")
 
     @property
     def identity(self) -> str:
