@@ -17,6 +17,7 @@ import torch
 
 from tests.checkpoint.test_manager import in_two_lives
 from tests.runs import LAYOUTS, TINY, learned, lives, mix_of, save_of, steps, tiny, train
+from titan import console
 from titan.compose import composed
 from titan.dataset.loader import IGNORED, row_hash
 from titan.run import Run
@@ -134,7 +135,7 @@ def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp3"])
-def test_each_source_has_its_own_validation(layout: str, tmp_path: Path) -> None:
+def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held = ["dataset.validation=0.2", "metrics.validation_tokens=96"]
     run = mixture(tmp_path / "run", *held, layout=layout)
     train(run)
@@ -142,6 +143,8 @@ def test_each_source_has_its_own_validation(layout: str, tmp_path: Path) -> None
     parts = [result["validation_loss/a"], result["validation_loss/b"]]
     assert result["validation_loss"] == pytest.approx(sum(parts) / 2, rel=1e-6)
     assert parts[0] != parts[1]
+    console.show_result(run, result)
+    assert f"a {parts[0]:.4f} (" in capsys.readouterr().out
     assert result["bits_per_byte/a"] == pytest.approx(parts[0] / np.log(2), rel=1e-6), "a token is a byte here"
     alone = ["dataset.tokens=9000", "dataset.seed=1", *held, "optimizer.lr=1e-12"]
     untrained = {}

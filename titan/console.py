@@ -120,6 +120,7 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "loss": f"{_number(result['first_loss'])} -> {_number(result['last_loss'])}"
         + (f", validation {_number(validation)}" if validation is not None else "")
         + (f" ({bits:.3f} bits a byte)" if bits is not None else ""),
+        **_by_source(result),
         "speed": _speed(result),
         "checkpoint": _short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
         "metrics": _short(f"{run.directory}/metrics.jsonl"),
@@ -132,6 +133,17 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         print("\nSampled from the trained model (its start | what follows):")
         start, text = result["sample"]["start"], result["sample"]["text"]
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
+
+
+def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
+    """A line of what validation gave for each source of a mixture."""
+    parts = []
+    for key, loss in result.items():
+        kind, _, name = key.partition("/")
+        if kind == "validation_loss" and name:
+            bits = result.get(f"bits_per_byte/{name}")
+            parts.append(f"{name} {_number(loss)}" + (f" ({bits:.3f} bits a byte)" if bits is not None else ""))
+    return {"  held out": ", ".join(parts)} if parts else {}
 
 
 def show_finished(finished: Finished) -> None:
