@@ -53,6 +53,14 @@ def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str
     assert lines == expected
 
 
+def test_rows_of_another_step_are_said_to_be(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *settings, "--step", "3", "--rows", "1-2")
+    assert lines[:2] == [
+        "step 3: rows 8 to 11",
+        "  none of the rows asked for: rows are numbered over the whole run, as in metrics.jsonl",
+    ]
+
+
 def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic"]
     small = ["dataset.sources.a.tokens=3000", "dataset.sources.b.tokens=9000", "dataset.weights={a: 1, b: 1}"]

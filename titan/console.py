@@ -31,7 +31,8 @@ def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
         {
             "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",
             "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
-            f"{run.model.layers} layers of width {run.model.dim}, vocabulary {run.model.vocab:,}",
+            f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
+            f"vocabulary {run.model.vocab:,}",
             **_data(run, mix),
             "batch": f"{t.global_batch:,} tokens = {t.rows} rows; a rank takes {run.rank_rows} in "
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_growth(run)}",

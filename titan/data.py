@@ -97,6 +97,8 @@ def _show_step(recipe: Recipe, mix: Mix, tokenizer: Tokenizer | None, step: int,
     numbers = mix.numbers(np.arange(before, before + training.phase(step).rows))
     which, rows = mix.locate(numbers)
     print(f"step {step}: rows {numbers[0]} to {numbers[-1]}")
+    if options.rows is not None and not set(options.rows) & set(numbers.tolist()):
+        print("  none of the rows asked for: rows are numbered over the whole run, as in metrics.jsonl")
     for number, k, row in zip(numbers.tolist(), which.tolist(), rows.tolist(), strict=True):
         if options.rows is not None and number not in options.rows:
             continue

@@ -69,6 +69,8 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
         return
     with console.progress_line() as show:
         folder = prepare(dataset, show, verify=verify)
+    if verify:
+        print("verified: every file holds what was written")
     print("prepared:")
     console.table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
 

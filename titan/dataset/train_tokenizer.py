@@ -84,6 +84,7 @@ def _run(out: Path, paths: Sequence[str], ranks: int) -> None:
         write_ranks(out, tokens)
     except OSError as error:
         raise Refusal(f"{out}: can't be written ({error.strerror}); give another place.") from error
+    print(f"{out}: {len(tokens):,} tokens; use it as dataset.tokenizer={out} model.vocab={len(tokens) + 1}")
 
 
 if __name__ == "__main__":
