@@ -301,6 +301,21 @@ def test_waiting_in_vain_fails(
         read(alone(corpus, window=6), plan(5), Share(0, 1), 12, patience=patience)
 
 
+def test_who_has_given_up_waiting_does_not_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that come after a void step must not be taken for those of the step after it."""
+    monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
+    corpus = write(tmp_path / "c", UNITS, done=1)
+    with Loader(alone(corpus, window=6), plan(5), Share(0, 1), Shape(1, 5, SEQ_LEN), stopped=lambda: True) as loader:
+        batches = [next(loader) for _ in range(4)]
+        finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(UNITS)])
+        loader._thread.join(0.2)
+        batches += [next(loader) for _ in range(3)]
+    void = [batch.void for batch in batches]
+    assert void == sorted(void) and void[3:] == [True] * 4
+    assert all(batch.hash == batch.valid == 0 and (batch.targets == IGNORED).all() for batch in batches[3:])
+    assert {batch.read for batch in batches if batch.void} == {5 * void.count(False)}
+
+
 def test_closing_ends_a_loader_that_waits(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS, done=1)
     loader = Loader(alone(corpus, window=6), plan(5), Share(0, 1), Shape(1, 5, SEQ_LEN))

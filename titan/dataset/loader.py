@@ -218,7 +218,7 @@ class Loader:
             raise ValueError("step, prefetch and shape must be at least 1")
         self._mix, self._training, self._share, self._shape = mix, training, share, shape
         self._step, self._read, self._patience, self._tell, self._stopped = step, read, patience, tell, stopped
-        self._given = step - 1
+        self._given, self._given_up = step - 1, False
         self._reader = Reader(shape.seq_len, documents)
         self._ready: queue.SimpleQueue[Batch | BaseException] = queue.SimpleQueue()
         self._room = threading.Semaphore(prefetch)
@@ -269,16 +269,16 @@ class Loader:
     def _get(self) -> Batch | BaseException:
         """What is next, however long it takes; says now and then what it waits for."""
         pause, told = 2 * _POLL_SECONDS, -math.inf
-        while True:
+        while not self._given_up:
             try:
                 return self._ready.get(timeout=pause)
             except queue.Empty:
-                if self._waiting and self._stopped():
-                    return self._void()
+                self._given_up = self._waiting is not None and self._stopped()
                 if self._waiting and time.monotonic() >= told + _TELL_SECONDS:
                     self._tell(f"waiting for data: {self._waiting}")
                     told = time.monotonic()
                 pause = _POLL_SECONDS
+        return self._void()  # from now on: what comes after a step that was none is none either
 
     def _void(self) -> Batch:
         """A batch of nothing in place of the next one."""
