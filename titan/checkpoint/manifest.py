@@ -1,8 +1,9 @@
 """What makes a checkpoint complete: a manifest that is written last. Free of torch.
 
-    checkpoints/step-120/   __0_0.distcp ...  .metadata  manifest.json
+    checkpoints/step-120/   __0_0.distcp ...  .metadata  tokenizer.json  manifest.json
 
-A folder without a manifest, or whose files are not those that the manifest names, does not count.
+A folder without a manifest is a save that did not end. One whose files are not those that its manifest names is
+damaged: it is named, and does not count. One that is about to be deleted has its manifest renamed (`retire`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,27 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from titan.settings import Refusal
 
-FORMAT = 1
+FORMAT = 2
 NAME = "manifest.json"
+RETIRED = "retired.json"
+"""What a manifest is called once its checkpoint has ceased to count."""
+_CHUNK = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint: its size in bytes, and the CRC-32 of its content as 8 hexadecimal digits."""
+
+    bytes: int
+    crc32: str
 
 
 @dataclass(frozen=True)
@@ -26,18 +40,29 @@ class Manifest:
 
     Attributes:
         step: optimizer updates done.
+        tokens: tokens read.
         data: the data's position and identity (`titan.dataset.order.state`).
-        science_id: of the run that saved it.
+        science_id, run_id: of the run that saved it.
         layout: the degrees under which it was saved.
-        files: size in bytes of each file, by name.
+        model: the model's settings, with the schema's name under `_target_`.
+        tokenizer: a file in the folder or the name of a built-in tokenizer; None when the data have none.
+        files: the files by name.
     """
 
     step: int
+    tokens: int
     data: dict[str, Any]
     science_id: str
+    run_id: str
     layout: dict[str, int]
-    files: dict[str, int] = field(default_factory=dict)
+    model: dict[str, Any]
+    tokenizer: str | None
+    files: dict[str, File] = field(default_factory=dict)
     format: int = FORMAT
+
+
+class Damaged(Exception):
+    """A checkpoint that does not hold what it should; the message says of which file."""
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -46,44 +71,142 @@ def folder_of(directory: Path, step: int) -> Path:
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Make the checkpoint in `folder` count; call it once all its files are written."""
-    files = {f.name: f.stat().st_size for f in sorted(folder.iterdir()) if f.name != NAME}
+    """Make the checkpoint in `folder` count; call it once all its files are on disk."""
     temporary = folder / f".{NAME}"
     with temporary.open("w") as out:
-        json.dump({**asdict(manifest), "files": files}, out, indent=1)
+        json.dump(asdict(manifest), out, indent=1)
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(folder / NAME)
+    _sync(folder)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def inspect(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint whose files have the sizes that they should have; None where a save did not end.
+
+    Raises:
+        Damaged: naming the file.
+    """
+    try:
+        text = (folder / NAME).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise Damaged(f"{NAME} can't be read ({error.strerror})") from error
+    manifest = parse(text)
+    for name, file in manifest.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            raise Damaged(f"{name} can't be read ({error.strerror})") from error
+        if size != file.bytes:
+            raise Damaged(f"{name} has {size:,} bytes where {file.bytes:,} are due")
+    return manifest
+
+
+def parse(text: bytes) -> Manifest:
+    """A manifest from its text.
+
+    Raises:
+        Damaged: when it is none, or of another format.
+    """
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise Damaged(f"{NAME} is of format {content['format']}, and this titan reads {FORMAT}")
+        files = {str(name): File(**file) for name, file in content.pop("files").items()}
+        manifest = Manifest(**content, files=files)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"{NAME} is no manifest ({type(error).__name__}: {error})") from error
+    if any(Path(name).name != name for name in files):
+        raise Damaged(f"{NAME} names files outside of its folder")
+    return manifest
 
 
 def read(folder: Path) -> Manifest | None:
     """The manifest of a complete checkpoint; None where it is incomplete or damaged."""
     try:
-        manifest = Manifest(**json.loads((folder / NAME).read_text()))
-        sizes = {name: (folder / name).stat().st_size for name in manifest.files}
-    except (OSError, ValueError, TypeError):
+        return inspect(folder)
+    except Damaged:
         return None
-    return manifest if sizes == manifest.files and manifest.format == FORMAT else None
+
+
+def verify(folder: Path, files: Mapping[str, File]) -> None:
+    """Compare the content of files with their checksums.
+
+    Raises:
+        Damaged: naming the first file that differs.
+    """
+    for name, file in files.items():
+        try:
+            with (folder / name).open("rb") as content:
+                found = checksum(content)
+        except OSError as error:
+            raise Damaged(f"{name} can't be read ({error.strerror})") from error
+        if found != file:
+            raise Damaged(f"{name} has the checksum {found.crc32} where {file.crc32} is due")
+
+
+def checksum(content: IO[bytes]) -> File:
+    """Size and checksum of what is left in an open file."""
+    crc, size = 0, 0
+    while piece := content.read(_CHUNK):
+        crc, size = zlib.crc32(piece, crc), size + len(piece)
+    return File(size, f"{crc:08x}")
+
+
+def retire(folder: Path) -> None:
+    """Let a checkpoint cease to count; its files stay for those that read them."""
+    (folder / NAME).rename(folder / RETIRED)
+    os.utime(folder / RETIRED)  # when it was
+
+
+def steps(directory: Path) -> list[Path]:
+    """The folders of the checkpoints of the run in `directory`, complete or not, by their steps."""
+    folders = [f for f in (directory / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
+    return sorted(folders, key=lambda f: int(f.name[5:]))
 
 
 def complete(directory: Path) -> list[Path]:
     """The complete checkpoints of the run in `directory`, oldest first."""
-    folders = [f for f in (directory / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
-    return [f for f in sorted(folders, key=lambda f: int(f.name[5:])) if read(f)]
+    return [folder for folder in steps(directory) if read(folder)]
 
 
-def find(path: str) -> Path:
-    """The checkpoint that `checkpoint.resume=path` means: a checkpoint's folder, or the last one of a run.
+def damages(folders: Iterable[Path]) -> dict[Path, str]:
+    """What is wrong with those checkpoints that are damaged."""
+    found = {}
+    for folder in folders:
+        try:
+            inspect(folder)
+        except Damaged as damage:
+            found[folder] = str(damage)
+    return found
+
+
+def find(path: str, setting: str = "checkpoint.resume") -> Path:
+    """The checkpoint that `setting=path` means: a checkpoint's folder, or the last complete one of a run.
 
     Raises:
         Refusal: when there is none.
     """
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise Refusal(f"checkpoint.resume={path}: there is no such directory; correct the path.")
-    if read(folder):
-        return folder
+        raise Refusal(f"{setting}={path}: there is no such directory; correct the path.")
+    try:
+        if inspect(folder):
+            return folder
+    except Damaged as damage:
+        raise Refusal(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
     found = complete(folder)
     if not found:
-        raise Refusal(f"checkpoint.resume={path}: holds no complete checkpoint; give a run's or a checkpoint's folder.")
+        raise Refusal(f"{setting}={path}: holds no complete checkpoint; give a run's or a checkpoint's folder.")
     return found[-1]
