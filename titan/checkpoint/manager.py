@@ -1,79 +1,203 @@
-"""Save and load a run's state with torch.distributed.checkpoint.
+"""Save a run's state with torch.distributed.checkpoint, in the foreground or behind training's back.
 
-Every rank takes part: each writes the parts of the tensors that it holds; once all have, rank 0 writes the manifest
-that makes the checkpoint count and takes away what is older than the last `checkpoint.keep`. Tensors go by the model's
-own parameter names, so a checkpoint knows nothing of the layout that saved it.
+A save is one job, done by all ranks together in a thread of its own:
+
+1. rank 0 makes the folder;
+2. every rank writes the parts of the tensors that it holds, with their checksums;
+3. rank 0 writes the manifest, which makes the checkpoint count, and lets go of those that are not kept;
+4. what follows from it, rank by rank: exported weights, a copy elsewhere.
+
+`mode=sync` waits for the job, up to its third point; `mode=async` goes on once the state is copied (`staging`). A job
+that fails leaves no file behind and is told by `news`; the run goes on. Tensors go by the model's own parameter names,
+so a checkpoint knows nothing of the layout that saved it.
 """
 
 from __future__ import annotations
 
 import shutil
+import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from titan.checkpoint import manifest
-from titan.checkpoint.manifest import Manifest
+from titan.checkpoint import manifest, retention
+from titan.checkpoint.manifest import File, Manifest
+from titan.checkpoint.schema import Checkpoint
+from titan.checkpoint.staging import Staging
+from titan.checkpoint.talk import Talk, Unsaved, reason
+from titan.checkpoint.writer import Writer
 from titan.engine import Engine
 from titan.parallelism import data
-from titan.parallelism.mesh import World
-from titan.settings import Refusal, show
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a single process
+After = Callable[[Path, Manifest], None]
+"""What is done with a checkpoint once it counts; all ranks call it together, and may raise `Unsaved`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save went.
+
+    Attributes:
+        step: of the state that was to be saved.
+        stall: seconds for which training waited.
+        seconds: from the call to the end.
+        bytes: of all files; 0 where it failed.
+        error: why there is no checkpoint; None when it is complete.
+        after: why what was to follow did not happen (exported weights, a copy elsewhere).
+    """
+
+    step: int
+    stall: float = 0.0
+    seconds: float = 0.0
+    bytes: int = 0
+    error: str | None = None
+    after: str | None = None
+
+
+class _Job:
+    """A save under way."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.began, self.stall = step, time.monotonic(), 0.0
+        self.written, self.ended = threading.Event(), threading.Event()
+        self.bytes, self.error, self.after, self.seconds = 0, None, None, 0.0  # type: tuple[int, Any, Any, float]
+
+    def outcome(self) -> Outcome:
+        return Outcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after)
 
 
 class Manager:
     """The checkpoints of one run, seen from one rank."""
 
-    def __init__(self, directory: Path, keep: int, science_id: str, engine: Engine, world: World) -> None:
-        self.directory, self.keep, self.science_id = directory, keep, science_id
-        self.engine, self.world = engine, world
+    def __init__(self, directory: Path, how: Checkpoint, engine: Engine, talk: Talk, after: tuple[After, ...] = ()) -> None:
+        """Take what is to be saved and where; nothing is written yet.
 
-    def save(self, step: int, position: dict[str, Any]) -> Path:
-        """Save the state after `step` updates and the data's `position`; all ranks call it together.
-
-        Returns:
-            The checkpoint's folder.
+        Args:
+            directory: the run's.
+            how: when and what to keep.
+            engine: whose state is saved; its optimizer must have its state already (`prime`).
+            talk: the ranks, over a group that nobody else uses.
+            after: what follows a save.
         """
-        folder = manifest.folder_of(self.directory, step)
-        if self.world.speaks:
-            shutil.rmtree(folder, ignore_errors=True)  # what a killed save may have left
-            folder.mkdir(parents=True)
-        self.world.barrier()
-        with _quietly():
-            save(state_of(self.engine), checkpoint_id=folder, no_dist=self.world.place.size == 1)
-        if self.world.speaks:
-            layout = self.world.layout.degrees()
-            manifest.write(folder, Manifest(step, position, self.science_id, layout))
-            self._prune()
-        self.world.barrier()
-        return folder
+        self.directory, self.how, self.engine, self.talk, self.after = directory, how, engine, talk, after
+        self.jobs: list[_Job] = []
+        self.staging = Staging(engine.world.device) if how.mode == "async" else None
+        self.thread = ThreadPoolExecutor(1, "titan-checkpoint")
 
-    def load(self, folder: Path) -> None:
-        """Load a checkpoint, whatever layout saved it; all ranks call it together.
+    def save(self, about: Manifest, tokenizer: str | None = None) -> None:
+        """Begin to save the state, and wait for it where that is asked for; all ranks call it together.
 
-        The optimizer must have its state already (`prime`).
-
-        Raises:
-            Refusal: when it lacks a tensor, or has it in another shape.
+        Args:
+            about: what the manifest is to say; its files and tokenizer are filled in.
+            tokenizer: a file that is copied into the checkpoint, or a built-in tokenizer's name.
         """
-        state = state_of(self.engine)
-        _compare(state, folder)
-        with _quietly():
-            load(state, checkpoint_id=folder, no_dist=self.world.place.size == 1)
-        if self.engine.twins is not None:
-            self.engine.twins.align(self.engine.optimizer)
+        job = _Job(about.step)
+        with _stalled(job):
+            for earlier in self.jobs:
+                earlier.ended.wait()  # one at a time: they share the ranks' group and the copies' memory
+            state = state_of(self.engine)
+            staged = state if self.staging is None else self.staging.start(state)
+            self.jobs.append(job)
+            self.thread.submit(self._work, job, staged, about, tokenizer)
+            if self.staging is None:
+                job.written.wait()
 
-    def _prune(self) -> None:
-        for folder in manifest.complete(self.directory)[: -self.keep]:
-            (folder / manifest.NAME).unlink()  # first: it stops to count before it is incomplete
-            shutil.rmtree(folder, ignore_errors=True)
+    def unchanged(self) -> None:
+        """Call it before the state changes: waits until a save under way has its copy."""
+        if self.staging is not None and self.jobs and not self.jobs[-1].written.is_set():
+            with _stalled(self.jobs[-1]):
+                self.staging.done()
+
+    def news(self) -> list[Outcome]:
+        """How the saves went that have ended since the last call."""
+        ended = [job for job in self.jobs if job.ended.is_set()]
+        self.jobs = [job for job in self.jobs if job not in ended]
+        return [job.outcome() for job in ended]
+
+    def finish(self) -> list[Outcome]:
+        """Wait for what is under way; then as `news`."""
+        for job in self.jobs:
+            with _stalled(job):
+                job.ended.wait()
+        return self.news()
+
+    def close(self) -> None:
+        """End the threads, once what is under way has ended."""
+        self.thread.shutdown()
+        if self.staging is not None:
+            self.staging.close()
+
+    def _work(self, job: _Job, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> None:
+        """The job, from its first to its last point, in the thread."""
+        folder = manifest.folder_of(self.directory, about.step)
+        try:
+            about = self._write(folder, state, about, tokenizer)
+            job.bytes = sum(file.bytes for file in about.files.values())
+        except BaseException as error:  # DCP's own is no Exception
+            job.error = str(error) if isinstance(error, Unsaved) else reason(error)
+            if self.talk.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
+        job.seconds = time.monotonic() - job.began
+        job.written.set()
+        if job.error is None:
+            job.after = self._follow(folder, about)
+        job.ended.set()
+
+    def _write(self, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> Manifest:
+        talk, writer = self.talk, Writer(folder)
+        extra = talk.first(lambda: _make(folder, tokenizer)) or {}
+        if self.staging is not None:
+            self.staging.ready()
+        save(dict(state), storage_writer=writer, process_group=talk.group, no_dist=talk.size == 1)
+        files = {name: file for part in talk.gather(writer.files) for name, file in part.items()}
+        inside = next(iter(extra), tokenizer)
+        about = replace(about, files=files | extra, tokenizer=inside)
+        talk.first(lambda: manifest.write(folder, about))
+        return about
+
+    def _follow(self, folder: Path, about: Manifest) -> str | None:
+        """Let go of old checkpoints, and do what is to follow; what went wrong, if anything did."""
+        how, wrong = self.how, None
+        try:
+            self.talk.first(lambda: retention.prune(self.directory, how.keep, how.keep_tokens, how.grace))
+            for after in self.after:
+                after(folder, about)
+        except Unsaved as error:
+            wrong = str(error)
+        except BaseException as error:
+            wrong = reason(error)
+        return wrong
+
+
+@contextmanager
+def _stalled(job: _Job) -> Iterator[None]:
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        job.stall += time.monotonic() - began
+
+
+def _make(folder: Path, tokenizer: str | None) -> dict[str, File]:
+    """A new, empty folder for a checkpoint, with the tokenizer's file where it has one."""
+    if folder.exists():
+        shutil.rmtree(folder)  # what a killed save may have left, or a damaged one
+    folder.mkdir(parents=True)
+    if tokenizer is None or not Path(tokenizer).is_file():
+        return {}
+    copy = Path(shutil.copy(tokenizer, folder))
+    with copy.open("rb") as content:
+        return {copy.name: manifest.checksum(content)}
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
@@ -87,28 +211,6 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
             if isinstance(value, Tensor):
                 state[f"optimizer.{name}.{key}"] = value
     return state
-
-
-def _compare(state: dict[str, Tensor], folder: Path) -> None:
-    """Refuse a checkpoint of another model or optimizer: a fork may ask for one."""
-    saved: dict[str, Any] = FileSystemReader(folder).read_metadata().state_dict_metadata
-    for name, tensor in state.items():
-        shape = tuple(saved[name].size) if name in saved else None
-        if shape != tuple(tensor.shape):
-            found = f"has {name} in the shape {show(shape)}" if shape is not None else f"has no {name}"
-            wanted = f"this run has it in the shape {show(tuple(tensor.shape))}"
-            raise Refusal(
-                f"checkpoint.resume={folder}: was saved with another model or optimizer: it {found}, and {wanted}; "
-                "give the model and optimizer of the run that saved it."
-            )
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without torch's warning that a single process is a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def prime(optimizer: torch.optim.Optimizer) -> None:

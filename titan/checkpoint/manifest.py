@@ -23,6 +23,8 @@ FORMAT = 2
 NAME = "manifest.json"
 RETIRED = "retired.json"
 """What a manifest is called once its checkpoint has ceased to count."""
+BROKEN = "damaged.json"
+"""What a manifest is called whose checkpoint was found not to hold what it should."""
 _CHUNK = 4 * 2**20
 
 

@@ -1,0 +1,205 @@
+"""Checkpoints elsewhere: a run's directory is the local tier, and what counts there is copied to a URL.
+
+Any file system that fsspec knows can take them. Object stores have neither renames nor cheap listings, so none are
+used: files are written under their names, a manifest last, and then `index.json`, which says which steps there are.
+
+    URL/NAME/   index.json  run.yaml  step-120/manifest.json  step-120/__0_0.distcp  ...
+
+Each rank copies the files that it finds in its share of the manifest; fetching divides them the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from titan.checkpoint import manifest, retention
+from titan.checkpoint.manifest import Damaged, File, Manifest
+from titan.settings import Refusal
+
+T = TypeVar("T")
+INDEX = "index.json"
+_CHUNK = 8 * 2**20
+
+
+class Remote:
+    """The checkpoints of one run at a URL."""
+
+    def __init__(self, url: str, setting: str = "checkpoint.path") -> None:
+        """Take the URL, or a folder's path; nothing is read yet.
+
+        Raises:
+            Refusal: when there is no such protocol, or its package is missing.
+        """
+        self.url = url.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs
+
+            self.fs, self.root = url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            raise Refusal(f"{setting}={url}: can't be used ({error}); install what it needs or give another.") from error
+
+    def index(self) -> dict[int, int]:
+        """Step and tokens of the checkpoints that there are; empty where there are none."""
+        content = self._read(INDEX)
+        return {int(step): int(tokens) for step, tokens in json.loads(content)["steps"].items()} if content else {}
+
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+            Damaged: when it is not there, or none.
+        """
+        content = self._read(f"step-{step}/{manifest.NAME}")
+        if content is None:
+            raise Damaged(f"{self.url}/step-{step}/{manifest.NAME} is missing")
+        return manifest.parse(content)
+
+    def read(self, name: str) -> bytes | None:
+        """A small file beside the index; None where there is none."""
+        return self._read(name)
+
+    def put(self, name: str, content: bytes) -> None:
+        """Write a small file beside the index."""
+        self._try(lambda: self.fs.pipe_file(f"{self.root}/{name}", content))
+
+    def upload(self, folder: Path, files: Mapping[str, File]) -> None:
+        """Copy files of the checkpoint in `folder`."""
+        self._try(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
+        for name in files:
+            self._try(lambda name=name: self.fs.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}"))  # type: ignore[misc]
+
+    def publish(self, folder: Path, about: Manifest, keep: int, keep_tokens: int) -> list[int]:
+        """Let a checkpoint count, all of whose files are there, and the index forget those that are not kept.
+
+        Returns:
+            The steps to be removed.
+        """
+        self.put(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
+        there = self.index() | {about.step: about.tokens}
+        stay = retention.kept(sorted(there.items()), keep, keep_tokens)
+        self._say({step: tokens for step, tokens in there.items() if step in stay})
+        return sorted(there.keys() - stay)
+
+    def forget(self, step: int) -> None:
+        """Let a damaged checkpoint count no more."""
+        self._say({s: tokens for s, tokens in self.index().items() if s != step})
+
+    def remove(self, step: int) -> None:
+        """Delete a checkpoint that the index has forgotten."""
+        with suppress(Damaged, OSError):
+            names = [*self.manifest(step).files, manifest.NAME]
+            self._try(lambda: [self.fs.rm_file(f"{self.root}/step-{step}/{name}") for name in reversed(names)])
+
+    def fetch(self, step: int, folder: Path, files: Mapping[str, File]) -> None:
+        """Bring files of a checkpoint into `folder`, and compare their checksums.
+
+        Raises:
+            Damaged: naming the file that is not what it should be.
+        """
+        for name, due in files.items():
+            found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name))  # type: ignore[misc]
+            if found != due:
+                raise Damaged(f"{self.url}/step-{step}/{name} is not what was saved ({found.bytes:,} bytes)")
+
+    def _copy(self, source: str, target: Path) -> File:
+        with self.fs.open(source, "rb") as there, target.open("wb") as here:
+            for piece in iter(lambda: there.read(_CHUNK), b""):
+                here.write(piece)
+        with target.open("rb") as content:
+            return manifest.checksum(content)
+
+    def _say(self, steps: Mapping[int, int]) -> None:
+        self.put(INDEX, json.dumps({"format": 1, "written": time.time(), "steps": dict(sorted(steps.items()))}).encode())
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            content: bytes = self._try(lambda: self.fs.cat_file(f"{self.root}/{name}"))
+        except FileNotFoundError:
+            return None
+        return content
+
+    def _try(self, work: Callable[[], T]) -> T:
+        """Do something, and make whatever the protocol's own package raises an OSError."""
+        try:
+            return work()
+        except (OSError, Damaged):
+            raise
+        except Exception as error:
+            raise OSError(f"{self.url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+
+def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
+    """The checkpoints of the run in `directory` under `checkpoint.path`: in a folder of the directory's name."""
+    return Remote(f"{path.rstrip('/')}/{Path(directory).name}", setting)
+
+
+def found(url: str, setting: str = "checkpoint.resume") -> tuple[Remote, int]:
+    """The checkpoint that a URL means: one of them, or the last of a run's.
+
+    Raises:
+        Refusal: when there is none.
+    """
+    parent, _, name = url.rstrip("/").rpartition("/")
+    try:
+        if name.startswith("step-") and name[5:].isdigit():
+            remote, step = Remote(parent, setting), int(name[5:])
+            remote.manifest(step)
+            return remote, step
+        remote = Remote(url, setting)
+        if index := remote.index():
+            return remote, max(index)
+    except (OSError, Damaged, ValueError, KeyError) as error:
+        raise Refusal(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
+    raise Refusal(f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them.")
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is one of another file system."""
+    return "://" in path
+
+
+def copying(path: str, directory: str, keep: int, keep_tokens: int, talk: Any) -> Callable[[Path, Manifest], None]:
+    """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.After`."""
+    remote = of(path, directory)
+
+    def copy(folder: Path, about: Manifest) -> None:
+        mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
+        talk.together(lambda: remote.upload(folder, mine))
+        gone = talk.first(lambda: _publish(remote, folder, about, keep, keep_tokens))
+        talk.together(lambda: [remote.remove(step) for step in gone[talk.rank :: talk.size]])
+
+    return copy
+
+
+def _publish(remote: Remote, folder: Path, about: Manifest, keep: int, keep_tokens: int) -> list[int]:
+    lives = folder.parent.parent / "run.yaml"
+    if lives.is_file():
+        remote.put("run.yaml", lives.read_bytes())
+    return remote.publish(folder, about, keep, keep_tokens)
+
+
+def fetched(remote: Remote, step: int, directory: Path, talk: Any) -> Path:
+    """Bring a checkpoint into the run's directory, where it counts as one of its own; all ranks call it together.
+
+    Raises:
+        Unsaved: on all ranks, when it can't be read, or is damaged.
+    """
+    folder = manifest.folder_of(directory, step)
+    about: Manifest = talk.first(lambda: _begin(remote, step, folder))
+    mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
+    talk.together(lambda: remote.fetch(step, folder, mine))
+    talk.first(lambda: manifest.write(folder, about))
+    return folder
+
+
+def _begin(remote: Remote, step: int, folder: Path) -> Manifest:
+    about = remote.manifest(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (manifest.NAME, manifest.RETIRED, manifest.BROKEN):
+        (folder / name).unlink(missing_ok=True)
+    return about

@@ -1,0 +1,97 @@
+"""Load a checkpoint into an assembled run, whatever layout saved it, once its content is known to be whole.
+
+The ranks share the checking of checksums between them. A damaged checkpoint is set aside (its manifest is renamed), so
+that no later life takes it up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from titan.checkpoint import manifest
+from titan.checkpoint.manager import state_of
+from titan.checkpoint.manifest import Damaged
+from titan.checkpoint.reader import Foreign, Reader
+from titan.checkpoint.talk import Talk, reason
+from titan.engine import Engine
+from titan.settings import Failure, Refusal, show
+
+
+def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
+    """What is wrong with a checkpoint; None when it is whole. All ranks call it together, and get the same.
+
+    Args:
+        folder: of the checkpoint, the same for all ranks.
+        talk: the ranks, each of which reads its share of the files.
+        checksums: look at the files' content too, not only at their sizes.
+    """
+
+    def check() -> str | None:
+        try:
+            found = manifest.inspect(folder)
+            if found is None:
+                return f"{manifest.NAME} is missing"
+            Reader(folder).read_metadata()
+            if checksums:
+                manifest.verify(folder, dict(sorted(found.files.items())[talk.rank :: talk.size]))
+        except (Damaged, Foreign, OSError) as error:
+            return str(error) if isinstance(error, (Damaged, Foreign)) else reason(error)
+        return None
+
+    return next((words for words in talk.gather(check()) if words), None)
+
+
+def set_aside(folder: Path) -> None:
+    """Let a damaged checkpoint count no more; its files stay, to be looked at."""
+    with contextlib.suppress(OSError):
+        (folder / manifest.NAME).rename(folder / manifest.BROKEN)
+
+
+def restore(engine: Engine, folder: Path, talk: Talk) -> None:
+    """Load model and optimizer; all ranks call it together.
+
+    The optimizer must have its state already (`titan.checkpoint.manager.prime`).
+
+    Raises:
+        Refusal: when the checkpoint is of another model or optimizer.
+        Failure: when it can't be read.
+    """
+    state = state_of(engine)
+    _compare(state, folder, talk)
+    try:
+        load(state, storage_reader=Reader(folder), process_group=talk.group, no_dist=talk.size == 1)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise Failure(f"the checkpoint {folder} can't be read: {reason(error)}.") from error
+    if engine.twins is not None:
+        engine.twins.align(engine.optimizer)
+
+
+def _compare(state: Mapping[str, Tensor], folder: Path, talk: Talk) -> None:
+    """Refuse a checkpoint of another model or optimizer: a fork may ask for one. All ranks raise the same."""
+    saved: Mapping[str, Any] = Reader(folder).read_metadata().state_dict_metadata
+    there = {name: tuple(tensor.size) for name, tensor in saved.items()}
+    parts = talk.gather({name: tuple(tensor.shape) for name, tensor in state.items()})
+    here = {name: shape for part in parts for name, shape in part.items()}
+    differ = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if not differ:
+        return
+    name = differ[0]
+    more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
+    raise Refusal(
+        f"checkpoint.resume={folder}: was saved with another model or optimizer: it {_has(there, name)}, this run "
+        f"{_has(here, name)}{more}; give the model and optimizer of the run that saved it, or take its weights alone "
+        f"with checkpoint.weights={folder}."
+    )
+
+
+def _has(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
+    return f"has {name} in the shape {show(shapes[name])}" if name in shapes else f"has no {name}"
+
+

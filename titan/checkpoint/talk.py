@@ -1,0 +1,81 @@
+"""What the ranks tell each other about checkpoints.
+
+It goes over a process group of its own, on the host: saves run in a background thread, and a GPU's group belongs to
+training. Whatever fails on one rank has failed on all, so that all take the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+T = TypeVar("T")
+
+
+class Unsaved(Exception):
+    """Something that all ranks do together failed on one of them; every rank raises it, with the same words."""
+
+
+class Talk:
+    """The ranks' group for checkpoints, from one rank."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        """Take this rank's number among `size`; `group` None is the default group."""
+        self.rank, self.size, self.group = rank, size, group
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def tell(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        if self.size == 1:
+            return value
+        values: list[Any] = [value]
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
+        return values[0]  # type: ignore[no-any-return]
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on every rank, and give all results.
+
+        Raises:
+            Unsaved: on every rank, when it failed on any.
+        """
+        result: Any = None
+        try:
+            result, error = work(), None
+        except Exception as failure:
+            error = reason(failure)
+        errors = self.gather((result, error))
+        failed = [f"rank {rank}: {words}" if self.size > 1 else words for rank, (_, words) in enumerate(errors) if words]
+        if failed:
+            raise Unsaved(failed[0])
+        return [result for result, _ in errors]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 alone, and give its result to all.
+
+        Raises:
+            Unsaved: on every rank, when it failed.
+        """
+        return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def reason(error: BaseException) -> str:
+    """An error in a few words: the system's own where it is one of the system's."""
+    if isinstance(error, CheckpointException):
+        rank, (first, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {reason(first)}" if len(error.failures) > 1 or rank else reason(first)
+    cause: BaseException | None = error
+    while cause is not None:  # torch's file writer raises an error of its own from the system's
+        if isinstance(cause, OSError) and cause.strerror:
+            return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,84 @@
+"""Write a checkpoint's files with torch.distributed.checkpoint, and know what was written.
+
+Sizes and checksums are taken on the way, so that no file is read again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+
+from titan.checkpoint.manifest import File
+
+Name = str | os.PathLike[str]
+
+
+class Writer(FileSystemWriter):
+    """Writes this rank's files into a folder; `files` tells what they hold."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the folder; it is made where it is missing."""
+        super().__init__(folder)
+        self.fs: Any = Counting()
+
+    @property
+    def files(self) -> dict[str, File]:
+        """Size and checksum of each file that was written, by its name."""
+        return dict(self.fs.files)
+
+
+class Counting(FileSystem):
+    """A file system that remembers size and checksum of what is written."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, File] = {}
+
+    @contextmanager
+    def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
+        """A file, open; see torch's `FileSystemBase`."""
+        with super().create_stream(path, mode) as raw:
+            stream = _Stream(raw)
+            yield stream
+        self.files[Path(path).name] = File(stream.size, f"{stream.crc:08x}")
+
+    def rename(self, path: Name, new_path: Name) -> None:
+        """Give a file another name."""
+        super().rename(path, new_path)
+        if Path(path).name in self.files:
+            self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+class _Stream(io.IOBase):
+    """A file open for writing, from its beginning to its end."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw, self.size, self.crc = raw, 0, 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):  # a nearly full disk may take a part
+            done += self.raw.write(view[done:]) or 0
+        self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
+        return len(view)
+
+    def tell(self) -> int:
+        return self.size
+
+    def fileno(self) -> int:
+        return int(self.raw.fileno())
+
+    def flush(self) -> None:
+        if not self.raw.closed:
+            self.raw.flush()
+
+    def close(self) -> None:
+        self.raw.close()
+        super().close()
