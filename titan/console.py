@@ -30,6 +30,7 @@ def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
     table(
         {
             "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",
+            **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(life.notes)},
             "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
             f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
             f"vocabulary {run.model.vocab:,}",

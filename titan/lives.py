@@ -15,7 +15,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,18 @@ from typing import Any
 import yaml
 
 from titan import identity
-from titan.checkpoint import manifest
+from titan.checkpoint import choose, manifest
+from titan.checkpoint.choose import Candidate
+from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.remote import Remote, is_url, of
 from titan.dataset import corpora, order
 from titan.dataset.mix import Mix
 from titan.identity import Ids
-from titan.run import Run, as_config
+from titan.run import Run, as_config, as_model
 from titan.settings import Refusal, show
 
 OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
-OURS |= {"profile", "debug", "tensorboard", "wandb"}
+OURS |= {"profile", "debug", "tensorboard", "wandb", "save"}
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,13 @@ class Life:
         run_id: the same in all lives of a run.
         ids: what identifies science, execution and code.
         corpora: the folder of each prepared corpus, by name.
-        checkpoint: where to resume from; None to start from the seed.
+        checkpoint: the folder or URL to resume from; None to start from the seed, or from `weights`.
         step: updates done in it; 0 at the start.
         rows: rows of the data read in it; 0 at the start.
         kind: "start", "resume", "continuation" or "fork".
-        parent: "science_id@step" of the checkpoint that a fork came from.
+        parent: "science_id@step" of the checkpoint that a fork came from, or "weights:digest" of given weights.
+        weights: where the weights are that it starts from, in place of those of the seed.
+        notes: what is to be said of it: checkpoints that can't be used, for example.
     """
 
     number: int
@@ -59,6 +64,8 @@ class Life:
     rows: int
     kind: str
     parent: str | None = None
+    weights: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,18 +86,50 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     mix = corpora.mixed(run.dataset, run.training, corpora.opened(folders))
     check_data(run, mix)
     directory = Path(run.directory)
-    lives = read_lives(directory)
+    lives = read_lives(directory) or _lives_elsewhere(run)
     parent, fork = _parent(run, lives, mix)
     science = identity.science_of(run, corpora.data_digest(mix), parent)
     ids = identity.ids(run, science)
-    last = lives[-1] if lives else None
-    if last:
-        _compare(run, last, science, mix)
+    last, notes = choose.newest(directory, run.checkpoint.path)
+    if lives:
+        _compare(run, lives[-1], science, mix, last)
         result = _result(directory)
         if result.get("finished") and result["step"] == run.training.steps:
             return Finished(run.directory, result)
-    life = _life(run, lives, ids, mix, folders, parent, fork)
+        _check_last(run, result, last, notes)
+    found = last or fork or (_forked(run, parent) if parent and run.checkpoint.resume else None)
+    life = _life(run, lives, ids, mix, folders, parent, found)
+    life = replace(life, notes=notes)
     _record(run, life, science)
+    return life
+
+
+def without(run: Run, life: Life, wrong: str) -> Life:
+    """The life that begins one checkpoint earlier, since the one that it named is damaged; run.yaml says so too.
+
+    Args:
+        run: the run.
+        life: as it was to be.
+        wrong: what is wrong with its checkpoint.
+
+    Raises:
+        Refusal: when there is none before it, or it is another run's.
+    """
+    damaged, directory = str(life.checkpoint), Path(run.directory)
+    if not _own(run, damaged):
+        raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one.")
+    if is_url(damaged):
+        Remote(damaged.rpartition("/")[0]).forget(life.step)
+    else:
+        manifest.set_aside(Path(damaged))
+    mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
+    last, more = choose.newest(directory, run.checkpoint.path)
+    notes = (*life.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}", *more)
+    _check_last(run, {}, last, notes)
+    found = last or (_forked(run, life.parent) if life.parent and run.checkpoint.resume else None)
+    step, rows = (found.about.step, _rows(run, mix, found.about)) if found else (0, 0)
+    life = replace(life, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
+    _correct(directory, life)
     return life
 
 
@@ -182,26 +221,92 @@ def _result(directory: Path) -> dict[str, Any]:
         return {}
 
 
-def _parent(run: Run, lives: list[dict[str, Any]], mix: Mix) -> tuple[str | None, Path | None]:
-    """The fork's parent, as "science_id@step", and its checkpoint; the first life's, when there was one."""
-    if not run.checkpoint.resume:
-        return None, None
-    if lives and lives[0].get("parent"):
+def _lives_elsewhere(run: Run) -> list[dict[str, Any]]:
+    """The documents of a run whose directory is gone, or on another machine, from where its checkpoints are copied."""
+    if run.checkpoint.path is None:
+        return []
+    with contextlib.suppress(OSError):  # `choose.newest` says so
+        if text := of(run.checkpoint.path, run.directory).read("run.yaml"):
+            (Path(run.directory) / "run.yaml").write_bytes(text)
+    return read_lives(Path(run.directory))
+
+
+def _parent(run: Run, lives: list[dict[str, Any]], mix: Mix) -> tuple[str | None, Candidate | None]:
+    """What the run starts from, for its science, and its checkpoint; the first life's parent, when there was one."""
+    resume, weights = run.checkpoint.resume, run.checkpoint.weights
+    if resume and weights:
+        raise Refusal(f"checkpoint.weights={weights}: checkpoint.resume={resume} brings its own; give one of the two.")
+    if lives and lives[0].get("parent") and (resume or weights):
         return str(lives[0]["parent"]), None
-    folder = manifest.find(run.checkpoint.resume)
-    found = manifest.read(folder)
-    if found is None:
-        raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: the checkpoint is damaged; give another one.")
-    _rows(run, mix, found)
-    if found.step >= run.training.steps:
+    if weights:
+        return _weights(run), None
+    if not resume:
+        return None, None
+    found = choose.named(resume)
+    _check_model(run, found)
+    _rows(run, mix, found.about)
+    if found.about.step >= run.training.steps:
         raise Refusal(
-            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.step} steps already; "
-            "give more steps."
+            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.about.step} steps "
+            "already; give more steps."
         )
-    return f"{found.science_id}@{found.step}", folder
+    return found.id, found
 
 
-def _rows(run: Run, mix: Mix, saved: manifest.Manifest) -> int:
+def _forked(run: Run, parent: str) -> Candidate:
+    """The checkpoint that the fork started from, when it has none of its own yet; its run may have gone on since."""
+    path, step = str(run.checkpoint.resume), parent.rpartition("@")[2]
+    for place in (path, f"{path}/checkpoints/step-{step}", f"{path}/step-{step}"):
+        with contextlib.suppress(Refusal):
+            if (found := choose.named(place)).id == parent:
+                return found
+    raise Refusal(
+        f"checkpoint.resume={path}: step {step}, which this fork started from, is not there any more, and the fork has "
+        "no checkpoint of its own; choose another name for a new one."
+    )
+
+
+def _weights(run: Run) -> str:
+    """The identity of the given weights, of which it is sure that they fit the model."""
+    raise NotImplementedError
+
+
+def _check_model(run: Run, found: Candidate) -> None:
+    """Refuse a checkpoint of another model, naming what differs."""
+    here, there = as_model(run), found.about.model
+    differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
+    if differ:
+        what = "; ".join(f"model.{k} is {show(there.get(k))} there and {show(here.get(k))} here" for k in differ)
+        raise Refusal(
+            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {what}; give the same model."
+        )
+
+
+def _own(run: Run, checkpoint: str) -> bool:
+    """Whether a checkpoint is the run's, not the one of which it is a fork."""
+    own = [str(Path(run.directory) / "checkpoints")]
+    if run.checkpoint.path:
+        own.append(of(run.checkpoint.path, run.directory).url)
+    return checkpoint.rpartition("/")[0] in own
+
+
+def _check_last(run: Run, result: Mapping[str, Any], last: Candidate | None, notes: tuple[str, ...]) -> None:
+    """Refuse to begin anew where a run has got further, but nothing of it can be used."""
+    if last is not None:
+        return
+    if notes:
+        raise Refusal(
+            f"hydra.run.dir={run.directory}: {'; '.join(notes)}; and there is no other. Bring back a copy of one, or "
+            "choose another name to start again."
+        )
+    if result.get("finished"):
+        raise Refusal(
+            f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
+            "continue from; choose another name."
+        )
+
+
+def _rows(run: Run, mix: Mix, saved: Manifest) -> int:
     """How many rows a checkpoint has read, when this run would have read the same ones.
 
     Raises:
@@ -216,7 +321,7 @@ def _rows(run: Run, mix: Mix, saved: manifest.Manifest) -> int:
     return rows
 
 
-def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: Mix) -> None:
+def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: Mix, saved: Candidate | None) -> None:
     """Refuse to go on with a run as another one.
 
     More steps are a continuation. So is what changes only the rows after those that the last checkpoint has read: a
@@ -227,7 +332,7 @@ def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix:
     old.pop("training.steps", None)
     new.pop("training.steps", None)
     differ = sorted(k for k in old.keys() | new.keys() if old.get(k, _DEFAULT) != new.get(k, _DEFAULT))
-    if differ and not _later(run, differ, mix):
+    if differ and not (saved and _later(run, differ, mix, saved.about)):
         before, now = {**_flat(last["config"]), **old}, {**_flat(as_config(run)), **new}
         what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
         raise Refusal(
@@ -237,12 +342,10 @@ def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix:
         raise Refusal(f"training.steps={wanted}: the run in {run.directory} has {steps}; give {steps} or more.")
 
 
-def _later(run: Run, differ: list[str], mix: Mix) -> bool:
+def _later(run: Run, differ: list[str], mix: Mix, saved: Manifest) -> bool:
     """Whether what differs concerns rows only that the last checkpoint has not read."""
     order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
-    found = manifest.complete(Path(run.directory))
-    saved = manifest.read(found[-1]) if found else None
-    if order_only != differ or "dataset.mask_documents" in differ or saved is None:
+    if order_only != differ or "dataset.mask_documents" in differ:
         return False
     try:
         return _rows(run, mix, saved) > 0
@@ -268,22 +371,14 @@ def _life(
     mix: Mix,
     folders: corpora.Folders,
     parent: str | None,
-    fork: Path | None,
+    found: Candidate | None,
 ) -> Life:
-    found = manifest.complete(Path(run.directory))
-    checkpoint = found[-1] if found else fork
-    content = manifest.read(checkpoint) if checkpoint else None
-    step, rows = (content.step, _rows(run, mix, content)) if content else (0, 0)
-    if _result(Path(run.directory)).get("finished") and not found:
-        raise Refusal(
-            f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
-            "continue from; choose another name."
-        )
+    step, rows = (found.about.step, _rows(run, mix, found.about)) if found else (0, 0)
     more = bool(lives) and ids.science != lives[-1]["ids"]["science"]
-    kind = "continuation" if more else "resume" if lives else "fork" if fork else "start"
+    kind = "continuation" if more else "resume" if lives else "fork" if found else "start"
     run_id = lives[0]["run_id"] if lives else uuid.uuid4().hex[:12]
-    path = str(checkpoint) if checkpoint else None
-    return Life(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, parent)
+    path, weights = (found.path, None) if found else (None, run.checkpoint.weights)
+    return Life(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, parent, weights)
 
 
 def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
@@ -297,6 +392,7 @@ def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
         "run_id": life.run_id,
         "parent": life.parent,
         "from_step": life.step,
+        "notes": list(life.notes),
         "ids": asdict(life.ids),
         "overrides": list(run.overrides),
         "choices": dict(run.choices),
@@ -311,6 +407,15 @@ def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
     for name, text in run.hydra.items():
         (directory / ".hydra" / name).write_text(text)
     (directory / "env.json").write_text(json.dumps(_environment(run), indent=1))
+
+
+def _correct(directory: Path, life: Life) -> None:
+    """Let the last document of run.yaml say where the life really begins."""
+    *earlier, document = read_lives(directory)
+    document |= {"from_step": life.step, "notes": list(life.notes)}
+    temporary = directory / ".run.yaml"
+    temporary.write_text("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in (*earlier, document)))
+    temporary.rename(directory / "run.yaml")
 
 
 def _environment(run: Run) -> dict[str, Any]:

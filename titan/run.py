@@ -197,3 +197,9 @@ def _check_name(name: str) -> None:
 def as_config(run: Recipe) -> dict[str, Any]:
     """The recipe as plain containers, for run.yaml and for trackers."""
     return {f.name: plain(getattr(run, f.name)) for f in dataclasses.fields(Recipe)}
+
+
+def as_model(run: Recipe) -> dict[str, Any]:
+    """The model's settings as plain containers, with the schema's name under `_target_`: `settings.build` reads it."""
+    schema = type(run.model)
+    return {"_target_": f"{schema.__module__}.{schema.__qualname__}", **plain(run.model)}

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from titan import console
 from titan.checkpoint import manifest
-from titan.checkpoint.manager import Manager, prime
-from titan.dataset import corpora, order
+from titan.checkpoint.manager import prime
+from titan.checkpoint.restore import restore
+from titan.checkpoint.talk import Talk
+from titan.dataset import corpora
 from titan.dataset.loader import Batch, Loader, Shape
 from titan.engine import Engine, Rows
 from titan.lives import Life
@@ -35,6 +37,7 @@ from titan.parallelism import norm
 from titan.parallelism.mesh import World
 from titan.run import Run
 from titan.sample import continuation
+from titan.saving import Saving
 from titan.settings import Failure
 from titan.training import lr_factor
 from titan.validation import Held, Interrupted, held_out, measure
@@ -121,13 +124,12 @@ class Trainer:
         self.run, self.life, self.world, self.engine, self.stop = run, life, world, engine, stop
         self.step, self.rows = life.step, life.rows
         prime(engine.optimizer)
-        self.manager = Manager(Path(run.directory), run.checkpoint.keep, life.ids.science, engine, world)
         self.speed = Speed(run)
         self.mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
         self.partial = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
-        self.stopping = self.saving = False
+        self.saving = Saving(run, life, engine, self.mix, self._warn)
+        self.stopping = self.due = False
         self.bad = 0
-        self.saved_step, self.saved_at = life.step, time.monotonic()
         self.seconds: deque[float] = deque(maxlen=1000)
         self.pairs: deque[float] = deque(maxlen=1000)
         self.waited = 0.0
@@ -144,8 +146,7 @@ class Trainer:
             0 when all steps are done, 130 when a signal ended them.
         """
         began = time.monotonic()
-        if self.life.checkpoint:
-            self.manager.load(Path(self.life.checkpoint))
+        self._begin()
         if self.world.speaks:
             console.show_run(self.run, self.life, self.mix, self.engine.notes)
             self.recorder = Recorder(self.run, self.life, self._warn)
@@ -160,9 +161,16 @@ class Trainer:
             return 130
         finally:
             self.loader.close()
+            self.saving.close()
             if self.recorder:
                 self.recorder.close()
         return 130 if self.stopping else 0
+
+    def _begin(self) -> None:
+        """Take up the state of a checkpoint."""
+        if self.life.checkpoint:
+            place = self.world.place
+            restore(self.engine, Path(self.life.checkpoint), Talk(place.rank, place.size, self.world.aside))
 
     def loop(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""
@@ -192,13 +200,14 @@ class Trainer:
         size = self.engine.norm()
         if self.run.training.clip_norm is not None:
             norm.clip(gradients, size, self.run.training.clip_norm)
+        self.saving.unchanged()
         self._update(~torch.isfinite(figures[LOSS] + size) | (figures[VOID] > 0))
         self.rows = batch.read
         return self._send(batch, lr, loss, torch.cat([figures, size.double()[None]]), clock)
 
     def _figures(self, loss: Tensor, batch: Batch) -> Tensor:
         """This rank's share of the step's vector."""
-        due = self.world.speaks and 0 < self.run.checkpoint.minutes * 60 <= time.monotonic() - self.saved_at
+        due = self.saving.due()
         pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
         asked = self.stop.asked or batch.void
         told = [float(asked), float(due), float(batch.void), float(batch.valid), float(batch.pairs), *pieces]
@@ -235,13 +244,14 @@ class Trainer:
             self.step = min(self.step, sent.step - 1)
             self.rows = self.run.training.rows_before(self.step + 1)
             return
-        self.saving = self.saving or figures[SAVE] > 0
+        self.due = self.due or figures[SAVE] > 0
         loss = figures[LOSS] / max(1, figures[VALID])
         self._judge(sent, loss, size)
         self.seconds.append(seconds)
         self.pairs.append(figures[PAIRS])
         self.waited += sent.batch.wait_seconds
         if self.recorder:
+            self._note(self.saving.hear())
             self.recorder.log(self._record(sent, loss, size, seconds, figures))
         if self.progress:
             self.progress.step(sent.step, loss, self._tokens(sent) / seconds)
@@ -289,7 +299,8 @@ class Trainer:
             raise Failure(
                 f"{self.bad} steps in a row were not finite, the last one step {sent.step}: {where}, rows "
                 f"{sent.batch.first} to {sent.batch.last}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "
-                f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step {self.saved_step}."
+                f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step "
+                f"{self.saving.saved_step}."
             )
 
     def _warn(self, line: str) -> None:
@@ -307,7 +318,7 @@ class Trainer:
         step, run = self.step, self.run
         every = run.metrics.validate_every
         validate = bool(self.held) and every > 0 and step % every == 0 and step < run.training.steps
-        save = self.saving or (run.checkpoint.every > 0 and step % run.checkpoint.every == 0)
+        save = self.due or (run.checkpoint.every > 0 and step % run.checkpoint.every == 0)
         save = save and run.checkpoint.mode != "off" and step < last
         if not (validate or save):
             if step % run.training.gc_every == 0:
@@ -332,17 +343,23 @@ class Trainer:
             self.progress.say(f"step {self.step:,}: validation loss {self.validation['validation_loss']:.4f}")
 
     def save(self) -> None:
-        """Write a checkpoint; all ranks together."""
-        if self.saved_step == self.step:
-            return
-        folder = self.manager.save(self.step, order.state(self.rows, self.mix.fingerprint(self.rows)))
-        log.info("saved %s", folder)
-        self.saved_step, self.saved_at, self.saving = self.step, time.monotonic(), False
+        """Begin a checkpoint; all ranks together."""
+        self.due = False
+        self.saving.save(self.step, self.rows)
+        self._note(self.saving.hear())
+
+    def _note(self, records: list[dict[str, Any]]) -> None:
+        """Write down how saves went, in the order of steps, as trackers want it."""
+        if self.recorder:
+            for record in records:
+                self.recorder.log({"step": self.step, **record})
 
     def _finish(self, began: float) -> None:
         """After the last step: save, validate, sample, and say what came out."""
-        if self.run.checkpoint.mode != "off" and (not self.stopping or self.run.checkpoint.on_stop):
-            self.save()
+        if not self.stopping or self.run.checkpoint.on_stop:
+            self._note(self.saving.finish(self.step, self.rows))
+        else:
+            self._note(self.saving.wait())
         sample = None
         if not self.stopping:
             self.validate()
@@ -371,6 +388,7 @@ class Trainer:
             **{k: finite(v) for k, v in self.validation.items()},
             **figures,
             "data_wait": self.waited / total if (total := sum(self.seconds)) else None,
+            "checkpoint_stall_seconds": self.saving.stalled,
             "memory_gib": peak_memory_gib(self.world.device),
             "seconds": time.monotonic() - began,
             "pipeline_idle": self.run.staging.idle,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,14 @@ import torch
 from launchers.place import Place
 from titan import debug
 from titan.assemble import assemble
-from titan.lives import Life
+from titan.checkpoint.remote import Remote, fetched, is_url
+from titan.checkpoint.restore import damage
+from titan.checkpoint.talk import Talk, Unsaved
+from titan.lives import Life, without
 from titan.parallelism import mesh
+from titan.parallelism.mesh import World
 from titan.run import Run
-from titan.settings import Failure
+from titan.settings import Failure, Refusal
 from titan.trainer import Trainer
 
 log = logging.getLogger("titan")
@@ -62,6 +67,7 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
     with Stop() as stop:
         world = mesh.connect(place, run.layout, run.machine.device, run.cluster.timeout, store)
         try:
+            life = _settled(run, life, world)
             log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
             engine = assemble(run, world, log.info)
             return Trainer(run, life, world, engine, stop).train()
@@ -71,7 +77,46 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
             world.close()
 
 
+def _settled(run: Run, life: Life, world: World) -> Life:
+    """The life, from a checkpoint whose content is whole: the one that it names, or the complete one before it.
+
+    Raises:
+        Refusal: when there is none.
+    """
+    talk = Talk(world.place.rank, world.place.size, world.aside)
+    while life.checkpoint:
+        folder, wrong = _fetched(run, life, talk)
+        wrong = wrong or damage(folder, talk, run.checkpoint.verify)
+        if wrong is None:
+            return replace(life, checkpoint=str(folder))
+        word = talk.tell(_earlier(run, life, wrong) if talk.rank == 0 else None)
+        if not isinstance(word, Life):
+            raise Refusal(str(word))
+        life = word
+    return life
+
+
+def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
+    """The folder of the life's checkpoint, brought here where it is elsewhere; and what went wrong with that."""
+    url = str(life.checkpoint)
+    if not is_url(url):
+        return Path(url), None
+    parent = url.rpartition("/")[0]
+    try:
+        return fetched(Remote(parent), life.step, Path(run.directory), talk), None
+    except Unsaved as error:
+        return Path(run.directory), str(error)
+
+
+def _earlier(run: Run, life: Life, wrong: str) -> Life | str:
+    try:
+        return without(run, life, wrong)
+    except (Refusal, OSError) as error:
+        return str(error)
+
+
 def _log_to(file: Path) -> None:
+    logging.raiseExceptions = False  # a full disk shall not fill the terminal too
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,9 +67,12 @@ class _Job:
     """A save under way."""
 
     def __init__(self, step: int) -> None:
-        self.step, self.began, self.stall = step, time.monotonic(), 0.0
+        self.step, self.began = step, time.monotonic()
+        self.stall = self.seconds = 0.0
+        self.bytes = 0
+        self.error: str | None = None
+        self.after: str | None = None
         self.written, self.ended = threading.Event(), threading.Event()
-        self.bytes, self.error, self.after, self.seconds = 0, None, None, 0.0  # type: tuple[int, Any, Any, float]
 
     def outcome(self) -> Outcome:
         return Outcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after)
@@ -79,7 +81,9 @@ class _Job:
 class Manager:
     """The checkpoints of one run, seen from one rank."""
 
-    def __init__(self, directory: Path, how: Checkpoint, engine: Engine, talk: Talk, after: tuple[After, ...] = ()) -> None:
+    def __init__(
+        self, directory: Path, how: Checkpoint, engine: Engine, talk: Talk, after: tuple[After, ...] = ()
+    ) -> None:
         """Take what is to be saved and where; nothing is written yet.
 
         Args:

@@ -8,16 +8,15 @@ damaged: it is named, and does not count. One that is about to be deleted has it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
-
-from titan.settings import Refusal
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -172,6 +171,12 @@ def retire(folder: Path) -> None:
     os.utime(folder / RETIRED)  # when it was
 
 
+def set_aside(folder: Path) -> None:
+    """Let a damaged checkpoint count no more; its files stay, to be looked at."""
+    with contextlib.suppress(OSError):
+        (folder / NAME).rename(folder / BROKEN)
+
+
 def steps(directory: Path) -> list[Path]:
     """The folders of the checkpoints of the run in `directory`, complete or not, by their steps."""
     folders = [f for f in (directory / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
@@ -181,34 +186,3 @@ def steps(directory: Path) -> list[Path]:
 def complete(directory: Path) -> list[Path]:
     """The complete checkpoints of the run in `directory`, oldest first."""
     return [folder for folder in steps(directory) if read(folder)]
-
-
-def damages(folders: Iterable[Path]) -> dict[Path, str]:
-    """What is wrong with those checkpoints that are damaged."""
-    found = {}
-    for folder in folders:
-        try:
-            inspect(folder)
-        except Damaged as damage:
-            found[folder] = str(damage)
-    return found
-
-
-def find(path: str, setting: str = "checkpoint.resume") -> Path:
-    """The checkpoint that `setting=path` means: a checkpoint's folder, or the last complete one of a run.
-
-    Raises:
-        Refusal: when there is none.
-    """
-    folder = Path(path).expanduser().absolute()
-    if not folder.is_dir():
-        raise Refusal(f"{setting}={path}: there is no such directory; correct the path.")
-    try:
-        if inspect(folder):
-            return folder
-    except Damaged as damage:
-        raise Refusal(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
-    found = complete(folder)
-    if not found:
-        raise Refusal(f"{setting}={path}: holds no complete checkpoint; give a run's or a checkpoint's folder.")
-    return found[-1]

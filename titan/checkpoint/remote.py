@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
+from titan.checkpoint.schema import Checkpoint
 from titan.settings import Refusal
 
 T = TypeVar("T")
@@ -41,12 +42,15 @@ class Remote:
 
             self.fs, self.root = url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise Refusal(f"{setting}={url}: can't be used ({error}); install what it needs or give another.") from error
+            raise Refusal(f"{setting}={url}: can't be used ({error}); install what it needs.") from error
 
     def index(self) -> dict[int, int]:
         """Step and tokens of the checkpoints that there are; empty where there are none."""
+        return {int(step): int(tokens) for step, tokens in self._index()["steps"].items()}
+
+    def _index(self) -> dict[str, Any]:
         content = self._read(INDEX)
-        return {int(step): int(tokens) for step, tokens in json.loads(content)["steps"].items()} if content else {}
+        return dict(json.loads(content)) if content else {"steps": {}, "retired": {}}
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint.
@@ -73,27 +77,37 @@ class Remote:
         for name in files:
             self._try(lambda name=name: self.fs.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}"))  # type: ignore[misc]
 
-    def publish(self, folder: Path, about: Manifest, keep: int, keep_tokens: int) -> list[int]:
-        """Let a checkpoint count, all of whose files are there, and the index forget those that are not kept.
+    def publish(self, folder: Path, about: Manifest, how: Checkpoint) -> list[int]:
+        """Let a checkpoint count, all of whose files are there, and those that are not kept count no more.
 
         Returns:
-            The steps to be removed.
+            The steps to be removed: those that have ceased to count `how.grace` seconds ago.
         """
         self.put(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
-        there = self.index() | {about.step: about.tokens}
-        stay = retention.kept(sorted(there.items()), keep, keep_tokens)
-        self._say({step: tokens for step, tokens in there.items() if step in stay})
-        return sorted(there.keys() - stay)
+        index, now = self._index(), time.time()
+        there = {int(step): tokens for step, tokens in index["steps"].items()} | {about.step: about.tokens}
+        stay = retention.kept(sorted(there.items()), how.keep, how.keep_tokens)
+        retired = {int(step): since for step, since in index["retired"].items() if int(step) not in stay}
+        retired |= dict.fromkeys(there.keys() - stay, now)
+        gone = sorted(step for step, since in retired.items() if now - since >= how.grace)
+        self._write({s: there[s] for s in stay}, {s: since for s, since in retired.items() if s not in gone})
+        return gone
 
     def forget(self, step: int) -> None:
         """Let a damaged checkpoint count no more."""
-        self._say({s: tokens for s, tokens in self.index().items() if s != step})
+        index = self._index()
+        self._write({s: tokens for s, tokens in index["steps"].items() if int(s) != step}, index["retired"])
 
-    def remove(self, step: int) -> None:
-        """Delete a checkpoint that the index has forgotten."""
-        with suppress(Damaged, OSError):
-            names = [*self.manifest(step).files, manifest.NAME]
-            self._try(lambda: [self.fs.rm_file(f"{self.root}/step-{step}/{name}") for name in reversed(names)])
+    def remove(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints that the index has forgotten, as far as they are there."""
+        for step in steps:
+            with suppress(Damaged, OSError):
+                for name in (*self.manifest(step).files, manifest.NAME):
+                    self._remove(f"{self.root}/step-{step}/{name}")
+
+    def _remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._try(lambda: self.fs.rm_file(path))
 
     def fetch(self, step: int, folder: Path, files: Mapping[str, File]) -> None:
         """Bring files of a checkpoint into `folder`, and compare their checksums.
@@ -113,8 +127,8 @@ class Remote:
         with target.open("rb") as content:
             return manifest.checksum(content)
 
-    def _say(self, steps: Mapping[int, int]) -> None:
-        self.put(INDEX, json.dumps({"format": 1, "written": time.time(), "steps": dict(sorted(steps.items()))}).encode())
+    def _write(self, steps: Mapping[Any, int], retired: Mapping[Any, float]) -> None:
+        self.put(INDEX, json.dumps({"format": 1, "steps": steps, "retired": retired}).encode())
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -138,49 +152,29 @@ def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
     return Remote(f"{path.rstrip('/')}/{Path(directory).name}", setting)
 
 
-def found(url: str, setting: str = "checkpoint.resume") -> tuple[Remote, int]:
-    """The checkpoint that a URL means: one of them, or the last of a run's.
-
-    Raises:
-        Refusal: when there is none.
-    """
-    parent, _, name = url.rstrip("/").rpartition("/")
-    try:
-        if name.startswith("step-") and name[5:].isdigit():
-            remote, step = Remote(parent, setting), int(name[5:])
-            remote.manifest(step)
-            return remote, step
-        remote = Remote(url, setting)
-        if index := remote.index():
-            return remote, max(index)
-    except (OSError, Damaged, ValueError, KeyError) as error:
-        raise Refusal(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
-    raise Refusal(f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them.")
-
-
 def is_url(path: str) -> bool:
     """Whether a path is one of another file system."""
     return "://" in path
 
 
-def copying(path: str, directory: str, keep: int, keep_tokens: int, talk: Any) -> Callable[[Path, Manifest], None]:
+def copying(how: Checkpoint, path: str, directory: str, talk: Any) -> Callable[[Path, Manifest], None]:
     """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.After`."""
     remote = of(path, directory)
 
     def copy(folder: Path, about: Manifest) -> None:
         mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
         talk.together(lambda: remote.upload(folder, mine))
-        gone = talk.first(lambda: _publish(remote, folder, about, keep, keep_tokens))
-        talk.together(lambda: [remote.remove(step) for step in gone[talk.rank :: talk.size]])
+        gone = talk.first(lambda: _publish(remote, folder, about, how))
+        talk.together(lambda: remote.remove(gone[talk.rank :: talk.size]))
 
     return copy
 
 
-def _publish(remote: Remote, folder: Path, about: Manifest, keep: int, keep_tokens: int) -> list[int]:
+def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> list[int]:
     lives = folder.parent.parent / "run.yaml"
     if lives.is_file():
         remote.put("run.yaml", lives.read_bytes())
-    return remote.publish(folder, about, keep, keep_tokens)
+    return remote.publish(folder, about, how)
 
 
 def fetched(remote: Remote, step: int, directory: Path, talk: Any) -> Path:

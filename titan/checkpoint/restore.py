@@ -6,7 +6,6 @@ that no later life takes it up.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,12 +47,6 @@ def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
     return next((words for words in talk.gather(check()) if words), None)
 
 
-def set_aside(folder: Path) -> None:
-    """Let a damaged checkpoint count no more; its files stay, to be looked at."""
-    with contextlib.suppress(OSError):
-        (folder / manifest.NAME).rename(folder / manifest.BROKEN)
-
-
 def restore(engine: Engine, folder: Path, talk: Talk) -> None:
     """Load model and optimizer; all ranks call it together.
 
@@ -93,5 +86,3 @@ def _compare(state: Mapping[str, Tensor], folder: Path, talk: Talk) -> None:
 
 def _has(shapes: Mapping[str, tuple[int, ...]], name: str) -> str:
     return f"has {name} in the shape {show(shapes[name])}" if name in shapes else f"has no {name}"
-
-

@@ -7,9 +7,6 @@ from typing import Literal
 
 from titan.settings import setting
 
-Dtype = Literal["fp32", "bf16", "fp16"]
-"""How weights are stored when they leave titan."""
-
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -35,4 +32,4 @@ class Checkpoint:
     export: Literal["hf", "meta"] | None = setting(
         None, "also write the weights in Hugging Face's or Meta's format, in each checkpoint's folder"
     )
-    export_dtype: Dtype = setting("bf16", "type of the exported weights")
+    export_dtype: Literal["fp32", "bf16", "fp16"] = setting("bf16", "type of the exported weights")

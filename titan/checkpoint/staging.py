@@ -24,7 +24,7 @@ class Staging:
         self.on_gpu = device.type == "cuda"
         self.buffers: dict[str, Tensor] = {}
         self.thread = None if self.on_gpu else ThreadPoolExecutor(1, "titan-staging")
-        self.stream: Any = torch.cuda.Stream(device) if self.on_gpu else None
+        self.stream: Any = torch.cuda.Stream(device) if self.on_gpu else None  # type: ignore[no-untyped-call]
         self.copied: Any = None
 
     def start(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -85,5 +85,5 @@ def _like(tensor: Tensor, buffer: Tensor) -> Tensor:
     The constructor is torch's inner one: `DTensor.from_local` would take a host's copy back to the mesh's device.
     """
     if isinstance(tensor, DTensor):
-        return DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[call-arg]
+        return DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return buffer

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from titan.checkpoint.manifest import Damaged
+
 T = TypeVar("T")
 
 
@@ -53,11 +55,11 @@ class Talk:
             result, error = work(), None
         except Exception as failure:
             error = reason(failure)
-        errors = self.gather((result, error))
-        failed = [f"rank {rank}: {words}" if self.size > 1 else words for rank, (_, words) in enumerate(errors) if words]
-        if failed:
-            raise Unsaved(failed[0])
-        return [result for result, _ in errors]
+        results = self.gather((result, error))
+        for rank, (_, words) in enumerate(results):
+            if words:
+                raise Unsaved(f"rank {rank}: {words}" if self.size > 1 else words)
+        return [result for result, _ in results]
 
     def first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 alone, and give its result to all.
@@ -73,6 +75,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(first)}" if len(error.failures) > 1 or rank else reason(first)
+    if isinstance(error, Damaged):
+        return str(error)
     cause: BaseException | None = error
     while cause is not None:  # torch's file writer raises an error of its own from the system's
         if isinstance(cause, OSError) and cause.strerror:

@@ -27,6 +27,8 @@ from titan.settings import Failure
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
+ASIDE_SECONDS = 3600.0
+"""How long ranks wait for each other beside training: one may have gigabytes to write."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class World:
             single rank.
         context: the ranks that share a row; None without context parallelism.
         sharers: the ranks that take the same rows, of which one reads them; None where each takes others.
+        aside: all ranks over the host's network, for what a thread beside training has to say; None where nothing has.
         memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
 
@@ -51,6 +54,7 @@ class World:
     mesh: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
     sharers: dist.ProcessGroup | None = None
+    aside: dist.ProcessGroup | None = None
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -173,7 +177,8 @@ def connect(place: Place, layout: Layout, device_type: str, timeout: float, stor
         device_id=device if device_type == "cuda" else None,
         **meeting,
     )
-    return lay_out(place, layout, device)
+    patience = timedelta(seconds=max(timeout, ASIDE_SECONDS))
+    return replace(lay_out(place, layout, device), aside=dist.new_group(backend="gloo", timeout=patience))
 
 
 def lay_out(place: Place, layout: Layout, device: torch.device) -> World:

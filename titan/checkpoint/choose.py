@@ -1,0 +1,106 @@
+"""Which checkpoint a life begins from: the last complete one, here or elsewhere, or the one that is named.
+
+Only sizes are looked at here; `titan.checkpoint.restore` looks at the content once there are ranks to share that.
+Free of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import Damaged, Manifest
+from titan.checkpoint.remote import Remote, is_url, of
+from titan.settings import Refusal
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that one may begin from: its folder or URL, and what it says of itself."""
+
+    path: str
+    about: Manifest
+
+    @property
+    def id(self) -> str:
+        """What a fork records as its parent: "science_id@step"."""
+        return f"{self.about.science_id}@{self.about.step}"
+
+
+def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | None, tuple[str, ...]]:
+    """The last complete checkpoint of the run in `directory`, and what is to be said of others.
+
+    Args:
+        directory: the run's.
+        elsewhere: `checkpoint.path`, where there may be more.
+
+    Raises:
+        Refusal: when it can't be told whether there is any.
+    """
+    here, notes = _here(directory)
+    if elsewhere is None:
+        return here, notes
+    remote = of(elsewhere, str(directory))
+    try:
+        there = remote.index()
+        if there and (here is None or max(there) > here.about.step):
+            return Candidate(f"{remote.url}/step-{max(there)}", remote.manifest(max(there))), notes
+    except (OSError, ValueError, KeyError, Damaged) as error:
+        if here is None:
+            raise Refusal(
+                f"checkpoint.path={elsewhere}: can't be read ({error}), and there is no checkpoint in {directory}; "
+                "mend the connection, or give checkpoint.path=null."
+            ) from error
+        notes = (*notes, f"checkpoint.path={elsewhere} can't be read ({error})")
+    return here, notes
+
+
+def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:
+    last, notes = None, []
+    for folder in manifest.steps(directory):
+        try:
+            about = manifest.inspect(folder)
+        except Damaged as damage:
+            notes.append(f"checkpoint {folder.name} is damaged and not used: {damage}")
+        else:
+            last = Candidate(str(folder), about) if about else last
+    return last, tuple(notes)
+
+
+def named(path: str, setting: str = "checkpoint.resume") -> Candidate:
+    """The checkpoint that `setting=path` means: one of them, or the last complete one of a run; a folder or a URL.
+
+    Raises:
+        Refusal: when there is none.
+    """
+    return _named_elsewhere(path, setting) if is_url(path) else _named_here(path, setting)
+
+
+def _named_here(path: str, setting: str) -> Candidate:
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise Refusal(f"{setting}={path}: there is no such directory; correct the path.")
+    try:
+        about = manifest.inspect(folder)
+    except Damaged as damage:
+        raise Refusal(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
+    last, notes = (Candidate(str(folder), about), ()) if about else _here(folder)
+    if last is None:
+        why = f" ({'; '.join(notes)})" if notes else ""
+        raise Refusal(f"{setting}={path}: holds no complete checkpoint{why}; give a run's or a checkpoint's folder.")
+    return last
+
+
+def _named_elsewhere(url: str, setting: str) -> Candidate:
+    parent, _, name = url.rstrip("/").rpartition("/")
+    try:
+        if name.startswith("step-") and name[5:].isdigit():
+            return Candidate(url, Remote(parent, setting).manifest(int(name[5:])))
+        remote = Remote(url, setting)
+        steps = remote.index()
+        if steps:
+            return Candidate(f"{remote.url}/step-{max(steps)}", remote.manifest(max(steps)))
+    except (OSError, Damaged, ValueError, KeyError) as error:
+        raise Refusal(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
+    raise Refusal(f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them.")

@@ -1,0 +1,181 @@
+"""When a run saves, and what it says of how that went.
+
+A save that fails - a full disk, a folder that is gone - does not end the run: it says so, and tries again after a
+while, at the latest when the next save is due. Only the last save has to succeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint import remote
+from titan.checkpoint.manager import After, Manager, Outcome
+from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.talk import Talk
+from titan.dataset import order
+from titan.dataset.mix import Mix
+from titan.engine import Engine
+from titan.lives import Life
+from titan.run import Run, as_model
+from titan.settings import Failure
+
+log = logging.getLogger("titan")
+
+ASKED = "save"
+"""A file of this name in the run's directory asks for a checkpoint; it is removed when one is made."""
+RETRY_SECONDS, LONGEST_SECONDS = 10.0, 600.0
+"""How long after a save that failed the next one is tried; twice as long each time, up to the longest."""
+ATTEMPTS = 3
+"""How often the last save is tried."""
+LOOK_SECONDS = 1.0
+"""How often the directory is looked at for a file that asks for a checkpoint."""
+
+
+class Saving:
+    """A life's checkpoints, seen from one rank."""
+
+    def __init__(self, run: Run, life: Life, engine: Engine, mix: Mix, tell: Callable[[str], None]) -> None:
+        """Take what is saved; nothing is written yet.
+
+        Args:
+            run, life: what it belongs to.
+            engine: whose state is saved; its optimizer must have its state already.
+            mix: the rows, for the data's position and tokenizer.
+            tell: shows a warning.
+        """
+        self.run, self.life, self.mix, self.tell = run, life, mix, tell
+        world = engine.world
+        talk = Talk(world.place.rank, world.place.size, world.aside)
+        self.speaks, self.off = world.speaks, run.checkpoint.mode == "off"
+        self.manager = (
+            None if self.off else Manager(Path(run.directory), run.checkpoint, engine, talk, _after(run, talk))
+        )
+        self.saved_step = self.begun_step = life.step
+        self.saved_at = self.looked_at = time.monotonic()
+        self.retry_at: float | None = None
+        self.delay = RETRY_SECONDS
+        self.stalled = 0.0
+
+    def due(self) -> bool:
+        """Whether it is time to save, for reasons that all ranks have to be told of."""
+        if self.off or not self.speaks:
+            return False
+        now = time.monotonic()
+        timed = 0 < self.run.checkpoint.minutes * 60 <= now - self.saved_at
+        return timed or (self.retry_at is not None and now >= self.retry_at) or self._asked(now)
+
+    def _asked(self, now: float) -> bool:
+        if now - self.looked_at < LOOK_SECONDS:
+            return False
+        self.looked_at = now
+        return (Path(self.run.directory) / ASKED).exists()
+
+    def save(self, step: int, rows: int) -> None:
+        """Save the state after `step` updates and `rows` rows; all ranks call it together."""
+        if self.manager is None or step == self.begun_step:
+            return
+        self.begun_step, self.saved_at, self.retry_at = step, time.monotonic(), None
+        if self.speaks:
+            with contextlib.suppress(OSError):
+                (Path(self.run.directory) / ASKED).unlink()
+        self.manager.save(self._about(step, rows), self._tokenizer())
+
+    def unchanged(self) -> None:
+        """Call it before the weights change."""
+        if self.manager is not None:
+            self.manager.unchanged()
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Take note of the saves that have ended; a record of each that succeeded, for the metrics."""
+        return [] if self.manager is None else self._noted(self.manager.news())
+
+    def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
+        """Save the state after the last step, unless that is done; all ranks call it together.
+
+        Returns:
+            Records of the saves that succeeded.
+
+        Raises:
+            Failure: when it can't be saved.
+        """
+        records: list[dict[str, Any]] = []
+        for attempt in range(ATTEMPTS if self.manager else 0):
+            time.sleep(attempt**2)
+            self.save(step, rows)
+            records += self.wait()
+            if self.saved_step == step:
+                return records
+        if self.manager:
+            raise Failure(
+                f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; mend what stands "
+                f"above, and give the same command again: it goes on from step {self.saved_step}."
+            )
+        return records
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Wait for what is under way; then as `hear`."""
+        return [] if self.manager is None else self._noted(self.manager.finish())
+
+    def close(self) -> None:
+        """End what runs beside training."""
+        if self.manager is not None:
+            self.manager.close()
+
+    def _noted(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
+        records = []
+        for outcome in outcomes:
+            self.stalled += outcome.stall
+            if outcome.error:
+                self._failed(outcome)
+                continue
+            log.info("saved step %d in %.2f s, %.2f s of it waiting", outcome.step, outcome.seconds, outcome.stall)
+            self.saved_step, self.delay = max(self.saved_step, outcome.step), RETRY_SECONDS
+            if outcome.after:
+                self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
+            records.append(_record(outcome))
+        return records
+
+    def _failed(self, outcome: Outcome) -> None:
+        self.begun_step = self.saved_step
+        self.retry_at = time.monotonic() + self.delay
+        self.tell(
+            f"step {outcome.step}: no checkpoint could be saved ({outcome.error}); training goes on, and it is tried "
+            f"again in {self.delay:.0f} s. The last one is of step {self.saved_step}."
+        )
+        self.delay = min(2 * self.delay, LONGEST_SECONDS)
+
+    def _about(self, step: int, rows: int) -> Manifest:
+        return Manifest(
+            step=step,
+            tokens=rows * self.run.training.seq_len,
+            data=order.state(rows, self.mix.fingerprint(rows)),
+            science_id=self.life.ids.science,
+            run_id=self.life.run_id,
+            layout=self.run.layout.degrees(),
+            model=as_model(self.run),
+            tokenizer=None,
+        )
+
+    def _tokenizer(self) -> str | None:
+        corpus = self.mix.sources[0].corpus
+        return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
+
+
+def _after(run: Run, talk: Talk) -> tuple[After, ...]:
+    """What follows each save."""
+    how = run.checkpoint
+    return (remote.copying(how, how.path, run.directory, talk),) if how.path else ()
+
+
+def _record(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "checkpoint_step": outcome.step,
+        "checkpoint_seconds": outcome.seconds,
+        "checkpoint_stall_seconds": outcome.stall,
+        "checkpoint_gib": outcome.bytes / 2**30,
+    }
