@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
 from launchers.place import Place
+from tests.checkpoint.made import about, complete
 from tests.ranks import run_ranks
 from titan import lives, worker
 from titan.checkpoint import manifest
@@ -30,7 +31,7 @@ from titan.dataset.corpora import mixed, opened, ready
 from titan.dataset.mix import Mix
 from titan.lives import Life
 from titan.model import llama  # noqa: F401
-from titan.run import Run
+from titan.run import Run, as_model
 from titan.settings import Failure
 from titan.trainer import Trainer
 
@@ -84,13 +85,11 @@ def mix_of(run: Run) -> Mix:
 
 def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     """A complete checkpoint of `run` after `step` steps, without weights."""
-    folder = manifest.folder_of(Path(run.directory), step)
-    folder.mkdir(parents=True)
-    (folder / "weights").write_bytes(b"w" * 100)
     rows = run.training.rows_before(step + 1)
     data = order.state(rows, mix_of(run).fingerprint(rows))
-    manifest.write(folder, manifest.Manifest(step, data, science, run.layout.degrees()))
-    return folder
+    layout, model = run.layout.degrees(), as_model(run)
+    said = about(step, data=data, science_id=science, layout=layout, model=model)
+    return complete(manifest.folder_of(Path(run.directory), step), said, {"weights": b"w" * 100})
 
 
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:

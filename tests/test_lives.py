@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -19,8 +18,6 @@ from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
 from titan import lives
-from titan.checkpoint import manifest
-from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
 from titan.compose import composed
 from titan.dataset.shards import open_corpus
@@ -252,64 +249,7 @@ def test_what_titan_writes_is_no_obstacle(name: str, tmp_path: Path) -> None:
     assert read_lives(tmp_path) == []
 
 
-# Manifests
-
-
-def entries(step: int = 1) -> Manifest:
-    return Manifest(step, {"rows": 1}, "id", {"shard": 2})
-
-
-def checkpoint(directory: Path, step: int) -> Path:
-    folder = manifest.folder_of(directory, step)
-    folder.mkdir(parents=True)
-    for name in ("a.distcp", ".metadata"):
-        (folder / name).write_bytes(b"x" * 10)
-    manifest.write(folder, entries(step))
-    return folder
-
-
-def test_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path, 1)
-    expected = dataclasses.replace(entries(), files={"a.distcp": 10, ".metadata": 10})
-    assert manifest.read(folder) == expected
-    assert not list(folder.glob(".manifest*")), "nothing temporary is left"
-
-
-def change(folder: Path, **values: Any) -> None:
-    file = folder / manifest.NAME
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-@pytest.mark.parametrize(
-    "harm",
-    [
-        pytest.param(lambda f: (f / manifest.NAME).unlink(), id="no-manifest"),
-        pytest.param(lambda f: (f / manifest.NAME).write_text("{"), id="half-a-manifest"),
-        pytest.param(lambda f: (f / manifest.NAME).write_text("[]"), id="no-mapping"),
-        pytest.param(lambda f: change(f, unknown=1), id="unknown-key"),
-        pytest.param(lambda f: change(f, format=manifest.FORMAT + 1), id="later-format"),
-        pytest.param(lambda f: (f / "a.distcp").unlink(), id="missing-file"),
-        pytest.param(lambda f: (f / "a.distcp").write_bytes(b"x" * 9), id="truncated-file"),
-        pytest.param(lambda f: (f / ".metadata").write_bytes(b""), id="empty-metadata"),
-    ],
-)
-def test_damaged_checkpoint_does_not_count(harm: Any, tmp_path: Path) -> None:
-    good, bad = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
-    assert manifest.complete(tmp_path) == [good, bad]
-    harm(bad)
-    assert manifest.read(bad) is None
-    assert manifest.complete(tmp_path) == [good]
-    assert manifest.find(str(tmp_path)) == good
-    with pytest.raises(Refusal, match="no complete checkpoint"):
-        manifest.find(str(bad))
-
-
-def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(tmp_path: Path) -> None:
-    folders = [checkpoint(tmp_path, step) for step in (2, 10, 100)]
-    (tmp_path / "checkpoints/step-7.tmp").mkdir()
-    (tmp_path / "checkpoints/step-").mkdir()
-    assert manifest.complete(tmp_path) == folders
-    assert manifest.complete(tmp_path / "nowhere") == []
+# Checkpoints
 
 
 def test_damaged_checkpoint_is_passed_over_on_resume() -> None:

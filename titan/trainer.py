@@ -296,6 +296,7 @@ class Trainer:
         )
         self._warn(line)
         if self.bad >= self.run.training.bad_steps:
+            self._note(self.saving.wait())
             raise Failure(
                 f"{self.bad} steps in a row were not finite, the last one step {sent.step}: {where}, rows "
                 f"{sent.batch.first} to {sent.batch.last}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ from torch import nn
 
 from tests.ranks import RankFailed
 from tests.runs import Seen, learned, same, saved, steps, tiny, train
+from titan import lives
 from titan.checkpoint import manifest
 from titan.checkpoint.manager import prime
-from titan.checkpoint.manifest import Manifest
 from titan.optimizer import SGD, AdamW, Optimizer
 from titan.run import Run
+from titan.settings import Refusal
 from titan.trainer import Trainer
 
 OPTIMIZERS = {
@@ -138,7 +138,7 @@ def _dies_at(trainer: Trainer, step: int) -> Any:
     ],
 )
 def test_when_checkpoints_are_saved_and_which_are_kept(settings: list[str], folders: Any, tmp_path: Path) -> None:
-    train(tiny(tmp_path, *settings, "training.steps=5"))
+    train(tiny(tmp_path, *settings, "training.steps=5", "checkpoint.grace=0"))
     found = sorted(f.name for f in (tmp_path / "checkpoints").glob("*"))
     if folders == "all":  # asked for in the first step, saved after the second at the latest
         assert "step-5" in found
@@ -156,20 +156,26 @@ def test_on_stop_false_saves_nothing_at_a_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("before", "after", "said"),
     [
-        pytest.param(["optimizer=adamw"], r"it has no optimizer\.\S+\.step, .*in the shape \[\]; give", id="optimizer"),
-        pytest.param(
-            ["model.ffn=40"], r"it has model\.\S+ in the shape \[48,32\], .*in the shape \[40,32\]", id="model"
-        ),
+        pytest.param("sgd", "adamw", r"has no optimizer\.\S+\.exp_avg, this run has optimizer\.\S+ in", id="missing"),
+        pytest.param("adamw", "sgd", r"has optimizer\.\S+\.exp_avg in the shape \S+, this run has no", id="extra"),
     ],
 )
-def test_a_fork_of_another_model_or_optimizer_is_refused(other: list[str], said: str, tmp_path: Path) -> None:
-    train(tiny(tmp_path / "parent", "optimizer=sgd"))
-    fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5", "optimizer=sgd", *other]
+def test_a_fork_with_another_optimizer_is_refused(before: str, after: str, said: str, tmp_path: Path) -> None:
+    train(tiny(tmp_path / "parent", f"optimizer={before}"))
+    fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5", f"optimizer={after}"]
     with pytest.raises(RankFailed, match=said) as failed:
         train(tiny(tmp_path / "fork", *fork, layout="fsdp2"))
     assert "titan.settings.Refusal: checkpoint.resume=" in str(failed.value)
+    assert "take its weights alone with checkpoint.weights=" in str(failed.value)
+
+
+def test_a_fork_of_another_model_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    train(tiny(tmp_path / "parent"))
+    fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5", "model.ffn=40")
+    with pytest.raises(Refusal, match=r"saved with another model: model.ffn is 48 there and 40 here; give the same"):
+        lives.begin(fork)
 
 
 def test_a_fork_goes_on_from_its_parents_checkpoint(tmp_path: Path) -> None:
@@ -208,34 +214,3 @@ def test_prime_keeps_the_state_that_there_is() -> None:
     prime(optimizer)
     assert torch.equal(optimizer.state[weight]["exp_avg"], moment)
     assert optimizer.state[weight]["step"] == 1
-
-
-class TestManifest:
-    def make(self, directory: Path, step: int) -> Path:
-        folder = manifest.folder_of(directory, step)
-        folder.mkdir(parents=True)
-        (folder / "__0_0.distcp").write_bytes(b"tensors")
-        manifest.write(folder, Manifest(step, {"rows": 8}, "abc", {"shard": 2}))
-        return folder
-
-    def test_reads_what_it_wrote(self, tmp_path: Path) -> None:
-        folder = self.make(tmp_path, 3)
-        assert manifest.read(folder) == Manifest(3, {"rows": 8}, "abc", {"shard": 2}, {"__0_0.distcp": 7})
-
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            pytest.param(lambda f: (f / "manifest.json").unlink(), id="no-manifest"),
-            pytest.param(lambda f: (f / "manifest.json").write_text("{"), id="cut-manifest"),
-            pytest.param(lambda f: (f / "manifest.json").write_text("{}"), id="empty-manifest"),
-            pytest.param(lambda f: (f / "__0_0.distcp").write_bytes(b"tensor"), id="short-file"),
-            pytest.param(lambda f: (f / "__0_0.distcp").unlink(), id="no-file"),
-            pytest.param(lambda f: shutil.rmtree(f), id="no-folder"),
-        ],
-    )
-    def test_what_is_damaged_does_not_count(self, damage: Any, tmp_path: Path) -> None:
-        first, second = self.make(tmp_path, 9), self.make(tmp_path, 10)
-        assert manifest.complete(tmp_path) == [first, second]
-        damage(second)
-        assert manifest.complete(tmp_path) == [first]
-        assert manifest.find(str(tmp_path)) == first

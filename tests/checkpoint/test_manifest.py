@@ -1,0 +1,145 @@
+"""What makes a checkpoint complete, and which one a life begins from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkpoint.made import FILES, about, checkpoint
+from titan.checkpoint import choose, manifest, retention
+from titan.checkpoint.manifest import Damaged
+from titan.settings import Refusal
+
+
+def change(folder: Path, **values: Any) -> None:
+    file = folder / manifest.NAME
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 1)
+    read = manifest.read(folder)
+    assert read is not None
+    assert {**vars(read), "files": {}} == vars(about(1))
+    assert read.files["a.distcp"] == manifest.File(9, "cbf43926")  # CRC-32's published check value
+    assert read.files[".metadata"].bytes == 10
+    assert not list(folder.glob(".manifest*")), "nothing temporary is left"
+
+
+HARMS = [
+    pytest.param(lambda f: (f / manifest.NAME).write_text("{"), "manifest.json is no manifest", id="half-a-manifest"),
+    pytest.param(lambda f: (f / manifest.NAME).write_text("[]"), "manifest.json is no manifest", id="no-mapping"),
+    pytest.param(lambda f: (f / manifest.NAME).write_bytes(b""), "manifest.json is no manifest", id="empty-manifest"),
+    pytest.param(lambda f: change(f, unknown=1), "manifest.json is no manifest .*unknown", id="unknown-key"),
+    pytest.param(lambda f: change(f, files={"../x": {"bytes": 1, "crc32": ""}}), "outside of its folder", id="outside"),
+    pytest.param(lambda f: change(f, format=9), "is of format 9, and this titan reads 2", id="later-format"),
+    pytest.param(lambda f: (f / "a.distcp").unlink(), "a.distcp can't be read .No such file", id="missing-file"),
+    pytest.param(
+        lambda f: (f / "a.distcp").write_bytes(b"12345678"), "a.distcp has 8 bytes where 9 are due", id="truncated-file"
+    ),
+    pytest.param(lambda f: (f / ".metadata").write_bytes(b""), ".metadata has 0 bytes", id="empty-metadata"),
+]
+
+
+@pytest.mark.parametrize(("harm", "said"), HARMS)
+def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, tmp_path: Path) -> None:
+    good, bad = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
+    assert manifest.complete(tmp_path) == [good, bad]
+    harm(bad)
+    with pytest.raises(Damaged, match=said):
+        manifest.inspect(bad)
+    assert manifest.complete(tmp_path) == [good]
+    found, (note,) = choose.newest(tmp_path)
+    assert found is not None
+    assert (found.path, found.about.step) == (str(good), 9)
+    assert note.startswith("checkpoint step-10 is damaged and not used: ")
+    with pytest.raises(Refusal, match=f"checkpoint.resume=.*step-10: the checkpoint is damaged: .*{said}"):
+        choose.named(str(bad))
+    assert choose.named(str(tmp_path)).path == str(good)
+
+
+@pytest.mark.parametrize(
+    "undo",
+    [lambda f: (f / manifest.NAME).unlink(), manifest.retire, manifest.set_aside, shutil.rmtree],
+    ids=["save-not-ended", "retired", "set-aside", "gone"],
+)
+def test_what_does_not_count_is_passed_over_in_silence(undo: Any, tmp_path: Path) -> None:
+    good, other = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
+    undo(other)
+    assert manifest.complete(tmp_path) == [good]
+    assert choose.newest(tmp_path)[1] == ()
+    with pytest.raises(Refusal, match=r"holds no complete checkpoint|no such directory"):
+        choose.named(str(other))
+
+
+def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(tmp_path: Path) -> None:
+    folders = [checkpoint(tmp_path, step) for step in (2, 10, 100)]
+    (tmp_path / "checkpoints/step-7.tmp").mkdir()
+    (tmp_path / "checkpoints/step-").mkdir()
+    assert manifest.complete(tmp_path) == folders
+    assert manifest.complete(tmp_path / "nowhere") == []
+    assert choose.newest(tmp_path / "nowhere") == (None, ())
+
+
+def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, 1)
+    read = manifest.read(folder)
+    assert read is not None
+    manifest.verify(folder, read.files)
+    (folder / "a.distcp").write_bytes(b"123456780")
+    assert manifest.read(folder) is not None, "of the right size"
+    with pytest.raises(Damaged, match=r"a.distcp has the checksum .* where cbf43926 is due"):
+        manifest.verify(folder, read.files)
+
+
+class TestRetention:
+    @given(
+        steps=st.lists(st.integers(1, 60), min_size=1, unique=True).map(sorted),
+        keep=st.integers(1, 5),
+        keep_tokens=st.sampled_from([0, 1, 7, 100, 250]),
+    )
+    def test_the_last_ones_stay_and_the_first_of_each_stretch(
+        self, steps: list[int], keep: int, keep_tokens: int
+    ) -> None:
+        there: list[tuple[int, int]] = []
+        for step in steps:  # as they are saved, one after the other
+            there.append((step, step * 10))
+            stay = retention.kept(there, keep, keep_tokens)
+            there = [pair for pair in there if pair[0] in stay]
+        last = set(steps[-keep:])
+        firsts = {}
+        for step in steps if keep_tokens else ():
+            firsts.setdefault(step * 10 // keep_tokens, step)
+        firsts.pop(0, None)
+        assert {step for step, _ in there} == last | set(firsts.values())
+
+    def test_what_goes_ceases_to_count_first_and_its_files_go_after_the_grace(self, tmp_path: Path) -> None:
+        folders = [checkpoint(tmp_path, step) for step in (1, 2, 3)]
+        retention.prune(tmp_path, keep=1, keep_tokens=0, grace=3600)
+        assert manifest.complete(tmp_path) == folders[2:]
+        assert all((folders[0] / name).read_bytes() == content for name, content in FILES.items())
+        retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0)
+        assert list((tmp_path / "checkpoints").iterdir()) == folders[2:]
+
+    def test_busy_ones_and_the_last_complete_one_stay(self, tmp_path: Path) -> None:
+        first, second, third = (checkpoint(tmp_path, step) for step in (1, 2, 3))
+        (third / "a.distcp").unlink()
+        retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0, busy={1})
+        assert manifest.complete(tmp_path) == [first, second]
+        assert not third.exists(), "a damaged one goes with the rest"
+
+    def test_a_sweep_takes_what_killed_saves_left_and_nothing_else(self, tmp_path: Path) -> None:
+        _, retired, broken, half = (checkpoint(tmp_path, step) for step in (1, 2, 3, 4))
+        manifest.retire(retired)
+        manifest.set_aside(broken)
+        (half / manifest.NAME).unlink()
+        retention.sweep(tmp_path, grace=3600)
+        assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-2", "step-3"]
+        retention.sweep(tmp_path, grace=0)
+        assert sorted(f.name for f in (tmp_path / "checkpoints").iterdir()) == ["step-1", "step-3"]
