@@ -32,19 +32,32 @@ def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
         checksums: look at the files' content too, not only at their sizes.
     """
 
-    def check() -> str | None:
-        try:
-            found = manifest.inspect(folder)
-            if found is None:
-                return f"{manifest.NAME} is missing"
-            Reader(folder).read_metadata()
-            if checksums:
-                manifest.verify(folder, dict(sorted(found.files.items())[talk.rank :: talk.size]))
-        except (Damaged, Foreign, OSError) as error:
-            return str(error) if isinstance(error, (Damaged, Foreign)) else reason(error)
-        return None
+    for check in (lambda: _whole(folder, talk, checksums), lambda: _readable(folder)):
+        if wrong := [words for words in talk.gather(check()) if words]:
+            return wrong[0]
+    return None
 
-    return next((words for words in talk.gather(check()) if words), None)
+
+def _whole(folder: Path, talk: Talk, checksums: bool) -> str | None:
+    """What is wrong with this rank's share of the files."""
+    try:
+        found = manifest.inspect(folder)
+        if found is None:
+            return f"{manifest.NAME} is missing"
+        if checksums:
+            manifest.verify(folder, dict(sorted(found.files.items())[talk.rank :: talk.size]))
+    except (Damaged, OSError) as error:
+        return reason(error)
+    return None
+
+
+def _readable(folder: Path) -> str | None:
+    """What is wrong with the metadata."""
+    try:
+        Reader(folder).read_metadata()
+    except (Foreign, OSError) as error:
+        return str(error) if isinstance(error, Foreign) else reason(error)
+    return None
 
 
 def restore(engine: Engine, folder: Path, talk: Talk) -> None:

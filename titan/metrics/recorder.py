@@ -26,7 +26,7 @@ class Recorder:
     def __init__(self, run: Run, life: Life, warn: Callable[[str], None]) -> None:
         directory = Path(run.directory)
         self.life = life.number
-        self.file = (directory / "metrics.jsonl").open("a", buffering=1)  # a line at a time, so a kill cuts none
+        self.lines = Lines(directory / "metrics.jsonl", warn)
         self.trackers = open_trackers(
             run.metrics,
             directory=directory,
@@ -40,7 +40,7 @@ class Recorder:
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one record; numbers that are not finite become null, as JSON has none."""
         record = {**record, "life": self.life}
-        self.file.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
+        self.lines.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
         self.trackers.log(record)
 
     def finish(self, result: Mapping[str, Any]) -> None:
@@ -50,13 +50,41 @@ class Recorder:
     def close(self) -> None:
         """Let the trackers write what they still hold, also of a run that failed, and close the file."""
         self.trackers.finish({})
-        self.file.close()
+        self.lines.write("")
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class Lines:
+    """A file that grows by lines, and outlives a full disk: what can't be written is kept, and written later."""
+
+    def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
+        self.file, self.warn, self.kept, self.warned = file, warn, b"", False
+
+    def write(self, text: str) -> None:
+        """Add text, in one call to the system, so that a kill cuts no line."""
+        self.kept += text.encode()
+        try:
+            self._flush()
+        except OSError as error:
+            if not self.warned:
+                self.warn(f"{self.file.name} can't be written ({error.strerror}): its lines are kept until it can")
+            self.warned = True
+        else:
+            self.warned = False
+
+    def _flush(self) -> None:
+        """Write what is kept; the file is opened each time, since its directory may be another by now."""
+        if not self.file.parent.is_dir():
+            self.file.parent.mkdir(parents=True)
+            self.warn(f"{self.file.parent} was gone: it is made again, and {self.file.name} begins anew")
+        with self.file.open("ab", buffering=0) as out:
+            while self.kept:
+                self.kept = self.kept[out.write(self.kept) :]
 
 
 class Speed:

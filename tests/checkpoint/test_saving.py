@@ -1,0 +1,299 @@
+"""Saves beside training, saves that fail, and checkpoints that turn out to be damaged."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.ranks import RankFailed
+from tests.runs import learned, same, saved, steps, tiny, train
+from titan import saving
+from titan.checkpoint import manifest
+from titan.checkpoint.staging import Staging
+from titan.run import Run
+from titan.trainer import Trainer
+
+
+def records(run: Run, key: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (Path(run.directory) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if key in line]
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+class TestAsync:
+    @pytest.mark.parametrize("layout", ["single", "fsdp2", "ddp2"])
+    def test_saves_what_a_save_that_waits_saves(self, layout: str, tmp_path: Path) -> None:
+        how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
+        waits = tiny(tmp_path / "sync", *how, layout=layout)
+        beside = tiny(tmp_path / "async", *how, "checkpoint=async", layout=layout)
+        train(waits)
+        last = train(beside)[0].last
+        assert [f.name for f in manifest.complete(tmp_path / "async")] == ["step-2", "step-4", "step-5"]
+        for step in (2, 4, 5):
+            assert same(saved(beside, step), saved(waits, step))
+        assert same(saved(beside, 5), last)
+        assert learned(beside) == learned(waits)
+        for record in records(beside, "checkpoint_step"):
+            assert record["checkpoint_stall_seconds"] >= 0
+            assert record["checkpoint_seconds"] > 0
+            assert record["checkpoint_gib"] > 0
+
+    def test_weights_that_change_while_it_is_written_are_not_seen(self, tmp_path: Path) -> None:
+        """The write is held until two more updates are done."""
+
+        def held(trainer: Trainer) -> None:
+            manager = trainer.saving.manager
+            assert manager is not None
+            write = manager._write
+
+            def late(*args: Any) -> Any:
+                while trainer.step < 5:
+                    time.sleep(0.01)
+                return write(*args)
+
+            manager._write = late  # type: ignore[method-assign]
+
+        how = ["training.steps=6", "checkpoint.every=3"]
+        beside = tiny(tmp_path / "async", *how, "checkpoint=async")
+        waits = tiny(tmp_path / "sync", *how)
+        train(waits)
+        train(beside, held)
+        assert same(saved(beside, 3), saved(waits, 3))
+
+    def test_a_copy_waits_for_nothing_but_itself(self) -> None:
+        staging = Staging(torch.device("cpu"))
+        state = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(4.0)}
+        copies = staging.start(state)
+        staging.done()
+        for tensor in state.values():
+            tensor.zero_()
+        assert torch.equal(copies["a"], torch.arange(6.0).view(2, 3))
+        assert copies["step"] == 4
+        again = staging.start(state)
+        staging.ready()
+        assert again["a"].data_ptr() == copies["a"].data_ptr(), "the memory is used again"
+        assert not again["a"].any()
+        staging.close()
+
+
+def limited(bytes_: int) -> None:
+    """No file of this process may grow beyond so many bytes: what a full disk does."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.RLIM_INFINITY))
+
+
+class TestFailedSaves:
+    @pytest.mark.parametrize("mode", ["sync", "async"])
+    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    def test_the_run_goes_on_and_saves_when_it_can_again(
+        self, mode: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """The disk has room again after step 3, and the save is tried again after no time."""
+
+        def full(trainer: Trainer) -> None:
+            limited(30_000)
+            trainer.saving.delay = 0.0
+            update = trainer._update
+
+            def freed(bad: torch.Tensor) -> None:
+                if trainer.step == 4:
+                    trainer.saving.wait()
+                    limited(resource.RLIM_INFINITY)
+                update(bad)
+
+            trainer._update = freed  # type: ignore[method-assign]
+
+        run = tiny(tmp_path, "training.steps=9", "checkpoint.every=3", f"checkpoint={mode}", layout=layout)
+        last = train(run, full)[0].last
+        said = capfd.readouterr().out
+        assert "step 3: no checkpoint could be saved (" in said
+        assert "File too large" in said
+        assert "training goes on, and it is tried again in 0 s. The last one is of step 0." in said
+        found = [int(f.name[5:]) for f in manifest.complete(tmp_path)]
+        assert found[-1] == 9
+        assert same(saved(run, 9), last)
+        assert not manifest.folder_of(tmp_path, 3).exists(), "half a checkpoint takes no room"
+        assert {record["checkpoint_step"] for record in records(run, "checkpoint_step")} & {4, 5, 6, 7}, "tried again"
+
+    def test_the_last_save_has_to_succeed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(saving.time, "sleep", lambda seconds: None)
+        run = tiny(tmp_path, "training.steps=4", "checkpoint.every=2", layout="fsdp2")
+
+        def full(trainer: Trainer) -> None:
+            update = trainer._update
+
+            def limit(bad: torch.Tensor) -> None:
+                if trainer.step == 4:
+                    limited(30_000)
+                update(bad)
+
+            trainer._update = limit  # type: ignore[method-assign]
+
+        seen = train(run, full)
+        assert all("the last checkpoint, of step 4, could not be saved in 3 attempts" in str(r.failure) for r in seen)
+        assert all("goes on from step 2" in str(r.failure) for r in seen)
+        assert train(run)[0].code == 0
+        assert [line["life"] for line in steps(run)] == [1, 1, 2, 2]
+
+    def test_a_directory_that_vanishes_is_made_again(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        def gone(trainer: Trainer) -> None:
+            update = trainer._update
+
+            def remove(bad: torch.Tensor) -> None:
+                if trainer.step == 3:
+                    shutil.rmtree(tmp_path / "run")
+                update(bad)
+
+            trainer._update = remove  # type: ignore[method-assign]
+
+        run = tiny(tmp_path / "run", "training.steps=5", "checkpoint.every=2")
+        seen = train(run, gone)[0]
+        assert seen.code == 0
+        assert same(saved(run, 5), seen.last)
+        assert "metrics.jsonl" in capfd.readouterr().out
+        assert [line["step"] for line in steps(run)] == [3, 4, 5]
+
+    def test_metrics_that_can_not_be_written_are_written_later(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def full(trainer: Trainer) -> None:
+            update = trainer._update
+
+            def limit(bad: torch.Tensor) -> None:
+                if trainer.step in (3, 6):
+                    limited(1000 if trainer.step == 3 else resource.RLIM_INFINITY)
+                update(bad)
+
+            trainer._update = limit  # type: ignore[method-assign]
+
+        run = tiny(tmp_path, "training.steps=8", "checkpoint.every=0")
+        assert train(run, full)[0].code == 0
+        assert [line["step"] for line in steps(run)] == list(range(1, 9))
+        assert capfd.readouterr().out.count("metrics.jsonl can't be written (File too large)") == 1
+
+
+class TestOnDemand:
+    def test_a_file_in_the_directory_asks_for_a_checkpoint(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(saving, "LOOK_SECONDS", 0.0)
+
+        def ask(trainer: Trainer) -> None:
+            update = trainer._update
+
+            def touch(bad: torch.Tensor) -> None:
+                if trainer.step == 3 and trainer.world.speaks:
+                    (tmp_path / saving.ASKED).touch()
+                update(bad)
+
+            trainer._update = touch  # type: ignore[method-assign]
+
+        run = tiny(tmp_path, "training.steps=9", "checkpoint.every=0", layout="fsdp2")
+        train(run, ask)
+        first, last = (int(f.name[5:]) for f in manifest.complete(tmp_path))
+        assert 3 < first <= 5
+        assert last == 9
+        assert not (tmp_path / saving.ASKED).exists()
+
+
+class TestDamage:
+    """What is only seen in the content of files, by the ranks."""
+
+    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+    def test_a_flipped_bit_is_named_and_the_checkpoint_before_it_is_used(
+        self, file: str, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        settings = ["checkpoint.every=2", "training.steps=4"]
+        run = tiny(tmp_path / "run", *settings, layout=layout)
+        whole = tiny(tmp_path / "whole", "training.steps=6", layout=layout)
+        train(run)
+        flip(manifest.folder_of(tmp_path / "run", 4) / file)
+        capfd.readouterr()
+        more = tiny(tmp_path / "run", "checkpoint.every=2", "training.steps=6", layout=layout)
+        last = train(more)[0].last
+        said = capfd.readouterr().out
+        assert f"note        checkpoint step-4 is damaged and not used: {file} has the checksum" in said
+        assert same(last, train(whole)[0].last)
+        assert learned(more) == learned(whole)
+        document = list(yaml.safe_load_all((tmp_path / "run" / "run.yaml").read_text()))[-1]
+        assert document["from_step"] == 2
+        assert "step-4 is damaged" in document["notes"][0]
+        assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-4", "step-6"], "step 4 was done again"
+
+    def test_when_none_is_left_the_user_decides(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path, "checkpoint.every=2", "training.steps=3"))
+        for folder in manifest.complete(tmp_path):
+            flip(folder / "__0_0.distcp")
+        with pytest.raises(
+            RankFailed, match=r"step-3 is damaged .*step-2 is damaged .*and there is no other"
+        ) as failed:
+            train(tiny(tmp_path, "training.steps=5", layout="fsdp2"))
+        assert "titan.settings.Refusal: hydra.run.dir=" in str(failed.value)
+
+    def test_a_damaged_parent_of_a_fork_is_refused(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path / "parent"))
+        (folder,) = manifest.complete(tmp_path / "parent")
+        flip(folder / "__0_0.distcp")
+        fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
+        with pytest.raises(RankFailed, match=r"Refusal: checkpoint.resume=.*step-3 is damaged: __0_0.distcp has"):
+            train(fork)
+        assert manifest.complete(tmp_path / "parent") == [folder], "another's is left alone"
+
+    def test_sizes_only_when_asked(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path))
+        (folder,) = manifest.complete(tmp_path)
+        flip(folder / "__0_0.distcp")
+        unchecked = tiny(tmp_path, "training.steps=4", "checkpoint.verify=false")
+        try:
+            train(unchecked)
+        except RankFailed as failed:  # the bit may be one that torch's own reader stumbles over
+            assert "can't be read" in str(failed)
+        assert manifest.read(folder) is not None
+
+
+class TestForkThatIsStopped:
+    def test_before_its_first_checkpoint_it_begins_from_its_parent_again(self, tmp_path: Path) -> None:
+        parent = tiny(tmp_path / "parent", "checkpoint.keep=9")
+        last = train(parent)[0].last
+        fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
+        with pytest.raises(RankFailed, match="killed"):
+            train(fork, _dies)
+        train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))  # the parent has gone on
+        assert same(train(fork)[0].first, last)
+        assert [line["step"] for line in steps(fork)] == [4, 5]
+
+
+def _dies(trainer: Trainer) -> None:
+    raise RuntimeError("killed")
+
+
+def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = tiny(tmp_path, "checkpoint.every=2", "training.steps=3")
+
+    def broken(folder: Path, said: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def add(trainer: Trainer) -> None:
+        manager = trainer.saving.manager
+        assert manager is not None
+        manager.after = (broken,)
+
+    assert train(run, add)[0].code == 0
+    assert [f.name for f in manifest.complete(tmp_path)] == ["step-2", "step-3"]
+    assert "step 2: the checkpoint is complete, but: No space left on device" in capfd.readouterr().out
