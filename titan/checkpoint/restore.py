@@ -6,7 +6,7 @@ that no later life takes it up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,12 @@ def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
         checksums: look at the files' content too, not only at their sizes.
     """
 
-    for check in (lambda: _whole(folder, talk, checksums), lambda: _readable(folder)):
-        if wrong := [words for words in talk.gather(check()) if words]:
-            return wrong[0]
-    return None
+    wrong = _first(talk.gather(_whole(folder, talk, checksums)))
+    return wrong or _first(talk.gather(_readable(folder)))
+
+
+def _first(words: Sequence[str | None]) -> str | None:
+    return next((found for found in words if found), None)
 
 
 def _whole(folder: Path, talk: Talk, checksums: bool) -> str | None:
