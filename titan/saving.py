@@ -59,6 +59,7 @@ class Saving:
         self.saved_at = self.looked_at = time.monotonic()
         self.retry_at: float | None = None
         self.delay = RETRY_SECONDS
+        self.wrong: str | None = None
         self.stalled = 0.0
 
     def due(self) -> bool:
@@ -95,7 +96,7 @@ class Saving:
         return [] if self.manager is None else self._noted(self.manager.news())
 
     def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
-        """Save the state after the last step, unless that is done; all ranks call it together.
+        """Save the state after the last step, unless that is done, with all that follows; all ranks together.
 
         Returns:
             Records of the saves that succeeded.
@@ -103,19 +104,32 @@ class Saving:
         Raises:
             Failure: when it can't be saved.
         """
-        records: list[dict[str, Any]] = []
-        for attempt in range(ATTEMPTS if self.manager else 0):
+        if self.manager is None:
+            return []
+        records = self.wait()
+        for attempt in range(ATTEMPTS):
+            if self.saved_step == step and self.wrong is None:
+                break
             time.sleep(attempt**2)
-            self.save(step, rows)
-            records += self.wait()
             if self.saved_step == step:
-                return records
-        if self.manager:
+                self.manager.repeat(step)
+            else:
+                self.save(step, rows)
+            records += self.wait()
+        self._check_last(step)
+        return records
+
+    def _check_last(self, step: int) -> None:
+        if self.saved_step != step:
             raise Failure(
                 f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; mend what stands "
                 f"above, and give the same command again: it goes on from step {self.saved_step}."
             )
-        return records
+        if self.wrong is not None:
+            raise Failure(
+                f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but not all that was to "
+                f"follow ({self.wrong}); mend that, and copy or convert it by hand."
+            )
 
     def wait(self) -> list[dict[str, Any]]:
         """Wait for what is under way; then as `hear`."""
@@ -127,7 +141,7 @@ class Saving:
             self.manager.close()
 
     def _noted(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
-        records = []
+        records: list[dict[str, Any]] = []
         for outcome in outcomes:
             self.stalled += outcome.stall
             if outcome.error:
@@ -135,9 +149,10 @@ class Saving:
                 continue
             log.info("saved step %d in %.2f s, %.2f s of it waiting", outcome.step, outcome.seconds, outcome.stall)
             self.saved_step, self.delay = max(self.saved_step, outcome.step), RETRY_SECONDS
+            self.wrong = outcome.after
             if outcome.after:
                 self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
-            records.append(_record(outcome))
+            records += [_record(outcome)] if outcome.bytes else []
         return records
 
     def _failed(self, outcome: Outcome) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from titan import console
-from titan.checkpoint import manifest
+from titan.checkpoint import manifest, retention
 from titan.checkpoint.manager import prime
 from titan.checkpoint.restore import restore
 from titan.checkpoint.talk import Talk
@@ -167,7 +167,9 @@ class Trainer:
         return 130 if self.stopping else 0
 
     def _begin(self) -> None:
-        """Take up the state of a checkpoint."""
+        """Clear away what a killed life may have left, and take up the state of a checkpoint."""
+        if self.world.speaks:
+            retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
         if self.life.checkpoint:
             place = self.world.place
             restore(self.engine, Path(self.life.checkpoint), Talk(place.rank, place.size, self.world.aside))

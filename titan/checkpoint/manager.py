@@ -116,6 +116,11 @@ class Manager:
             if self.staging is None:
                 job.written.wait()
 
+    def repeat(self, step: int) -> None:
+        """Do again what follows a save, for a checkpoint that counts already; all ranks call it together."""
+        self.jobs.append(job := _Job(step))
+        self.thread.submit(self._again, job)
+
     def unchanged(self) -> None:
         """Call it before the state changes: waits until a save under way has its copy."""
         if self.staging is not None and self.jobs and not self.jobs[-1].written.is_set():
@@ -155,6 +160,15 @@ class Manager:
         job.written.set()
         if job.error is None:
             job.after = self._follow(folder, about)
+        job.ended.set()
+
+    def _again(self, job: _Job) -> None:
+        folder = manifest.folder_of(self.directory, job.step)
+        job.written.set()
+        try:
+            job.after = self._follow(folder, self.talk.first(lambda: _needed(folder)))
+        except Unsaved as error:
+            job.after = str(error)
         job.ended.set()
 
     def _write(self, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> Manifest:
@@ -202,6 +216,13 @@ def _make(folder: Path, tokenizer: str | None) -> dict[str, File]:
     copy = Path(shutil.copy(tokenizer, folder))
     with copy.open("rb") as content:
         return {copy.name: manifest.checksum(content)}
+
+
+def _needed(folder: Path) -> Manifest:
+    found = manifest.inspect(folder)
+    if found is None:
+        raise FileNotFoundError(2, f"{manifest.NAME} is missing", str(folder))
+    return found
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
