@@ -174,6 +174,7 @@ class Saving:
             layout=self.run.layout.degrees(),
             model=as_model(self.run),
             tokenizer=None,
+            seq_len=self.run.training.seq_len,
         )
 
     def _tokenizer(self) -> str | None:
