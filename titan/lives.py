@@ -267,8 +267,13 @@ def _forked(run: Run, parent: str) -> Candidate:
 
 
 def _weights(run: Run) -> str:
-    """The identity of the given weights, of which it is sure that they fit the model."""
-    raise NotImplementedError
+    """The identity of the given weights, once it is sure that they fit the model."""
+    from titan.checkpoint.models import check_model
+    from titan.checkpoint.weights import digest_of, open_weights
+
+    weights = open_weights(str(run.checkpoint.weights))
+    check_model(run.model, weights.model, f"checkpoint.weights={run.checkpoint.weights}")
+    return f"weights:{digest_of(weights)[:12]}"
 
 
 def _check_model(run: Run, found: Candidate) -> None:

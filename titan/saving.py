@@ -11,12 +11,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from titan.checkpoint import remote
+from titan.checkpoint import export, remote
 from titan.checkpoint.manager import After, Manager, Outcome
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.talk import Talk
+from titan.checkpoint.weights import open_weights
 from titan.dataset import order
 from titan.dataset.mix import Mix
 from titan.engine import Engine
@@ -32,6 +33,8 @@ RETRY_SECONDS, LONGEST_SECONDS = 10.0, 600.0
 """How long after a save that failed the next one is tried; twice as long each time, up to the longest."""
 ATTEMPTS = 3
 """How often the last save is tried."""
+META_BYTES = 20e9
+"""About how large a file in Meta's format may be: it is held in memory while it is written."""
 LOOK_SECONDS = 1.0
 """How often the directory is looked at for a file that asks for a checkpoint."""
 
@@ -185,7 +188,29 @@ class Saving:
 def _after(run: Run, talk: Talk) -> tuple[After, ...]:
     """What follows each save."""
     how = run.checkpoint
-    return (remote.copying(how, how.path, run.directory, talk),) if how.path else ()
+    exports = (_exporting(how.export, how.export_dtype, talk),) if how.export else ()
+    return (*exports, remote.copying(how, how.path, run.directory, talk)) if how.path else exports
+
+
+def _exporting(format: Literal["hf", "meta"], dtype: str, talk: Talk) -> After:
+    """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
+
+    def write(folder: Path, about: Manifest) -> None:
+        weights, out = open_weights(folder), folder / format
+        how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
+        talk.first(lambda: out.mkdir(exist_ok=True))
+        talk.together(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
+        talk.first(lambda: export.finish(weights, out, **how))
+
+    return write
+
+
+def _meta_ranks(model: Any) -> int:
+    """For how many tensor parallel ranks Meta's files are cut: as many as make none too large for memory."""
+    ranks = 1
+    while 2 * model.parameters() / ranks > META_BYTES and model.kv_heads % (2 * ranks) == 0:
+        ranks *= 2
+    return ranks
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:
