@@ -110,7 +110,7 @@ def train_small(run: Run, apart: bool = False) -> int:
     """Train what a command composed, at a size that takes no time; what needs several ranks is composed only."""
     if run.layout.devices > 1 or run.compile.scope != "off":
         return 0
-    replaced = ("name", "hydra.", "checkpoint.resume", *(small.partition("=")[0] for small in SMALL))
+    replaced = ("name", "hydra.", "checkpoint.resume", "checkpoint.weights", *(small.partition("=")[0] for small in SMALL))
     kept = [o for o in run.overrides if not o.startswith(replaced)]
     vocabulary = [f"model.vocab={run.model.vocab}"]
     directory = f"hydra.run.dir={Path.cwd()}/small/{len(list(Path.cwd().glob('small/*')))}"
