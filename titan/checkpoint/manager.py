@@ -96,7 +96,7 @@ class Manager:
         self.directory, self.how, self.engine, self.talk, self.after = directory, how, engine, talk, after
         self.jobs: list[_Job] = []
         self.staging = Staging(engine.world.device) if how.mode == "async" else None
-        self.thread = ThreadPoolExecutor(1, "titan-checkpoint")
+        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _on, (engine.world.device,))
 
     def save(self, about: Manifest, tokenizer: str | None = None) -> None:
         """Begin to save the state, and wait for it where that is asked for; all ranks call it together.
@@ -195,6 +195,12 @@ class Manager:
         except BaseException as error:
             wrong = reason(error)
         return wrong
+
+
+def _on(device: torch.device) -> None:
+    """Let a thread use the rank's GPU: which one is current is a matter of each thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 @contextmanager
