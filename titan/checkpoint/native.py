@@ -60,6 +60,9 @@ class Native:
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
         places = region(self.shapes[name], offsets, lengths)
+        for chunk in self._tensors[name].chunks:
+            if places == tuple(_whole(chunk)):
+                return self._chunk(name, chunk)  # no second copy: it may be the largest tensor
         out = torch.empty([last - first for first, last in places], dtype=self.dtypes[name])
         if not out.numel():
             return out
@@ -92,6 +95,11 @@ class Native:
             raise Refusal(
                 f"{self.label}: .metadata can't be used: {plainly(error)}; give another checkpoint."
             ) from error
+
+
+def _whole(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
+    """Along each dimension the chunk's beginning and end in the whole tensor."""
+    return ((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def _overlap(places: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:

@@ -33,6 +33,9 @@ class Weights(Protocol):
         shapes: of each parameter by the name that it has in titan's module; a tied head has none.
         dtypes: the type that each is stored in.
         tokenizer: what `titan.dataset.tokenizer.load_tokenizer` takes; None where there is none.
+
+    Some know more: `checksums` of their files (bytes, for `digest_of`), `config` and `generation`, what Hugging Face's
+    config.json and generation_config.json said (for an export).
     """
 
     path: str
