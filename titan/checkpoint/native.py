@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from titan import settings
 from titan.checkpoint import manifest
+from titan.checkpoint.origin import model_of
 from titan.checkpoint.reader import Foreign, Reader
 from titan.checkpoint.weights import check_types, compare, expected, region
 from titan.dataset.files import plainly
-from titan.model.schema import Decoder
 from titan.settings import Refusal
 
 PREFIX = "model."
@@ -39,7 +38,7 @@ class Native:
         found = manifest.inspect(folder)
         if found is None:
             raise Refusal(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
-        self.model = settings.build(Decoder, found.model, "model")
+        self.model = model_of(found, label)
         self._metadata = self._read_metadata()
         contents = self._metadata.state_dict_metadata
         self._tensors: dict[str, TensorStorageMetadata] = {
