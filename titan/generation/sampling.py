@@ -52,7 +52,7 @@ def _candidates(logits: Tensor, top_k: int, ordered: bool) -> tuple[Tensor, Tens
     """The logits that take part and their ids (None: each is at its id), from the largest where that is asked for."""
     if 0 < top_k < logits.shape[-1]:
         return tuple(logits.topk(top_k))
-    return tuple(logits.sort(-1, descending=True, stable=True)) if ordered else (logits, None)
+    return tuple(logits.sort(dim=-1, descending=True, stable=True)) if ordered else (logits, None)
 
 
 def nucleus(shares: Tensor, top_p: float) -> Tensor:
