@@ -40,7 +40,9 @@ def tiny(seed: int = 0, **changes: Any) -> Any:
     return model
 
 
-def continued(model: Any, given: Sequence[Sequence[int]], chunk: int = 512, samples: int = 1, **rules: Any) -> list[Row]:
+def continued(
+    model: Any, given: Sequence[Sequence[int]], chunk: int = 512, samples: int = 1, **rules: Any
+) -> list[Row]:
     rows = [Row(prompt, sample) for prompt in given for sample in range(samples)]
     Decoding(model, Rules(**{"max_tokens": NEW} | rules), device=CPU, chunk=chunk).run(rows)
     return rows

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from titan.parallelism.schema import DIMENSIONS, Layout
 from titan.settings import MISSING, Refusal, setting
 
@@ -41,9 +43,10 @@ class Settings:
     """What to continue, with which model, and how."""
 
     from_: str = setting(MISSING, "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
-    prompt: str | tuple[str, ...] | None = setting(None, "a text to continue, or several as [a,b]")
+    prompt: str | None = setting(None, "a text to continue, or several: [a,b]")
     prompts: str | None = setting(None, "a file with a prompt a line, or *.jsonl with the key text")
-    tokens: tuple[int, ...] | None = setting(None, "token ids to continue, taken as they are", at_least=0)
+    tokens: tuple[int, ...] | None = setting(None, "token ids to continue, taken as they are: [1,2,3]", at_least=0)
+    markup: bool = setting(False, "special tokens that a prompt spells are taken for them")
     max_tokens: int = setting(128, "tokens to generate at most", at_least=1)
     samples: int = setting(1, "continuations of each prompt", at_least=1)
     temperature: float = setting(0.8, "the logits are divided by it; 0: always the likeliest token", at_least=0)
@@ -52,16 +55,15 @@ class Settings:
         1.0, "draw from the fewest likeliest tokens that have this probability together", above=0, at_most=1
     )
     seed: int = setting(0, "of the draws", at_least=0)
-    stop: str | tuple[str, ...] = setting((), "a text that ends the continuation where it comes, or several as [a,b]")
+    stop: str | None = setting(None, "a text that ends the continuation where it comes, or several: [a,b]")
     ignore_eos: bool = setting(False, "go on after the token that ends a document")
     output: str | None = setting(None, "a file to write to as JSON Lines; null: the terminal")
     dtype: Literal["auto", "bf16", "fp32"] = setting(
-        "auto", "type to keep the weights in and to compute in; auto: bf16 where the device is fast at it, else fp32"
+        "auto", "type of the weights and to compute in; auto: bf16 where the device is fast at it, else fp32"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: GPUs where there are any, else the CPU")
     batch: int = setting(8, "continuations computed together", at_least=1)
     chunk: int = setting(512, "tokens of a prompt computed together", at_least=1)
-    parallelism: Degrees = setting(Degrees(), "degrees, as in training")
 
     def texts(self) -> list[str] | None:
         """The prompts that are texts; None where `tokens` are given.
@@ -69,20 +71,31 @@ class Settings:
         Raises:
             Refusal: when there is none, or several ways to give them are mixed, or a file can't be read.
         """
-        given = {n: v for n in ("prompt", "prompts", "tokens") if (v := getattr(self, n)) is not None}
+        given = [name for name in ("prompt", "prompts", "tokens") if getattr(self, name) is not None]
         if len(given) > 1:
             raise Refusal(f"{' and '.join(given)}: give one of them only.")
-        if self.tokens is not None:
-            return None
+        if not given:
+            raise Refusal('prompt is missing: give prompt="a text to continue", prompts=FILE or tokens=[1,2,3].')
+        if self.tokens == ():
+            raise Refusal("tokens=[]: there is nothing to continue; give token ids, such as tokens=[1,2,3].")
         if self.prompts is not None:
             return read_prompts(self.prompts)
-        if not given or self.prompt == ():
-            raise Refusal('prompt is missing: give prompt="a text to continue", prompts=FILE or tokens=[1,2,3].')
-        return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt or ())
+        return None if self.prompt is None else listed(self.prompt)
 
     def stops(self) -> tuple[str, ...]:
         """The texts that end a continuation."""
-        return (self.stop,) if isinstance(self.stop, str) else self.stop
+        return tuple(text for text in listed(self.stop or "") if text)
+
+
+def listed(text: str) -> list[str]:
+    """The texts in `[a,b]`, as YAML writes a list of them; what is none is a text itself."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return [text]
+    try:
+        found = yaml.load(text, yaml.BaseLoader)  # which leaves numbers and the like texts
+    except yaml.YAMLError:
+        return [text]
+    return found if found and all(isinstance(item, str) for item in found) else [text]
 
 
 def read_prompts(name: str) -> list[str]:
