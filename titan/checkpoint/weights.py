@@ -6,12 +6,22 @@ A titan checkpoint, a folder in Hugging Face's format (safetensors) and one in M
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from titan.checkpoint import manifest
+from titan.settings import Refusal, plain
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The types that weights may be stored in: others are quantised, and mean nothing without what they are scaled by."""
+ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_SAMPLE = 16
 
 
 class Weights(Protocol):
@@ -35,13 +45,131 @@ class Weights(Protocol):
         """A tensor in its stored type on the CPU, or the part of it at `offsets` of the size `lengths`.
 
         Nothing is read but that part (and what the file's format packs together with it).
+
+        Raises:
+            Refusal: when a file turns out to be broken.
         """
 
 
-def open_weights(path: str | Path) -> Weights:
+def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weights:
     """The weights at `path`: a run's directory (its last complete checkpoint), a checkpoint's, or another format's.
+
+    Args:
+        path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub where there is no such folder.
+        setting: what the user gave it as, for messages.
 
     Raises:
         Refusal: when there are none, or they can't be read; names what was looked for.
     """
-    raise NotImplementedError
+    from titan.checkpoint.hf import HuggingFace
+    from titan.checkpoint.meta import Meta
+    from titan.checkpoint.native import Native
+
+    label, folder = f"{setting}={path}", Path(path).expanduser().absolute()
+    if not folder.exists() and isinstance(path, str) and ON_HUB.fullmatch(path):
+        return HuggingFace(_fetch(path, label), label)
+    if not folder.is_dir():
+        what = "is a file; give the folder that it lies in" if folder.exists() else "there is no such directory"
+        raise Refusal(f"{label}: {what}, or correct the path.")
+    if (folder / manifest.NAME).exists() or (folder / "checkpoints").is_dir():
+        return Native(manifest.find(str(path), setting), label)
+    if any(folder.glob("consolidated.*.pth")) or (folder / "params.json").exists():
+        return Meta(folder, label)
+    if any(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
+        return HuggingFace(folder, label)
+    raise Refusal(_nothing(folder, label))
+
+
+def _nothing(folder: Path, label: str) -> str:
+    if any(folder.glob("pytorch_model*.bin")):
+        return f"{label}: has weights as pytorch_model.bin, which titan doesn't read; save them as safetensors."
+    if (folder / ".metadata").exists():
+        return f"{label}: is a save that did not end ({manifest.NAME} is missing); give a complete checkpoint."
+    return (
+        f"{label}: holds no weights: neither a run's checkpoints or one of them ({manifest.NAME}), nor Hugging Face's "
+        "config.json and *.safetensors, nor Meta's params.json and consolidated.NN.pth; correct the path."
+    )
+
+
+def _fetch(name: str, label: str) -> Path:
+    """The folder of a model of the hub, fetched once: weights, what describes them, and the tokenizer."""
+    from titan.dataset.files import needs
+    from titan.dataset.hub import refusal
+
+    hub = needs("huggingface_hub", label)
+    repository, _, revision = name.partition("@")
+    wanted = ["model*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
+    try:
+        return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
+    except Exception as error:
+        raise refusal(error, label, label) from error
+
+
+def region(
+    shape: Sequence[int], offsets: Sequence[int] | None, lengths: Sequence[int] | None
+) -> tuple[tuple[int, int], ...]:
+    """The beginning and end of a part along each dimension; the whole where neither is given."""
+    offsets = [0] * len(shape) if offsets is None else offsets
+    lengths = [size - offset for size, offset in zip(shape, offsets, strict=True)] if lengths is None else lengths
+    return tuple((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+
+
+def expected(model: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter that a model of this schema has, by its name in titan's module."""
+    with torch.device("meta"):
+        module = model.build()
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def compare(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], label: str) -> None:
+    """Refuse tensors that are missing, too many or of another shape.
+
+    Args:
+        found: the shapes by whatever names the file's format has.
+        wanted: what the model's shape asks for, by the same names.
+        label: what the user gave, for messages.
+
+    Raises:
+        Refusal: naming the first of them.
+    """
+    for some, what in ((wanted.keys() - found.keys(), "lacks"), (found.keys() - wanted.keys(), "has")):
+        if some:
+            more = f" and {len(some) - 1} others" if len(some) > 1 else ""
+            why = "which the model needs" if what == "lacks" else "which the model that it describes has not"
+            raise Refusal(f"{label}: {what} {min(some)}{more}, {why}; give complete weights of a model titan has.")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise Refusal(
+                f"{label}: {name} is {list(found[name])} where the shape that it describes makes {list(shape)}; "
+                "fetch both again."
+            )
+
+
+def check_types(dtypes: Mapping[str, torch.dtype], label: str) -> None:
+    """Refuse weights that are not plain numbers of 64, 32 or 16 bits."""
+    for name, dtype in dtypes.items():
+        if dtype not in TYPES:
+            kind = str(dtype).removeprefix("torch.")
+            raise Refusal(f"{label}: {name} is stored as {kind}, and titan reads fp64, fp32, bf16, fp16; give these.")
+
+
+def digest_of(weights: Weights) -> str:
+    """What tells these weights from others wherever they lie: 16 hexadecimal digits, without reading all of them.
+
+    Of the model's settings, the names, shapes and types, and of each tensor the numbers of 16 rows evenly spread; of a
+    titan checkpoint the checksums of its files in their place.
+    """
+    digest = blake2b(repr((type(weights.model).__name__, plain(weights.model))).encode(), digest_size=8)
+    for name in sorted(weights.shapes):
+        digest.update(f"{name} {tuple(weights.shapes[name])} {weights.dtypes[name]}\n".encode())
+    for evidence in getattr(weights, "checksums", None) or _samples(weights):
+        digest.update(evidence)
+    return digest.hexdigest()
+
+
+def _samples(weights: Weights) -> Iterable[bytes]:
+    for name in sorted(weights.shapes):
+        rows, *rest = weights.shapes[name]
+        for row in sorted({rows * i // _SAMPLE for i in range(_SAMPLE)}):
+            part = weights.read(name, [row] + [0] * len(rest), [1, *rest])
+            yield part.contiguous().view(torch.uint8).numpy().tobytes()
