@@ -113,11 +113,11 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
     So keys need not be repeated for each of them, which is most of the work when there is a single new token.
     """
-    group = q.shape[1] // k.shape[1]
-    queries = q.unflatten(1, (-1, group)).flatten(2, 3)
-    mask = mask.repeat(1, 1, group, 1) if q.shape[2] > 1 else mask
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask)
-    return out.unflatten(2, (group, -1)).flatten(1, 2)
+    rows, heads, count, width = q.shape
+    group = heads // k.shape[1]
+    queries = q.reshape(rows, k.shape[1], group * count, width)
+    mask = mask.repeat(1, 1, group, 1) if count > 1 else mask
+    return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).reshape(q.shape)
 
 
 @contextmanager

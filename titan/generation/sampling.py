@@ -51,8 +51,9 @@ def choose(
 def _candidates(logits: Tensor, top_k: int, ordered: bool) -> tuple[Tensor, Tensor | None]:
     """The logits that take part and their ids (None: each is at its id), from the largest where that is asked for."""
     if 0 < top_k < logits.shape[-1]:
-        return tuple(logits.topk(top_k))
-    return tuple(logits.sort(dim=-1, descending=True, stable=True)) if ordered else (logits, None)
+        best = logits.topk(top_k)
+        return best.values, best.indices
+    return torch.sort(logits, dim=-1, descending=True, stable=True) if ordered else (logits, None)
 
 
 def nucleus(shares: Tensor, top_p: float) -> Tensor:
