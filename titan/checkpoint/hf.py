@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.checkpoint import fields
+from titan.checkpoint import models
 from titan.checkpoint.hf_config import schema_of
 from titan.checkpoint.weights import check_types, compare, region
 from titan.dataset.files import needs, plainly
@@ -38,7 +38,7 @@ class HuggingFace:
             Refusal: when they are incomplete, broken, or of a model that titan has not.
         """
         self.path, self.label = str(folder), label
-        self.config = fields.load(folder / "config.json", label)
+        self.config = models.load(folder / "config.json", label)
         self.model = schema_of(self.config, label)
         with torch.device("meta"):
             module = self.model.build()
@@ -103,7 +103,7 @@ class HuggingFace:
     def generation(self) -> dict[str, Any]:
         """What lies beside the weights on generating; empty where there is none."""
         file = Path(self.path) / "generation_config.json"
-        return fields.load(file, self.label) if file.is_file() else {}
+        return models.load(file, self.label) if file.is_file() else {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Without open files, so that it can be handed to other processes."""
@@ -117,7 +117,7 @@ def _files(folder: Path, label: str) -> list[Path]:
         if not files:
             raise Refusal(f"{label}: has a config.json, but no *.safetensors; fetch the weights too.")
         return files
-    index = fields.load(folder / INDEX, label).get("weight_map")
+    index = models.load(folder / INDEX, label).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise Refusal(f"{label}: {INDEX} has no weight_map; fetch it again.")
     names = sorted({str(name) for name in index.values()})

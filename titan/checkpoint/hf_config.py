@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from titan.checkpoint import fields
+from titan.checkpoint import models
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.settings import Refusal, show
 
@@ -64,7 +64,7 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given["num_attention_heads"]
     shape = {FIELDS[key]: value for key, value in given.items()}
-    return fields.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
+    return models.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
 
 
 def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:

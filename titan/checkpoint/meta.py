@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.checkpoint import fields
+from titan.checkpoint import models
 from titan.checkpoint.weights import check_types, compare, expected, region
 from titan.dataset.files import plainly
 from titan.model.schema import Llama
@@ -74,7 +74,7 @@ class Meta:
             Refusal: when they are incomplete, broken, or of a model that titan has not.
         """
         self.path, self.label = str(folder), label
-        params = fields.load(folder / PARAMS, label)
+        params = models.load(folder / PARAMS, label)
         files = [_load(file, label) for file in _files(folder, label)]
         tied = _is_tied(files)
         self.model = _schema(params, files, tied, label)
@@ -210,7 +210,7 @@ def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bo
         "rope_theta": params.get("rope_theta", 10_000.0),
         "tied": tied,
     }
-    return fields.model(Llama, {**values, **_stretch(params, tied)}, f"{label}: its {PARAMS}")
+    return models.model(Llama, {**values, **_stretch(params, tied)}, f"{label}: its {PARAMS}")
 
 
 def _vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:
