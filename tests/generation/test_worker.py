@@ -14,9 +14,9 @@ from launchers.place import Place
 from tests.generation.test_decode import continued, prompts, tiny, tokens
 from tests.model.test_parity import SMALL
 from tests.ranks import run_ranks
-from titan import assemble
+from titan import assemble, rng
+from titan.checkpoint.loading import load_weights
 from titan.generation.decode import Decoding, Row, Rules
-from titan.generation.worker import load
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
@@ -56,7 +56,7 @@ def weights_of(model: Any) -> InMemory:
 
 def made(weights: InMemory, precision: Precision, world: World) -> Any:
     model = assemble.for_generation(weights.model, precision, world)
-    load(model, weights)
+    load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1)
     return model
 
 
@@ -103,8 +103,6 @@ def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperatu
 def test_tensor_ranks_give_the_tokens_of_one_device(config: Decoder, temperature: float) -> None:
     with torch.device("meta"):
         model = config.build()
-    from titan import rng
-
     rng.materialise(model, model.initial(), 0, "cpu")
     weights = InMemory(
         config, {name: 5 * p.detach() if p.dim() > 1 else p.detach() for name, p in model.named_parameters()}

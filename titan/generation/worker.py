@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from launchers.place import Place
 from titan import assemble
-from titan.checkpoint.weights import Weights, open_weights
+from titan.checkpoint.loading import load_weights
+from titan.checkpoint.weights import open_weights
 from titan.dataset.tokenizer import Tokenizer, load_tokenizer
 from titan.generation.decode import Decoding, Row, Rules
 from titan.generation.job import Job
@@ -42,7 +40,8 @@ def work(job: Job, place: Place) -> int:
     try:
         weights = open_weights(job.settings.from_, "from")
         model = assemble.for_generation(weights.model, job.precision, world)
-        load(model, weights)
+        state = dict(model.named_parameters())
+        load_weights(state, weights, no_dist=place.size == 1, setting="from")
         tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
         with _screen(job, tokenizer, world) as screen:
             clock = continue_all(job, model, tokenizer, world, screen)
@@ -66,8 +65,7 @@ def continue_all(job: Job, model: Any, tokenizer: Tokenizer | None, world: World
     """
     s, clock = job.settings, Clock()
     rules = Rules(s.temperature, s.top_k, s.top_p, s.seed, job.vocab, job.eos, s.max_tokens)
-    agree = world.hand_out
-    decoding = Decoding(model, rules, device=world.device, chunk=s.chunk, agree=agree)
+    decoding = Decoding(model, rules, device=world.device, chunk=s.chunk, agree=world.hand_out)
 
     def show(token: int, text: str) -> None:
         clock.tick()
@@ -96,20 +94,3 @@ def _screen(job: Job, tokenizer: Tokenizer | None, world: World) -> Screen:
     if job.settings.output is not None:
         return JsonLines(Path(job.settings.output).expanduser(), tokenizer)
     return Terminal(tokenizer, len(job.prompts) * job.settings.samples)
-
-
-@torch.no_grad()
-def load(model: Any, weights: Weights) -> None:
-    """Read the weights, or of each the part that this rank holds, into the model in the model's own type."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
-            mesh_, placements = parameter.device_mesh, parameter.placements
-            shape, offsets = compute_local_shape_and_global_offset(parameter.shape, mesh_, placements)
-            _local(parameter).copy_(weights.read(name, offsets, shape))
-        else:
-            parameter.copy_(weights.read(name))
-
-
-def _local(parameter: DTensor) -> Tensor:
-    local: Tensor = parameter.to_local()
-    return local
