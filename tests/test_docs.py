@@ -15,8 +15,13 @@ from pathlib import Path
 import pytest
 
 from launchers import start
-from titan import compose, data, lives, prepare
+from tests.checkpoint import made
+from titan import compose, data, generate, lives, prepare
+from titan.arguments import arguments as parsed
+from titan.checkpoint import manifest
 from titan.dataset import train_tokenizer
+from titan.generation.schema import Settings
+from titan.model.schema import Llama
 from titan.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +84,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     lives.begin(first)
+    made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
+    (folder / "prompts.txt").write_text("import\nclass\n")
     return folder
 
 
@@ -96,6 +103,12 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
         assert train_tokenizer.main(smaller) == 0
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
+    elif "titan.generate" in words:
+        given = words[words.index("titan.generate") + 1 :]
+        if command.elsewhere:
+            parsed(Settings, given)
+        else:
+            assert generate.main(given) == (2 if command.refused else 0)
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:
