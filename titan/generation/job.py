@@ -31,6 +31,7 @@ class Job:
 
     Attributes:
         settings: as the user gave them.
+        path: where the weights lie: of a run, the checkpoint that was its last.
         prompts: the tokens of each, at least one.
         tokenizer: what `load_tokenizer` takes; None without one.
         vocab: ids below it may be drawn.
@@ -41,6 +42,7 @@ class Job:
     """
 
     settings: Settings
+    path: str
     prompts: tuple[tuple[int, ...], ...]
     tokenizer: str | None
     vocab: int
@@ -74,7 +76,7 @@ def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: W
     _warn_of_length(max(map(len, prompts)) + settings.max_tokens, Path(weights.path))
     eos = None if tokenizer is None or settings.ignore_eos else tokenizer.eos
     vocab = model.vocab if tokenizer is None else min(tokenizer.vocab_size, model.vocab)
-    return Job(settings, prompts, weights.tokenizer, vocab, eos, layout, machine.device, precision)
+    return Job(settings, weights.path, prompts, weights.tokenizer, vocab, eos, layout, machine.device, precision)
 
 
 def _prompts(settings: Settings, texts: list[str] | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:

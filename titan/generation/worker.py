@@ -37,24 +37,28 @@ def work(job: Job, place: Place) -> int:
         Failure: when it can't go on, in a plain sentence.
     """
     world = mesh.connect(place, job.layout, job.device, TIMEOUT)
+    tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
     try:
-        weights = open_weights(job.settings.from_, "from")
-        model = assemble.for_generation(weights.model, job.precision, world)
-        state = dict(model.named_parameters())
-        load_weights(state, weights, no_dist=place.size == 1, setting="from")
-        tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
+        model = _model(job, world)
         with _screen(job, tokenizer, world) as screen:
             clock = continue_all(job, model, tokenizer, world, screen)
     except torch.OutOfMemoryError as error:
         first = str(error).split(". ")[0]
-        raise Failure(
-            f"out of memory: {first}. Give a smaller batch or chunk, or a larger parallelism.tensor."
-        ) from error
+        ways = "a smaller batch or chunk, or a larger parallelism.tensor"
+        raise Failure(f"out of memory: {first}. Give {ways}.") from error
     finally:
         world.close()
     if world.speaks:
         print(f"titan: {clock.line()}", file=sys.stderr)
     return 0
+
+
+def _model(job: Job, world: World) -> Any:
+    """The model, or this rank's part of it, with its weights."""
+    weights = open_weights(job.path, "from")
+    model = assemble.for_generation(weights.model, job.precision, world)
+    load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1, setting="from")
+    return model
 
 
 def continue_all(job: Job, model: Any, tokenizer: Tokenizer | None, world: World, screen: Screen) -> Clock:
