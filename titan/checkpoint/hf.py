@@ -17,7 +17,7 @@ from titan.checkpoint.weights import check_types, compare, region
 from titan.dataset.files import needs, plainly
 from titan.settings import Refusal
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """What old files hold beside the weights."""
@@ -111,7 +111,9 @@ class HuggingFace:
 
 
 def _files(folder: Path, label: str) -> list[Path]:
-    """The files that hold the weights: those that the index names, else all."""
+    """The files that hold the weights: the one of the usual name, else those that the index names, else all."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
     if not (folder / INDEX).exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:

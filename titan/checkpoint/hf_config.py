@@ -112,7 +112,12 @@ def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def config_of(
-    model: Decoder, dtype: str, *, bos: int | None = None, eos: int | None = None, positions: int | None = None
+    model: Decoder,
+    dtype: str,
+    *,
+    bos: int | None = None,
+    eos: int | list[int] | None = None,
+    positions: int | None = None,
 ) -> dict[str, Any]:
     """A config.json that transformers 4 and 5 build the same model from.
 
