@@ -84,9 +84,23 @@ def test_several_prompts_come_in_order(folder: Path, tmp_path: Path, capsys: pyt
 
 
 def test_prompts_of_json_lines(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"text": "two\nlines"}) + "\n" + json.dumps({"text": "x"}))
-    found = lines(folder, tmp_path, f"prompts={tmp_path / 'prompts.jsonl'}")
-    assert [line["prompt"] for line in found] == ["two\nlines", "x"]
+    texts = ["two\nlines", "x", "a\u2028separator\x85"]
+    content = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "prompts.jsonl").write_bytes(content.encode())
+    assert [line["prompt"] for line in lines(folder, tmp_path, f"prompts={tmp_path / 'prompts.jsonl'}")] == texts
+
+
+def test_the_token_that_begins_a_document_is_not_shown(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = load_tokenizer("titan4k")
+    begun.bos = 7
+    monkeypatch.setattr("titan.generation.job.load_tokenizer", lambda name: begun)
+    monkeypatch.setattr("titan.generation.worker.load_tokenizer", lambda name: begun)
+    (line,) = lines(folder, tmp_path, "prompt=import")
+    assert line["prompt"] == "import"
+    assert generate.main([f"from={folder}", "prompt=import", *FAST]) == 0
+    assert capsys.readouterr().out == f"import{line['text']}\n"
 
 
 def test_tokens_without_a_tokenizer(bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +192,7 @@ def test_a_trained_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     screen = capsys.readouterr()
     assert screen.out.startswith("10 is") and len(screen.out) > len("10 is\n")
     assert SPEED.fullmatch(screen.err)
-    assert generate.main([f"from={tmp_path / 'run'}", "prompt=10 is", "max_tokens=14", "device=cpu"]) == 0
+    assert generate.main([f"from={tmp_path / 'run'}", "prompt=10 is", "max_tokens=15", "device=cpu"]) == 0
     assert "trained on up to 16" in capsys.readouterr().err
 
 

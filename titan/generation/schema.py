@@ -110,7 +110,9 @@ def read_prompts(name: str) -> list[str]:
         raise Refusal(f"prompts={name}: can't be read ({error.strerror}); give a file with a prompt a line.") from error
     except UnicodeDecodeError as error:
         raise Refusal(f"prompts={name}: not UTF-8 (byte {error.start}); convert it.") from error
-    lines = [(number, line) for number, line in enumerate(content.splitlines(), start=1) if line.strip()]
+    # not splitlines, which cuts at characters that JSON leaves inside of a text
+    numbered = enumerate((line.removesuffix("\r") for line in content.split("\n")), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
     if not lines:
         raise Refusal(f"prompts={name}: holds no prompt; give a file with a prompt a line.")
     json_lines = Path(name).suffix == ".jsonl"

@@ -37,6 +37,11 @@ class Screen(Protocol):
         """A continuation has ended."""
 
 
+def text_of(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+    """The text of a prompt, without the token that begins a document."""
+    return tokenizer.decode(prompt[1:] if prompt[0] == tokenizer.bos else prompt)
+
+
 class Nowhere:
     """For ranks that show nothing."""
 
@@ -68,7 +73,7 @@ class Terminal(Nowhere):
     def begin(self, prompt: Sequence[int]) -> None:
         """See `Screen`."""
         if self.count == 1:
-            print(self._text(prompt), end="", flush=True)
+            print(self._prompt(prompt), end="", flush=True)
 
     def piece(self, token: int, text: str) -> None:
         """See `Screen`."""
@@ -82,12 +87,10 @@ class Terminal(Nowhere):
             print(flush=True)
             return
         text = row.text.given if row.text is not None else " " + " ".join(map(str, row.tokens))
-        print(f"--- {self.number} of {self.count}\n{self._text(row.prompt)}{text}\n", flush=True)
+        print(f"--- {self.number} of {self.count}\n{self._prompt(row.prompt)}{text}\n", flush=True)
 
-    def _text(self, prompt: Sequence[int]) -> str:
-        if self.tokenizer is None:
-            return " ".join(map(str, prompt))
-        return self.tokenizer.decode(prompt[1:] if prompt[0] == self.tokenizer.bos else prompt)
+    def _prompt(self, prompt: Sequence[int]) -> str:
+        return " ".join(map(str, prompt)) if self.tokenizer is None else text_of(prompt, self.tokenizer)
 
 
 class JsonLines(Nowhere):
@@ -110,7 +113,7 @@ class JsonLines(Nowhere):
     def done(self, row: Row) -> None:
         """See `Screen`."""
         line = {
-            "prompt": None if self.tokenizer is None else self.tokenizer.decode(row.prompt),
+            "prompt": None if self.tokenizer is None else text_of(row.prompt, self.tokenizer),
             "text": None if row.text is None else row.text.given,
             "tokens": row.tokens,
             "finish_reason": row.reason,
