@@ -119,17 +119,20 @@ class Decoding:
         longest = max(len(row.prompt) for row in rows)
         with cached(self.model, longest + self.rules.max_tokens, self.device) as cache:
             logits = self._prefill(rows, cache)
-            while True:
+            while live:
                 tokens = self._draw(logits, [generator for _, generator in live])
-                for (row, _), token in zip(live, tokens.tolist(), strict=True):
-                    row.take(token, self.rules)
-                going = [i for i, (row, _) in enumerate(live) if row.reason is None]
-                if not going:
-                    return
-                if len(going) < len(live):
+                going = self._take(tokens.tolist(), [row for row, _ in live])
+                if 0 < len(going) < len(live):
                     cache.select(going)
-                    tokens, live = tokens[going], [live[i] for i in going]
-                logits = self._step(tokens, [row.place for row, _ in live], cache)
+                tokens, live = tokens[going], [live[i] for i in going]
+                if live:
+                    logits = self._step(tokens, [row.place for row, _ in live], cache)
+
+    def _take(self, tokens: Sequence[int], rows: Sequence[Row]) -> list[int]:
+        """Give each row its token; the indices of those that go on."""
+        for row, token in zip(rows, tokens, strict=True):
+            row.take(token, self.rules)
+        return [i for i, row in enumerate(rows) if row.reason is None]
 
     def _prefill(self, rows: Sequence[Row], cache: Cache) -> Tensor:
         """Take the prompts into the cache, equal ones once; the logits [B, V] after each."""
