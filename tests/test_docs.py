@@ -16,8 +16,8 @@ import pytest
 
 from launchers import start
 from tests.checkpoint import made
-from titan import compose, data, generate, lives, prepare
-from titan.arguments import arguments as parsed
+from titan import compose, convert, data, generate, lives, prepare
+from titan.arguments import arguments
 from titan.checkpoint import manifest
 from titan.dataset import train_tokenizer
 from titan.generation.schema import Settings
@@ -81,6 +81,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(200)
         )
         file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    made.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made.LLAMA)
+    made.meta(folder / "llama", made.LLAMA, 2)
+    assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     lives.begin(first)
@@ -104,19 +107,19 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     elif "titan.generate" in words:
-        given = words[words.index("titan.generate") + 1 :]
-        if command.elsewhere:
-            parsed(Settings, given)
-        else:
-            assert generate.main(given) == (2 if command.refused else 0)
+        told = words[words.index("titan.generate") + 1 :]
+        assert arguments(Settings, told) if command.elsewhere else generate.main(told) == 2 * command.refused
+    elif "titan.convert" in words:
+        told = words[words.index("titan.convert") + 1 :]
+        assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:
         compose.composed(words[words.index("titan.train") + 1 :])
     else:
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
-        arguments = words[words.index("titan.train") + 1 :]
-        assert compose.command(arguments, train_small, ranks=ranks) == (2 if command.refused else 0)
+        overrides = words[words.index("titan.train") + 1 :]
+        assert compose.command(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
 
 def train_small(run: Run, apart: bool = False) -> int:

@@ -13,6 +13,7 @@ import torch
 from tests.checkpoint.made import LLAMA, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
 from tests.dataset.hub_server import COMMIT, Repositories, serving
 from titan.checkpoint.hf_config import config_of, schema_of
+from titan.checkpoint.origin import find
 from titan.checkpoint.weights import digest_of, open_weights
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.settings import Refusal
@@ -127,6 +128,11 @@ REFUSED: list[Any] = [
         "MistralForCausalLM, and titan has LlamaForCausalLM",
         id="architecture",
     ),
+    pytest.param(
+        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor=0.5",
+        id="half-rotated",
+    ),
     pytest.param(lambda f: edit(f / "config.json", architectures=...), "architecture null", id="no-architecture"),
     pytest.param(lambda f: edit(f / "config.json", hidden_size=...), "has no hidden_size", id="no-width"),
     pytest.param(lambda f: edit(f / "config.json", hidden_size="x"), "dim=x: expected a whole number", id="no-number"),
@@ -174,6 +180,7 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.chdir(tmp_path)
+        assert find(f"someone/tiny@{COMMIT}").model() == LLAMA
         weights = open_weights(f"someone/tiny@{COMMIT}")
         assert not any("consolidated" in asked or ".bin" in asked for asked in hub.asked)
         with pytest.raises(Refusal, match="nothing of that name on the hub"):

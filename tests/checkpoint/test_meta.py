@@ -133,6 +133,7 @@ def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+EMBEDDING = "tok_embeddings.weight"
 W1 = "layers.0.feed_forward.w1.weight"
 REFUSED = [
     pytest.param(code, "could run code when read", id="code"),
@@ -153,7 +154,8 @@ REFUSED = [
         lambda f: (f / "consolidated.01.pth").unlink(), "where the shape that it describes", id="missing-last"
     ),
     pytest.param(lambda f: change(f, 1, **{W1: None}), f"{W1} is not in every", id="missing-in-one"),
-    pytest.param(lambda f: change(f, 0, **{W1: None}), f"no {W1}", id="missing-in-first"),
+    pytest.param(lambda f: change(f, 0, **{W1: None}), f"no matrix {W1}", id="missing-in-first"),
+    pytest.param(lambda f: change(f, 0, **{EMBEDDING: torch.ones(2)}), f"no matrix {EMBEDDING}", id="a-vector"),
     pytest.param(lambda f: change(f, 0, x=torch.ones(2)), "x is not in every", id="superfluous-in-one"),
     pytest.param(lambda f: change(f, 0, x=3), "something else than tensors", id="a-number"),
     pytest.param(lambda f: [change(f, i, x=torch.ones(2)) for i in (0, 1)], "has x, which", id="superfluous"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,9 @@ REFUSED: list[Any] = [
         id="another-model",
     ),
     pytest.param(
-        lambda f: edit(f / "manifest.json", model={"_target_": "os.system"}), "os.system", id="another-target"
+        lambda f: edit(f / "manifest.json", model={"_target_": "os.system"}),
+        "no model: model._target_=os.system",
+        id="another-target",
     ),
 ]
 
@@ -147,3 +151,21 @@ def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
         content = torch.load(file, weights_only=True)
         torch.save({key: value + change for key, value in content.items()}, file)
     assert digest_of(open_weights(tmp_path / "a")) != digest_of(open_weights(tmp_path / "b"))
+
+
+PEEK = """
+import sys
+from titan.checkpoint.origin import find
+from titan.checkpoint.models import check_model
+models = [find(path).model() for path in sys.argv[1:]]
+check_model(models[0], models[1], "x")
+print(models[0] == models[1], models[2], "torch" in sys.modules)
+"""
+
+
+def test_the_model_is_told_without_torch(tmp_path: Path) -> None:
+    for name, write in (("native", native), ("hf", hf), ("meta", meta)):
+        write(tmp_path / name, LLAMA)
+    folders = [tmp_path / name for name in ("native", "hf", "meta")]
+    done = subprocess.run([sys.executable, "-c", PEEK, *folders], capture_output=True, text=True, check=True)
+    assert done.stdout == "True None False\n"

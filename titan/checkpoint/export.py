@@ -272,6 +272,11 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the name, too, is on disk before another is written
+    finally:
+        os.close(folder)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from titan.checkpoint import models
@@ -28,10 +29,10 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "use_sliding_window": (False,),
     "hidden_act": ("silu",),
-    "partial_rotary_factor": (1, 1.0),
-    "quantization_config": (None,),
-    "num_experts": (None, 0),
-    "num_local_experts": (None, 0),
+    "partial_rotary_factor": (1,),
+    "quantization_config": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
 }
 """Settings that titan's models have in one way only."""
 _STRETCH = {
@@ -64,7 +65,9 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given["num_attention_heads"]
     shape = {FIELDS[key]: value for key, value in given.items()}
-    return models.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
+    found = models.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
+    follows = family is Llama and found.head_size * found.heads == found.dim
+    return replace(found, head_dim=None) if follows else found  # as one writes it, and Meta does
 
 
 def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
@@ -80,12 +83,13 @@ def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
 
 def _check_plain(config: Mapping[str, Any], label: str) -> None:
     """Refuse what titan's decoders do not have."""
+    given = {key: value for key, value in {**config, **_rope(config)}.items() if value is not None}
     windows = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
-    odd = {key: config[key] for key, plain in _ONLY.items() if key in config and config[key] not in plain}
+    odd = {key: given[key] for key, plain in _ONLY.items() if key in given and given[key] not in plain}
     if windows:
         odd["layer_types"] = windows[0]
-    if config.get("sliding_window") is not None and config.get("model_type") != "qwen3":  # Qwen3 has a switch for it
-        odd["sliding_window"] = config["sliding_window"]
+    if "sliding_window" in given and "use_sliding_window" not in given:  # which switches it off
+        odd["sliding_window"] = given["sliding_window"]
     for key, value in odd.items():
         shown = value.get("quant_method", "given") if isinstance(value, Mapping) else show(value)
         raise Refusal(f"{label}: its config.json has {key}={shown}, which titan's models can't have; give others.")
@@ -93,7 +97,7 @@ def _check_plain(config: Mapping[str, Any], label: str) -> None:
 
 def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     """The rotary embedding's settings: `rope_scaling` and `rope_theta`, or since transformers 5 `rope_parameters`."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = _rope(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", config.get("rope_theta"))
     settings = {"rope_theta": _THETA if theta is None else theta}
@@ -109,6 +113,10 @@ def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
             raise Refusal(f"{label}: its config.json has no {key} beside rope_type=llama3; give it.")
         settings[name] = rope[key]
     return settings
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
 
 
 def config_of(

@@ -27,6 +27,7 @@ from titan.settings import Refusal, show
 
 PARAMS = "params.json"
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
+_FEED_FORWARD = "layers.0.feed_forward.w1.weight"
 _COMPUTED = "rope.freqs"
 TURNED = ("attention.wq.weight", "attention.wk.weight")
 """The matrices whose rows rotary embedding pairs."""
@@ -184,6 +185,28 @@ def _parts(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[s
 
 
 def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> Llama:
+    """The model: what params.json says, and the tensors of what it does not."""
+    _check_params(params, label)
+    for name in (_EMBEDDING, _FEED_FORWARD):
+        if name not in files[0] or files[0][name].dim() != 2:
+            raise Refusal(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
+    heads = params["n_heads"]
+    values = {
+        "dim": params["dim"],
+        "layers": params["n_layers"],
+        "heads": heads,
+        "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
+        "head_dim": params.get("head_dim"),
+        "ffn": files[0][_FEED_FORWARD].shape[0] * len(files),
+        "vocab": _vocabulary(params, files),
+        "norm_eps": params.get("norm_eps", 1e-5),
+        "rope_theta": params.get("rope_theta", 10_000.0),
+        "tied": tied,
+    }
+    return models.model(Llama, {**values, **_stretch(params, tied)}, f"{label}: its {PARAMS}")
+
+
+def _check_params(params: dict[str, Any], label: str) -> None:
     for key in _UNKNOWN:
         if params.get(key) not in (None, -1, False):
             raise Refusal(
@@ -192,25 +215,6 @@ def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bo
     for key in ("dim", "n_layers", "n_heads"):
         if key not in params:
             raise Refusal(f"{label}: its {PARAMS} has no {key}; fetch it again.")
-    feed_forward = files[0].get("layers.0.feed_forward.w1.weight")
-    if feed_forward is None or _EMBEDDING not in files[0]:
-        raise Refusal(
-            f"{label}: consolidated.00.pth has no layers.0.feed_forward.w1.weight or {_EMBEDDING}; fetch it again."
-        )
-    heads = params["n_heads"]
-    values = {
-        "dim": params["dim"],
-        "layers": params["n_layers"],
-        "heads": heads,
-        "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
-        "head_dim": params.get("head_dim"),
-        "ffn": feed_forward.shape[0] * len(files),
-        "vocab": _vocabulary(params, files),
-        "norm_eps": params.get("norm_eps", 1e-5),
-        "rope_theta": params.get("rope_theta", 10_000.0),
-        "tied": tied,
-    }
-    return models.model(Llama, {**values, **_stretch(params, tied)}, f"{label}: its {PARAMS}")
 
 
 def _vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from titan import settings
 from titan.checkpoint import manifest
+from titan.checkpoint.origin import model_of
 from titan.checkpoint.reader import Foreign, Reader
 from titan.checkpoint.weights import check_types, compare, expected, region
 from titan.dataset.files import plainly
-from titan.model.schema import Decoder
 from titan.settings import Refusal
 
 PREFIX = "model."
@@ -39,7 +38,7 @@ class Native:
         found = manifest.inspect(folder)
         if found is None:
             raise Refusal(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
-        self.model = settings.build(Decoder, found.model, "model")
+        self.model = model_of(found, label)
         self._metadata = self._read_metadata()
         contents = self._metadata.state_dict_metadata
         self._tensors: dict[str, TensorStorageMetadata] = {
@@ -60,6 +59,9 @@ class Native:
     def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
         """See `Weights`."""
         places = region(self.shapes[name], offsets, lengths)
+        for chunk in self._tensors[name].chunks:
+            if places == tuple(_whole(chunk)):
+                return self._chunk(name, chunk)  # no second copy: it may be the largest tensor
         out = torch.empty([last - first for first, last in places], dtype=self.dtypes[name])
         if not out.numel():
             return out
@@ -92,6 +94,11 @@ class Native:
             raise Refusal(
                 f"{self.label}: .metadata can't be used: {plainly(error)}; give another checkpoint."
             ) from error
+
+
+def _whole(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
+    """Along each dimension the chunk's beginning and end in the whole tensor."""
+    return ((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def _overlap(places: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:

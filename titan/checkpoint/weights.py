@@ -6,7 +6,6 @@ A titan checkpoint, a folder in Hugging Face's format (safetensors) and one in M
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from titan.checkpoint import manifest
+from titan.checkpoint import origin
 from titan.settings import Refusal, plain
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The types that weights may be stored in: others are quantised, and mean nothing without what they are scaled by."""
-ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _SAMPLE = 16
 
 
@@ -33,6 +31,9 @@ class Weights(Protocol):
         shapes: of each parameter by the name that it has in titan's module; a tied head has none.
         dtypes: the type that each is stored in.
         tokenizer: what `titan.dataset.tokenizer.load_tokenizer` takes; None where there is none.
+
+    Some know more: `checksums` of their files (bytes, for `digest_of`), `config` and `generation`, what Hugging Face's
+    config.json and generation_config.json said (for an export).
     """
 
     path: str
@@ -65,44 +66,10 @@ def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
     from titan.checkpoint.meta import Meta
     from titan.checkpoint.native import Native
 
-    label, folder = f"{setting}={path}", Path(path).expanduser().absolute()
-    if not folder.exists() and isinstance(path, str) and ON_HUB.fullmatch(path):
-        return HuggingFace(_fetch(path, label), label)
-    if not folder.is_dir():
-        what = "is a file; give the folder that it lies in" if folder.exists() else "there is no such directory"
-        raise Refusal(f"{label}: {what}, or correct the path.")
-    if (folder / manifest.NAME).exists() or (folder / "checkpoints").is_dir():
-        return Native(manifest.find(str(path), setting), label)
-    if any(folder.glob("consolidated.*.pth")) or (folder / "params.json").exists():
-        return Meta(folder, label)
-    if any(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
-        return HuggingFace(folder, label)
-    raise Refusal(_nothing(folder, label))
-
-
-def _nothing(folder: Path, label: str) -> str:
-    if any(folder.glob("pytorch_model*.bin")):
-        return f"{label}: has weights as pytorch_model.bin, which titan doesn't read; save them as safetensors."
-    if (folder / ".metadata").exists():
-        return f"{label}: is a save that did not end ({manifest.NAME} is missing); give a complete checkpoint."
-    return (
-        f"{label}: holds no weights: neither a run's checkpoints or one of them ({manifest.NAME}), nor Hugging Face's "
-        "config.json and *.safetensors, nor Meta's params.json and consolidated.NN.pth; correct the path."
-    )
-
-
-def _fetch(name: str, label: str) -> Path:
-    """The folder of a model of the hub, fetched once: weights, what describes them, and the tokenizer."""
-    from titan.dataset.files import needs
-    from titan.dataset.hub import refusal
-
-    hub = needs("huggingface_hub", label)
-    repository, _, revision = name.partition("@")
-    wanted = ["model*.safetensors", "*.json", "tokenizer.model", "*.jinja"]
-    try:
-        return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=wanted))
-    except Exception as error:
-        raise refusal(error, label, label) from error
+    found = origin.find(path, setting)
+    if found.kind == "titan":
+        return Native(found.folder, found.label)
+    return (Meta if found.kind == "meta" else HuggingFace)(found.folder, found.label)
 
 
 def region(
