@@ -28,6 +28,7 @@ class Example:
         pytest.param(["from=1.10", "to=2e3"], Example("1.10", "2e3"), id="text-stays"),
         pytest.param(["from=a=b", "to=null"], Example("a=b"), id="equals-sign"),
         pytest.param(["from=", "kind=b"], Example("", kind="b"), id="empty"),
+        pytest.param(["from=x", "rate=1e-3"], Example("x", rate=0.001), id="exponent-without-a-point"),
         pytest.param(
             ["from=x", "number=7", "rate=2", "really=true"], Example("x", None, "a", 7, 2.0, True), id="typed"
         ),

@@ -16,9 +16,12 @@ import pytest
 
 from launchers import start
 from tests.checkpoint import made
-from titan import compose, convert, data, lives, prepare
+from titan import compose, convert, data, generate, lives, prepare
 from titan.arguments import arguments
+from titan.checkpoint import manifest
 from titan.dataset import train_tokenizer
+from titan.generation.schema import Settings
+from titan.model.schema import Llama
 from titan.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,6 +87,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     lives.begin(first)
+    made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
+    (folder / "prompts.txt").write_text("import\nclass\n")
     return folder
 
 
@@ -101,6 +106,9 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
         assert train_tokenizer.main(smaller) == 0
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
+    elif "titan.generate" in words:
+        told = words[words.index("titan.generate") + 1 :]
+        assert arguments(Settings, told) if command.elsewhere else generate.main(told) == 2 * command.refused
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
         assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused

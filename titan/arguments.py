@@ -7,6 +7,7 @@ Python keeps for itself ends with an underscore, which its key has not: `from_` 
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -63,6 +64,8 @@ def _value(argument: str, text: str, kind: Any) -> Any:
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     if str in kinds and set(kinds) <= {str, type(None)}:
         return None if text == "null" and type(None) in kinds else text
+    if float in kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text):
+        return float(text)  # YAML takes 1e-3, without a point, for a text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
