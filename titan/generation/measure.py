@@ -41,9 +41,8 @@ def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> l
     world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
     model = assemble.for_generation(run.model, run.precision, world)
     rng.materialise(model, model.initial(), 0, world.device)
-    print(
-        f"\n{'new tokens':>10} {'anew, tokens/s':>15} {'cache, tokens/s':>16} {'ratio':>6} {f'{ROWS} rows together':>18}"
-    )
+    together = f"{ROWS} rows together"
+    print(f"\n{'new tokens':>10} {'anew, tokens/s':>15} {'cache, tokens/s':>16} {'ratio':>6} {together:>18}")
     return [_length(model, world.device, length, rounds) for length in lengths]
 
 
