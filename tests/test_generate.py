@@ -15,10 +15,8 @@ import torch
 from tests.checkpoint import made
 from tests.runs import TINY, train
 from titan import generate
-from titan.checkpoint import manifest
 from titan.compose import composed
 from titan.dataset.tokenizer import load_tokenizer
-from titan.generation.job import trained_length
 from titan.model.schema import Llama
 
 TITAN4K = load_tokenizer("titan4k")
@@ -274,14 +272,3 @@ def test_files_of_prompts_that_are_refused(
 def test_it_speaks_before_it_imports_torch(given: list[str]) -> None:
     code = f"import sys; from titan import generate; generate.main({given!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
-def test_how_long_rows_were(tmp_path: Path) -> None:
-    assert trained_length(tmp_path) is None
-    checkpoint = manifest.folder_of(tmp_path, 3)
-    (tmp_path / "run.yaml").write_text("".join(f"---\nconfig: {{training: {{seq_len: {n}}}}}\n" for n in (64, 128)))
-    assert trained_length(checkpoint) == 128
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
-    assert trained_length(tmp_path) == 77
-    (tmp_path / "config.json").write_text("{}")
-    assert trained_length(tmp_path) is None

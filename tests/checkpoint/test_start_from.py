@@ -113,7 +113,9 @@ def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_p
     train(run)
     for folder, step in zip(manifest.complete(tmp_path), (2, 4), strict=True):
         assert bits_equal(saved(run, step), open_weights(folder / "hf"))
-        assert json.loads((folder / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+        config = json.loads((folder / "hf" / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        assert config["max_position_embeddings"] == run.training.seq_len
 
 
 def test_meta_format_leaves_too(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Native:
             name: tensor.properties.dtype for name, tensor in self._tensors.items()
         }
         check_types(self.dtypes, label)
+        self.config = {"max_position_embeddings": found.seq_len} if found.seq_len else {}
         tokenizer = found.tokenizer
         self.tokenizer = str(folder / tokenizer) if tokenizer and (folder / tokenizer).is_file() else tokenizer
         self.checksums = [f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(found.files.items())]

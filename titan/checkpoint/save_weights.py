@@ -117,4 +117,5 @@ def _manifest(weights: Weights, folder: Path, files: dict[str, File]) -> Manifes
             with (folder / name).open("rb") as content:
                 files[name] = manifest.checksum(content)
     model = {"_target_": f"{type(weights.model).__module__}.{type(weights.model).__qualname__}", **plain(weights.model)}
-    return Manifest(0, 0, {}, "", "", {}, model, tokenizer, files)
+    length = int(getattr(weights, "config", {}).get("max_position_embeddings", 0))
+    return Manifest(0, 0, {}, "", "", {}, model, tokenizer, files, length)

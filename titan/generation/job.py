@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-import yaml
 
 from titan.capacity import GIB, PROCESS_GIB, USABLE
 from titan.dataset.tokenizer import Tokenizer, load_tokenizer
@@ -73,7 +69,7 @@ def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: W
     compute = settings.dtype if settings.dtype != "auto" else "bf16" if machine.bf16_fast else "fp32"
     precision = Precision(compute=compute)
     _check_memory(settings, max(map(len, prompts)), model, layout, machine, precision)
-    _warn_of_length(max(map(len, prompts)) + settings.max_tokens, Path(weights.path))
+    _warn_of_length(max(map(len, prompts)) + settings.max_tokens, weights)
     eos = None if tokenizer is None or settings.ignore_eos else tokenizer.eos
     vocab = model.vocab if tokenizer is None else min(tokenizer.vocab_size, model.vocab)
     return Job(settings, weights.path, prompts, weights.tokenizer, vocab, eos, layout, machine.device, precision)
@@ -148,23 +144,11 @@ def _check_memory(
         )
 
 
-def _warn_of_length(longest: int, folder: Path) -> None:
-    trained = trained_length(folder)
+def _warn_of_length(longest: int, weights: Weights) -> None:
+    trained = getattr(weights, "config", {}).get("max_position_embeddings")
     if trained is not None and longest > trained:
         print(
             f"titan: warning: a prompt and max_tokens make up to {longest:,} tokens, and the model was trained on up "
             f"to {trained:,}: what comes later may make no sense.",
             file=sys.stderr,
         )
-
-
-def trained_length(folder: Path) -> int | None:
-    """The longest rows that the model in `folder` was trained on, where something there tells."""
-    try:
-        if (folder / "config.json").is_file():
-            return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
-        run = folder.parent.parent / "run.yaml"
-        *_, last = (document for document in yaml.safe_load_all(run.read_text()) if document)
-        return int(last["config"]["training"]["seq_len"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None
