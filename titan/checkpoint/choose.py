@@ -57,7 +57,12 @@ def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | N
 
 
 def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:
-    last, notes = None, []
+    last, notes, place = None, [], directory / "checkpoints"
+    if place.exists() and not place.is_dir():
+        raise Refusal(
+            f"hydra.run.dir={directory}: {place.name} in it is a file, where the folder of checkpoints should be; "
+            "move it away, or choose another name."
+        )
     for folder in manifest.steps(directory):
         try:
             about = manifest.inspect(folder)

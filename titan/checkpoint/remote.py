@@ -50,7 +50,16 @@ class Remote:
 
     def _index(self) -> dict[str, Any]:
         content = self._read(INDEX)
-        return dict(json.loads(content)) if content else {"steps": {}, "retired": {}}
+        if content is None:
+            return {"steps": {}, "retired": {}}
+        try:
+            index = json.loads(content)
+            {int(step): int(tokens) for step, tokens in index["steps"].items()}, index["retired"].items()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(
+                f"{self.url}/{INDEX} is no index; remove it, and the next checkpoint makes it anew"
+            ) from error
+        return dict(index)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint.

@@ -76,7 +76,10 @@ def restore(engine: Engine, folder: Path, talk: Talk) -> None:
     try:
         load(state, storage_reader=Reader(folder), process_group=talk.group, no_dist=talk.size == 1)
     except (CheckpointException, OSError, RuntimeError) as error:
-        raise Failure(f"the checkpoint {folder} can't be read: {reason(error)}.") from error
+        raise Failure(
+            f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
+            "one before it."
+        ) from error
     if engine.twins is not None:
         engine.twins.align(engine.optimizer)
 
