@@ -26,7 +26,7 @@ from titan import identity
 from titan.checkpoint import choose, manifest, retention
 from titan.checkpoint.choose import Candidate
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.remote import Remote, is_url, of
+from titan.checkpoint.remote import of
 from titan.dataset import corpora, order
 from titan.dataset.mix import Mix
 from titan.identity import Ids
@@ -122,8 +122,8 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     damaged, directory = str(life.checkpoint), Path(run.directory)
     if not _own(run, damaged):
         raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one.")
-    if is_url(damaged):
-        Remote(damaged.rpartition("/")[0]).forget(life.step)
+    if run.checkpoint.path and damaged.startswith(of(run.checkpoint.path, run.directory).url):
+        of(run.checkpoint.path, run.directory).forget(life.step)
     else:
         manifest.set_aside(Path(damaged))
     mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))

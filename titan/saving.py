@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint import remote
+from titan.checkpoint import manifest, remote
 from titan.checkpoint.manager import After, Manager, Outcome
-from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.manifest import Damaged, Manifest
 from titan.checkpoint.talk import Talk
 from titan.dataset import order
 from titan.dataset.mix import Mix
@@ -60,6 +60,27 @@ class Saving:
         self.retry_at: float | None = None
         self.delay = RETRY_SECONDS
         self.stalled = 0.0
+
+    def make_up(self) -> None:
+        """Begin what was to follow the checkpoint that the life begins from, where a kill came between.
+
+        All ranks call it together.
+        """
+        folder = Path(self.life.checkpoint or "")
+        if self.manager is None or not self.run.checkpoint.path or folder.parent.parent != Path(self.run.directory):
+            return
+        about = manifest.read(folder)
+        copied = self.manager.talk.first(lambda: self._copied(self.life.step))
+        if about is not None and not copied:
+            self.manager.follow(folder, about)
+
+    def _copied(self, step: int) -> bool:
+        """Whether a checkpoint is elsewhere; False where that can't be read: the copy will say why."""
+        how = self.run.checkpoint
+        try:
+            return step in remote.of(str(how.path), self.run.directory).index()
+        except (OSError, Damaged):
+            return False
 
     def due(self) -> bool:
         """Whether it is time to save, for reasons that all ranks have to be told of."""
@@ -130,6 +151,10 @@ class Saving:
         records = []
         for outcome in outcomes:
             self.stalled += outcome.stall
+            if not outcome.saved:
+                if outcome.after:
+                    self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
+                continue
             if outcome.error:
                 self._failed(outcome)
                 continue

@@ -171,6 +171,7 @@ class Trainer:
         if self.life.checkpoint:
             place = self.world.place
             restore(self.engine, Path(self.life.checkpoint), Talk(place.rank, place.size, self.world.aside))
+            self.saving.make_up()
 
     def loop(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""

@@ -192,9 +192,10 @@ def _began(scene: Scene) -> int | None:
     """From which step the second life began; None when there was none."""
     try:
         documents = [d for d in yaml.safe_load_all((scene.directory / "run.yaml").read_text()) if d]
-    except (OSError, yaml.YAMLError):
+        document = documents[-1]
+        return int(document["from_step"]) if document["life"] > 1 else None
+    except (OSError, TypeError, KeyError, yaml.YAMLError):
         return None
-    return int(documents[-1]["from_step"]) if len(documents) > 1 or documents[-1]["kind"] != "start" else 0
 
 
 def flip(file: Path) -> None:
@@ -499,7 +500,7 @@ def _remotes() -> Iterator[Damage]:
     yield Damage(
         "here all removed, copied manifest deleted",
         lambda s: (gone(s), (s.remote / "step-4" / MANIFEST).unlink()),
-        f"step-4/{MANIFEST} is missing",
+        f"checkpoint step-4 elsewhere is damaged and not used: .*step-4/{MANIFEST} is missing",
         remote=True,
     )
     unread = "checkpoint.path=.* can't be read .*index.json is no index"

@@ -43,9 +43,8 @@ def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | N
         return here, notes
     remote = of(elsewhere, str(directory))
     try:
-        there = remote.index()
-        if there and (here is None or max(there) > here.about.step):
-            return Candidate(f"{remote.url}/step-{max(there)}", remote.manifest(max(there))), notes
+        found, more = _there(remote, here.about.step if here else 0)
+        return found or here, (*notes, *more)
     except (OSError, ValueError, KeyError, Damaged) as error:
         if here is None:
             raise Refusal(
@@ -54,6 +53,17 @@ def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | N
             ) from error
         notes = (*notes, f"checkpoint.path={elsewhere} can't be read ({error})")
     return here, notes
+
+
+def _there(remote: Remote, after: int) -> tuple[Candidate | None, list[str]]:
+    """The last complete checkpoint elsewhere of those after a step, and what is to be said of others."""
+    notes: list[str] = []
+    for step in sorted((step for step in remote.index() if step > after), reverse=True):
+        try:
+            return Candidate(f"{remote.url}/step-{step}", remote.manifest(step)), notes
+        except Damaged as damage:
+            notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {damage}")
+    return None, notes
 
 
 def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:

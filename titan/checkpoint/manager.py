@@ -53,6 +53,7 @@ class Outcome:
         bytes: of all files; 0 where it failed.
         error: why there is no checkpoint; None when it is complete.
         after: why what was to follow did not happen (exported weights, a copy elsewhere).
+        saved: False where it was there already, and only what follows was made up for.
     """
 
     step: int
@@ -61,13 +62,14 @@ class Outcome:
     bytes: int = 0
     error: str | None = None
     after: str | None = None
+    saved: bool = True
 
 
 class _Job:
     """A save under way."""
 
-    def __init__(self, step: int) -> None:
-        self.step, self.began = step, time.monotonic()
+    def __init__(self, step: int, saves: bool = True) -> None:
+        self.step, self.saves, self.began = step, saves, time.monotonic()
         self.stall = self.seconds = 0.0
         self.bytes = 0
         self.error: str | None = None
@@ -75,7 +77,7 @@ class _Job:
         self.written, self.ended = threading.Event(), threading.Event()
 
     def outcome(self) -> Outcome:
-        return Outcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after)
+        return Outcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after, self.saves)
 
 
 class Manager:
@@ -116,6 +118,13 @@ class Manager:
             if self.staging is None:
                 job.written.wait()
 
+    def follow(self, folder: Path, about: Manifest) -> None:
+        """Begin what is to follow a checkpoint that a killed life has saved; all ranks call it together."""
+        job = _Job(about.step, saves=False)
+        job.written.set()
+        self.jobs.append(job)
+        self.thread.submit(self._late, job, folder, about)
+
     def unchanged(self) -> None:
         """Call it before the state changes: waits until a save under way has its copy."""
         if self.staging is not None and self.jobs and not self.jobs[-1].written.is_set():
@@ -155,6 +164,11 @@ class Manager:
         job.written.set()
         if job.error is None:
             job.after = self._follow(folder, about)
+        job.ended.set()
+
+    def _late(self, job: _Job, folder: Path, about: Manifest) -> None:
+        job.after = self._follow(folder, about)
+        job.seconds = time.monotonic() - job.began
         job.ended.set()
 
     def _write(self, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> Manifest:
