@@ -15,10 +15,12 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ import yaml
 from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, learned, same, train
+from titan import saving
 from titan.checkpoint import manifest
 from titan.compose import composed
 from titan.dataset import train_tokenizer
@@ -74,6 +77,7 @@ class Scene:
         return composed([*common, *data, *SETTINGS, f"hydra.run.dir={self.directory}", *more])
 
 
+URL, FOLDER = "file://", ""
 SETTINGS = (
     "model.vocab=300", "training.steps=6", "checkpoint.every=2",
     "checkpoint.keep=9", "metrics.sample_tokens=0", "optimizer=adamw",
@@ -90,7 +94,7 @@ class Damage:
         said: a pattern of what the user reads; empty where nothing is to be said.
         used: the step from which the run goes on; None where it does not.
         more: settings of the second command.
-        remote: the checkpoints have a copy elsewhere.
+        remote: how the place of the checkpoints' copies is written; None where there are none.
         during: what happens while the second command trains, on each rank.
         code: the exit code of the second command; -1 where it was killed.
         root: only root can do it.
@@ -101,7 +105,7 @@ class Damage:
     said: str
     used: int | None = 2
     more: tuple[str, ...] = ()
-    remote: bool = False
+    remote: str | None = None
     during: Callable[[Trainer], Any] | None = None
     code: int = 0
     root: bool = False
@@ -143,10 +147,10 @@ class Made:
     last: Tensors
     lines: list[tuple[Any, ...]]
 
-    def scene(self, name: str, remote: bool) -> Scene:
+    def scene(self, name: str, copied: bool) -> Scene:
         """A copy of it."""
         folder = self.folder / name
-        shutil.copytree(self.folder / ("remote" if remote else "plain"), folder)
+        shutil.copytree(self.folder / ("remote" if copied else "plain"), folder)
         return Scene(folder)
 
 
@@ -156,18 +160,18 @@ def made(folder: Path) -> Made:
     train_tokenizer.main([str(folder / "own.tiktoken"), "--ranks", "260", str(folder / "text.txt")])
     for name in ("plain", "remote"):
         scene = Scene(folder / name)
-        train(scene.run(*_copied(scene, name == "remote")), stop_at(3))
+        train(scene.run(*_copied(scene, FOLDER if name == "remote" else None)), stop_at(3))
     whole = Scene(folder / "whole")
     return Made(folder, train(whole.run())[0].last, learned(whole.run()))
 
 
-def _copied(scene: Scene, remote: bool) -> tuple[str, ...]:
-    return (f"checkpoint.path={scene.folder / 'remote'}",) if remote else ()
+def _copied(scene: Scene, remote: str | None) -> tuple[str, ...]:
+    return () if remote is None else (f"checkpoint.path={remote}{scene.folder / 'remote'}",)
 
 
 def outcome(damage: Damage, origin: Made) -> Found:
     """Damage a copy of the run, and give the command again."""
-    scene = origin.scene(damage.id, damage.remote)
+    scene = origin.scene(damage.id, damage.remote is not None)
     damage.do(scene)
     said = io.TextIOWrapper((scene.folder / "said").open("wb", buffering=0), write_through=True)
     code, ended = 0, False
@@ -284,7 +288,7 @@ def loaded(scene: Scene) -> Trap:
     """A trap that has torch load another file, which holds the trap proper."""
     hidden = scene.last / "hidden"
     torch.save(system(scene), hidden)
-    return Trap(torch.load, str(hidden), None, None, False)
+    return Trap(_load, str(hidden))
 
 
 def trap(kind: Callable[[Scene], Trap], name: str = METADATA) -> Callable[[Scene], None]:
@@ -347,7 +351,7 @@ def limited(bytes_: int) -> Callable[[Trainer], None]:
 
     def during(trainer: Trainer) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_, resource.RLIM_INFINITY))
-        trainer.saving.delay = 0.0
+        impatient()
 
     return during
 
@@ -357,9 +361,25 @@ def killed(trainer: Trainer) -> None:
     manifest.write = lambda folder, about: os._exit(9)  # type: ignore[assignment]
 
 
+def _load(file: str) -> Any:
+    return torch.load(file, weights_only=False)
+
+
 def powerless(trainer: Trainer) -> None:
-    """Be a user who may write nowhere."""
-    os.seteuid(65534)
+    """Be a user who may write nowhere, once training has begun."""
+    update = trainer._update
+
+    def later(bad: torch.Tensor) -> None:
+        os.seteuid(65534)
+        update(bad)
+
+    trainer._update = later  # type: ignore[method-assign]
+    impatient()
+
+
+def impatient() -> None:
+    """Try the last save again at once."""
+    saving.time = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)  # type: ignore[assignment]
 
 
 def both(harm: Callable[[Path], Any]) -> Callable[[Scene], None]:
@@ -467,7 +487,7 @@ def _traps() -> Iterator[Damage]:
         how = " unverified" if more else ""
         yield Damage(f"metadata run a shell{how}", trap(system), _said(names.format("posix.system")), more=more)
         yield Damage(f"metadata open a file{how}", trap(opened), _said(names.format(r"io.open")), more=more)
-    yield Damage("metadata call torch.load", trap(loaded), _said(names.format("torch.serialization.load")))
+    yield Damage("metadata load another file", trap(loaded), _said(names.format("tests.checkpoint.corruption._load")))
     yield Damage("metadata hide a shell", described(nested), _said(names.format("posix.system")))
     objects = _said(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
     yield Damage("metadata of objects", described(as_bytes), objects)
@@ -480,39 +500,45 @@ def _traps() -> Iterator[Damage]:
 def _remotes() -> Iterator[Damage]:
     """What happens to the copies elsewhere."""
     gone = lambda scene: shutil.rmtree(scene.last.parent)
-    yield Damage("here all removed, copies whole", gone, "life 2, resume from step 4", 4, remote=True)
+    yield Damage("here all removed, copies whole", gone, "life 2, resume from step 4", 4, remote=URL)
     yield Damage(
-        "here the last damaged, copies whole", lambda s: cut(s.last / DATA), _said(f"{DATA} {SIZE}"), 4, remote=True
+        "here the last damaged, copies whole", lambda s: cut(s.last / DATA), _said(f"{DATA} {SIZE}"), 4, remote=URL
     )
     yield Damage(
         "here the last flipped, copies whole",
         lambda s: flip(s.last / DATA),
         _said(f"{DATA} {CHECKSUM}"),
         4,
-        remote=True,
+        remote=URL,
     )
     yield Damage(
         "here all removed, copied data flipped",
         lambda s: (gone(s), flip(s.remote / "step-4" / DATA)),
         _said(f".*step-4/{DATA} is not what was saved"),
-        remote=True,
+        remote=URL,
+    )
+    yield Damage(
+        "here all removed, data in a folder of copies flipped",
+        lambda s: (gone(s), flip(s.remote / "step-4" / DATA)),
+        _said(f"{DATA} {CHECKSUM}"),
+        remote=FOLDER,
     )
     yield Damage(
         "here all removed, copied manifest deleted",
         lambda s: (gone(s), (s.remote / "step-4" / MANIFEST).unlink()),
         f"checkpoint step-4 elsewhere is damaged and not used: .*step-4/{MANIFEST} is missing",
-        remote=True,
+        remote=URL,
     )
     unread = "checkpoint.path=.* can't be read .*index.json is no index"
     for title, harm in (("empty", lambda f: f.write_bytes(b"")), ("garbage", lambda f: f.write_bytes(b"[\xff"))):
-        yield Damage(f"copies' index {title}", lambda s, h=harm: h(s.remote / "index.json"), unread, 4, remote=True)
-    yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), "life 2, resume from step 4", 4, remote=True)
+        yield Damage(f"copies' index {title}", lambda s, h=harm: h(s.remote / "index.json"), unread, 4, remote=URL)
+    yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), "life 2, resume from step 4", 4, remote=URL)
     yield Damage(
         "here all removed, copies' index garbage",
         lambda s: (gone(s), (s.remote / "index.json").write_bytes(b"[]")),
         "checkpoint.path=.*: can't be read .*, and there is no checkpoint in .*; mend",
         None,
-        remote=True,
+        remote=URL,
         code=2,
     )
 
