@@ -58,7 +58,7 @@ class Saving:
         self.saved_step = self.begun_step = life.step
         self.saved_at = self.looked_at = time.monotonic()
         self.retry_at: float | None = None
-        self.delay = RETRY_SECONDS
+        self.delay, self.ending = RETRY_SECONDS, False
         self.stalled = 0.0
 
     def make_up(self) -> None:
@@ -124,7 +124,8 @@ class Saving:
         Raises:
             Failure: when it can't be saved.
         """
-        records: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = self.wait()
+        self.ending = True
         for attempt in range(ATTEMPTS if self.manager else 0):
             time.sleep(attempt**2)
             self.save(step, rows)
@@ -168,9 +169,10 @@ class Saving:
     def _failed(self, outcome: Outcome) -> None:
         self.begun_step = self.saved_step
         self.retry_at = time.monotonic() + self.delay
+        more = "" if self.ending else f"; training goes on, and it is tried again in {self.delay:.0f} s"
         self.tell(
-            f"step {outcome.step}: no checkpoint could be saved ({outcome.error}); training goes on, and it is tried "
-            f"again in {self.delay:.0f} s. The last one is of step {self.saved_step}."
+            f"step {outcome.step}: no checkpoint could be saved ({outcome.error}){more}. "
+            f"The last one is of step {self.saved_step}."
         )
         self.delay = min(2 * self.delay, LONGEST_SECONDS)
 
