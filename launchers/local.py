@@ -7,6 +7,7 @@ A rank that loses its parent dies with it. Rank 0 writes to the terminal, the ot
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,7 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.ran
         with _signals(ranks):
             try:
                 _start(ranks, payload, size, directory, module)
-                return _wait(ranks)
+                return _wait(ranks, directory)
             finally:
                 ranks.end(0)
 
@@ -114,7 +116,14 @@ def _environment(size: int) -> dict[str, str]:
     return env
 
 
-def _wait(ranks: Ranks) -> int:
+def tell(directory: Path, line: str) -> None:
+    """Put a line on stderr, and with the time into the run's `log/launcher.log`."""
+    print(f"titan: {line}", file=sys.stderr)
+    with contextlib.suppress(OSError), (directory / "log" / "launcher.log").open("a") as log:
+        log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
+
+
+def _wait(ranks: Ranks, directory: Path) -> int:
     while ranks.alive() and not ranks.failed() and ranks.signals < 2:
         time.sleep(0.02)
     if ranks.signals >= 2:
@@ -128,29 +137,26 @@ def _wait(ranks: Ranks) -> int:
     if ranks.signals and -signal.SIGTERM in codes:  # ours, and it came before that rank could listen
         return 130
     ranks.end(GRACE_SECONDS if all(c in (None, 130) for c in codes) else 0)
-    return _explain(ranks.folder, codes, first)
+    return _explain(ranks.folder, codes, first, directory)
 
 
-def _explain(folder: Path, codes: list[int | None], first: int) -> int:
-    """Show the first failing rank's own error, once; the exit code that follows from it."""
+def _explain(folder: Path, codes: list[int | None], first: int, directory: Path) -> int:
+    """Tell the first failing rank's own error, once; the exit code that follows from it."""
     killed = [r for r, code in enumerate(codes) if code is not None and code < 0]
     if killed:
         name = signal.Signals(-(codes[killed[0]] or 0)).name
         memory = " (out of memory?)" if name == "SIGKILL" else ""
-        print(f"titan: rank {killed[0]} was killed by {name}{memory}; see log/rank-{killed[0]}.log", file=sys.stderr)
+        tell(directory, f"rank {killed[0]} was killed by {name}{memory}; see log/rank-{killed[0]}.log")
         return 1
     errors = sorted((json.loads(f.read_text()) for f in folder.glob("*.json")), key=lambda e: float(e["time"]))
     if not errors:
         code = codes[first]
         if code == 130:
             return 130
-        print(f"titan: rank {first} ended with exit code {code} and no error of its own", file=sys.stderr)
+        tell(directory, f"rank {first} ended with exit code {code} and no error of its own")
         return 1
     error = errors[0]
-    if error["plain"]:
-        print(f"titan: {error['text']}", file=sys.stderr)
-    else:
-        print(f"titan: rank {error['rank']} failed:\n{error['text'].rstrip()}", file=sys.stderr)
+    tell(directory, error["text"] if error["plain"] else f"rank {error['rank']} failed:\n{error['text'].rstrip()}")
     return int(error["code"])
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from launchers.local import run_ranks
+from launchers.local import run_ranks, tell
 from launchers.place import Place
 from titan import console, lives
 from titan.run import Run
@@ -36,7 +36,7 @@ def here(run: Run, apart: bool = False) -> int:
                 code = _ranks(run, life, apart or run.cluster.restarts > 0)
             if code != 1 or attempt == run.cluster.restarts:
                 return code
-            print(f"titan: restart {attempt + 1} of {run.cluster.restarts}", file=sys.stderr)
+            tell(Path(run.directory), f"restart {attempt + 1} of {run.cluster.restarts}")
     return 1
 
 

@@ -67,3 +67,14 @@ def test_modes_that_there_are() -> None:
     assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles
+
+
+def test_how_fast_text_is_generated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    assert bench.main(["--suite", "generate", "--rounds", "1", "--json", str(out), "dataset=synthetic", *SMALL]) == 0
+    found = json.loads(out.read_text())
+    assert [line["new_tokens"] for line in found] == [64, 256, 512]
+    for line in found:
+        rates = line["tokens_per_second"]
+        assert line["ratios"] == [pytest.approx(rates["cache"] / rates["anew"])]
+    assert len(capsys.readouterr().out.strip().splitlines()) == 6

@@ -15,8 +15,13 @@ from pathlib import Path
 import pytest
 
 from launchers import start
-from titan import compose, data, lives, prepare
+from tests.checkpoint import made
+from titan import compose, convert, data, generate, lives, prepare
+from titan.arguments import arguments
+from titan.checkpoint import manifest
 from titan.dataset import train_tokenizer
+from titan.generation.schema import Settings
+from titan.model.schema import Llama
 from titan.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,9 +81,14 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(200)
         )
         file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    made.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made.LLAMA)
+    made.meta(folder / "llama", made.LLAMA, 2)
+    assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     lives.begin(first)
+    made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
+    (folder / "prompts.txt").write_text("import\nclass\n")
     return folder
 
 
@@ -96,21 +106,33 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
         assert train_tokenizer.main(smaller) == 0
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
+    elif "titan.generate" in words:
+        told = words[words.index("titan.generate") + 1 :]
+        assert arguments(Settings, told) if command.elsewhere else generate.main(told) == 2 * command.refused
+    elif "titan.convert" in words:
+        told = words[words.index("titan.convert") + 1 :]
+        assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:
         compose.composed(words[words.index("titan.train") + 1 :])
     else:
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
-        arguments = words[words.index("titan.train") + 1 :]
-        assert compose.command(arguments, train_small, ranks=ranks) == (2 if command.refused else 0)
+        overrides = words[words.index("titan.train") + 1 :]
+        assert compose.command(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
 
 def train_small(run: Run, apart: bool = False) -> int:
     """Train what a command composed, at a size that takes no time; what needs several ranks is composed only."""
     if run.layout.devices > 1 or run.compile.scope != "off":
         return 0
-    replaced = ("name", "hydra.", "checkpoint.resume", *(small.partition("=")[0] for small in SMALL))
+    replaced = (
+        "name",
+        "hydra.",
+        "checkpoint.resume",
+        "checkpoint.weights",
+        *(small.partition("=")[0] for small in SMALL),
+    )
     kept = [o for o in run.overrides if not o.startswith(replaced)]
     vocabulary = [f"model.vocab={run.model.vocab}"]
     directory = f"hydra.run.dir={Path.cwd()}/small/{len(list(Path.cwd().glob('small/*')))}"

@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from titan import compile as compiling
 from titan import memory, precision, rng
 from titan.engine import Accumulate, Engine, Runner, Stage
+from titan.model.schema import Decoder
 from titan.parallelism import context, data, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline import Pipeline, Plan, Twins
+from titan.parallelism.schema import Parallelism
+from titan.precision import Precision
 from titan.run import Run
 
 Note = Callable[[str], None]
@@ -79,11 +82,7 @@ def _split(run: Run, world: World, note: Note) -> dict[int, Stage]:
 def _transform(stage: Stage, run: Run, world: World) -> None:
     """Apply to one stage what the axes ask for, in the one order that works."""
     model, how = stage.model, run.parallelism
-    precision.apply(model, run.precision)
-    if (mesh := world.dimensions("tensor")) is not None:
-        if how.async_tensor:
-            tensor.overlap(mesh)
-        tensor.apply(model, mesh, sequence=how.sequence_parallel, loss=how.loss_parallel)
+    _compute(model, run.precision, how, world)
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
     memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
@@ -104,6 +103,33 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
             prefetch=how.prefetch,
             offload=run.memory.offload,
         )
+
+
+def _compute(model: Any, how: Precision, parallelism: Parallelism, world: World) -> None:
+    """Say in which type a model computes, and cut its products: what comes first in training and in generation."""
+    precision.apply(model, how)
+    if (mesh := world.dimensions("tensor")) is not None:
+        if parallelism.async_tensor:
+            tensor.overlap(mesh)
+        tensor.apply(model, mesh, sequence=parallelism.sequence_parallel, loss=parallelism.loss_parallel)
+
+
+def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
+    """A whole model, or this tensor rank's part of it, that computes without gradients.
+
+    Its parameters are in the type to compute in; they have memory, and no values yet.
+
+    Args:
+        schema: the model's shape.
+        how: the type.
+        world: the ranks; no other dimension than tensor.
+    """
+    with torch.device("meta"):
+        model = schema.build().to(how.dtype)
+    _compute(model, how, Parallelism(sequence_parallel=False, loss_parallel=False), world)
+    with world.memory():
+        rng.allocate(model, world.device)
+    return model.requires_grad_(False)
 
 
 def _sharding(world: World) -> Any:

@@ -66,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--suite", choices=("cpu", "gpu", "tiny", "modes", "data", "checkpoint"), default="cpu", help="what to measure"
+        "--suite",
+        choices=("cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint"),
+        default="cpu",
+        help="what to measure",
     )
     parser.add_argument("--rounds", type=int, default=9, help="rounds a case (default 9)")
     parser.add_argument("--steps", type=int, default=5, help="steps a round (default 5)")
@@ -92,6 +95,8 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
         return _data(args)
     if args.suite == "checkpoint":
         return _checkpoint(run, args, base)
+    if args.suite == "generate":
+        return _generate(run, args)
     found["ceilings"] = _ceilings(run)
     cases = _gpu_cases(run, base) if args.suite == "gpu" else _cpu_cases()
     print(f"\n{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7}")
@@ -142,6 +147,16 @@ def _checkpoint(run: Run, args: argparse.Namespace, base: list[str]) -> int:
     return 0
 
 
+def _generate(run: Run, args: argparse.Namespace) -> int:
+    """How fast text is generated."""
+    from titan.generation import measure
+
+    found = measure.suite(run, args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
 def _train(overrides: list[str], folder: Path) -> int:
     command = [sys.executable, "-m", "titan.train", *overrides]
     return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment()).returncode
@@ -154,7 +169,7 @@ def _base(suite: str) -> list[str]:
     long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
     if suite == "checkpoint":
         return [*measure.SHAPE]
-    return [] if suite in ("cpu", "modes", "data") else [*long, "cluster.device=cuda"]
+    return [] if suite in ("cpu", "modes", "data", "generate") else [*long, "cluster.device=cuda"]
 
 
 def _cpu_cases() -> list[Case]:

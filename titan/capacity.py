@@ -117,8 +117,16 @@ def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
     """GiB that one rank may use: a GPU each, or the ranks' share of this machine's memory; infinite where unknown."""
     memory = recipe.cluster.memory_gib or machine.memory_gib or math.inf
     if machine.device == "cpu":
-        return memory * USABLE / layout.devices - PROCESS_GIB
+        return memory * USABLE / layout.devices - PROCESS_GIB - _copied(recipe, layout)
     return memory * USABLE
+
+
+def _copied(recipe: Recipe, layout: Layout) -> float:
+    """GiB of a rank's copy of its state, which `checkpoint=async` writes from."""
+    if recipe.checkpoint.mode != "async":
+        return 0.0
+    each = 4 + recipe.optimizer.state_bytes
+    return each * recipe.model.parameters() / layout.sharded / layout.tensor / layout.pipeline / GIB
 
 
 def microbatches(recipe: Recipe, layout: Layout, gib: float) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titan import capacity
+from titan.model.schema import Llama
 from titan.parallelism.staging import staging
 from titan.settings import Refusal
 
@@ -40,8 +41,22 @@ def check(run: Run, ranks: int | None = None) -> None:
         )
     if run.compile.scope != "off" and run.compile.backend == "inductor" and run.machine.device == "cpu":
         _check_compiler(run)
-    if run.checkpoint.mode == "off" and run.cluster.restarts:
+    _check_checkpoint(run)
+
+
+def _check_checkpoint(run: Run) -> None:
+    """Refuse what has to follow a save where nothing is saved, and a format that does not know the model."""
+    how = run.checkpoint
+    if how.mode == "off" and run.cluster.restarts:
         raise Refusal(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
+    for name, value in (("export", how.export), ("path", how.path)):
+        if how.mode == "off" and value:
+            raise Refusal(f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.")
+    if how.export == "meta" and not isinstance(run.model, Llama):
+        raise Refusal(
+            f"checkpoint.export=meta: there is such a format for Llama only, and the model is a "
+            f"{type(run.model).__name__}; give checkpoint.export=hf."
+        )
 
 
 def _check_growth(run: Run) -> None:

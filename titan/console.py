@@ -127,6 +127,7 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "checkpoint": _short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
         "metrics": _short(f"{run.directory}/metrics.jsonl"),
         "loss curve": _short(result["plot"]) if result.get("plot") else "not drawn",
+        **_generate(run, result),
         "continue" if result["finished"] else "resume": next_command(run, result),
     }
     print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
@@ -135,6 +136,13 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         print("\nSampled from the trained model (its start | what follows):")
         start, text = result["sample"]["start"], result["sample"]["text"]
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
+
+
+def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
+    """The command that lets the model speak, where there is one that can."""
+    if not result.get("checkpoint") or not result.get("sample"):
+        return {}
+    return {"generate": f'python -m titan.generate from={shlex.quote(_short(run.directory))} prompt="..."'}
 
 
 def _by_source(result: Mapping[str, Any]) -> dict[str, str]:

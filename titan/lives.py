@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from titan import identity
-from titan.checkpoint import choose, manifest, retention
+from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import of
@@ -100,7 +100,6 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
             return Finished(run.directory, result)
         _check_last(run, result, last, notes)
         notes += _gone(lives[-1], result, last)
-    retention.sweep(directory, run.checkpoint.grace)
     found = last or fork or (_forked(run, parent) if parent and run.checkpoint.resume else None)
     life = _life(run, lives, ids, mix, folders, parent, found)
     life = replace(life, notes=notes)
@@ -295,8 +294,13 @@ def _forked(run: Run, parent: str) -> Candidate:
 
 
 def _weights(run: Run) -> str:
-    """The identity of the given weights, of which it is sure that they fit the model."""
-    raise NotImplementedError
+    """The identity of the given weights, once it is sure that they fit the model."""
+    from titan.checkpoint.models import check_model
+    from titan.checkpoint.weights import digest_of, open_weights
+
+    weights = open_weights(str(run.checkpoint.weights))
+    check_model(run.model, weights.model, f"checkpoint.weights={run.checkpoint.weights}")
+    return f"weights:{digest_of(weights)[:12]}"
 
 
 def _check_model(run: Run, found: Candidate) -> None:

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from launchers.place import Place
 from titan.settings import Failure, Refusal
@@ -63,8 +63,13 @@ def work(payload: Any, place: Place) -> int:
     return train(run, life, place)
 
 
-if __name__ == "__main__":
-    code = main(sys.argv[1], work)
+def run(body: Callable[[Any, Place], int]) -> NoReturn:
+    """Be the rank that the command line's file describes, and end."""
+    code = main(sys.argv[1], body)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of a broken process group must not delay the end
+
+
+if __name__ == "__main__":
+    run(work)

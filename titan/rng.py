@@ -77,18 +77,25 @@ def materialise(model: nn.Module, initial: Mapping[str, Initial], seed: int, dev
     """Give a model built on the meta device its memory on `device` and its initial values.
 
     Parameters may be plain or DTensors, sharded in any way that leaves a rank a box; each rank fills its own part
-    and none communicates. Tied parameters stay tied; what the model's `aliases` name as another's copy starts as that.
-    Ends with the model's own `init_buffers(device)`.
+    and none communicates. What the model's `aliases` name as another's copy starts as that.
 
     Raises:
         KeyError: for a parameter that `initial` does not name.
         RuntimeError: for a parameter whose part on this rank is not the box that its placements tell.
     """
+    allocate(model, device)
+    for name, parameter in model.named_parameters():
+        _fill(parameter, getattr(model, "aliases", {}).get(name, name), initial[name], seed)
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Give a model built on the meta device its memory on `device`; its parameters have no values yet, its buffers do.
+
+    Tied parameters stay tied. Ends with the model's own `init_buffers(device)`.
+    """
     ties = _ties(model)
     model.to_empty(device=device)
     _tie(model, ties)
-    for name, parameter in model.named_parameters():
-        _fill(parameter, getattr(model, "aliases", {}).get(name, name), initial[name], seed)
     model.init_buffers(device)  # type: ignore[operator]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from titan.generation import sampling
+
 
 @torch.no_grad()
 def continuation(
@@ -29,13 +31,13 @@ def continuation(
         window: the longest input, in tokens.
         vocab: ids below it may be drawn (a model's vocabulary may be larger than the tokenizer's).
         seed: of the draws.
-        temperature, top_k: the logits are divided by the one, and the other many largest take part in a draw.
+        temperature, top_k: see `titan.generation.sampling.choose`.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generators = [sampling.source(seed, start, 0)]
     tokens = list(start)
     with torch.compiler.set_stance("force_eager"):  # or every new length would be compiled
         for _ in range(count):
-            best = (logits(tokens[-window:])[:vocab].cpu() / temperature).topk(min(top_k, vocab))
-            drawn = torch.multinomial(best.values.softmax(-1), 1, generator=generator)
-            tokens.append(int(best.indices[drawn]))
+            uniform = sampling.draw_uniform(generators)
+            follows = logits(tokens[-window:])[None].cpu()
+            tokens += sampling.choose(follows, uniform, temperature=temperature, top_k=top_k, vocab=vocab).tolist()
     return tokens[len(start) :]

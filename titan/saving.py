@@ -11,12 +11,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from titan.checkpoint import manifest, remote
+from titan.checkpoint import export, remote
 from titan.checkpoint.manager import After, Manager, Outcome
 from titan.checkpoint.manifest import Damaged, Manifest
 from titan.checkpoint.talk import Talk
+from titan.checkpoint.weights import open_weights
 from titan.dataset import order
 from titan.dataset.mix import Mix
 from titan.engine import Engine
@@ -32,6 +33,8 @@ RETRY_SECONDS, LONGEST_SECONDS = 10.0, 600.0
 """How long after a save that failed the next one is tried; twice as long each time, up to the longest."""
 ATTEMPTS = 3
 """How often the last save is tried."""
+META_BYTES = 20e9
+"""About how large a file in Meta's format may be: it is held in memory while it is written."""
 LOOK_SECONDS = 1.0
 """How often the directory is looked at for a file that asks for a checkpoint."""
 
@@ -59,6 +62,7 @@ class Saving:
         self.saved_at = self.looked_at = time.monotonic()
         self.retry_at: float | None = None
         self.delay, self.ending = RETRY_SECONDS, False
+        self.wrong: str | None = None
         self.stalled = 0.0
 
     def make_up(self) -> None:
@@ -67,20 +71,20 @@ class Saving:
         All ranks call it together.
         """
         folder = Path(self.life.checkpoint or "")
-        if self.manager is None or not self.run.checkpoint.path or folder.parent.parent != Path(self.run.directory):
+        if self.manager is None or folder.parent.parent != Path(self.run.directory):
             return
-        about = manifest.read(folder)
-        copied = self.manager.talk.first(lambda: self._copied(self.life.step))
-        if about is not None and not copied:
-            self.manager.follow(folder, about)
+        if self.manager.talk.first(lambda: self._owed(folder)):
+            self.manager.repeat(self.life.step)
 
-    def _copied(self, step: int) -> bool:
-        """Whether a checkpoint is elsewhere; False where that can't be read: the copy will say why."""
+    def _owed(self, folder: Path) -> bool:
+        """Whether a checkpoint is not exported, or not elsewhere; also where that can't be read: the copy says why."""
         how = self.run.checkpoint
+        if how.export and not (folder / how.export / export.LAST[how.export]).is_file():
+            return True
         try:
-            return step in remote.of(str(how.path), self.run.directory).index()
+            return bool(how.path) and self.life.step not in remote.of(str(how.path), self.run.directory).index()
         except (OSError, Damaged):
-            return False
+            return True
 
     def due(self) -> bool:
         """Whether it is time to save, for reasons that all ranks have to be told of."""
@@ -116,7 +120,7 @@ class Saving:
         return [] if self.manager is None else self._noted(self.manager.news())
 
     def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
-        """Save the state after the last step, unless that is done; all ranks call it together.
+        """Save the state after the last step, unless that is done, with all that follows; all ranks together.
 
         Returns:
             Records of the saves that succeeded.
@@ -124,20 +128,33 @@ class Saving:
         Raises:
             Failure: when it can't be saved.
         """
-        records: list[dict[str, Any]] = self.wait()
+        if self.manager is None:
+            return []
+        records = self.wait()
         self.ending = True
-        for attempt in range(ATTEMPTS if self.manager else 0):
+        for attempt in range(ATTEMPTS):
+            if self.saved_step == step and self.wrong is None:
+                break
             time.sleep(attempt**2)
-            self.save(step, rows)
-            records += self.wait()
             if self.saved_step == step:
-                return records
-        if self.manager:
+                self.manager.repeat(step)
+            else:
+                self.save(step, rows)
+            records += self.wait()
+        self._check_last(step)
+        return records
+
+    def _check_last(self, step: int) -> None:
+        if self.saved_step != step:
             raise Failure(
                 f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; mend what stands "
                 f"above, and give the same command again: it goes on from step {self.saved_step}."
             )
-        return records
+        if self.wrong is not None:
+            raise Failure(
+                f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but not all that was to "
+                f"follow ({self.wrong}); mend that, and copy or convert it by hand."
+            )
 
     def wait(self) -> list[dict[str, Any]]:
         """Wait for what is under way; then as `hear`."""
@@ -149,21 +166,18 @@ class Saving:
             self.manager.close()
 
     def _noted(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
-        records = []
+        records: list[dict[str, Any]] = []
         for outcome in outcomes:
             self.stalled += outcome.stall
-            if not outcome.saved:
-                if outcome.after:
-                    self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
-                continue
             if outcome.error:
                 self._failed(outcome)
                 continue
             log.info("saved step %d in %.2f s, %.2f s of it waiting", outcome.step, outcome.seconds, outcome.stall)
             self.saved_step, self.delay = max(self.saved_step, outcome.step), RETRY_SECONDS
+            self.wrong = outcome.after
             if outcome.after:
                 self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
-            records.append(_record(outcome))
+            records += [_record(outcome)] if outcome.bytes else []
         return records
 
     def _failed(self, outcome: Outcome) -> None:
@@ -186,6 +200,7 @@ class Saving:
             layout=self.run.layout.degrees(),
             model=as_model(self.run),
             tokenizer=None,
+            seq_len=self.run.training.seq_len,
         )
 
     def _tokenizer(self) -> str | None:
@@ -196,7 +211,29 @@ class Saving:
 def _after(run: Run, talk: Talk) -> tuple[After, ...]:
     """What follows each save."""
     how = run.checkpoint
-    return (remote.copying(how, how.path, run.directory, talk),) if how.path else ()
+    exports = (_exporting(how.export, how.export_dtype, talk),) if how.export else ()
+    return (*exports, remote.copying(how, how.path, run.directory, talk)) if how.path else exports
+
+
+def _exporting(format: Literal["hf", "meta"], dtype: str, talk: Talk) -> After:
+    """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
+
+    def write(folder: Path, about: Manifest) -> None:
+        weights, out = open_weights(folder), folder / format
+        how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
+        talk.first(lambda: out.mkdir(exist_ok=True))
+        talk.together(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
+        talk.first(lambda: export.finish(weights, out, **how))
+
+    return write
+
+
+def _meta_ranks(model: Any) -> int:
+    """For how many tensor parallel ranks Meta's files are cut: as many as make none too large for memory."""
+    ranks = 1
+    while 2 * model.parameters() / ranks > META_BYTES and model.kv_heads % (2 * ranks) == 0:
+        ranks *= 2
+    return ranks
 
 
 def _record(outcome: Outcome) -> dict[str, Any]:

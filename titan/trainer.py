@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from titan import console
-from titan.checkpoint import manifest
+from titan.checkpoint import manifest, retention
 from titan.checkpoint.manager import prime
-from titan.checkpoint.restore import restore
+from titan.checkpoint.restore import restore, start_from
 from titan.checkpoint.talk import Talk
 from titan.dataset import corpora
 from titan.dataset.loader import Batch, Loader, Shape
@@ -167,11 +167,16 @@ class Trainer:
         return 130 if self.stopping else 0
 
     def _begin(self) -> None:
-        """Take up the state of a checkpoint."""
+        """Clear away what a killed life may have left, and take up the state of a checkpoint, or given weights."""
+        if self.world.speaks:
+            retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
+        place = self.world.place
+        talk = Talk(place.rank, place.size, self.world.aside)
         if self.life.checkpoint:
-            place = self.world.place
-            restore(self.engine, Path(self.life.checkpoint), Talk(place.rank, place.size, self.world.aside))
+            restore(self.engine, Path(self.life.checkpoint), talk)
             self.saving.make_up()
+        elif self.life.weights:
+            start_from(self.engine, self.life.weights, talk)
 
     def loop(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""

@@ -17,6 +17,7 @@ from tests.ranks import RankFailed
 from tests.runs import learned, same, saved, steps, tiny, train
 from titan import saving
 from titan.checkpoint import manifest
+from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.staging import Staging
 from titan.run import Run
 from titan.trainer import Trainer
@@ -286,8 +287,9 @@ def test_what_follows_a_save_may_fail_and_the_checkpoint_stays(
 ) -> None:
     run = tiny(tmp_path, "checkpoint.every=2", "training.steps=3")
 
-    def broken(folder: Path, said: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def broken(folder: Path, said: Manifest) -> None:
+        if said.step == 2:
+            raise OSError(28, "No space left on device")
 
     def add(trainer: Trainer) -> None:
         manager = trainer.saving.manager

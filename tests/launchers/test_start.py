@@ -116,6 +116,11 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
     assert code == 130, err
     assert err.count("was killed by SIGKILL") == 1
     assert "titan: restart 1 of 1" in err
+    logged = (folder / "log" / "launcher.log").read_text().splitlines()
+    assert [line.partition(" ")[2] for line in logged[:2]] == [
+        "rank 1 was killed by SIGKILL (out of memory?); see log/rank-1.log",
+        "restart 1 of 1",
+    ]
     lives = list(yaml.safe_load_all((folder / "run.yaml").read_text()))[1:]
     told = steps(tiny(folder))
     assert lives[-1]["from_step"] % 20 == 0 < lives[-1]["from_step"]

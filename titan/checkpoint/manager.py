@@ -53,7 +53,6 @@ class Outcome:
         bytes: of all files; 0 where it failed.
         error: why there is no checkpoint; None when it is complete.
         after: why what was to follow did not happen (exported weights, a copy elsewhere).
-        saved: False where it was there already, and only what follows was made up for.
     """
 
     step: int
@@ -62,14 +61,13 @@ class Outcome:
     bytes: int = 0
     error: str | None = None
     after: str | None = None
-    saved: bool = True
 
 
 class _Job:
     """A save under way."""
 
-    def __init__(self, step: int, saves: bool = True) -> None:
-        self.step, self.saves, self.began = step, saves, time.monotonic()
+    def __init__(self, step: int) -> None:
+        self.step, self.began = step, time.monotonic()
         self.stall = self.seconds = 0.0
         self.bytes = 0
         self.error: str | None = None
@@ -77,7 +75,7 @@ class _Job:
         self.written, self.ended = threading.Event(), threading.Event()
 
     def outcome(self) -> Outcome:
-        return Outcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after, self.saves)
+        return Outcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after)
 
 
 class Manager:
@@ -98,7 +96,7 @@ class Manager:
         self.directory, self.how, self.engine, self.talk, self.after = directory, how, engine, talk, after
         self.jobs: list[_Job] = []
         self.staging = Staging(engine.world.device) if how.mode == "async" else None
-        self.thread = ThreadPoolExecutor(1, "titan-checkpoint")
+        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _on, (engine.world.device,))
 
     def save(self, about: Manifest, tokenizer: str | None = None) -> None:
         """Begin to save the state, and wait for it where that is asked for; all ranks call it together.
@@ -118,12 +116,10 @@ class Manager:
             if self.staging is None:
                 job.written.wait()
 
-    def follow(self, folder: Path, about: Manifest) -> None:
-        """Begin what is to follow a checkpoint that a killed life has saved; all ranks call it together."""
-        job = _Job(about.step, saves=False)
-        job.written.set()
-        self.jobs.append(job)
-        self.thread.submit(self._late, job, folder, about)
+    def repeat(self, step: int) -> None:
+        """Do again what follows a save, for a checkpoint that counts already; all ranks call it together."""
+        self.jobs.append(job := _Job(step))
+        self.thread.submit(self._again, job)
 
     def unchanged(self) -> None:
         """Call it before the state changes: waits until a save under way has its copy."""
@@ -166,9 +162,13 @@ class Manager:
             job.after = self._follow(folder, about)
         job.ended.set()
 
-    def _late(self, job: _Job, folder: Path, about: Manifest) -> None:
-        job.after = self._follow(folder, about)
-        job.seconds = time.monotonic() - job.began
+    def _again(self, job: _Job) -> None:
+        folder = manifest.folder_of(self.directory, job.step)
+        job.written.set()
+        try:
+            job.after = self._follow(folder, self.talk.first(lambda: _needed(folder)))
+        except Unsaved as error:
+            job.after = str(error)
         job.ended.set()
 
     def _write(self, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> Manifest:
@@ -197,6 +197,12 @@ class Manager:
         return wrong
 
 
+def _on(device: torch.device) -> None:
+    """Let a thread use the rank's GPU: which one is current is a matter of each thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 @contextmanager
 def _stalled(job: _Job) -> Iterator[None]:
     began = time.monotonic()
@@ -218,6 +224,13 @@ def _make(folder: Path, tokenizer: str | None) -> dict[str, File]:
     copy = Path(shutil.copy(tokenizer, folder))
     with copy.open("rb") as content:
         return {copy.name: manifest.checksum(content)}
+
+
+def _needed(folder: Path) -> Manifest:
+    found = manifest.inspect(folder)
+    if found is None:
+        raise FileNotFoundError(2, f"{manifest.NAME} is missing", str(folder))
+    return found
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ class Manifest:
         model: the model's settings, with the schema's name under `_target_`.
         tokenizer: a file in the folder or the name of a built-in tokenizer; None when the data have none.
         files: the files by name.
+        seq_len: tokens of a row; 0 where that is not known.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Manifest:
     model: dict[str, Any]
     tokenizer: str | None
     files: dict[str, File] = field(default_factory=dict)
+    seq_len: int = 0
     format: int = FORMAT
 
 

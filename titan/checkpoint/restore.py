@@ -15,10 +15,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import manifest
+from titan.checkpoint.loading import load_weights
 from titan.checkpoint.manager import state_of
 from titan.checkpoint.manifest import Damaged
 from titan.checkpoint.reader import Foreign, Reader
 from titan.checkpoint.talk import Talk, reason
+from titan.checkpoint.weights import open_weights
 from titan.engine import Engine
 from titan.settings import Failure, Refusal, show
 
@@ -80,6 +82,18 @@ def restore(engine: Engine, folder: Path, talk: Talk) -> None:
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
             "one before it."
         ) from error
+    if engine.twins is not None:
+        engine.twins.align(engine.optimizer)
+
+
+def start_from(engine: Engine, path: str, talk: Talk) -> None:
+    """Load given weights, of any format, and leave the optimizer as new; all ranks call it together.
+
+    Raises:
+        Refusal: when they don't fit, or a file is broken.
+    """
+    parameters = {name: parameter.detach() for name, parameter in engine.named_parameters()}
+    load_weights(parameters, open_weights(path), no_dist=talk.size == 1, process_group=talk.group)
     if engine.twins is not None:
         engine.twins.align(engine.optimizer)
 

@@ -6,12 +6,20 @@ A titan checkpoint, a folder in Hugging Face's format (safetensors) and one in M
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from titan.checkpoint import origin
+from titan.settings import Refusal, plain
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The types that weights may be stored in: others are quantised, and mean nothing without what they are scaled by."""
+_SAMPLE = 16
 
 
 class Weights(Protocol):
@@ -23,6 +31,9 @@ class Weights(Protocol):
         shapes: of each parameter by the name that it has in titan's module; a tied head has none.
         dtypes: the type that each is stored in.
         tokenizer: what `titan.dataset.tokenizer.load_tokenizer` takes; None where there is none.
+
+    Some know more: `checksums` of their files (bytes, for `digest_of`), `config` and `generation`, what Hugging Face's
+    config.json and generation_config.json said (for an export).
     """
 
     path: str
@@ -35,13 +46,97 @@ class Weights(Protocol):
         """A tensor in its stored type on the CPU, or the part of it at `offsets` of the size `lengths`.
 
         Nothing is read but that part (and what the file's format packs together with it).
+
+        Raises:
+            Refusal: when a file turns out to be broken.
         """
 
 
-def open_weights(path: str | Path) -> Weights:
+def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weights:
     """The weights at `path`: a run's directory (its last complete checkpoint), a checkpoint's, or another format's.
+
+    Args:
+        path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub where there is no such folder.
+        setting: what the user gave it as, for messages.
 
     Raises:
         Refusal: when there are none, or they can't be read; names what was looked for.
     """
-    raise NotImplementedError
+    from titan.checkpoint.hf import HuggingFace
+    from titan.checkpoint.meta import Meta
+    from titan.checkpoint.native import Native
+
+    found = origin.find(path, setting)
+    if found.kind == "titan":
+        return Native(found.folder, found.label)
+    return (Meta if found.kind == "meta" else HuggingFace)(found.folder, found.label)
+
+
+def region(
+    shape: Sequence[int], offsets: Sequence[int] | None, lengths: Sequence[int] | None
+) -> tuple[tuple[int, int], ...]:
+    """The beginning and end of a part along each dimension; the whole where neither is given."""
+    offsets = [0] * len(shape) if offsets is None else offsets
+    lengths = [size - offset for size, offset in zip(shape, offsets, strict=True)] if lengths is None else lengths
+    return tuple((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+
+
+def expected(model: Any) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter that a model of this schema has, by its name in titan's module."""
+    with torch.device("meta"):
+        module = model.build()
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def compare(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], label: str) -> None:
+    """Refuse tensors that are missing, too many or of another shape.
+
+    Args:
+        found: the shapes by whatever names the file's format has.
+        wanted: what the model's shape asks for, by the same names.
+        label: what the user gave, for messages.
+
+    Raises:
+        Refusal: naming the first of them.
+    """
+    for some, what in ((wanted.keys() - found.keys(), "lacks"), (found.keys() - wanted.keys(), "has")):
+        if some:
+            more = f" and {len(some) - 1} others" if len(some) > 1 else ""
+            why = "which the model needs" if what == "lacks" else "which the model that it describes has not"
+            raise Refusal(f"{label}: {what} {min(some)}{more}, {why}; give complete weights of a model titan has.")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise Refusal(
+                f"{label}: {name} is {list(found[name])} where the shape that it describes makes {list(shape)}; "
+                "fetch both again."
+            )
+
+
+def check_types(dtypes: Mapping[str, torch.dtype], label: str) -> None:
+    """Refuse weights that are not plain numbers of 64, 32 or 16 bits."""
+    for name, dtype in dtypes.items():
+        if dtype not in TYPES:
+            kind = str(dtype).removeprefix("torch.")
+            raise Refusal(f"{label}: {name} is stored as {kind}, and titan reads fp64, fp32, bf16, fp16; give these.")
+
+
+def digest_of(weights: Weights) -> str:
+    """What tells these weights from others wherever they lie: 16 hexadecimal digits, without reading all of them.
+
+    Of the model's settings, the names, shapes and types, and of each tensor the numbers of 16 rows evenly spread; of a
+    titan checkpoint the checksums of its files in their place.
+    """
+    digest = blake2b(repr((type(weights.model).__name__, plain(weights.model))).encode(), digest_size=8)
+    for name in sorted(weights.shapes):
+        digest.update(f"{name} {tuple(weights.shapes[name])} {weights.dtypes[name]}\n".encode())
+    for evidence in getattr(weights, "checksums", None) or _samples(weights):
+        digest.update(evidence)
+    return digest.hexdigest()
+
+
+def _samples(weights: Weights) -> Iterable[bytes]:
+    for name in sorted(weights.shapes):
+        rows, *rest = weights.shapes[name]
+        for row in sorted({rows * i // _SAMPLE for i in range(_SAMPLE)}):
+            part = weights.read(name, [row] + [0] * len(rest), [1, *rest])
+            yield part.contiguous().view(torch.uint8).numpy().tobytes()

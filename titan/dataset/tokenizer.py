@@ -13,7 +13,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -167,6 +167,16 @@ class RankTokenizer(Tokenizer):
         self.eos, self.bos = self._special.get(END), self._special.get("<|begin_of_text|>")
         self.fingerprint = self._digest()
         self._encoding = self._build()
+
+    @property
+    def ranks(self) -> Mapping[bytes, int]:
+        """The rank, which is the id, of each token's bytes."""
+        return self._ranks
+
+    @property
+    def special(self) -> Sequence[str]:
+        """The names of the special tokens, in the order of their ids."""
+        return list(self._special)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without special tokens."""

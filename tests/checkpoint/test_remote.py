@@ -1,0 +1,240 @@
+"""Checkpoints that are copied elsewhere: to a folder by fsspec, and to an S3 server on this machine (moto's)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import pytest
+
+from tests.checkpoint.made import checkpoint
+from tests.checkpoint.test_saving import flip
+from tests.runs import learned, same, steps, tiny, train
+from titan import lives, saving
+from titan.checkpoint import choose, manifest, remote
+from titan.checkpoint.remote import Remote
+from titan.checkpoint.schema import Checkpoint
+from titan.checkpoint.talk import Talk
+from titan.settings import Refusal
+
+ALONE = Talk(0, 1)
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[str]:
+    """An S3 server for this session's tests."""
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    yield f"http://{host}:{port}"
+    moto.stop()
+
+
+@pytest.fixture
+def bucket(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a bucket of its own on the server."""
+    given = {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    for name, value in {**given, "AWS_DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, value)
+    name = "titan-" + "".join(c for c in tmp_path.name.lower() if c.isalnum())[:40] + str(os.getpid())
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+    return f"s3://{name}/runs"
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Somewhere that fsspec can write to."""
+    return str(request.getfixturevalue("bucket")) if request.param == "s3" else f"file://{tmp_path}/elsewhere"
+
+
+def copied(url: str, directory: Path, step: int, **how: Any) -> Path:
+    """A checkpoint of the run in `directory`, copied to `url`."""
+    folder = checkpoint(directory, step)
+    said = manifest.read(folder)
+    assert said is not None
+    remote.copying(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
+    return folder
+
+
+def names(url: str) -> set[str]:
+    """All files at a URL."""
+    fs, root = fsspec.core.url_to_fs(url, skip_instance_cache=True)
+    return {str(path).partition(root.strip("/"))[2].strip("/") for path in fs.find(root)}
+
+
+def test_what_is_copied_counts_and_comes_back(url: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    copied(url, run, 2)
+    folder = copied(url, run, 4)
+    assert names(f"{url}/run") == {
+        "index.json", *(f"step-{s}/{n}" for s in (2, 4) for n in ("a.distcp", ".metadata", "manifest.json"))
+    }  # fmt: skip
+    there = Remote(f"{url}/run")
+    assert there.index() == {2: 200, 4: 400}
+    expected = manifest.read(folder)
+    shutil.rmtree(run)
+    found, notes = choose.newest(run, url)
+    assert found is not None
+    assert (found.about, notes) == (expected, ())
+    back = remote.fetched(there, 4, run, ALONE)
+    assert manifest.read(back) == expected
+    manifest.verify(back, expected.files)  # type: ignore[union-attr]
+
+
+def test_those_that_are_not_kept_go(url: str, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        copied(url, tmp_path / "run", step, keep=1, grace=3600.0)
+    assert Remote(f"{url}/run").index() == {3: 300}
+    assert "step-1/a.distcp" in names(f"{url}/run"), "who reads it has time to"
+    copied(url, tmp_path / "run", 4, keep=1, keep_tokens=300)
+    assert Remote(f"{url}/run").index() == {3: 300, 4: 400}
+    assert {name.partition("/")[0] for name in names(f"{url}/run")} == {"index.json", "step-3", "step-4"}
+
+
+def test_a_manifest_is_written_last_so_that_half_a_copy_does_not_count(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied(url, tmp_path / "run", 2)
+    put = Remote.put
+
+    def failing(self: Remote, name: str, content: bytes) -> None:
+        if name.endswith(manifest.NAME):
+            raise OSError(5, "Input/output error")
+        put(self, name, content)
+
+    monkeypatch.setattr(Remote, "put", failing)
+    with pytest.raises(Exception, match="Input/output error"):
+        copied(url, tmp_path / "run", 4)
+    shutil.rmtree(tmp_path / "run")
+    found, _ = choose.newest(tmp_path / "run", url)
+    assert found is not None
+    assert found.about.step == 2
+
+
+def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_path: Path) -> None:
+    copied(url, tmp_path / "run", 2)
+    there = Remote(f"{url}/run")
+    there.put("step-2/a.distcp", b"123456780")
+    with pytest.raises(Exception, match=r"step-2/a.distcp is not what was saved"):
+        remote.fetched(there, 2, tmp_path / "other", ALONE)
+    assert manifest.complete(tmp_path / "other") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        pytest.param("nope://x/y", "Protocol not known: nope", id="protocol"),
+        pytest.param("file:///nowhere/at/all", "there is no checkpoint; give the URL", id="nothing"),
+        pytest.param("file:///nowhere/step-3", "no checkpoint can be read there .*manifest.json is missing", id="step"),
+    ],
+)
+def test_a_url_without_a_checkpoint_is_refused(path: str, said: str) -> None:
+    with pytest.raises(Refusal, match=rf"checkpoint.resume={path}: .*{said}"):
+        choose.named(path)
+
+
+def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
+    pytest.importorskip("aiohttp")
+    with pytest.raises(Refusal, match=r"checkpoint.path=http.*: can't be read .*mend the connection, or give"):
+        choose.newest(tmp_path / "run", nobody)
+    checkpoint(tmp_path / "run", 3)
+    found, (note,) = choose.newest(tmp_path / "run", nobody)
+    assert found is not None
+    assert found.about.step == 3
+    assert "can't be read" in note
+
+
+class TestRuns:
+    SETTINGS = ("checkpoint.every=2", "checkpoint.grace=0", "checkpoint.keep=2")
+
+    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    def test_a_run_whose_directory_is_gone_goes_on_from_the_copy(
+        self, layout: str, bucket: str, tmp_path: Path
+    ) -> None:
+        whole = tiny(tmp_path / "whole", "training.steps=8", layout=layout)
+        last = train(whole)[0].last
+        path = f"checkpoint.path={bucket}"
+        first = tiny(tmp_path / "run", *self.SETTINGS, "training.steps=5", path, "checkpoint=async", layout=layout)
+        train(first)
+        assert Remote(f"{bucket}/run").index().keys() == {4, 5}
+        shutil.rmtree(tmp_path / "run")
+        again = tiny(tmp_path / "run", *self.SETTINGS, "training.steps=8", path, layout=layout)
+        seen = train(again)[0]
+        assert same(seen.last, last)
+        assert learned(again) == learned(whole)[5:]
+        assert [document["life"] for document in lives.read_lives(tmp_path / "run")] == [1, 2]
+        assert Remote(f"{bucket}/run").index().keys() == {6, 8}
+
+    def test_a_fork_of_a_copy(self, bucket: str, tmp_path: Path) -> None:
+        parent = tiny(tmp_path / "parent", f"checkpoint.path={bucket}")
+        last = train(parent)[0].last
+        shutil.rmtree(tmp_path / "parent")
+        fork = tiny(tmp_path / "fork", f"checkpoint.resume={bucket}/parent", "training.steps=5", layout="fsdp2")
+        assert same(train(fork)[0].first, last)
+        assert [line["step"] for line in steps(fork)] == [4, 5]
+
+    def test_a_damaged_copy_is_passed_over(
+        self, bucket: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        path = f"checkpoint.path={bucket}"
+        run = tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=4")
+        train(run)
+        (folder,) = (f for f in manifest.complete(tmp_path / "run") if f.name == "step-4")
+        flip(folder / "__0_0.distcp")
+        Remote(f"{bucket}/run").put("step-4/__0_0.distcp", (folder / "__0_0.distcp").read_bytes())
+        shutil.rmtree(tmp_path / "run")
+        capfd.readouterr()
+        train(tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=5"))
+        assert "checkpoint step-4 is damaged and not used: " in capfd.readouterr().out
+        assert [line["step"] for line in steps(run)] == [3, 4, 5]
+
+    def test_a_copy_that_fails_is_told_and_the_run_goes_on(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        upload = Remote.upload
+
+        def failing(self: Remote, folder: Path, files: Any) -> None:
+            if folder.name == "step-2":
+                raise OSError(5, "Input/output error")
+            upload(self, folder, files)
+
+        monkeypatch.setattr(Remote, "upload", failing)
+        path = f"checkpoint.path={tmp_path}/elsewhere"
+        run = tiny(tmp_path / "run", *self.SETTINGS, path, "training.steps=4", layout="fsdp2")
+        assert train(run)[0].code == 0
+        said = capfd.readouterr().out
+        assert "step 2: the checkpoint is complete, but: rank 0: Input/output error" in said
+        assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-2", "step-4"]
+        assert Remote(f"{tmp_path}/elsewhere/run").index().keys() == {4}
+
+    @pytest.mark.parametrize("times", [2, 3])
+    def test_the_last_copy_is_tried_again_and_has_to_succeed(
+        self, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(saving.time, "sleep", lambda seconds: None)
+        upload, tried = Remote.upload, []
+
+        def failing(self: Remote, folder: Path, files: Any) -> None:
+            tried.append(folder)
+            if len(tried) <= times:
+                raise OSError(5, "Input/output error")
+            upload(self, folder, files)
+
+        monkeypatch.setattr(Remote, "upload", failing)
+        run = tiny(tmp_path / "run", f"checkpoint.path={tmp_path}/elsewhere", layout="fsdp2")
+        seen = train(run)
+        if times < 3:
+            assert [rank.code for rank in seen] == [0, 0]
+            assert Remote(f"{tmp_path}/elsewhere/run").index().keys() == {3}
+        else:
+            assert all("of step 3, is complete in" in str(r.failure) and "Input/output" in str(r.failure) for r in seen)

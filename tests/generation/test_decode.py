@@ -1,0 +1,170 @@
+"""Text from a model in memory: Hugging Face's tokens, the same with and without a cache, alone and in company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
+from titan import rng
+from titan.generation.cache import cached
+from titan.generation.decode import Decoding, Row, Rules
+from titan.model.layers import CausalAttention
+from titan.model.schema import Decoder, Llama, Qwen3
+from titan.settings import Failure
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 5, 17, 40)
+"""Of the prompts in a batch."""
+NEW = 40
+
+
+def prompts(vocab: int = 128, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def tiny(seed: int = 0, **changes: Any) -> Any:
+    """A model whose distributions are neither flat nor sharp."""
+    with torch.device("meta"):
+        model = Llama(**SMALL | changes).build()
+    rng.materialise(model, model.initial(), seed, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    return model
+
+
+def continued(
+    model: Any, given: Sequence[Sequence[int]], chunk: int = 512, samples: int = 1, **rules: Any
+) -> list[Row]:
+    rows = [Row(prompt, sample) for prompt in given for sample in range(samples)]
+    Decoding(model, Rules(**{"max_tokens": NEW} | rules), device=CPU, chunk=chunk).run(rows)
+    return rows
+
+
+def tokens(rows: Sequence[Row]) -> list[list[int]]:
+    return [row.tokens for row in rows]
+
+
+MODELS = [
+    pytest.param(Llama(**SMALL), id="llama"),
+    pytest.param(Llama(**SMALL | {"kv_heads": 4}), id="llama-group-of-1"),
+    pytest.param(Llama(**SMALL | {"kv_heads": 1}), id="llama-group-of-4"),
+    pytest.param(Llama(**SMALL, **STRETCH), id="llama-stretched"),
+    pytest.param(Llama(**SMALL, tied=True), id="llama-tied"),
+    pytest.param(Llama(**SMALL | STRETCH | {"rope_factor": 32.0, "tied": True}), id="llama-tied-stretched-32"),
+    pytest.param(Qwen3(**SMALL, head_dim=32), id="qwen3"),
+    pytest.param(Qwen3(**SMALL | {"kv_heads": 1}, head_dim=16, tied=True), id="qwen3-tied-group-of-4"),
+]
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_greedy_tokens_are_those_of_hugging_face(config: Decoder) -> None:
+    theirs: Any = hugging_face(config)
+    expected = []
+    for prompt in prompts():  # each alone, so that nothing of a batch enters
+        out = theirs.generate(
+            torch.tensor([prompt]), do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW, eos_token_id=None
+        )
+        expected.append(out[0, len(prompt) :].tolist())
+    assert len({tuple(line) for line in expected}) == len(expected)
+    assert tokens(continued(ours(config, theirs), prompts(), chunk=16)) == expected
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_logits_at_each_position_are_those_without_a_cache(config: Decoder) -> None:
+    model = ours(config, hugging_face(config))
+    rows = torch.tensor(prompts(lengths=(50, 50)))
+    lengths, found = [20, 33], []
+    with torch.no_grad(), cached(model, 50, CPU) as cache:
+        model(rows[:, :33], cache.extend(0, 33))  # the shorter row's end is filling here
+        for i in range(17):
+            places = [length + i for length in lengths]
+            new = rows.gather(1, torch.tensor(places)[:, None])
+            found.append(model.head(model(new, cache.step(places)))[:, 0])
+    whole = model.head(model(rows))
+    for row, length in enumerate(lengths):
+        mine = torch.stack([logits[row] for logits in found])
+        assert difference(mine, whole[row, length : length + 17]) <= 1e-5
+
+
+def chunked(model: Any, row: Tensor, chunk: int) -> Tensor:
+    """Logits of a row that goes through the cache in chunks."""
+    with torch.no_grad(), cached(model, row.shape[1], CPU) as cache:
+        parts = [
+            model(row[:, start : start + chunk], cache.extend(start, min(chunk, row.shape[1] - start)))
+            for start in range(0, row.shape[1], chunk)
+        ]
+    return torch.cat([model.head(part) for part in parts], 1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 50])
+def test_a_prompt_in_chunks_is_the_prompt_at_once(chunk: int) -> None:
+    model = tiny()
+    row = torch.tensor(prompts(lengths=(50, 50)))
+    assert difference(chunked(model, row, chunk), model.head(model(row))) <= 1e-5
+    assert tokens(continued(model, prompts(), chunk=chunk)) == tokens(continued(model, prompts()))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_does_not_depend_on_its_company(temperature: float) -> None:
+    model, given = tiny(), prompts()
+    together = tokens(continued(model, given, temperature=temperature))
+    backwards = tokens(continued(model, given[::-1], temperature=temperature))
+    alone = [tokens(continued(model, [prompt], temperature=temperature))[0] for prompt in given]
+    assert together == alone == backwards[::-1]
+
+
+def test_the_seed_decides_and_samples_differ() -> None:
+    model, given = tiny(), prompts()
+    first = tokens(continued(model, given, samples=3, temperature=1.0))
+    assert first == tokens(continued(model, given, samples=3, temperature=1.0))
+    assert first != tokens(continued(model, given, samples=3, temperature=1.0, seed=1))
+    assert len({tuple(line) for line in first}) == len(first)
+    assert first[::3] == tokens(continued(model, given, temperature=1.0))
+
+
+def test_a_row_ends_at_its_own_end_of_text() -> None:
+    model, given = tiny(), prompts()
+    free = tokens(continued(model, given, temperature=1.0))
+    eos = free[1][7]
+    rows = continued(model, given, temperature=1.0, eos=eos)
+    expected = [line[: line.index(eos) + 1] if eos in line else line for line in free]
+    assert tokens(rows) == expected
+    assert [row.reason for row in rows] == ["stop" if eos in line else "length" for line in free]
+    assert len({len(line) for line in expected}) > 1
+
+
+def test_ids_above_the_vocabulary_are_never_drawn() -> None:
+    model, given = tiny(), prompts(vocab=20)
+    assert max(map(max, tokens(continued(model, given, temperature=3.0)))) > 20
+    assert max(map(max, tokens(continued(model, given, temperature=3.0, vocab=20)))) < 20
+    assert max(map(max, tokens(continued(model, given, vocab=20)))) < 20
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny()
+    row = torch.tensor(prompts(lengths=(30,)))
+    before = model(row)
+    continued(model, prompts(), max_tokens=2)
+    assert all(type(block.attention.core) is CausalAttention for block in model.blocks())
+    assert torch.equal(model(row), before)
+
+
+def test_a_cache_has_an_end() -> None:
+    with cached(tiny(), 4, CPU) as cache, pytest.raises(ValueError, match="5 tokens do not fit"):
+        cache.extend(0, 5)
+
+
+def test_weights_that_are_no_numbers_end_it() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.norm.weight[0] = float("nan")
+    with pytest.raises(Failure, match="not finite"):
+        continued(model, prompts())

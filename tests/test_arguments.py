@@ -1,0 +1,68 @@
+"""Command lines of KEY=VALUE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from titan.arguments import arguments, describe
+from titan.settings import Refusal, setting
+
+
+@dataclass(frozen=True)
+class Example:
+    from_: str = setting(help="where from")
+    to: str | None = setting(None, "where to")
+    kind: Literal["a", "b"] = setting("a", "which")
+    number: int = setting(3, "how many", at_least=1)
+    rate: float = setting(0.5, "how fast")
+    really: bool = setting(False, "whether")
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        pytest.param(["from=x"], Example("x"), id="defaults"),
+        pytest.param(["from=1.10", "to=2e3"], Example("1.10", "2e3"), id="text-stays"),
+        pytest.param(["from=a=b", "to=null"], Example("a=b"), id="equals-sign"),
+        pytest.param(["from=", "kind=b"], Example("", kind="b"), id="empty"),
+        pytest.param(["from=x", "rate=1e-3"], Example("x", rate=0.001), id="exponent-without-a-point"),
+        pytest.param(
+            ["from=x", "number=7", "rate=2", "really=true"], Example("x", None, "a", 7, 2.0, True), id="typed"
+        ),
+    ],
+)
+def test_values(argv: list[str], wanted: Example) -> None:
+    assert arguments(Example, argv) == wanted
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        pytest.param([], "from is missing: where from; give from=VALUE.", id="missing"),
+        pytest.param(["x"], "x: not understood", id="no-value"),
+        pytest.param(["--fast"], "--fast: not understood", id="a-flag"),
+        pytest.param(["=3"], "=3: not understood", id="no-key"),
+        pytest.param(["form=x"], "form=x: there is no such setting; did you mean 'from'?", id="unknown"),
+        pytest.param(["from_=x"], "there is no such setting; did you mean 'from'?", id="underscore"),
+        pytest.param(["from=x", "from=y"], "from=y: from is given twice", id="twice"),
+        pytest.param(["from=x", "number=0"], "number=0: must be at least 1.", id="range"),
+        pytest.param(["from=x", "number=few"], "number=few: expected a whole number.", id="type"),
+        pytest.param(["from=x", "number=[1"], "number=[1: not understood", id="syntax"),
+        pytest.param(["from=x", "kind=c"], "kind=c: choose one of a, b", id="choice"),
+    ],
+)
+def test_refusals(argv: list[str], sentence: str) -> None:
+    with pytest.raises(Refusal) as refused:
+        arguments(Example, argv)
+    assert sentence in str(refused.value)
+
+
+def test_every_setting_is_described() -> None:
+    lines = describe(Example).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "from=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false"
+    ]  # fmt: skip
+    assert lines[0].endswith("where from")

@@ -1,0 +1,228 @@
+"""Convert weights from one format to another: `python -m titan.convert from=DIR to=DIR [KEY=VALUE ...]`; see `--help`.
+
+The target gets a mark when the work begins, which goes when it is done; what makes a folder count is written last. A
+conversion that was interrupted begins anew when its command is given again.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from titan import compose, console
+from titan.arguments import arguments, describe
+from titan.dataset import report
+from titan.settings import Failure, Refusal, setting
+
+if TYPE_CHECKING:
+    from titan.checkpoint.weights import Weights
+
+NAMES = {"Native": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
+MARK = ".titan-convert"
+"""A file in a folder that a conversion has begun to write."""
+COUNTS = ("config.json", "params.json", "manifest.json")
+"""What makes a folder count, in the formats that there are."""
+WRITTEN = (
+    "model*.safetensors", "model.safetensors.index.json", "consolidated.*.pth", "__*.distcp", ".metadata", ".*.part",
+    "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja",
+)  # fmt: skip
+"""What else a conversion writes, and so replaces."""
+SPARE = 64 * 2**20
+"""Bytes that a disk should have beside the tensors'."""
+
+
+@dataclass(frozen=True)
+class Convert:
+    """What to convert, into what, where to."""
+
+    from_: str = setting(
+        help="a run's or checkpoint's directory, a folder of Hugging Face's or Meta's, or a hub's name"
+    )
+    to: str = setting(help="the folder to write")
+    format: Literal["hf", "meta", "titan"] = setting(
+        "hf", "hf: safetensors, for transformers; meta: consolidated.NN.pth; titan: a checkpoint"
+    )
+    dtype: Literal["fp32", "bf16", "fp16", "keep"] = setting("bf16", "type of the weights; keep: as they are stored")
+    shard_gb: float = setting(5.0, "largest file in 10^9 bytes (hf, titan)", above=0)
+    meta_ranks: int = setting(1, "tensor parallel ranks, a file each (meta)", at_least=1)
+    overwrite: bool = setting(False, "replace what the folder holds")
+
+
+HELP = f"""\
+Convert weights: python -m titan.convert from=DIR to=DIR [KEY=VALUE ...]
+
+  python -m titan.convert from=runs/first to=exported               for transformers, in bf16
+  python -m titan.convert from=exported to=again format=titan       for titan: checkpoint.weights=again
+  python -m titan.convert from=meta-llama/Llama-3.2-1B to=llama     from Hugging Face's hub
+
+{describe(Convert)}
+
+One file's tensors are in memory at most. A conversion that was interrupted begins anew when given again.
+
+Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sentence), 130 interrupted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return compose.exit_code(lambda: _main(words))
+
+
+def _main(words: list[str]) -> int:
+    if {"-h", "--help"} & set(words):
+        print(HELP, end="")
+        return 0
+    chosen = arguments(Convert, words)
+    target = Path(chosen.to).expanduser().absolute()
+    _check_target(chosen, target)
+    began = time.monotonic()
+    weights, files = convert(chosen, target)
+    _report(weights, chosen, files, time.monotonic() - began)
+    return 0
+
+
+def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
+    """Convert, and return what was read and the files of tensors that were written."""
+    from titan.checkpoint.weights import open_weights
+
+    weights = open_weights(chosen.from_, "from")
+    _check_apart(Path(weights.path), target, chosen)
+    names, size, write = _plan(weights, chosen, target)
+    _check_space(target, size)
+    _begin(target)
+    try:
+        with bar(size) as show:
+            write(show)
+        (target / MARK).unlink()
+    except OSError as error:
+        raise Failure(
+            f"to={chosen.to}: can't be written on ({error.strerror or error}); mend that, then give the command again."
+        ) from error
+    return weights, [target / name for name in names]
+
+
+def _plan(
+    weights: Weights, chosen: Convert, target: Path
+) -> tuple[list[str], int, Callable[[Callable[[int], None]], None]]:
+    """The files of tensors, their bytes, and what writes them."""
+    from titan.checkpoint import export, save_weights
+
+    limit, dtype = int(chosen.shard_gb * 10**9), chosen.dtype
+    if chosen.format == "titan":
+        groups = save_weights.files_of(weights, dtype, limit)
+        size = sum(sum(group.values()) for group in groups.values())
+        return (
+            list(groups),
+            size,
+            lambda show: save_weights.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show),
+        )
+    how: Any = {"format": chosen.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": chosen.meta_ranks}
+    export.check_export(weights.model, chosen.format, chosen.meta_ranks)
+    files = export.files_of(weights, **how)
+
+    def write(show: Callable[[int], None]) -> None:
+        export.export(weights, target, **how, progress=show)
+        export.finish(weights, target, **how)
+
+    return [file.name for file in files], sum(file.bytes for file in files), write
+
+
+def _check_target(chosen: Convert, target: Path) -> None:
+    """Refuse what can't be written to, before anything is read."""
+    if chosen.meta_ranks > 1 and chosen.format != "meta":
+        raise Refusal(f"meta_ranks={chosen.meta_ranks}: is for format=meta; leave it out.")
+    source = Path(chosen.from_).expanduser().absolute()
+    if target.exists() and not target.is_dir():
+        raise Refusal(f"to={chosen.to}: is a file; name a folder.")
+    if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
+        raise Refusal(f"to={chosen.to}: lies in from={chosen.from_}; name a folder outside of it.")
+    begun = (target / MARK).exists()
+    if target.is_dir() and any(target.iterdir()) and not (begun or chosen.overwrite):
+        raise Refusal(f"to={chosen.to}: is not empty; name another folder, or give overwrite=true.")
+
+
+def _check_apart(source: Path, target: Path, chosen: Convert) -> None:
+    """Refuse a target that would overwrite what is read."""
+    if source.resolve() == target.resolve():
+        raise Refusal(f"to={chosen.to}: is where the weights of from={chosen.from_} lie; name another folder.")
+
+
+def _check_space(target: Path, size: int) -> None:
+    """Refuse a disk that is too small, counting what is replaced."""
+    there = next(folder for folder in (target, *target.parents) if folder.is_dir())
+    replaced = sum(file.stat().st_size for pattern in WRITTEN for file in target.glob(pattern))
+    free = shutil.disk_usage(there).free + replaced
+    if free < size + SPARE:
+        raise Refusal(
+            f"to={target}: needs {report.size(size + SPARE)}, and the disk has {report.size(free)} free; "
+            "make room or name another folder."
+        )
+
+
+def _begin(target: Path) -> None:
+    """Mark the folder, and take away what would make it count, and then what will be written anew."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        (target / MARK).touch()
+        for name in COUNTS:
+            (target / name).unlink(missing_ok=True)
+        for pattern in WRITTEN:
+            for file in target.glob(pattern):
+                file.unlink()
+    except OSError as error:
+        raise Refusal(f"to={target}: can't be written to ({error.strerror}); name another folder.") from error
+
+
+@contextmanager
+def bar(size: int) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes done, and shows a bar of all `size` where there are a terminal and tqdm."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield lambda _: None
+        return
+    with tqdm(total=size, unit="B", unit_scale=True, dynamic_ncols=True) as shown:
+
+        def show(done: int) -> None:
+            shown.update(done)
+
+        yield show
+
+
+def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float) -> None:
+    numbers = sum(math.prod(shape) for shape in weights.shapes.values())
+    kinds = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
+    size = sum(file.stat().st_size for file in files)
+    model = weights.model
+    print("converted:")
+    console.table(
+        {
+            "from": f"{chosen.from_}: {NAMES[type(weights).__name__]}, {', '.join(kinds)}",
+            "model": f"{type(model).__name__}, {numbers:,} parameters, {model.layers} layers of width {model.dim}",
+            "to": f"{chosen.to}: {chosen.format}, {chosen.dtype}",
+            "files": f"{len(files):,}, {report.size(size)}",
+            "tokenizer": weights.tokenizer or "none: the weights have none",
+            "time": f"{seconds:.1f} s",
+        }
+    )
+
+
+def cli() -> None:
+    """The console script `titan-convert`."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()

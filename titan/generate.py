@@ -1,0 +1,90 @@
+"""Text from a trained model: `python -m titan.generate from=DIR prompt="..." [SETTING=VALUE ...]`; see `--help`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan import compose
+from titan.arguments import arguments, describe
+from titan.cluster import devices
+from titan.generation.schema import Degrees, Settings
+from titan.parallelism.schema import Layout
+from titan.settings import Refusal
+
+HELP = """\
+Text from a trained model: python -m titan.generate from=DIR prompt="..." [SETTING=VALUE ...]
+
+  python -m titan.generate from=runs/first prompt="def main("          continue a text; it appears as it is written
+  python -m titan.generate from=llama/ prompts=questions.txt output=answers.jsonl temperature=0
+  python -m titan.generate from=runs/first tokens=[1,2,3] samples=4    four continuations of token ids
+
+Settings, with what they are unless given:
+
+{settings}
+  parallelism.tensor=1 parts of each matrix, a rank each
+
+Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sentence), 130 interrupted.
+"""
+_PREFIX = "parallelism."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return compose.exit_code(lambda: _main(given))
+
+
+def _main(given: list[str]) -> int:
+    if {"-h", "--help"} & set(given):
+        print(HELP.format(settings=describe(Settings)), end="")
+        return 0
+    settings = arguments(Settings, [argument for argument in given if not argument.startswith(_PREFIX)])
+    layout = _layout([argument for argument in given if argument.startswith(_PREFIX)])
+    texts = settings.texts()
+    _check_paths(settings)
+    machine = devices.detect(settings.device)
+
+    from titan.checkpoint.weights import open_weights  # only now: refusals need not wait for torch
+    from titan.generation.job import plan
+
+    job = plan(settings, layout, texts, open_weights(settings.from_, "from"), machine)
+    if layout.devices == 1:
+        from launchers.place import Place
+        from titan.generation.worker import work
+
+        return work(job, Place())
+    from launchers.local import run_ranks
+
+    with tempfile.TemporaryDirectory(prefix="titan-") as folder:
+        return run_ranks(job, layout.devices, Path(folder), module="titan.generate_rank")
+
+
+def _layout(given: list[str]) -> Layout:
+    try:
+        degrees = arguments(Degrees, [argument.removeprefix(_PREFIX) for argument in given])
+    except Refusal as refusal:
+        raise Refusal(f"{_PREFIX}{refusal}") from None
+    return degrees.layout()
+
+
+def _check_paths(settings: Settings) -> None:
+    """Refuse paths of which it is plain that they are wrong; a name at Hugging Face's hub looks like one, too."""
+    path = Path(settings.from_).expanduser()
+    if not path.exists() and (path.parent.is_dir() or len(path.parts) != 2):
+        raise Refusal(f"from={settings.from_}: there is no such directory; correct the path.")
+    output = Path(settings.output or "x").expanduser()
+    if output.is_dir() or not output.parent.is_dir():
+        what = "is a directory" if output.is_dir() else f"there is no directory {output.parent}"
+        raise Refusal(f"output={settings.output}: {what}; give another file.")
+
+
+def cli() -> None:
+    """The console script `titan-generate`."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,19 @@
+"""One rank that generates, started by `launchers.local`: `python -m titan.generate_rank FILE`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launchers.place import Place
+from titan.rank import run
+
+
+def work(payload: Any, place: Place) -> int:
+    """Generate: the payload is the job."""
+    from titan.generation.worker import work as generate
+
+    return generate(payload, place)
+
+
+if __name__ == "__main__":
+    run(work)

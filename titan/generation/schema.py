@@ -1,0 +1,129 @@
+"""The settings of `titan.generate`. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from titan.parallelism.schema import DIMENSIONS, Layout
+from titan.settings import MISSING, Refusal, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degrees:
+    """The degree of each dimension, by the names that training has for them."""
+
+    pipeline: int = setting(1, "stages; 1 only", at_least=1)
+    replicate: int = setting(1, "copies; 1 only", at_least=1)
+    shard: int = setting(1, "parts that weights are kept in; 1 only", at_least=1)
+    context: int = setting(1, "parts of a sequence; 1 only", at_least=1)
+    tensor: int = setting(1, "parts of each matrix, a rank each", at_least=1)
+
+    def layout(self) -> Layout:
+        """The degrees together.
+
+        Raises:
+            Refusal: when another dimension than tensor is above one.
+        """
+        for name in DIMENSIONS:
+            if (degree := getattr(self, name)) > 1 and name != "tensor":
+                raise Refusal(
+                    f"parallelism.{name}={degree}: text is generated on one device or on tensor parallel ranks; "
+                    f"give parallelism.tensor={degree}."
+                )
+        return Layout(tensor=self.tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to continue, with which model, and how."""
+
+    from_: str = setting(MISSING, "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
+    prompt: str | None = setting(None, "a text to continue, or several: [a,b]")
+    prompts: str | None = setting(None, "a file with a prompt a line, or *.jsonl with the key text")
+    tokens: tuple[int, ...] | None = setting(None, "token ids to continue, taken as they are: [1,2,3]", at_least=0)
+    markup: bool = setting(False, "special tokens that a prompt spells are taken for them")
+    max_tokens: int = setting(128, "tokens to generate at most", at_least=1)
+    samples: int = setting(1, "continuations of each prompt", at_least=1)
+    temperature: float = setting(0.8, "the logits are divided by it; 0: always the likeliest token", at_least=0)
+    top_k: int = setting(40, "draw from so many likeliest tokens; 0: from all", at_least=0)
+    top_p: float = setting(
+        1.0, "draw from the fewest likeliest tokens that have this probability together", above=0, at_most=1
+    )
+    seed: int = setting(0, "of the draws", at_least=0)
+    stop: str | None = setting(None, "a text that ends the continuation where it comes, or several: [a,b]")
+    ignore_eos: bool = setting(False, "go on after the token that ends a document")
+    output: str | None = setting(None, "a file to write to as JSON Lines; null: the terminal")
+    dtype: Literal["auto", "bf16", "fp32"] = setting(
+        "auto", "type of the weights and to compute in; auto: bf16 where the device is fast at it, else fp32"
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: GPUs where there are any, else the CPU")
+    batch: int = setting(8, "continuations computed together", at_least=1)
+    chunk: int = setting(512, "tokens of a prompt computed together", at_least=1)
+
+    def texts(self) -> list[str] | None:
+        """The prompts that are texts; None where `tokens` are given.
+
+        Raises:
+            Refusal: when there is none, or several ways to give them are mixed, or a file can't be read.
+        """
+        given = [name for name in ("prompt", "prompts", "tokens") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise Refusal(f"{' and '.join(given)}: give one of them only.")
+        if not given:
+            raise Refusal('prompt is missing: give prompt="a text to continue", prompts=FILE or tokens=[1,2,3].')
+        if self.tokens == ():
+            raise Refusal("tokens=[]: there is nothing to continue; give token ids, such as tokens=[1,2,3].")
+        if self.prompts is not None:
+            return read_prompts(self.prompts)
+        return None if self.prompt is None else listed(self.prompt)
+
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end a continuation."""
+        return tuple(text for text in listed(self.stop or "") if text)
+
+
+def listed(text: str) -> list[str]:
+    """The texts in `[a,b]`, as YAML writes a list of them; what is none is a text itself."""
+    if not (text.startswith("[") and text.endswith("]")):
+        return [text]
+    try:
+        found = yaml.load(text, yaml.BaseLoader)  # which leaves numbers and the like texts
+    except yaml.YAMLError:
+        return [text]
+    return found if found and all(isinstance(item, str) for item in found) else [text]
+
+
+def read_prompts(name: str) -> list[str]:
+    """The prompts in a file: its lines without their ends, of *.jsonl what is under the key text; empty lines are none.
+
+    Raises:
+        Refusal: when it can't be read, or has none.
+    """
+    try:
+        content = Path(name).expanduser().read_bytes().decode()
+    except OSError as error:
+        raise Refusal(f"prompts={name}: can't be read ({error.strerror}); give a file with a prompt a line.") from error
+    except UnicodeDecodeError as error:
+        raise Refusal(f"prompts={name}: not UTF-8 (byte {error.start}); convert it.") from error
+    # not splitlines, which cuts at characters that JSON leaves inside of a text
+    numbered = enumerate((line.removesuffix("\r") for line in content.split("\n")), start=1)
+    lines = [(number, line) for number, line in numbered if line.strip()]
+    if not lines:
+        raise Refusal(f"prompts={name}: holds no prompt; give a file with a prompt a line.")
+    json_lines = Path(name).suffix == ".jsonl"
+    return [_text_of(line, f"prompts={name}: line {number}") if json_lines else line for number, line in lines]
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refusal(f'{where} is not like {{"text": "a prompt"}}; mend it.') from error
+    if not isinstance(text, str):
+        raise Refusal(f"{where} has a text that is none; mend it.")
+    return text

@@ -1,0 +1,100 @@
+"""The body of a rank that generates: join the others, build the model, load its weights, continue the prompts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launchers.place import Place
+from titan import assemble
+from titan.checkpoint.loading import load_weights
+from titan.checkpoint.weights import open_weights
+from titan.dataset.tokenizer import Tokenizer, load_tokenizer
+from titan.generation.decode import Decoding, Row, Rules
+from titan.generation.job import Job
+from titan.generation.show import Clock, JsonLines, Nowhere, Screen, Terminal
+from titan.generation.text import Text
+from titan.parallelism import mesh
+from titan.parallelism.mesh import World
+from titan.settings import Failure
+
+TIMEOUT = 1800.0
+"""Seconds after which ranks that wait for each other give up."""
+
+
+def work(job: Job, place: Place) -> int:
+    """Generate as one of the job's ranks; rank 0 shows the results.
+
+    Returns:
+        0.
+
+    Raises:
+        Failure: when it can't go on, in a plain sentence.
+    """
+    world = mesh.connect(place, job.layout, job.device, TIMEOUT)
+    tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
+    try:
+        model = _model(job, world)
+        with _screen(job, tokenizer, world) as screen:
+            clock = continue_all(job, model, tokenizer, world, screen)
+    except torch.OutOfMemoryError as error:
+        first = str(error).split(". ")[0]
+        ways = "a smaller batch or chunk, or a larger parallelism.tensor"
+        raise Failure(f"out of memory: {first}. Give {ways}.") from error
+    finally:
+        world.close()
+    if world.speaks:
+        print(f"titan: {clock.line()}", file=sys.stderr)
+    return 0
+
+
+def _model(job: Job, world: World) -> Any:
+    """The model, or this rank's part of it, with its weights."""
+    weights = open_weights(job.path, "from")
+    model = assemble.for_generation(weights.model, job.precision, world)
+    load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1, setting="from")
+    return model
+
+
+def continue_all(job: Job, model: Any, tokenizer: Tokenizer | None, world: World, screen: Screen) -> Clock:
+    """Continue every prompt, a batch at a time; all ranks call it together.
+
+    Returns:
+        How fast it went.
+    """
+    s, clock = job.settings, Clock()
+    rules = Rules(s.temperature, s.top_k, s.top_p, s.seed, job.vocab, job.eos, s.max_tokens)
+    decoding = Decoding(model, rules, device=world.device, chunk=s.chunk, agree=world.hand_out)
+
+    def show(token: int, text: str) -> None:
+        clock.tick()
+        screen.piece(token, text)
+
+    rows = _rows(job, tokenizer, show)
+    while batch := list(islice(rows, s.batch)):
+        screen.begin(batch[0].prompt)
+        decoding.run(batch)
+        for row in batch:
+            screen.done(row)
+    return clock
+
+
+def _rows(job: Job, tokenizer: Tokenizer | None, show: Any) -> Iterator[Row]:
+    """The continuations of all prompts, in order."""
+    for prompt in job.prompts:
+        for sample in range(job.settings.samples):
+            text = None if tokenizer is None else Text(tokenizer, prompt, job.settings.stops())
+            yield Row(prompt, sample, text, show)
+
+
+def _screen(job: Job, tokenizer: Tokenizer | None, world: World) -> Screen:
+    if not world.speaks:
+        return Nowhere()
+    if job.settings.output is not None:
+        return JsonLines(Path(job.settings.output).expanduser(), tokenizer)
+    return Terminal(tokenizer, len(job.prompts) * job.settings.samples)
