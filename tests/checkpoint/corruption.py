@@ -120,7 +120,8 @@ class Damage:
         """For the table: what is done again."""
         if self.used is None:
             return "it does not go on" + (" by itself" if self.code == 2 else "")
-        return {4: "nothing", 2: "two steps, done again", 0: "all steps, done again"}[self.used]
+        lost = {4: "nothing", 2: "two steps, done again", 0: "all steps, done again"}[self.used]
+        return lost if self.code == 0 else f"{lost}; exit code {self.code}"
 
 
 @dataclass(frozen=True)
@@ -531,7 +532,9 @@ def _remotes() -> Iterator[Damage]:
     )
     unread = "checkpoint.path=.* can't be read .*index.json is no index"
     for title, harm in (("empty", lambda f: f.write_bytes(b"")), ("garbage", lambda f: f.write_bytes(b"[\xff"))):
-        yield Damage(f"copies' index {title}", lambda s, h=harm: h(s.remote / "index.json"), unread, 4, remote=URL)
+        yield Damage(
+            f"copies' index {title}", lambda s, h=harm: h(s.remote / "index.json"), unread, 4, remote=URL, code=1
+        )
     yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), "life 2, resume from step 4", 4, remote=URL)
     yield Damage(
         "here all removed, copies' index garbage",
