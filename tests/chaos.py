@@ -38,6 +38,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.reader import Reader
 from titan.checkpoint.remote import Remote
 from titan.compose import composed
+from titan.lives import read_lives
 from titan.run import Run
 
 EVERY = 4
@@ -106,6 +107,7 @@ class Report:
     Attributes:
         kills, during: how many, and how many of them left half a checkpoint.
         lives: of the run.
+        resumed: how many of them began from a checkpoint.
         checkpoints: steps of which a checkpoint was complete.
         again: steps that were done again.
         loss: largest relative difference of a loss or norm in the first step after a restart; on one layout in any.
@@ -118,6 +120,7 @@ class Report:
     kills: int = 0
     during: int = 0
     lives: int = 0
+    resumed: int = 0
     checkpoints: int = 0
     again: int = 0
     loss: float = 0.0
@@ -127,13 +130,13 @@ class Report:
 
     def row(self) -> str:
         """As a line of the table."""
-        figures = f"{self.kills} ({self.during}) | {self.lives} | {self.checkpoints} | {self.again}"
+        figures = f"{self.kills} ({self.during}) | {self.lives} ({self.resumed}) | {self.checkpoints} | {self.again}"
         differences = f"{self.loss:.0e} | {self.later:.0e}"
         return f"| {self.name} | {figures} | {differences} | {'; '.join(self.wrong) or 'holds'} | {self.seconds:.0f} |"
 
 
 HEADER = (
-    "| run | kills (in a save) | lives | checkpoints | steps done again | first step of a life | any step | | s |\n|"
+    "| run | kills (in a save) | lives (resumed) | checkpoints | steps done again | first step of a life | any step | | s |\n|"
     + " --- |" * 9
 )
 
@@ -237,10 +240,17 @@ class Chaos:
         return _waited(process, lambda: self._lines() >= enough) and _passed(process, self.dice.uniform(0, 0.05))
 
     def _in_save(self, process: subprocess.Popen[str]) -> bool:
-        """When a checkpoint's folder has appeared, and its manifest has not; a little later."""
-        before = {name for name, _ in self._half()}
-        seen = _waited(process, lambda: {name for name, _ in self._half()} - before)
+        """When a checkpoint's folder has appeared, and its manifest has not; a little later.
+
+        Not always in the life's first save: a run that never gets further would prove little.
+        """
+        enough = self._newest() + EVERY * self.dice.randrange(4)
+        seen = _waited(process, lambda: any(int(name[5:]) > enough for name, _ in self._half()))
         return seen and _passed(process, self.dice.uniform(0, 0.01))
+
+    def _newest(self) -> int:
+        """The step of the last checkpoint."""
+        return max((int(folder.name[5:]) for folder in manifest.complete(self.directory)), default=0)
 
     def _half(self) -> set[tuple[str, int]]:
         """Folders of saves that have not ended, each with what tells it from one of the same name."""
@@ -267,8 +277,7 @@ class Chaos:
         half = self._half()
         self.report.during += bool(half - self.halves)
         self.halves = half
-        complete = manifest.complete(self.directory)
-        last = int(complete[-1].name[5:]) if complete else 0
+        complete, last = manifest.complete(self.directory), self._newest()
         if last < self.last:
             self.report.wrong.append(f"kill {self.report.kills}: the last checkpoint was {self.last} and is {last}")
         self.last = last
@@ -299,6 +308,7 @@ class Chaos:
         told, expected = [line for line in lines if "loss" in line], steps(one)
         report, last = self.report, steps(mine)
         report.lives = self._lives()
+        report.resumed = sum(begun["from_step"] > 0 for begun in read_lives(self.directory))
         report.checkpoints = len({line["checkpoint_step"] for line in lines if "checkpoint_step" in line})
         report.again = len(told) - len(last)
         firsts = {line["life"]: line for line in reversed(told)}.values()
@@ -411,7 +421,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(report.row(), flush=True)
                 reports.append(report)
     total = Report(
-        "all", *(sum(getattr(r, f) for r in reports) for f in ("kills", "during", "lives", "checkpoints", "again"))
+        "all",
+        *(sum(getattr(r, f) for r in reports) for f in ("kills", "during", "lives", "resumed", "checkpoints", "again")),
     )
     total.seconds, total.loss = sum(r.seconds for r in reports), max(r.loss for r in reports)
     total.later, total.wrong = max(r.later for r in reports), [f"{r.name}: {w}" for r in reports for w in r.wrong]

@@ -488,7 +488,9 @@ def _traps() -> Iterator[Damage]:
         how = " unverified" if more else ""
         yield Damage(f"metadata run a shell{how}", trap(system), _said(names.format("posix.system")), more=more)
         yield Damage(f"metadata open a file{how}", trap(opened), _said(names.format(r"io.open")), more=more)
-    yield Damage("metadata load another file", trap(loaded), _said(names.format("tests.checkpoint.corruption._load")))
+    yield Damage(
+        "metadata load another file", trap(loaded), _said(names.format(r"(__main__|tests.checkpoint.corruption)._load"))
+    )
     yield Damage("metadata hide a shell", described(nested), _said(names.format("posix.system")))
     objects = _said(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
     yield Damage("metadata of objects", described(as_bytes), objects)
