@@ -136,8 +136,8 @@ class Report:
 
 
 HEADER = (
-    "| run | kills (in a save) | lives (resumed) | checkpoints | steps done again | first step of a life | any step | | s "
-    "|\n|" + " --- |" * 9
+    "| run | kills (in a save) | lives (resumed) | checkpoints | steps done again | first step of a life | any step | | "
+    "s |\n|" + " --- |" * 9
 )
 
 
