@@ -136,8 +136,8 @@ class Report:
 
 
 HEADER = (
-    "| run | kills (in a save) | lives (resumed) | checkpoints | steps done again | first step of a life | any step | | "
-    "s |\n|" + " --- |" * 9
+    "| run | kills (in a save) | lives (resumed) | checkpoints | steps done again | first step of a life | any step | "
+    "| s |\n|" + " --- |" * 9
 )
 
 
@@ -292,7 +292,7 @@ class Chaos:
         """Wait for the end, which must be a good one."""
         until(lambda: process.poll() is not None, "the end", seconds=10 * LONG)
         if process.returncode:
-            tail = (self.folder / "said").read_text()[-600:]
+            tail = " ".join((self.folder / "said").read_text()[-600:].split())
             self.report.wrong.append(f"exit code {process.returncode} after {self.report.kills} kills: {tail}")
 
     def _compare(self) -> None:
