@@ -6,7 +6,7 @@ PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c co
 ENV     = $(if $(findstring $(VENV),$(RUN)),$(VENV)/.titan,)
 PINS    = pyproject.toml constraints.txt
 
-.PHONY: train test test-all lint bench modes gpu clean
+.PHONY: train test test-all chaos lint bench modes gpu clean
 
 train: $(ENV)            ## the main job: a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
@@ -16,6 +16,9 @@ test: $(VENV)/.test      ## all tests
 
 test-all: $(VENV)/.test  ## all tests, and every combination of techniques: half an hour
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "full or not full" $(ARGS)
+
+chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
+	$(VENV)/bin/python -m tests.chaos $(ARGS)
 
 lint: $(VENV)/.lint      ## ruff and mypy
 	$(VENV)/bin/ruff check

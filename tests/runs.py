@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from titan.dataset import order
 from titan.dataset.corpora import mixed, opened, ready
 from titan.dataset.mix import Mix
 from titan.lives import Life
+from titan.metrics.plot import read_lines
 from titan.model import llama  # noqa: F401
 from titan.run import Run, as_model
 from titan.settings import Failure
@@ -169,7 +169,7 @@ def difference(a: Tensors, b: Tensors) -> float:
 
 def steps(run: Run) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl that tell of a step; of a step that was done again, the last one."""
-    lines = [json.loads(line) for line in (Path(run.directory) / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(Path(run.directory) / "metrics.jsonl")
     by_step = {line["step"]: line for line in lines if "loss" in line}
     return [by_step[step] for step in sorted(by_step)]
 

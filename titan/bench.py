@@ -1,4 +1,4 @@
-"""titan against the bare PyTorch loop: `python -m titan.bench [--suite cpu|gpu|modes|data|tiny] [SETTING=VALUE ...]`.
+"""titan against the bare PyTorch loop: `python -m titan.bench [--suite NAME] [SETTING=VALUE ...]`.
 
 Speed is a ratio: titan and the bare loop train the same model in one process, a few steps each in turn, and each
 round gives one ratio; the table shows their median and spread. Ceilings, data loading, start-up and memory follow.
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan import capacity, compose, identity, lives, modes
+from titan.checkpoint import measure
 from titan.cluster.devices import peak_tflops
 from titan.run import Run, billions
 from titan.settings import Refusal
@@ -65,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "--suite", choices=("cpu", "gpu", "tiny", "modes", "data", "generate"), default="cpu", help="what to measure"
+        "--suite",
+        choices=("cpu", "gpu", "tiny", "modes", "data", "generate", "checkpoint"),
+        default="cpu",
+        help="what to measure",
     )
     parser.add_argument("--rounds", type=int, default=9, help="rounds a case (default 9)")
     parser.add_argument("--steps", type=int, default=5, help="steps a round (default 5)")
@@ -89,6 +93,8 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
         return _modes(run, args, overrides)
     if args.suite == "data":
         return _data(args)
+    if args.suite == "checkpoint":
+        return _checkpoint(run, args, base)
     if args.suite == "generate":
         return _generate(run, args)
     found["ceilings"] = _ceilings(run)
@@ -124,9 +130,18 @@ def _modes(run: Run, args: argparse.Namespace, overrides: list[str]) -> int:
 
 def _data(args: argparse.Namespace) -> int:
     """How well data are prepared."""
-    from titan.dataset import measure
+    from titan.dataset import measure as data
 
-    found = measure.suite(args.rounds)
+    found = data.suite(args.rounds)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    return 0
+
+
+def _checkpoint(run: Run, args: argparse.Namespace, base: list[str]) -> int:
+    """What saving takes."""
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        found = measure.suite(run, [*base, *QUIET[1:]], args.rounds, Path(folder), _train)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
     return 0
@@ -152,6 +167,8 @@ def _base(suite: str) -> list[str]:
         shape = ["model.dim=64", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.ffn=128"]
         return [*shape, "dataset=synthetic", "training.seq_len=64", "training.global_batch=256"]
     long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
+    if suite == "checkpoint":
+        return [*measure.SHAPE]
     return [] if suite in ("cpu", "modes", "data", "generate") else [*long, "cluster.device=cuda"]
 
 

@@ -26,7 +26,7 @@ from titan import identity
 from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.remote import Remote, is_url, of
+from titan.checkpoint.remote import of
 from titan.dataset import corpora, order
 from titan.dataset.mix import Mix
 from titan.identity import Ids
@@ -35,6 +35,8 @@ from titan.settings import Refusal, show
 
 OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
 OURS |= {"profile", "debug", "tensorboard", "wandb", "save"}
+NEEDED = ("life", "run_id", "ids", "science", "config")
+"""What later lives want of a document in run.yaml."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
         if result.get("finished") and result["step"] == run.training.steps:
             return Finished(run.directory, result)
         _check_last(run, result, last, notes)
+        notes += _gone(lives[-1], result, last)
     found = last or fork or (_forked(run, parent) if parent and run.checkpoint.resume else None)
     life = _life(run, lives, ids, mix, folders, parent, found)
     life = replace(life, notes=notes)
@@ -118,8 +121,8 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     damaged, directory = str(life.checkpoint), Path(run.directory)
     if not _own(run, damaged):
         raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one.")
-    if is_url(damaged):
-        Remote(damaged.rpartition("/")[0]).forget(life.step)
+    if run.checkpoint.path and damaged.startswith(of(run.checkpoint.path, run.directory).url):
+        of(run.checkpoint.path, run.directory).forget(life.step)
     else:
         manifest.set_aside(Path(damaged))
     mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
@@ -141,7 +144,7 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     """
     file = directory / "run.yaml"
     if file.is_file():
-        return [document for document in yaml.safe_load_all(file.read_text()) if document]
+        return _documents(file)
     others = sorted({p.name for p in directory.iterdir()} - OURS) if directory.is_dir() else []
     if others:
         raise Refusal(
@@ -149,6 +152,30 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
             "choose another name or an empty directory."
         )
     return []
+
+
+def _documents(file: Path) -> list[dict[str, Any]]:
+    """What run.yaml holds.
+
+    Raises:
+        Refusal: when that is not what `_record` wrote.
+    """
+    try:
+        documents = [document for document in yaml.safe_load_all(file.read_text()) if document]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _unreadable(file, " ".join(str(error).split())[:100]) from error
+    for number, document in enumerate(documents, 1):
+        try:
+            _ = [document[key] for key in NEEDED], document["config"]["training"]["steps"]
+        except (KeyError, TypeError) as error:
+            raise _unreadable(file, f"its document {number} is not complete") from error
+    return documents
+
+
+def _unreadable(file: Path, why: str) -> Refusal:
+    return Refusal(
+        f"hydra.run.dir={file.parent}: run.yaml can't be read ({why}); mend it, or choose another name to start again."
+    )
 
 
 def check_data(run: Run, mix: Mix) -> None:
@@ -311,6 +338,12 @@ def _check_last(run: Run, result: Mapping[str, Any], last: Candidate | None, not
         )
 
 
+def _gone(before: Mapping[str, Any], result: Mapping[str, Any], last: Candidate | None) -> tuple[str, ...]:
+    """What is to be said where a run had checkpoints and has none any more."""
+    done = max(int(before.get("from_step", 0)), int(result.get("step", 0)) if result.get("checkpoint") else 0)
+    return (f"there is no checkpoint any more of a run that had got to step {done}",) if done and last is None else ()
+
+
 def _rows(run: Run, mix: Mix, saved: Manifest) -> int:
     """How many rows a checkpoint has read, when this run would have read the same ones.
 
@@ -406,8 +439,7 @@ def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
         "science": dict(science),
         "config": as_config(run),
     }
-    with (directory / "run.yaml").open("a") as out:
-        out.write("---\n" + yaml.safe_dump(document, sort_keys=False))
+    _write(directory, [*read_lives(directory), document])
     (directory / ".hydra").mkdir(exist_ok=True)
     for name, text in run.hydra.items():
         (directory / ".hydra" / name).write_text(text)
@@ -417,9 +449,13 @@ def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
 def _correct(directory: Path, life: Life) -> None:
     """Let the last document of run.yaml say where the life really begins."""
     *earlier, document = read_lives(directory)
-    document |= {"from_step": life.step, "notes": list(life.notes)}
+    _write(directory, [*earlier, document | {"from_step": life.step, "notes": list(life.notes)}])
+
+
+def _write(directory: Path, documents: list[dict[str, Any]]) -> None:
+    """Replace run.yaml; at once, so that a kill leaves no half of it."""
     temporary = directory / ".run.yaml"
-    temporary.write_text("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in (*earlier, document)))
+    temporary.write_text("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in documents))
     temporary.rename(directory / "run.yaml")
 
 

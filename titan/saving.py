@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from titan.checkpoint import export, remote
 from titan.checkpoint.manager import After, Manager, Outcome
-from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.manifest import Damaged, Manifest
 from titan.checkpoint.talk import Talk
 from titan.checkpoint.weights import open_weights
 from titan.dataset import order
@@ -61,9 +61,30 @@ class Saving:
         self.saved_step = self.begun_step = life.step
         self.saved_at = self.looked_at = time.monotonic()
         self.retry_at: float | None = None
-        self.delay = RETRY_SECONDS
+        self.delay, self.ending = RETRY_SECONDS, False
         self.wrong: str | None = None
         self.stalled = 0.0
+
+    def make_up(self) -> None:
+        """Begin what was to follow the checkpoint that the life begins from, where a kill came between.
+
+        All ranks call it together.
+        """
+        folder = Path(self.life.checkpoint or "")
+        if self.manager is None or folder.parent.parent != Path(self.run.directory):
+            return
+        if self.manager.talk.first(lambda: self._owed(folder)):
+            self.manager.repeat(self.life.step)
+
+    def _owed(self, folder: Path) -> bool:
+        """Whether a checkpoint is not exported, or not elsewhere; also where that can't be read: the copy says why."""
+        how = self.run.checkpoint
+        if how.export and not (folder / how.export / export.LAST[how.export]).is_file():
+            return True
+        try:
+            return bool(how.path) and self.life.step not in remote.of(str(how.path), self.run.directory).index()
+        except (OSError, Damaged):
+            return True
 
     def due(self) -> bool:
         """Whether it is time to save, for reasons that all ranks have to be told of."""
@@ -110,6 +131,7 @@ class Saving:
         if self.manager is None:
             return []
         records = self.wait()
+        self.ending = True
         for attempt in range(ATTEMPTS):
             if self.saved_step == step and self.wrong is None:
                 break
@@ -161,9 +183,10 @@ class Saving:
     def _failed(self, outcome: Outcome) -> None:
         self.begun_step = self.saved_step
         self.retry_at = time.monotonic() + self.delay
+        more = "" if self.ending else f"; training goes on, and it is tried again in {self.delay:.0f} s"
         self.tell(
-            f"step {outcome.step}: no checkpoint could be saved ({outcome.error}); training goes on, and it is tried "
-            f"again in {self.delay:.0f} s. The last one is of step {self.saved_step}."
+            f"step {outcome.step}: no checkpoint could be saved ({outcome.error}){more}. "
+            f"The last one is of step {self.saved_step}."
         )
         self.delay = min(2 * self.delay, LONGEST_SECONDS)
 

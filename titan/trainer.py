@@ -174,6 +174,7 @@ class Trainer:
         talk = Talk(place.rank, place.size, self.world.aside)
         if self.life.checkpoint:
             restore(self.engine, Path(self.life.checkpoint), talk)
+            self.saving.make_up()
         elif self.life.weights:
             start_from(self.engine, self.life.weights, talk)
 

@@ -49,7 +49,8 @@ def native(folder: Path, model: Decoder, dtype: torch.dtype = torch.float32) -> 
         with file.open("rb") as content:
             files[file.name] = manifest.checksum(content)
     kind = {"_target_": f"titan.model.schema.{type(model).__name__}"}
-    about = Manifest(3, 100, {}, "0" * 12, "run", {}, kind | plain(model), "titan4k", files)
+    step = int(folder.name[5:]) if folder.name.startswith("step-") else 3
+    about = Manifest(step, 100, {}, "0" * 12, "run", {}, kind | plain(model), "titan4k", files)
     manifest.write(folder, about)
     return weights
 

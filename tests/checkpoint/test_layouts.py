@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint.layouts import EXACT, KINDS, LAYOUTS, Table
 from tests.checkpoint.test_manager import in_two_lives
 from tests.matrix import MODEL, Outcome
 from tests.runs import difference, tiny, train, weights
 
 MOMENTUM = ("optimizer=sgd", "optimizer.momentum=0.9", "training.steps=6", *MODEL)
-LAYOUTS = {
-    "single": (),
-    "fsdp": ("parallelism.shard=2",),
-    "tp": ("parallelism.tensor=2",),
-    "fsdp_tp": ("parallelism.shard=2", "parallelism.tensor=2"),
-    "pp": ("parallelism.pipeline=2", "parallelism.microbatches=4"),
-    "pp4": ("parallelism.pipeline=4", "parallelism.microbatches=4"),
-    "zbv": ("parallelism.pipeline=2", "parallelism.microbatches=4", "parallelism.schedule=ZBVZeroBubble"),
-    "fsdp_cp": ("parallelism.shard=2", "parallelism.context=2"),
-    "3d": ("parallelism=3d", "parallelism.microbatches=4", "parallelism.schedule=Interleaved1F1B"),
-}
+UNTIED, TIED = KINDS
 MOVES = [
     pytest.param("3d", "single", True, id="3d-single-tied"),
-    pytest.param("single", "zbv", True, id="single-zbv-tied"),
-    pytest.param("zbv", "pp4", True, id="zbv-pp4-tied"),
-    pytest.param("fsdp_tp", "pp", False, id="fsdp_tp-pp"),
-    pytest.param("pp4", "fsdp_cp", False, id="pp4-fsdp_cp"),
-    pytest.param("fsdp_cp", "tp", False, id="fsdp_cp-tp"),
-    pytest.param("tp", "3d", False, id="tp-3d"),
+    pytest.param("ZBV", "pp of 4", True, id="ZBV-pp4-tied"),
+    pytest.param("fsdp cp", "tp", False, id="fsdp_cp-tp"),
 ]
+QUICK = {
+    UNTIED: {"single": ["fsdp", "ZBV"], "fsdp of 3": ["single", "fsdp tp", "ZBV"], "fsdp tp": ["fsdp of 3", "ZBV"]},
+    TIED: {"ddp of 3": ["single", "3d"], "ZBV": ["3d", "single"]},
+}
+"""What `make test` has of the tables: who loads what of whom; `make test-all` has all."""
+CELLS = [
+    *(
+        pytest.param(kind, loads, rows, id=f"{kind} {loads} of {len(rows)}")
+        for kind in QUICK
+        for loads, rows in QUICK[kind].items()
+    ),
+    *(
+        pytest.param(kind, loads, list(LAYOUTS), id=f"{kind} {loads} of all", marks=pytest.mark.full)
+        for kind in KINDS
+        for loads in LAYOUTS
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Table]:
+    """The checkpoints of each kind, saved once."""
+    tables = {kind: Table(tmp_path_factory.mktemp("layouts"), kind) for kind in KINDS}
+    return tables.__getitem__
+
+
+@pytest.mark.parametrize(("kind", "loads", "rows"), CELLS)
+def test_a_layout_loads_to_the_bit_what_others_saved_and_goes_on_like_one_device(
+    kind: str, loads: str, rows: list[str], table: Callable[[str], Table]
+) -> None:
+    cells = table(kind).cells(loads, rows)
+    assert list(cells) == rows
+    assert [row for row, cell in cells.items() if not cell.exact] == []
+    assert {row: cell for row, cell in cells.items() if not cell.worst <= EXACT} == {}
 
 
 @pytest.mark.parametrize(("before", "after", "tied"), MOVES)

@@ -40,6 +40,12 @@ def text_run(folder: Path, layout: str = "single", *more: str) -> Run:
     return composed([*base, *LAYOUTS[layout], *text, *keep, f"hydra.run.dir={folder}/run"])
 
 
+SAVED = {
+    "step": int, "life": int, "checkpoint_step": int, "checkpoint_seconds": float, "checkpoint_stall_seconds": float,
+    "checkpoint_gib": float,
+}  # fmt: skip
+
+
 def lines(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run.directory) / "metrics.jsonl").read_text().splitlines()]
 
@@ -51,12 +57,14 @@ def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
     )
     train(run)
     for line in lines(run):
-        schema = STEP if "loss" in line else VALIDATION
+        schema = STEP if "loss" in line else SAVED if "checkpoint_step" in line else VALIDATION
         assert {key: type(value) for key, value in line.items()} == schema
-    assert [("loss" in line, line["step"]) for line in lines(run)] == [
+    told = [line for line in lines(run) if "checkpoint_step" not in line]
+    assert [("loss" in line, line["step"]) for line in told] == [
         (True, 1), (True, 2), (False, 2), (True, 3), (False, 3),
     ]  # fmt: skip
-    assert [line["tokens"] for line in lines(run)] == [128, 256, 256, 384, 384]
+    assert [line["tokens"] for line in told] == [128, 256, 256, 384, 384]
+    assert [(line["step"], line["checkpoint_step"]) for line in lines(run) if "checkpoint_step" in line] == [(3, 3)]
     for line in steps(run):
         assert line["tokens_per_second"] == pytest.approx(128 / line["step_seconds"])
         assert line["tokens_per_second_per_device"] == pytest.approx(line["tokens_per_second"] / run.layout.devices)

@@ -43,9 +43,8 @@ def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | N
         return here, notes
     remote = of(elsewhere, str(directory))
     try:
-        there = remote.index()
-        if there and (here is None or max(there) > here.about.step):
-            return Candidate(f"{remote.url}/step-{max(there)}", remote.manifest(max(there))), notes
+        found, more = _there(remote, here.about.step if here else 0)
+        return found or here, (*notes, *more)
     except (OSError, ValueError, KeyError, Damaged) as error:
         if here is None:
             raise Refusal(
@@ -56,8 +55,24 @@ def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | N
     return here, notes
 
 
+def _there(remote: Remote, after: int) -> tuple[Candidate | None, list[str]]:
+    """The last complete checkpoint elsewhere of those after a step, and what is to be said of others."""
+    notes: list[str] = []
+    for step in sorted((step for step in remote.index() if step > after), reverse=True):
+        try:
+            return Candidate(f"{remote.url}/step-{step}", remote.manifest(step)), notes
+        except Damaged as damage:
+            notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {damage}")
+    return None, notes
+
+
 def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:
-    last, notes = None, []
+    last, notes, place = None, [], directory / "checkpoints"
+    if place.exists() and not place.is_dir():
+        raise Refusal(
+            f"hydra.run.dir={directory}: {place.name} in it is a file, where the folder of checkpoints should be; "
+            "move it away, or choose another name."
+        )
     for folder in manifest.steps(directory):
         try:
             about = manifest.inspect(folder)

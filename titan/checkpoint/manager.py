@@ -214,8 +214,10 @@ def _stalled(job: _Job) -> Iterator[None]:
 
 def _make(folder: Path, tokenizer: str | None) -> dict[str, File]:
     """A new, empty folder for a checkpoint, with the tokenizer's file where it has one."""
-    if folder.exists():
+    if folder.is_dir():
         shutil.rmtree(folder)  # what a killed save may have left, or a damaged one
+    else:
+        folder.unlink(missing_ok=True)
     folder.mkdir(parents=True)
     if tokenizer is None or not Path(tokenizer).is_file():
         return {}

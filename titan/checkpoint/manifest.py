@@ -106,6 +106,8 @@ def inspect(folder: Path) -> Manifest | None:
     except OSError as error:
         raise Damaged(f"{NAME} can't be read ({error.strerror})") from error
     manifest = parse(text)
+    if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
+        raise Damaged(f"{NAME} is of step {manifest.step}")
     for name, file in manifest.files.items():
         try:
             size = (folder / name).stat().st_size

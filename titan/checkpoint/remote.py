@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +50,14 @@ class Remote:
 
     def _index(self) -> dict[str, Any]:
         content = self._read(INDEX)
-        return dict(json.loads(content)) if content else {"steps": {}, "retired": {}}
+        if content is None:
+            return {"steps": {}, "retired": {}, "begun": {}}
+        try:
+            index = json.loads(content)
+            _ = {int(step): int(tokens) for step, tokens in index["steps"].items()}, index["retired"].items()
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(f"{self.url}/{INDEX} is no index; remove it, and the next save makes it anew") from error
+        return dict(index)
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint.
@@ -77,11 +84,19 @@ class Remote:
         for name in files:
             self._try(lambda name=name: self.fs.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}"))  # type: ignore[misc]
 
-    def publish(self, folder: Path, about: Manifest, how: Checkpoint) -> list[int]:
+    def begin(self, about: Manifest) -> None:
+        """Call it before `upload`, so that the files of a copy that is killed can be found and removed later."""
+        self._try(lambda: self.fs.makedirs(self.root, exist_ok=True))
+        index = self._index()
+        begun = index.get("begun", {}) | {str(about.step): sorted(about.files)}
+        self._write(index["steps"], index["retired"], begun)
+
+    def publish(self, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
         """Let a checkpoint count, all of whose files are there, and those that are not kept count no more.
 
         Returns:
-            The steps to be removed: those that have ceased to count `how.grace` seconds ago.
+            Steps to be removed and then to be `removed`, with their files: those that have ceased to count
+            `how.grace` seconds ago, and copies that were never complete.
         """
         self.put(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
         index, now = self._index(), time.time()
@@ -89,25 +104,37 @@ class Remote:
         stay = retention.kept(sorted(there.items()), how.keep, how.keep_tokens)
         retired = {int(step): since for step, since in index["retired"].items() if int(step) not in stay}
         retired |= dict.fromkeys(there.keys() - stay, now)
-        gone = sorted(step for step, since in retired.items() if now - since >= how.grace)
-        self._write({s: there[s] for s in stay}, {s: since for s, since in retired.items() if s not in gone})
-        return gone
+        begun = {int(step): names for step, names in index.get("begun", {}).items() if int(step) != about.step}
+        self._write({s: there[s] for s in stay}, retired, begun)
+        late = [step for step, since in retired.items() if now - since >= how.grace]
+        return {step: self._files(step) for step in late} | begun
+
+    def _files(self, step: int) -> list[str]:
+        """The names of a checkpoint's files; none where it has no manifest any more."""
+        try:
+            return sorted(self.manifest(step).files)
+        except Damaged:
+            return []
 
     def forget(self, step: int) -> None:
-        """Let a damaged checkpoint count no more."""
+        """Let a damaged checkpoint count no more; its files go when the next one is complete."""
         index = self._index()
-        self._write({s: tokens for s, tokens in index["steps"].items() if int(s) != step}, index["retired"])
+        left = {s: tokens for s, tokens in index["steps"].items() if int(s) != step}
+        self._write(left, index["retired"], index.get("begun", {}) | {str(step): self._files(step)})
 
-    def remove(self, steps: Iterable[int]) -> None:
-        """Delete checkpoints that the index has forgotten, as far as they are there."""
-        for step in steps:
-            with suppress(Damaged, OSError):
-                for name in (*self.manifest(step).files, manifest.NAME):
-                    self._remove(f"{self.root}/step-{step}/{name}")
+    def removed(self, steps: Collection[int]) -> None:
+        """Take note that the files of checkpoints that do not count are gone."""
+        index = self._index()
+        retired, begun = (
+            {s: v for s, v in index.get(k, {}).items() if int(s) not in steps} for k in ("retired", "begun")
+        )
+        self._write(index["steps"], retired, begun)
 
-    def _remove(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            self._try(lambda: self.fs.rm_file(path))
+    def remove(self, gone: Iterable[tuple[int, Collection[str]]]) -> None:
+        """Delete files of checkpoints that do not count, as far as they are there; a manifest goes last."""
+        for path in (f"{self.root}/step-{step}/{name}" for step, names in gone for name in (*names, manifest.NAME)):
+            with suppress(FileNotFoundError):
+                self._try(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
 
     def fetch(self, step: int, folder: Path, files: Mapping[str, File]) -> None:
         """Bring files of a checkpoint into `folder`, and compare their checksums.
@@ -127,8 +154,9 @@ class Remote:
         with target.open("rb") as content:
             return manifest.checksum(content)
 
-    def _write(self, steps: Mapping[Any, int], retired: Mapping[Any, float]) -> None:
-        self.put(INDEX, json.dumps({"format": 1, "steps": steps, "retired": retired}).encode())
+    def _write(self, steps: Mapping[Any, int], retired: Mapping[Any, float], begun: Mapping[Any, list[str]]) -> None:
+        content = {"format": 1, "steps": steps, "retired": retired, "begun": begun}
+        self.put(INDEX, json.dumps(content).encode())
 
     def _read(self, name: str) -> bytes | None:
         try:
@@ -163,14 +191,18 @@ def copying(how: Checkpoint, path: str, directory: str, talk: Any) -> Callable[[
 
     def copy(folder: Path, about: Manifest) -> None:
         mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
+        talk.first(lambda: remote.begin(about))
         talk.together(lambda: remote.upload(folder, mine))
         gone = talk.first(lambda: _publish(remote, folder, about, how))
-        talk.together(lambda: remote.remove(gone[talk.rank :: talk.size]))
+        share = sorted(gone.items())[talk.rank :: talk.size]
+        talk.together(lambda: remote.remove(share))
+        if gone:
+            talk.first(lambda: remote.removed(gone))
 
     return copy
 
 
-def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> list[int]:
+def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
     lives = folder.parent.parent / "run.yaml"
     if lives.is_file():
         remote.put("run.yaml", lives.read_bytes())

@@ -59,6 +59,6 @@ def sweep(directory: Path, grace: float) -> None:
 
 
 def _remove_retired(folder: Path, grace: float) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         if time.time() - (folder / manifest.RETIRED).stat().st_mtime >= grace:
             shutil.rmtree(folder, ignore_errors=True)

@@ -82,4 +82,5 @@ def reason(error: BaseException) -> str:
         if isinstance(cause, OSError) and cause.strerror:
             return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
         cause = cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    words = " ".join(str(error).split()).partition(". ")[0][:300]
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ import torch
 
 from titan.cluster.devices import peak_tflops
 from titan.lives import Life
+from titan.metrics.plot import read_lines
 from titan.metrics.trackers import open_trackers
 from titan.run import Run, as_config
 
@@ -64,6 +66,9 @@ class Lines:
 
     def __init__(self, file: Path, warn: Callable[[str], None]) -> None:
         self.file, self.warn, self.kept, self.warned = file, warn, b"", False
+        with contextlib.suppress(OSError), file.open("rb") as there:
+            there.seek(-1, os.SEEK_END)
+            self.kept = b"" if there.read() == b"\n" else b"\n"  # a line that was cut short ends here
 
     def write(self, text: str) -> None:
         """Add text, in one call to the system, so that a kill cuts no line."""
@@ -139,9 +144,7 @@ def peak_resident_gib() -> float:
 
 def first_and_last_loss(file: Path) -> tuple[float | None, float | None]:
     """The run's losses, over all its lives, as metrics.jsonl tells them: the first that is finite, and the last."""
-    with file.open() as lines:
-        records = map(json.loads, lines)
-        losses = [record["loss"] for record in records if "loss" in record]
+    losses = [record["loss"] for record in read_lines(file) if "loss" in record]
     return next((loss for loss in losses if loss is not None), None), losses[-1] if losses else None
 
 

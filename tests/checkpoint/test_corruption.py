@@ -1,0 +1,56 @@
+"""What damages a run's checkpoints is named, costs no more than it must, and runs no code."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.corruption import Damage, Made, Scene, Trap, loaded, made, opened, outcome, system, table
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="damages files in Linux's ways")
+CASES = table()
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made(tmp_path_factory.mktemp("made"))
+
+
+@pytest.mark.parametrize("damage", CASES, ids=[damage.id for damage in CASES])
+def test_a_damage_is_named_and_costs_no_more_than_it_must(damage: Damage, origin: Made) -> None:
+    if damage.root and os.geteuid():
+        pytest.skip("becomes another user, as only root can")
+    found = outcome(damage, origin)
+    assert re.search(damage.said, found.said), found.said
+    assert found.code == damage.code, found.said
+    assert not found.ran_code
+    if damage.used is not None:
+        assert found.began == damage.used
+    if damage.code == 0:
+        assert found.same, "the run ends as if nothing had been damaged"
+
+
+def test_each_way_is_there_once() -> None:
+    assert len({damage.id for damage in CASES}) == len(CASES) >= 20
+
+
+@pytest.mark.parametrize("trap", [system, opened, loaded])
+def test_a_trap_leaves_its_mark_where_nothing_guards(trap: Callable[[Scene], Trap], tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.last.mkdir(parents=True)
+    pickle.loads(pickle.dumps(trap(scene)))
+    assert scene.mark.exists()
+
+
+def test_a_trap_that_torch_saved_leaves_its_mark_where_nothing_guards(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    torch.save(system(scene), tmp_path / "file")
+    torch.load(tmp_path / "file", weights_only=False)
+    assert scene.mark.exists()
