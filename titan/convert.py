@@ -92,9 +92,10 @@ def _main(words: list[str]) -> int:
 
 def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert, and return what was read and the files of tensors that were written."""
-    from titan.checkpoint.weights import open_weights
+    from titan.checkpoint.weights import open_weights, verify
 
     weights = open_weights(chosen.from_, "from")
+    verify(weights, "from")
     _check_apart(Path(weights.path), target, chosen)
     names, size, write = _plan(weights, chosen, target)
     _check_space(target, size)

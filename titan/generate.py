@@ -47,10 +47,12 @@ def _main(given: list[str]) -> int:
     _check_paths(settings)
     machine = devices.detect(settings.device)
 
-    from titan.checkpoint.weights import open_weights  # only now: refusals need not wait for torch
+    from titan.checkpoint.weights import open_weights, verify  # only now: refusals need not wait for torch
     from titan.generation.job import plan
 
-    job = plan(settings, layout, texts, open_weights(settings.from_, "from"), machine)
+    weights = open_weights(settings.from_, "from")
+    job = plan(settings, layout, texts, weights, machine)
+    verify(weights, "from")
     if layout.devices == 1:
         from launchers.place import Place
         from titan.generation.worker import work

@@ -27,10 +27,11 @@ from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import of
-from titan.dataset import corpora, order
+from titan.dataset import corpora
 from titan.dataset.mix import Mix
 from titan.identity import Ids
-from titan.run import Run, as_config, as_model
+from titan.parents import Parent, parent, rows_read
+from titan.run import Run, as_config
 from titan.settings import Refusal, show
 
 OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
@@ -89,21 +90,24 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     check_data(run, mix)
     directory = Path(run.directory)
     lives = read_lives(directory) or _lives_elsewhere(run)
-    parent, fork = _parent(run, lives, mix)
-    science = identity.science_of(run, corpora.data_digest(mix), parent)
-    ids = identity.ids(run, science)
-    last, notes = choose.newest(directory, run.checkpoint.path)
+    last, notes = choose.newest(directory, run.checkpoint.path, lives[-1]["run_id"] if lives else None)
+    if last and not lives:
+        raise Refusal(
+            f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
+            "choose another name (checkpoint.resume goes on from them there)."
+        )
+    begins = parent(run, lives, mix, own=last is not None)
+    science = identity.science_of(run, corpora.data_digest(mix), begins.id)
     if lives:
         _compare(run, lives[-1], science, mix, last)
         result = _result(directory)
-        if result.get("finished") and result["step"] == run.training.steps:
+        done = result.get("finished") and result["step"] == run.training.steps
+        if done and not (last and choose.owed(run.checkpoint, directory, last)):
             return Finished(run.directory, result)
         _check_last(run, result, last, notes)
         notes += _gone(lives[-1], result, last)
-    found = last or fork or (_forked(run, parent) if parent and run.checkpoint.resume else None)
-    life = _life(run, lives, ids, mix, folders, parent, found)
-    life = replace(life, notes=notes)
-    _record(run, life, science)
+    life = replace(_life(run, lives, identity.ids(run, science), mix, folders, begins, last), notes=notes)
+    _record(run, life, science, lives)
     return life
 
 
@@ -125,12 +129,16 @@ def without(run: Run, life: Life, wrong: str) -> Life:
         of(run.checkpoint.path, run.directory).forget(life.step)
     else:
         manifest.set_aside(Path(damaged))
-    mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
-    last, more = choose.newest(directory, run.checkpoint.path)
-    notes = (*life.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}", *more)
+    lives = read_lives(directory)
+    last, more = choose.newest(directory, run.checkpoint.path, life.run_id)
+    notes = (*life.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}")
+    notes += tuple(note for note in more if note not in notes and f" {Path(damaged).name} " not in note)
+    if last and last.path == damaged:
+        raise Refusal(f"hydra.run.dir={directory}: {notes[-1]}, and can't be set aside; remove it or move it away.")
     _check_last(run, {}, last, notes)
-    found = last or (_forked(run, life.parent) if life.parent and run.checkpoint.resume else None)
-    step, rows = (found.about.step, _rows(run, mix, found.about)) if found else (0, 0)
+    mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
+    found = last or parent(run, lives, mix, own=False).checkpoint
+    step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
     life = replace(life, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
     _correct(directory, life)
     return life
@@ -144,7 +152,7 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     """
     file = directory / "run.yaml"
     if file.is_file():
-        return _documents(file)
+        return _documents(file.read_text(errors="replace"), f"hydra.run.dir={directory}")
     others = sorted({p.name for p in directory.iterdir()} - OURS) if directory.is_dir() else []
     if others:
         raise Refusal(
@@ -154,28 +162,26 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     return []
 
 
-def _documents(file: Path) -> list[dict[str, Any]]:
+def _documents(text: str, label: str) -> list[dict[str, Any]]:
     """What run.yaml holds.
 
     Raises:
         Refusal: when that is not what `_record` wrote.
     """
     try:
-        documents = [document for document in yaml.safe_load_all(file.read_text()) if document]
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise _unreadable(file, " ".join(str(error).split())[:100]) from error
+        documents = [document for document in yaml.safe_load_all(text) if document]
+    except (ValueError, yaml.YAMLError) as error:
+        raise _unreadable(label, " ".join(str(error).split())[:100]) from error
     for number, document in enumerate(documents, 1):
         try:
             _ = [document[key] for key in NEEDED], document["config"]["training"]["steps"]
         except (KeyError, TypeError) as error:
-            raise _unreadable(file, f"its document {number} is not complete") from error
+            raise _unreadable(label, f"its document {number} is not complete") from error
     return documents
 
 
-def _unreadable(file: Path, why: str) -> Refusal:
-    return Refusal(
-        f"hydra.run.dir={file.parent}: run.yaml can't be read ({why}); mend it, or choose another name to start again."
-    )
+def _unreadable(label: str, why: str) -> Refusal:
+    return Refusal(f"{label}: run.yaml can't be read ({why}); mend it, or choose another name to start again.")
 
 
 def check_data(run: Run, mix: Mix) -> None:
@@ -252,66 +258,12 @@ def _lives_elsewhere(run: Run) -> list[dict[str, Any]]:
     """The documents of a run whose directory is gone, or on another machine, from where its checkpoints are copied."""
     if run.checkpoint.path is None:
         return []
-    with contextlib.suppress(OSError):  # `choose.newest` says so
-        if text := of(run.checkpoint.path, run.directory).read("run.yaml"):
-            (Path(run.directory) / "run.yaml").write_bytes(text)
-    return read_lives(Path(run.directory))
-
-
-def _parent(run: Run, lives: list[dict[str, Any]], mix: Mix) -> tuple[str | None, Candidate | None]:
-    """What the run starts from, for its science, and its checkpoint; the first life's parent, when there was one."""
-    resume, weights = run.checkpoint.resume, run.checkpoint.weights
-    if resume and weights:
-        raise Refusal(f"checkpoint.weights={weights}: checkpoint.resume={resume} brings its own; give one of the two.")
-    if lives and lives[0].get("parent") and (resume or weights):
-        return str(lives[0]["parent"]), None
-    if weights:
-        return _weights(run), None
-    if not resume:
-        return None, None
-    found = choose.named(resume)
-    _check_model(run, found)
-    _rows(run, mix, found.about)
-    if found.about.step >= run.training.steps:
-        raise Refusal(
-            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.about.step} steps "
-            "already; give more steps."
-        )
-    return found.id, found
-
-
-def _forked(run: Run, parent: str) -> Candidate:
-    """The checkpoint that the fork started from, when it has none of its own yet; its run may have gone on since."""
-    path, step = str(run.checkpoint.resume), parent.rpartition("@")[2]
-    for place in (path, f"{path}/checkpoints/step-{step}", f"{path}/step-{step}"):
-        with contextlib.suppress(Refusal):
-            if (found := choose.named(place)).id == parent:
-                return found
-    raise Refusal(
-        f"checkpoint.resume={path}: step {step}, which this fork started from, is not there any more, and the fork has "
-        "no checkpoint of its own; choose another name for a new one."
-    )
-
-
-def _weights(run: Run) -> str:
-    """The identity of the given weights, once it is sure that they fit the model."""
-    from titan.checkpoint.models import check_model
-    from titan.checkpoint.weights import digest_of, open_weights
-
-    weights = open_weights(str(run.checkpoint.weights))
-    check_model(run.model, weights.model, f"checkpoint.weights={run.checkpoint.weights}")
-    return f"weights:{digest_of(weights)[:12]}"
-
-
-def _check_model(run: Run, found: Candidate) -> None:
-    """Refuse a checkpoint of another model, naming what differs."""
-    here, there = as_model(run), found.about.model
-    differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
-    if differ:
-        what = "; ".join(f"model.{k} is {show(there.get(k))} there and {show(here.get(k))} here" for k in differ)
-        raise Refusal(
-            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {what}; give the same model."
-        )
+    place = of(run.checkpoint.path, run.directory)
+    try:
+        text = place.read("run.yaml")
+    except OSError:  # `choose.newest` says so
+        return []
+    return _documents(text.decode(errors="replace"), f"checkpoint.path={run.checkpoint.path}") if text else []
 
 
 def _own(run: Run, checkpoint: str) -> bool:
@@ -344,21 +296,6 @@ def _gone(before: Mapping[str, Any], result: Mapping[str, Any], last: Candidate 
     return (f"there is no checkpoint any more of a run that had got to step {done}",) if done and last is None else ()
 
 
-def _rows(run: Run, mix: Mix, saved: Manifest) -> int:
-    """How many rows a checkpoint has read, when this run would have read the same ones.
-
-    Raises:
-        Refusal: when it would have read others.
-    """
-    rows = order.check_state(saved.data, mix.fingerprint)
-    if rows != run.training.rows_before(saved.step + 1):
-        raise Refusal(
-            f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
-            "steps; give the global_batch and grow that it was made with, up to there."
-        )
-    return rows
-
-
 def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: Mix, saved: Candidate | None) -> None:
     """Refuse to go on with a run as another one.
 
@@ -373,11 +310,16 @@ def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix:
     if differ and not (saved and _later(run, differ, mix, saved.about)):
         before, now = {**_flat(last["config"]), **old}, {**_flat(as_config(run)), **new}
         what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
-        raise Refusal(
-            f"hydra.run.dir={run.directory}: holds another experiment ({what}); choose another name for this one."
-        )
+        raise Refusal(f"{_place(run)}: holds another experiment ({what}); choose another name for this one.")
     if wanted < steps:
         raise Refusal(f"training.steps={wanted}: the run in {run.directory} has {steps}; give {steps} or more.")
+
+
+def _place(run: Run) -> str:
+    """The setting that names what holds the run."""
+    if (Path(run.directory) / "run.yaml").is_file() or run.checkpoint.path is None:
+        return f"hydra.run.dir={run.directory}"
+    return f"checkpoint.path={run.checkpoint.path}"
 
 
 def _later(run: Run, differ: list[str], mix: Mix, saved: Manifest) -> bool:
@@ -386,7 +328,7 @@ def _later(run: Run, differ: list[str], mix: Mix, saved: Manifest) -> bool:
     if order_only != differ or "dataset.mask_documents" in differ:
         return False
     try:
-        return _rows(run, mix, saved) > 0
+        return rows_read(run, mix, saved) > 0
     except Refusal:
         return False
 
@@ -408,18 +350,19 @@ def _life(
     ids: Ids,
     mix: Mix,
     folders: corpora.Folders,
-    parent: str | None,
-    found: Candidate | None,
+    begins: Parent,
+    last: Candidate | None,
 ) -> Life:
-    step, rows = (found.about.step, _rows(run, mix, found.about)) if found else (0, 0)
+    found = last or begins.checkpoint
+    step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
     more = bool(lives) and ids.science != lives[-1]["ids"]["science"]
     kind = "continuation" if more else "resume" if lives else "fork" if found else "start"
     run_id = lives[0]["run_id"] if lives else uuid.uuid4().hex[:12]
-    path, weights = (found.path, None) if found else (None, run.checkpoint.weights)
-    return Life(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, parent, weights)
+    path, weights = (found.path, None) if found else (None, begins.weights)
+    return Life(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, begins.id, weights)
 
 
-def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
+def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[str, Any]]) -> None:
     """Write what this life is: a document in run.yaml, Hydra's own files, the environment."""
     directory = Path(run.directory)
     document = {
@@ -439,7 +382,7 @@ def _record(run: Run, life: Life, science: Mapping[str, Any]) -> None:
         "science": dict(science),
         "config": as_config(run),
     }
-    _write(directory, [*read_lives(directory), document])
+    _write(directory, [*lives, document])
     (directory / ".hydra").mkdir(exist_ok=True)
     for name, text in run.hydra.items():
         (directory / ".hydra" / name).write_text(text)

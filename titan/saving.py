@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint import export, remote
+from titan.checkpoint import export, manifest, remote
+from titan.checkpoint.choose import Candidate, owed
 from titan.checkpoint.manager import After, Manager, Outcome
-from titan.checkpoint.manifest import Damaged, Manifest
+from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.talk import Talk
 from titan.checkpoint.weights import open_weights
 from titan.dataset import order
@@ -63,6 +64,8 @@ class Saving:
         self.retry_at: float | None = None
         self.delay, self.ending = RETRY_SECONDS, False
         self.wrong: str | None = None
+        corpus = mix.sources[0].corpus
+        self.tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
         self.stalled = 0.0
 
     def make_up(self) -> None:
@@ -70,21 +73,13 @@ class Saving:
 
         All ranks call it together.
         """
-        folder = Path(self.life.checkpoint or "")
-        if self.manager is None or folder.parent.parent != Path(self.run.directory):
-            return
-        if self.manager.talk.first(lambda: self._owed(folder)):
+        if self.manager is not None and self.manager.talk.first(self._owed):
             self.manager.repeat(self.life.step)
 
-    def _owed(self, folder: Path) -> bool:
-        """Whether a checkpoint is not exported, or not elsewhere; also where that can't be read: the copy says why."""
-        how = self.run.checkpoint
-        if how.export and not (folder / how.export / export.LAST[how.export]).is_file():
-            return True
-        try:
-            return bool(how.path) and self.life.step not in remote.of(str(how.path), self.run.directory).index()
-        except (OSError, Damaged):
-            return True
+    def _owed(self) -> bool:
+        folder = Path(self.life.checkpoint or "")
+        about = manifest.read(folder) if self.life.checkpoint else None
+        return about is not None and owed(self.run.checkpoint, Path(self.run.directory), Candidate(str(folder), about))
 
     def due(self) -> bool:
         """Whether it is time to save, for reasons that all ranks have to be told of."""
@@ -108,7 +103,7 @@ class Saving:
         if self.speaks:
             with contextlib.suppress(OSError):
                 (Path(self.run.directory) / ASKED).unlink()
-        self.manager.save(self._about(step, rows), self._tokenizer())
+        self.manager.save(self._about(step, rows), self.tokenizer)
 
     def unchanged(self) -> None:
         """Call it before the weights change."""
@@ -202,10 +197,6 @@ class Saving:
             tokenizer=None,
             seq_len=self.run.training.seq_len,
         )
-
-    def _tokenizer(self) -> str | None:
-        corpus = self.mix.sources[0].corpus
-        return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
 
 
 def _after(run: Run, talk: Talk) -> tuple[After, ...]:

@@ -14,6 +14,7 @@ import torch
 from launchers.place import Place
 from titan import debug
 from titan.assemble import assemble
+from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, fetched, is_url
 from titan.checkpoint.restore import damage
 from titan.checkpoint.talk import Talk, Unsaved
@@ -84,6 +85,7 @@ def _settled(run: Run, life: Life, world: World) -> Life:
         Refusal: when there is none.
     """
     talk = Talk(world.place.rank, world.place.size, world.aside)
+    _check_given(run, life, talk)
     while life.checkpoint:
         folder, wrong = _fetched(run, life, talk)
         wrong = wrong or damage(folder, talk, run.checkpoint.verify)
@@ -96,16 +98,29 @@ def _settled(run: Run, life: Life, world: World) -> Life:
     return life
 
 
+def _check_given(run: Run, life: Life, talk: Talk) -> None:
+    """Refuse given weights whose checksums differ, where they are a checkpoint's."""
+    if life.weights is None or not talk.tell((Path(life.weights) / manifest.NAME).is_file()):
+        return
+    if wrong := damage(Path(life.weights), talk, run.checkpoint.verify):
+        raise Refusal(f"checkpoint.weights={run.checkpoint.weights}: is damaged: {wrong}; give another one.")
+
+
 def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
-    """The folder of the life's checkpoint, brought here where it is elsewhere; and what went wrong with that."""
+    """The folder of the life's checkpoint, brought here where it is elsewhere; and what is damaged in it.
+
+    Raises:
+        Failure: when it can't be brought here, for a reason that may pass.
+    """
     url = str(life.checkpoint)
     if not is_url(url):
         return Path(url), None
-    parent = url.rpartition("/")[0]
     try:
-        return fetched(Remote(parent), life.step, Path(run.directory), talk), None
+        return fetched(Remote(url.rpartition("/")[0]), life.step, Path(run.directory), talk), None
     except Unsaved as error:
-        return Path(run.directory), str(error)
+        if error.damaged:
+            return Path(run.directory), str(error)
+        raise Failure(f"{url} could not be fetched ({error}); mend that, and give the same command again.") from error
 
 
 def _earlier(run: Run, life: Life, wrong: str) -> Life | str:

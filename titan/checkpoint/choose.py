@@ -6,13 +6,18 @@ Free of torch.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Damaged, Manifest
 from titan.checkpoint.remote import Remote, is_url, of
+from titan.checkpoint.schema import Checkpoint
 from titan.settings import Refusal
+
+COUNTS = {"hf": "config.json", "meta": "params.json"}
+"""The file that makes an exported folder count."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +33,15 @@ class Candidate:
         return f"{self.about.science_id}@{self.about.step}"
 
 
-def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | None, tuple[str, ...]]:
+def newest(
+    directory: Path, elsewhere: str | None = None, run_id: str | None = None
+) -> tuple[Candidate | None, tuple[str, ...]]:
     """The last complete checkpoint of the run in `directory`, and what is to be said of others.
 
     Args:
         directory: the run's.
         elsewhere: `checkpoint.path`, where there may be more.
+        run_id: the run's, where it has begun already.
 
     Raises:
         Refusal: when it can't be told whether there is any.
@@ -43,6 +51,11 @@ def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | N
         return here, notes
     remote = of(elsewhere, str(directory))
     try:
+        if run_id and remote.run_id() not in (None, run_id):
+            raise Refusal(
+                f"checkpoint.path={elsewhere}: has copies of another run of the same name, at {remote.url}; give "
+                "another checkpoint.path, or another name."
+            )
         found, more = _there(remote, here.about.step if here else 0)
         return found or here, (*notes, *more)
     except (OSError, ValueError, KeyError, Damaged) as error:
@@ -53,6 +66,21 @@ def newest(directory: Path, elsewhere: str | None = None) -> tuple[Candidate | N
             ) from error
         notes = (*notes, f"checkpoint.path={elsewhere} can't be read ({error})")
     return here, notes
+
+
+def owed(how: Checkpoint, directory: Path, last: Candidate) -> bool:
+    """Whether what was to follow a checkpoint of the run itself is not done: its export, or the copy elsewhere.
+
+    Where it can't be told, it is not.
+    """
+    folder = Path(last.path)
+    if folder.parent.parent != directory:
+        return False
+    if how.export and not (folder / how.export / COUNTS[how.export]).is_file():
+        return True
+    with suppress(OSError, Damaged):
+        return how.path is not None and last.about.step not in of(how.path, str(directory)).index()
+    return False
 
 
 def _there(remote: Remote, after: int) -> tuple[Candidate | None, list[str]]:
@@ -78,9 +106,12 @@ def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:
             about = manifest.inspect(folder)
         except Damaged as damage:
             notes.append(f"checkpoint {folder.name} is damaged and not used: {damage}")
-        else:
-            last = Candidate(str(folder), about) if about else last
-    return last, tuple(notes)
+            continue
+        last = Candidate(str(folder), about) if about else last
+        if about is None and (folder / manifest.BROKEN).exists():
+            notes.append(f"checkpoint {folder.name} was found damaged, and is not used")
+    after = last.about.step if last else -1
+    return last, tuple(note for note in notes if int(note.split()[1].partition("-")[2]) > after)
 
 
 def named(path: str, setting: str = "checkpoint.resume") -> Candidate:

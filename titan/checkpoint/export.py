@@ -31,8 +31,6 @@ Progress = Callable[[int], None]
 """Told how many bytes more are written."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-LAST = {"hf": "config.json", "meta": PARAMS}
-"""The file that makes a folder count."""
 SHARD_BYTES = 5 * 10**9
 """Hugging Face's usual limit of a file."""
 _SAFETENSORS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -93,14 +93,18 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def inspect(folder: Path) -> Manifest | None:
+def inspect(folder: Path, name: str = NAME) -> Manifest | None:
     """The manifest of a checkpoint whose files have the sizes that they should have; None where a save did not end.
+
+    Args:
+        folder: the checkpoint's.
+        name: what the manifest is called.
 
     Raises:
         Damaged: naming the file.
     """
     try:
-        text = (folder / NAME).read_bytes()
+        text = (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

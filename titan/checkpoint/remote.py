@@ -11,6 +11,7 @@ Each rank copies the files that it finds in its share of the manifest; fetching 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -48,10 +49,15 @@ class Remote:
         """Step and tokens of the checkpoints that there are; empty where there are none."""
         return {int(step): int(tokens) for step, tokens in self._index()["steps"].items()}
 
+    def run_id(self) -> str | None:
+        """Whose checkpoints these are; None where there are none."""
+        found = self._index().get("run_id")
+        return None if found is None else str(found)
+
     def _index(self) -> dict[str, Any]:
         content = self._read(INDEX)
         if content is None:
-            return {"steps": {}, "retired": {}, "begun": {}}
+            return {"run_id": None, "steps": {}, "retired": {}, "begun": {}}
         try:
             index = json.loads(content)
             _ = {int(step): int(tokens) for step, tokens in index["steps"].items()}, index["retired"].items()
@@ -75,8 +81,12 @@ class Remote:
         return self._read(name)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file beside the index."""
-        self._try(lambda: self.fs.pipe_file(f"{self.root}/{name}", content))
+        """Write a small file beside the index; at once, also on a file system where that is not the rule."""
+        path = f"{self.root}/{name}"
+        here = "file" in self.fs.protocol
+        self._try(lambda: self.fs.pipe_file(f"{path}.part" if here else path, content))
+        if here:
+            os.replace(f"{path}.part", path)
 
     def upload(self, folder: Path, files: Mapping[str, File]) -> None:
         """Copy files of the checkpoint in `folder`."""
@@ -85,11 +95,18 @@ class Remote:
             self._try(lambda name=name: self.fs.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}"))  # type: ignore[misc]
 
     def begin(self, about: Manifest) -> None:
-        """Call it before `upload`, so that the files of a copy that is killed can be found and removed later."""
+        """Call it before `upload`, so that the files of a copy that is killed can be found and removed later.
+
+        Raises:
+            OSError: when the place has another run's checkpoints.
+        """
         self._try(lambda: self.fs.makedirs(self.root, exist_ok=True))
         index = self._index()
+        if index.get("run_id") not in (None, about.run_id):
+            raise OSError(f"{self.url} has copies of another run of the same name; give another checkpoint.path")
+        index["run_id"] = about.run_id
         begun = index.get("begun", {}) | {str(about.step): sorted(about.files)}
-        self._write(index["steps"], index["retired"], begun)
+        self._write(index, index["steps"], index["retired"], begun)
 
     def publish(self, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
         """Let a checkpoint count, all of whose files are there, and those that are not kept count no more.
@@ -101,11 +118,11 @@ class Remote:
         self.put(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
         index, now = self._index(), time.time()
         there = {int(step): tokens for step, tokens in index["steps"].items()} | {about.step: about.tokens}
-        stay = retention.kept(sorted(there.items()), how.keep, how.keep_tokens)
+        stay = retention.kept(sorted(p for p in there.items() if p[0] <= about.step), how.keep, how.keep_tokens)
         retired = {int(step): since for step, since in index["retired"].items() if int(step) not in stay}
         retired |= dict.fromkeys(there.keys() - stay, now)
         begun = {int(step): names for step, names in index.get("begun", {}).items() if int(step) != about.step}
-        self._write({s: there[s] for s in stay}, retired, begun)
+        self._write(index, {s: there[s] for s in stay}, retired, begun)
         late = [step for step, since in retired.items() if now - since >= how.grace]
         return {step: self._files(step) for step in late} | begun
 
@@ -120,7 +137,7 @@ class Remote:
         """Let a damaged checkpoint count no more; its files go when the next one is complete."""
         index = self._index()
         left = {s: tokens for s, tokens in index["steps"].items() if int(s) != step}
-        self._write(left, index["retired"], index.get("begun", {}) | {str(step): self._files(step)})
+        self._write(index, left, index["retired"], index.get("begun", {}) | {str(step): self._files(step)})
 
     def removed(self, steps: Collection[int]) -> None:
         """Take note that the files of checkpoints that do not count are gone."""
@@ -128,7 +145,7 @@ class Remote:
         retired, begun = (
             {s: v for s, v in index.get(k, {}).items() if int(s) not in steps} for k in ("retired", "begun")
         )
-        self._write(index["steps"], retired, begun)
+        self._write(index, index["steps"], retired, begun)
 
     def remove(self, gone: Iterable[tuple[int, Collection[str]]]) -> None:
         """Delete files of checkpoints that do not count, as far as they are there; a manifest goes last."""
@@ -154,8 +171,14 @@ class Remote:
         with target.open("rb") as content:
             return manifest.checksum(content)
 
-    def _write(self, steps: Mapping[Any, int], retired: Mapping[Any, float], begun: Mapping[Any, list[str]]) -> None:
-        content = {"format": 1, "steps": steps, "retired": retired, "begun": begun}
+    def _write(
+        self,
+        index: Mapping[str, Any],
+        steps: Mapping[Any, int],
+        retired: Mapping[Any, float],
+        begun: Mapping[Any, list[str]],
+    ) -> None:
+        content = {"format": 1, "run_id": index.get("run_id"), "steps": steps, "retired": retired, "begun": begun}
         self.put(INDEX, json.dumps(content).encode())
 
     def _read(self, name: str) -> bytes | None:
@@ -176,8 +199,14 @@ class Remote:
 
 
 def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
-    """The checkpoints of the run in `directory` under `checkpoint.path`: in a folder of the directory's name."""
-    return Remote(f"{path.rstrip('/')}/{Path(directory).name}", setting)
+    """The checkpoints of the run in `directory` under `checkpoint.path`: below it as below the last folder `runs`.
+
+    A run that is in no such folder goes by its directory's own name.
+    """
+    parts = Path(directory).parts
+    last = len(parts) - 1 - parts[::-1].index("runs") if "runs" in parts[:-1] else len(parts) - 2
+    place = path.rstrip("/") if is_url(path) else str(Path(path).expanduser().absolute())
+    return Remote("/".join((place, *parts[last + 1 :])), setting)
 
 
 def is_url(path: str) -> bool:

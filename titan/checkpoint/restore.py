@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,30 +28,50 @@ from titan.settings import Failure, Refusal, show
 def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
     """What is wrong with a checkpoint; None when it is whole. All ranks call it together, and get the same.
 
+    One that has been retired since it was chosen is as good, as long as it is there.
+
     Args:
         folder: of the checkpoint, the same for all ranks.
         talk: the ranks, each of which reads its share of the files.
         checksums: look at the files' content too, not only at their sizes.
-    """
 
-    wrong = _first(talk.gather(_whole(folder, talk, checksums)))
-    return wrong or _first(talk.gather(_readable(folder)))
+    Raises:
+        Failure: when a rank can't read it for a reason that may pass, or lacks what rank 0 has: that is no damage.
+    """
+    found = talk.gather(_whole(folder, talk, checksums))
+    for rank, wrong in enumerate(found):
+        if wrong and (wrong.passing or (wrong.missing and found[0] is None)):
+            raise Failure(
+                f"the checkpoint {folder} can't be read by rank {rank} ({wrong.words}); see that all ranks can, and "
+                "give the same command again. Nothing was changed."
+            )
+    return _first([wrong.words if wrong else None for wrong in found]) or _first(talk.gather(_readable(folder)))
 
 
 def _first(words: Sequence[str | None]) -> str | None:
     return next((found for found in words if found), None)
 
 
-def _whole(folder: Path, talk: Talk, checksums: bool) -> str | None:
+class _Wrong(NamedTuple):
+    """What is wrong with files: words, whether it is that one is not there, whether it may pass."""
+
+    words: str
+    missing: bool = False
+    passing: bool = False
+
+
+def _whole(folder: Path, talk: Talk, checksums: bool) -> _Wrong | None:
     """What is wrong with this rank's share of the files."""
     try:
-        found = manifest.inspect(folder)
+        found = manifest.inspect(folder) or manifest.inspect(folder, manifest.RETIRED)
         if found is None:
-            return f"{manifest.NAME} is missing"
+            return _Wrong(f"{manifest.NAME} is missing", missing=True)
         if checksums:
             manifest.verify(folder, dict(sorted(found.files.items())[talk.rank :: talk.size]))
     except (Damaged, OSError) as error:
-        return reason(error)
+        cause = error if isinstance(error, OSError) else error.__cause__
+        missing = isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+        return _Wrong(reason(error), missing, isinstance(cause, OSError) and not missing)
     return None
 
 

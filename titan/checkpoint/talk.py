@@ -18,7 +18,15 @@ T = TypeVar("T")
 
 
 class Unsaved(Exception):
-    """Something that all ranks do together failed on one of them; every rank raises it, with the same words."""
+    """Something that all ranks do together failed on one of them; every rank raises it, with the same words.
+
+    Attributes:
+        damaged: whether what failed was a checkpoint's content, so that to try again is of no use.
+    """
+
+    def __init__(self, words: str, damaged: bool = False) -> None:
+        super().__init__(words)
+        self.damaged = damaged
 
 
 class Talk:
@@ -50,16 +58,16 @@ class Talk:
         Raises:
             Unsaved: on every rank, when it failed on any.
         """
-        result: Any = None
+        result, words, damaged = None, None, False
         try:
-            result, error = work(), None
+            result = work()
         except Exception as failure:
-            error = reason(failure)
-        results = self.gather((result, error))
-        for rank, (_, words) in enumerate(results):
-            if words:
-                raise Unsaved(f"rank {rank}: {words}" if self.size > 1 else words)
-        return [result for result, _ in results]
+            words, damaged = reason(failure), isinstance(failure, Damaged)
+        results = self.gather((result, words, damaged))
+        for rank, (_, wrong, lost) in enumerate(results):
+            if wrong:
+                raise Unsaved(f"rank {rank}: {wrong}" if self.size > 1 else wrong, lost)
+        return [result for result, *_ in results]  # type: ignore[misc]
 
     def first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 alone, and give its result to all.

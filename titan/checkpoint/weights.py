@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from titan.checkpoint import origin
+from titan.checkpoint import manifest, origin
+from titan.checkpoint.manifest import Damaged
 from titan.settings import Refusal, plain
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -70,6 +71,20 @@ def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
     if found.kind == "titan":
         return Native(found.folder, found.label)
     return (Meta if found.kind == "meta" else HuggingFace)(found.folder, found.label)
+
+
+def verify(weights: Weights, setting: str) -> None:
+    """Compare the checksums of a titan checkpoint; other formats have none.
+
+    Raises:
+        Refusal: naming the file that differs.
+    """
+    folder = Path(weights.path)
+    try:
+        if found := manifest.inspect(folder):
+            manifest.verify(folder, found.files)
+    except Damaged as damage:
+        raise Refusal(f"{setting}={weights.path}: is damaged: {damage}; give another checkpoint.") from damage
 
 
 def region(
