@@ -1,0 +1,207 @@
+"""What a later life takes up, after damage, errors that pass, other runs of the same name, and parents that went on."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.checkpoint.test_saving import flip
+from tests.ranks import RankFailed
+from tests.runs import same, saved, steps, tiny, train
+from titan import lives
+from titan.checkpoint import manifest
+from titan.checkpoint.remote import Remote, of
+from titan.lives import Finished
+from titan.settings import Refusal
+from titan.trainer import Trainer
+
+
+def stop_at(step: int) -> Any:
+    """For `train`: a signal comes in that step."""
+
+    class Stop:
+        def __init__(self, trainer: Trainer) -> None:
+            self.trainer = trainer
+
+        @property
+        def asked(self) -> bool:
+            return self.trainer.step >= step
+
+    return lambda trainer: setattr(trainer, "stop", Stop(trainer))
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout: str, tmp_path: Path) -> None:
+    run = tiny(tmp_path, "training.steps=6", layout=layout)
+    train(run, stop_at(2))
+    (folder,) = manifest.complete(tmp_path)
+    flip(folder / "__0_0.distcp")
+    with pytest.raises(RankFailed, match=r"Refusal: hydra.run.dir=.*step-3 is damaged .*and there is no other"):
+        train(run)
+    for _ in range(2):
+        with pytest.raises(Refusal, match=r"step-3 was found damaged, and is not used; and there is no other"):
+            lives.begin(run)
+
+
+class TestErrorsThatPass:
+    """They change nothing: what could not be read now is there the next time."""
+
+    def test_while_copies_are_fetched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        url = f"checkpoint.path=file://{tmp_path}/copies"
+        run = tiny(tmp_path / "runs" / "x", "checkpoint.every=2", "training.steps=6", url, layout="fsdp2")
+        train(run, stop_at(3))
+        shutil.rmtree(tmp_path / "runs")
+        with monkeypatch.context() as broken:
+            broken.setattr(Remote, "_copy", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            seen = train(run)
+        assert all(
+            "step-4 could not be fetched (rank 0: No space left on device); mend" in str(r.failure) for r in seen
+        )
+        assert Remote(f"file://{tmp_path}/copies/x").index().keys() == {2, 4}
+        assert train(run)[0].code == 0
+        assert [line["step"] for line in steps(run)] == [5, 6]
+
+    def test_while_checksums_are_compared(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        run = tiny(tmp_path, "training.steps=6", layout="fsdp2")
+        train(run, stop_at(2))
+        with monkeypatch.context() as broken:
+            broken.setattr(manifest, "checksum", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            seen = train(run)
+        assert all("can't be read by rank 0 (" in str(rank.failure) for rank in seen)
+        assert all("Nothing was changed" in str(rank.failure) for rank in seen)
+        assert [f.name for f in manifest.complete(tmp_path)] == ["step-3"]
+
+    def test_a_damaged_checkpoint_that_can_not_be_set_aside_is_no_endless_loop(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = tiny(tmp_path, "training.steps=6")
+        train(run, stop_at(2))
+        (folder,) = manifest.complete(tmp_path)
+        flip(folder / "__0_0.distcp")
+        monkeypatch.setattr(manifest, "set_aside", lambda folder: None)
+        with pytest.raises(RankFailed, match="and can't be set aside; remove it or move it away"):
+            train(run)
+
+
+class TestRunsOfTheSameName:
+    def test_each_has_copies_of_its_own_below_runs(self, tmp_path: Path) -> None:
+        places = {of("s3://b/x", f"/a/runs/{name}").url for name in ("one/0", "two/0", "0")}
+        assert places == {"s3://b/x/one/0", "s3://b/x/two/0", "s3://b/x/0"}
+        assert of("s3://b/x/", "/a/runs/b/runs/c").url == "s3://b/x/c"
+        assert of("s3://b/x", "/scratch/one").url == "s3://b/x/one"
+        assert of("copies", "/scratch/one").url == f"{Path.cwd()}/copies/one"
+        assert of("~/copies", "/scratch/one").url == f"{Path.home()}/copies/one"
+
+    def test_copies_of_another_run_are_neither_taken_nor_overwritten(
+        self, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Both have begun before either has copied anything."""
+        path = f"checkpoint.path={tmp_path}/copies"
+        first = tiny(tmp_path / "a" / "x", path, "checkpoint.every=0", "training.steps=6")
+        second = tiny(tmp_path / "b" / "x", path, "optimizer.lr=5e-2", "training.steps=6")
+        train(first, stop_at(2))
+        capfd.readouterr()
+        Path(second.directory).mkdir(parents=True)
+        with pytest.raises(Refusal, match=r"checkpoint.path=.*: holds another experiment"):
+            lives.begin(second)
+        assert not (tmp_path / "b" / "x" / "run.yaml").exists()
+        index = tmp_path / "copies" / "x" / "index.json"
+        kept = index.read_text()
+        index.unlink()
+        (tmp_path / "copies" / "x" / "run.yaml").unlink()
+        lives.begin(second)
+        index.write_text(kept)
+        with pytest.raises(Refusal, match=r"has copies of another run of the same name, at .*copies/x; give another"):
+            lives.begin(second)
+
+
+def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) -> None:
+    plain = tiny(tmp_path / "runs" / "x", "metrics.validation_tokens=64")
+    train(plain)
+    assert isinstance(lives.begin(plain), Finished)
+    owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "metrics.validation_tokens=64"]
+    run = tiny(tmp_path / "runs" / "x", *owing)
+    assert train(run)[0].code == 0
+    assert Remote(f"{tmp_path}/copies/x").index().keys() == {3}
+    assert (manifest.folder_of(tmp_path / "runs" / "x", 3) / "hf" / "config.json").is_file()
+    assert isinstance(lives.begin(run), Finished)
+    assert [line["step"] for line in steps(run)] == [1, 2, 3]
+
+
+class TestParentsThatGoOn:
+    def weights(self, run: Any, step: int) -> dict[str, torch.Tensor]:
+        return {name: t for name, t in saved(run, step).items() if name.startswith("model.")}
+
+    def test_given_weights_are_those_of_the_first_life(self, tmp_path: Path) -> None:
+        parent = tiny(tmp_path / "parent", "checkpoint.keep=9")
+        train(parent)
+        run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
+        Path(run.directory).mkdir()
+        lives.begin(run)  # and is killed before it saves
+        train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))
+        with pytest.raises(
+            Refusal, match=r"checkpoint.weights=.*: are not the weights that the run in .* started from"
+        ):
+            lives.begin(run)
+        named = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent/checkpoints/step-3")
+        first = {n: t for n, t in train(named)[0].first.items() if n.startswith("model.")}
+        assert same(first, self.weights(parent, 3))
+
+    def test_every_rank_opens_the_folder_that_was_settled(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path / "parent", "checkpoint.keep=9"))
+        run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
+        Path(run.directory).mkdir()
+        life = lives.begin(run)
+        assert isinstance(life, lives.Life)
+        assert life.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
+
+    def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path / "parent"))
+        (folder,) = manifest.complete(tmp_path / "parent")
+        flip(folder / "__0_0.distcp")
+        with pytest.raises(RankFailed, match=r"Refusal: checkpoint.weights=.*: is damaged: __0_0.distcp has the check"):
+            train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent", layout="fsdp2"))
+
+    def test_another_parent_than_the_first_lifes_is_refused(self, tmp_path: Path) -> None:
+        for name, seed in (("a", 0), ("b", 1)):
+            train(tiny(tmp_path / name, f"training.seed={seed}"))
+        train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/a"))
+        with pytest.raises(Refusal, match="are not the weights that the run in"):
+            lives.begin(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
+
+    def test_a_parent_that_retires_the_checkpoint_meanwhile_does_not_matter(self, tmp_path: Path) -> None:
+        parent = tiny(tmp_path / "parent")
+        last = train(parent)[0].last
+        fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=4")
+        begin = lives.begin
+
+        def late(*args: Any) -> Any:
+            life = begin(*args)
+            manifest.retire(manifest.folder_of(tmp_path / "parent", 3))
+            return life
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lives, "begin", late)
+            assert same(train(fork)[0].first, last)
+
+
+def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
+    run = tiny(tmp_path, "training.steps=6")
+    train(run, stop_at(2))
+    (tmp_path / "run.yaml").unlink()
+    with pytest.raises(Refusal, match=r"holds checkpoints, and no run.yaml that says of which run"):
+        lives.begin(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
+
+
+def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None:
+    run = tiny(tmp_path, "training.steps=6")
+    train(run, stop_at(2))
+    train(run)
+    documents = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
+    assert [document["from_step"] for document in documents if document] == [0, 3]
+    assert not (tmp_path / ".run.yaml").exists()
