@@ -58,6 +58,7 @@ class Saving:
         self.manager = (
             None if self.off else Manager(Path(run.directory), run.checkpoint, engine, talk, _after(run, talk))
         )
+        self.tokenizer = _tokenizer(mix)
         self.saved_step = self.begun_step = life.step
         self.saved_at = self.looked_at = time.monotonic()
         self.retry_at: float | None = None
@@ -108,7 +109,7 @@ class Saving:
         if self.speaks:
             with contextlib.suppress(OSError):
                 (Path(self.run.directory) / ASKED).unlink()
-        self.manager.save(self._about(step, rows), self._tokenizer())
+        self.manager.save(self._about(step, rows), self.tokenizer)
 
     def unchanged(self) -> None:
         """Call it before the weights change."""
@@ -203,9 +204,11 @@ class Saving:
             seq_len=self.run.training.seq_len,
         )
 
-    def _tokenizer(self) -> str | None:
-        corpus = self.mix.sources[0].corpus
-        return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
+
+def _tokenizer(mix: Mix) -> str | None:
+    """The tokenizer's file or name; looked for once, since the data may be out of reach for a moment later."""
+    corpus = mix.sources[0].corpus
+    return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
 
 
 def _after(run: Run, talk: Talk) -> tuple[After, ...]:
