@@ -59,13 +59,12 @@ class Saving:
         self.manager = (
             None if self.off else Manager(Path(run.directory), run.checkpoint, engine, talk, _after(run, talk))
         )
+        self.tokenizer = _tokenizer(mix)
         self.saved_step = self.begun_step = life.step
         self.saved_at = self.looked_at = time.monotonic()
         self.retry_at: float | None = None
         self.delay, self.ending = RETRY_SECONDS, False
         self.wrong: str | None = None
-        corpus = mix.sources[0].corpus
-        self.tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
         self.stalled = 0.0
 
     def make_up(self) -> None:
@@ -197,6 +196,12 @@ class Saving:
             tokenizer=None,
             seq_len=self.run.training.seq_len,
         )
+
+
+def _tokenizer(mix: Mix) -> str | None:
+    """The tokenizer's file or name; looked for once, since the data may be out of reach for a moment later."""
+    corpus = mix.sources[0].corpus
+    return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
 
 
 def _after(run: Run, talk: Talk) -> tuple[After, ...]:
