@@ -270,6 +270,7 @@ def _parent(run: Run, lives: list[dict[str, Any]], mix: Mix) -> tuple[str | None
     if not resume:
         return None, None
     found = choose.named(resume)
+    manifest.check_resumable(found.about, resume)
     _check_model(run, found)
     _rows(run, mix, found.about)
     if found.about.step >= run.training.steps:
