@@ -13,7 +13,7 @@ from typing import Any
 
 from titan.checkpoint import choose
 from titan.checkpoint.choose import Candidate
-from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.manifest import Manifest, check_resumable
 from titan.dataset import order
 from titan.dataset.mix import Mix
 from titan.run import Run, as_model
@@ -68,6 +68,7 @@ def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
 
 def _fork(run: Run, resume: str, mix: Mix) -> Parent:
     found = choose.named(resume)
+    check_resumable(found.about, resume)
     _check_model(run, found)
     rows_read(run, mix, found.about)
     if found.about.step >= run.training.steps:
@@ -108,7 +109,7 @@ def _given(run: Run, path: str, recorded: str | None) -> Parent:
 
 
 def _check_model(run: Run, found: Candidate) -> None:
-    """Refuse a checkpoint of another model, naming what differs, and one of weights only."""
+    """Refuse a checkpoint of another model, naming what differs."""
     here, there = as_model(run), found.about.model
     differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
     if differ:
@@ -116,9 +117,6 @@ def _check_model(run: Run, found: Candidate) -> None:
         raise Refusal(
             f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {what}; give the same model."
         )
-    if not found.about.data:
-        path = run.checkpoint.resume
-        raise Refusal(f"checkpoint.resume={path}: holds weights only; start from them: checkpoint.weights={path}.")
 
 
 def rows_read(run: Run, mix: Mix, saved: Manifest) -> int:

@@ -168,6 +168,7 @@ class Saving:
                 continue
             log.info("saved step %d in %.2f s, %.2f s of it waiting", outcome.step, outcome.seconds, outcome.stall)
             self.saved_step, self.delay = max(self.saved_step, outcome.step), RETRY_SECONDS
+            self.retry_at = None
             self.wrong = outcome.after
             if outcome.after:
                 self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
@@ -175,13 +176,15 @@ class Saving:
         return records
 
     def _failed(self, outcome: Outcome) -> None:
-        self.begun_step = self.saved_step
-        self.retry_at = time.monotonic() + self.delay
-        more = "" if self.ending else f"; training goes on, and it is tried again in {self.delay:.0f} s"
+        late = outcome.step < self.begun_step  # heard of once a later one is under way
+        again = f"that of step {self.begun_step} has begun" if late else f"it is tried again in {self.delay:.0f} s"
+        more = "" if self.ending else f"; training goes on, and {again}"
         self.tell(
             f"step {outcome.step}: no checkpoint could be saved ({outcome.error}){more}. "
             f"The last one is of step {self.saved_step}."
         )
+        if not late:
+            self.begun_step, self.retry_at = self.saved_step, time.monotonic() + self.delay
         self.delay = min(2 * self.delay, LONGEST_SECONDS)
 
     def _about(self, step: int, rows: int) -> Manifest:
@@ -207,15 +210,15 @@ def _tokenizer(mix: Mix) -> str | None:
 def _after(run: Run, talk: Talk) -> tuple[After, ...]:
     """What follows each save."""
     how = run.checkpoint
-    exports = (_exporting(how.export, how.export_dtype, talk),) if how.export else ()
-    return (*exports, remote.copying(how, how.path, run.directory, talk)) if how.path else exports
+    copies = (remote.copying(how, how.path, run.directory, talk),) if how.path else ()  # first: it is what may be lost
+    return (*copies, _exporting(how.export, how.export_dtype, talk)) if how.export else copies
 
 
 def _exporting(format: Literal["hf", "meta"], dtype: str, talk: Talk) -> After:
     """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
 
     def write(folder: Path, about: Manifest) -> None:
-        weights, out = open_weights(folder), folder / format
+        weights, out = talk.each(lambda: open_weights(folder)), folder / format
         how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
         talk.first(lambda: out.mkdir(exist_ok=True))
         talk.together(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))

@@ -66,7 +66,9 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
     _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
     debug.apply(run.debug)
     with Stop() as stop:
-        world = mesh.connect(place, run.layout, run.machine.device, run.cluster.timeout, store)
+        world = mesh.connect(
+            place, run.layout, run.machine.device, run.cluster.timeout, store, _speaks_aside(run, life)
+        )
         try:
             life = _settled(run, life, world)
             log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
@@ -76,6 +78,11 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
             raise Failure(_out_of_memory(run, error)) from error
         finally:
             world.close()
+
+
+def _speaks_aside(run: Run, life: Life) -> bool:
+    """Whether the ranks have anything to say of checkpoints."""
+    return run.checkpoint.mode != "off" or bool(life.checkpoint or life.weights)
 
 
 def _settled(run: Run, life: Life, world: World) -> Life:

@@ -182,7 +182,7 @@ class _Never:
 def _load(rank: int, size: int, run: Run, life: Life, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
     """On one rank: each checkpoint in turn, and a step from it."""
     place = Place(rank, size, rank, meeting if size > 1 else "")
-    world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout)
+    world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, aside=True)
     trainer = Trainer(run, life, world, assemble(run, world), _Never())
     try:
         with trainer.loader as loader:

@@ -133,7 +133,17 @@ class TestRetention:
         (third / "a.distcp").unlink()
         retention.prune(tmp_path, keep=1, keep_tokens=0, grace=0, busy={1})
         assert manifest.complete(tmp_path) == [first, second]
-        assert not third.exists(), "a damaged one goes with the rest"
+        assert (third / manifest.NAME).exists(), "a damaged one that is newer stays, to be looked into"
+
+    @pytest.mark.parametrize(("keep", "left"), [(2, [2, 3, 4]), (1, [4])])
+    def test_damaged_ones_go_once_they_are_older_than_all_that_stay(
+        self, keep: int, left: list[int], tmp_path: Path
+    ) -> None:
+        folders = [checkpoint(tmp_path, step) for step in (1, 2, 3, 4)]
+        for folder in (folders[0], folders[2]):
+            (folder / "a.distcp").unlink()
+        retention.prune(tmp_path, keep=keep, keep_tokens=0, grace=0)
+        assert [int(folder.name[5:]) for folder in manifest.steps(tmp_path)] == left
 
     def test_a_sweep_takes_what_killed_saves_left_and_nothing_else(self, tmp_path: Path) -> None:
         _, retired, broken, half = (checkpoint(tmp_path, step) for step in (1, 2, 3, 4))

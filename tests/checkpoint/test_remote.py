@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -238,3 +239,18 @@ class TestRuns:
             assert Remote(f"{tmp_path}/elsewhere/run").index().keys() == {3}
         else:
             assert all("of step 3, is complete in" in str(r.failure) and "Input/output" in str(r.failure) for r in seen)
+
+
+def test_a_run_that_comes_back_from_its_copies_with_nothing_left_to_do_ends_well(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its metrics did not come back: there is no loss to tell and no curve to draw."""
+    settings = [f"checkpoint.path={tmp_path}/elsewhere", "metrics.plot=true"]
+    last = train(tiny(tmp_path / "run", *settings))[0].last
+    shutil.rmtree(tmp_path / "run")
+    seen = train(tiny(tmp_path / "run", *settings))[0]
+    assert seen.code == 0
+    assert same(seen.last, last)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert (result["finished"], result["step"], result["last_loss"], result["plot"]) == (True, 3, None, None)
+    assert "Done after step 3 of 3." in capfd.readouterr().out

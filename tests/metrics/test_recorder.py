@@ -141,6 +141,10 @@ def test_first_and_last_loss(losses: list[float | None], expected: Any, tmp_path
     assert first_and_last_loss(file) == expected
 
 
+def test_a_run_without_metrics_has_no_losses(tmp_path: Path) -> None:
+    assert first_and_last_loss(tmp_path / "metrics.jsonl") == (None, None)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(math.nan, None), (math.inf, None), (-math.inf, None), (1.5, 1.5), ("nan", "nan"), (None, None)],

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from titan.checkpoint.talk import reason
 from titan.checkpoint.weights import Weights
-from titan.settings import Refusal
+from titan.settings import Failure, Refusal
 
 _HEAD, _EMBEDDING = "head.weight", "tok_embeddings.weight"
 
@@ -99,6 +100,7 @@ def load_weights(
 
     Raises:
         Refusal: when a parameter is missing or has another shape, or a file turns out to be broken.
+        Failure: when it can't be read for another reason.
     """
     sources = _sources(state, weights, f"{setting}={weights.path}")
     plain = {name: tensor.detach() for name, tensor in state.items()}
@@ -110,7 +112,10 @@ def load_weights(
         for cause, _ in error.failures.values():
             if isinstance(cause, Refusal):
                 raise cause from None
-        raise
+        # torch's own error is no Exception, and those that end a run in order would not see it
+        raise Failure(
+            f"{setting}={weights.path}: can't be read: {reason(error)}; mend that, or give others."
+        ) from error
 
 
 def _sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[str, str]:

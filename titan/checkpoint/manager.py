@@ -22,14 +22,15 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from titan.checkpoint import manifest, retention
-from titan.checkpoint.manifest import File, Manifest
+from titan.checkpoint import manifest, retention, tokenizers_out
+from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.talk import Talk, Unsaved, reason
@@ -39,7 +40,10 @@ from titan.parallelism import data
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a single process
 After = Callable[[Path, Manifest], None]
-"""What is done with a checkpoint once it counts; all ranks call it together, and may raise `Unsaved`."""
+"""What is done with a checkpoint once it counts; all ranks call it together, and raise `Unsaved` together.
+
+Between two things that it says to the other ranks, nothing may fail on one rank alone: `Talk.each` sees to that.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class _Job:
         self.bytes = 0
         self.error: str | None = None
         self.after: str | None = None
+        self.unstaged: Exception | None = None
         self.written, self.ended = threading.Event(), threading.Event()
 
     def outcome(self) -> Outcome:
@@ -109,12 +114,19 @@ class Manager:
         with _stalled(job):
             for earlier in self.jobs:
                 earlier.ended.wait()  # one at a time: they share the ranks' group and the copies' memory
-            state = state_of(self.engine)
-            staged = state if self.staging is None else self.staging.start(state)
+            staged = self._staged(job, state_of(self.engine))
             self.jobs.append(job)
             self.thread.submit(self._work, job, staged, about, tokenizer)
             if self.staging is None:
                 job.written.wait()
+
+    def _staged(self, job: _Job, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What the job is to write. No memory for a copy is the job's failure, which all ranks have to hear of."""
+        try:
+            return state if self.staging is None else self.staging.start(state)
+        except Exception as error:
+            job.unstaged = error
+            return {}
 
     def repeat(self, step: int) -> None:
         """Do again what follows a save, for a checkpoint that counts already; all ranks call it together."""
@@ -150,10 +162,11 @@ class Manager:
         """The job, from its first to its last point, in the thread."""
         folder = manifest.folder_of(self.directory, about.step)
         try:
+            self.talk.each(lambda: self._ready(job))
             about = self._write(folder, state, about, tokenizer)
             job.bytes = sum(file.bytes for file in about.files.values())
         except BaseException as error:  # DCP's own is no Exception
-            job.error = str(error) if isinstance(error, Unsaved) else reason(error)
+            job.error = reason(error)
             if self.talk.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         job.seconds = time.monotonic() - job.began
@@ -162,39 +175,65 @@ class Manager:
             job.after = self._follow(folder, about)
         job.ended.set()
 
+    def _ready(self, job: _Job) -> None:
+        """Wait for the copy.
+
+        Raises:
+            Exception: why there is none.
+        """
+        if job.unstaged is not None:
+            raise job.unstaged
+        if self.staging is not None:
+            self.staging.ready()
+
     def _again(self, job: _Job) -> None:
         folder = manifest.folder_of(self.directory, job.step)
         job.written.set()
         try:
             job.after = self._follow(folder, self.talk.first(lambda: _needed(folder)))
-        except Unsaved as error:
-            job.after = str(error)
+        except BaseException as error:
+            job.after = reason(error)
         job.ended.set()
 
     def _write(self, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> Manifest:
-        talk, writer = self.talk, Writer(folder)
-        extra = talk.first(lambda: _make(folder, tokenizer)) or {}
-        if self.staging is not None:
-            self.staging.ready()
+        talk = self.talk
+        extra, inside = talk.first(lambda: _make(folder, tokenizer))
+        writer = talk.each(lambda: Writer(folder))
         save(dict(state), storage_writer=writer, process_group=talk.group, no_dist=talk.size == 1)
         files = {name: file for part in talk.gather(writer.files) for name, file in part.items()}
-        inside = next(iter(extra), tokenizer)
         about = replace(about, files=files | extra, tokenizer=inside)
+        self._seen(folder, about)
         talk.first(lambda: manifest.write(folder, about))
         return about
 
-    def _follow(self, folder: Path, about: Manifest) -> str | None:
-        """Let go of old checkpoints, and do what is to follow; what went wrong, if anything did."""
-        how, wrong = self.how, None
+    def _seen(self, folder: Path, about: Manifest) -> None:
+        """Have rank 0 look for all ranks' files, before its manifest says that they are there.
+
+        Raises:
+            Unsaved: on all ranks, when one is missing; what each rank has written is removed then, wherever it lies.
+        """
         try:
-            self.talk.first(lambda: retention.prune(self.directory, how.keep, how.keep_tokens, how.grace))
-            for after in self.after:
-                after(folder, about)
-        except Unsaved as error:
-            wrong = str(error)
-        except BaseException as error:
-            wrong = reason(error)
-        return wrong
+            self.talk.first(lambda: _look(folder, about))
+        except Unsaved:
+            self.talk.each(lambda: shutil.rmtree(folder, ignore_errors=True))
+            raise
+
+    def _follow(self, folder: Path, about: Manifest) -> str | None:
+        """Let go of old checkpoints, and do what is to follow, each whatever became of the others.
+
+        Returns:
+            What went wrong, the same on all ranks; None where nothing did.
+        """
+        how, talk = self.how, self.talk
+        wrong = [
+            _wrong(lambda: talk.first(lambda: retention.prune(self.directory, how.keep, how.keep_tokens, how.grace)))
+        ]
+        wrong += [_wrong(partial(after, folder, about)) for after in self.after]
+        try:
+            told = talk.gather([words for words in wrong if words])
+        except Exception as error:  # a rank is gone
+            told = [[*filter(None, wrong), reason(error)]]
+        return "; ".join(dict.fromkeys(words for rank in told for words in rank)) or None
 
 
 def _on(device: torch.device) -> None:
@@ -212,18 +251,35 @@ def _stalled(job: _Job) -> Iterator[None]:
         job.stall += time.monotonic() - began
 
 
-def _make(folder: Path, tokenizer: str | None) -> dict[str, File]:
-    """A new, empty folder for a checkpoint, with the tokenizer's file where it has one."""
+def _wrong(work: Callable[[], object]) -> str | None:
+    """Do something; what went wrong, if anything did."""
+    try:
+        work()
+    except BaseException as error:  # DCP's own is no Exception
+        return reason(error)
+    return None
+
+
+def _make(folder: Path, tokenizer: str | None) -> tuple[dict[str, File], str | None]:
+    """A new, empty folder for a checkpoint, with the tokenizer's files where it has some.
+
+    Returns:
+        Those files, and what the tokenizer is called there.
+    """
     if folder.is_dir():
         shutil.rmtree(folder)  # what a killed save may have left, or a damaged one
     else:
         folder.unlink(missing_ok=True)
     folder.mkdir(parents=True)
-    if tokenizer is None or not Path(tokenizer).is_file():
-        return {}
-    copy = Path(shutil.copy(tokenizer, folder))
-    with copy.open("rb") as content:
-        return {copy.name: manifest.checksum(content)}
+    name = tokenizers_out.copy(tokenizer, folder)
+    return tokenizers_out.listed(name, folder), name
+
+
+def _look(folder: Path, about: Manifest) -> None:
+    try:
+        manifest.sizes(folder, about.files)
+    except Damaged as error:
+        raise Damaged(f"{error}: all ranks must see the run's directory, {folder.parent.parent}") from error
 
 
 def _needed(folder: Path) -> Manifest:

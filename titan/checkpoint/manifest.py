@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from titan.settings import Refusal
+
 FORMAT = 2
 NAME = "manifest.json"
 RETIRED = "retired.json"
@@ -75,18 +77,21 @@ def folder_of(directory: Path, step: int) -> Path:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Make the checkpoint in `folder` count; call it once all its files are on disk."""
+    for above in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
+        with contextlib.suppress(PermissionError):  # not ours
+            sync(above)
     temporary = folder / f".{NAME}"
     with temporary.open("w") as out:
         json.dump(asdict(manifest), out, indent=1)
         out.flush()
         os.fsync(out.fileno())
     temporary.rename(folder / NAME)
-    _sync(folder)
+    sync(folder)
 
 
-def _sync(folder: Path) -> None:
-    """Have the names in a folder on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Have on disk what a file holds, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -112,14 +117,23 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
     manifest = parse(text)
     if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
         raise Damaged(f"{NAME} is of step {manifest.step}")
-    for name, file in manifest.files.items():
+    sizes(folder, manifest.files)
+    return manifest
+
+
+def sizes(folder: Path, files: Mapping[str, File]) -> None:
+    """Compare the sizes of files with those that they should have.
+
+    Raises:
+        Damaged: naming the first file that is missing or differs.
+    """
+    for name, file in files.items():
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
             raise Damaged(f"{name} can't be read ({error.strerror})") from error
         if size != file.bytes:
             raise Damaged(f"{name} has {size:,} bytes where {file.bytes:,} are due")
-    return manifest
 
 
 def parse(text: bytes) -> Manifest:
@@ -139,6 +153,16 @@ def parse(text: bytes) -> Manifest:
     if any(Path(name).name != name for name in files):
         raise Damaged(f"{NAME} names files outside of its folder")
     return manifest
+
+
+def check_resumable(manifest: Manifest, path: str, setting: str = "checkpoint.resume") -> None:
+    """Refuse to go on from weights alone: a converted checkpoint has neither optimizer nor position in the data.
+
+    Raises:
+        Refusal: when it is one.
+    """
+    if not manifest.data:
+        raise Refusal(f"{setting}={path}: holds weights only; start from it with checkpoint.weights={path}.")
 
 
 def read(folder: Path) -> Manifest | None:
@@ -163,6 +187,12 @@ def verify(folder: Path, files: Mapping[str, File]) -> None:
             raise Damaged(f"{name} can't be read ({error.strerror})") from error
         if found != file:
             raise Damaged(f"{name} has the checksum {found.crc32} where {file.crc32} is due")
+
+
+def checksum_of(file: Path) -> File:
+    """Size and checksum of a file."""
+    with file.open("rb") as content:
+        return checksum(content)
 
 
 def checksum(content: IO[bytes]) -> File:

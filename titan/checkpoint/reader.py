@@ -7,6 +7,7 @@ the checkpoint's own folder only.
 
 from __future__ import annotations
 
+import pathlib
 import pickle
 from pathlib import Path
 from typing import Any
@@ -35,17 +36,20 @@ class _Unpickler(pickle.Unpickler):
     """Admits by name what DCP's metadata of tensors consist of (arbitrary pickles run code: pickle's documentation)."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("pathlib._local", "PosixPath"):  # as Python 3.13 calls it
+            return pathlib.PosixPath
         if (module, name) in _NAMES or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise Foreign(f"it names {module}.{name}, which no checkpoint of tensors does")
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's folder."""
+    """Reads a checkpoint's folder; its metadata once."""
 
     def __init__(self, folder: str | Path) -> None:
         """Take the folder that holds `.metadata`."""
         super().__init__(folder)
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds.
@@ -53,23 +57,29 @@ class Reader(FileSystemReader):
         Raises:
             Foreign: when it is not what titan writes.
         """
+        if self._metadata is None:
+            self._metadata = self._parsed()
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+    def _parsed(self) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
             try:
                 metadata = _Unpickler(file).load()
             except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
                 raise Foreign(f"its metadata can't be read ({type(error).__name__}: {error})") from error
-        _check(metadata)
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata  # type: ignore[no-any-return]
+        return _check(metadata)
 
 
-def _check(metadata: Any) -> None:
+def _check(metadata: Any) -> Metadata:
     """Refuse metadata that are not of tensors, or that lead out of the folder."""
     if not isinstance(metadata, Metadata):
         raise Foreign("its metadata are none")
     for name, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             raise Foreign(f"{name} is no tensor")
-    for place in metadata.storage_data.values():
-        if Path(place.relative_path).name != place.relative_path or place.transform_descriptors:
-            raise Foreign(f"it leads to {place.relative_path}, which is no file of its own")
+    places = metadata.storage_data.values()
+    for path, changed in {(place.relative_path, bool(place.transform_descriptors)) for place in places}:
+        if Path(path).name != path or changed:
+            raise Foreign(f"it leads to {path}, which is no file of its own")
+    return metadata

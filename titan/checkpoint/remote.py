@@ -168,6 +168,7 @@ class Remote:
         with self.fs.open(source, "rb") as there, target.open("wb") as here:
             for piece in iter(lambda: there.read(_CHUNK), b""):
                 here.write(piece)
+        manifest.sync(target)
         with target.open("rb") as content:
             return manifest.checksum(content)
 

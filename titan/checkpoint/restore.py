@@ -6,7 +6,7 @@ that no later life takes it up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from titan.checkpoint.loading import load_weights
 from titan.checkpoint.manager import state_of
 from titan.checkpoint.manifest import Damaged
 from titan.checkpoint.reader import Foreign, Reader
-from titan.checkpoint.talk import Talk, reason
+from titan.checkpoint.talk import Talk, Unsaved, reason
 from titan.checkpoint.weights import open_weights
 from titan.engine import Engine
 from titan.settings import Failure, Refusal, show
@@ -45,11 +45,8 @@ def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
                 f"the checkpoint {folder} can't be read by rank {rank} ({wrong.words}); see that all ranks can, and "
                 "give the same command again. Nothing was changed."
             )
-    return _first([wrong.words if wrong else None for wrong in found]) or _first(talk.gather(_readable(folder)))
-
-
-def _first(words: Sequence[str | None]) -> str | None:
-    return next((found for found in words if found), None)
+    first = next((wrong.words for wrong in found if wrong), None)
+    return first or talk.tell(_readable(folder) if talk.rank == 0 else None)
 
 
 class _Wrong(NamedTuple):
@@ -93,11 +90,11 @@ def restore(engine: Engine, folder: Path, talk: Talk) -> None:
         Refusal: when the checkpoint is of another model or optimizer.
         Failure: when it can't be read.
     """
-    state = state_of(engine)
+    state, reader = state_of(engine), Reader(folder)
     try:
-        _compare(state, folder, talk)
-        load(state, storage_reader=Reader(folder), process_group=talk.group, no_dist=talk.size == 1)
-    except (CheckpointException, Foreign, OSError, RuntimeError) as error:
+        _compare(state, reader, talk)
+        load(state, storage_reader=reader, process_group=talk.group, no_dist=talk.size == 1)
+    except (CheckpointException, Unsaved, OSError, RuntimeError) as error:
         raise Failure(
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
             "one before it."
@@ -118,21 +115,26 @@ def start_from(engine: Engine, path: str, talk: Talk) -> None:
         engine.twins.align(engine.optimizer)
 
 
-def _compare(state: Mapping[str, Tensor], folder: Path, talk: Talk) -> None:
-    """Refuse a checkpoint of another model or optimizer: a fork may ask for one. All ranks raise the same."""
-    saved: Mapping[str, Any] = Reader(folder).read_metadata().state_dict_metadata
-    there = {name: tuple(tensor.size) for name, tensor in saved.items()}
-    parts = talk.gather({name: tuple(tensor.shape) for name, tensor in state.items()})
+def _compare(state: Mapping[str, Tensor], reader: Reader, talk: Talk) -> None:
+    """Refuse a checkpoint of another model or optimizer: a fork may ask for one. All ranks raise the same.
+
+    Each rank compares what it holds, so that of names only those travel that are not as they should be.
+    """
+    saved: Mapping[str, Any] = talk.each(reader.read_metadata).state_dict_metadata
+    there = {name: tuple(saved[name].size) for name in sorted(saved)}
+    mine = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    parts = talk.gather({name: shape for name, shape in mine.items() if there.get(name) != shape})
     here = {name: shape for part in parts for name, shape in part.items()}
-    differ = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    held = talk.any([name in mine for name in there])
+    differ = sorted(here.keys() | {name for name, somewhere in zip(there, held, strict=True) if not somewhere})
     if not differ:
         return
     name = differ[0]
     more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
     raise Refusal(
-        f"checkpoint.resume={folder}: was saved with another model or optimizer: it {_has(there, name)}, this run "
+        f"checkpoint.resume={reader.path}: was saved with another model or optimizer: it {_has(there, name)}, this run "
         f"{_has(here, name)}{more}; give the model and optimizer of the run that saved it, or take its weights alone "
-        f"with checkpoint.weights={folder}."
+        f"with checkpoint.weights={reader.path}."
     )
 
 

@@ -35,14 +35,17 @@ def kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) ->
 def prune(directory: Path, keep: int, keep_tokens: int, grace: float, busy: Collection[int] = ()) -> None:
     """Let go of what is not to be kept; call it once a new checkpoint counts.
 
+    Of the damaged ones those go that are older than all that stay.
+
     Args:
         directory: the run's.
         keep, keep_tokens, grace: see `titan.checkpoint.schema.Checkpoint`.
         busy: steps whose files are still needed.
     """
     found = {int(f.name[5:]): manifest.read(f) for f in manifest.steps(directory)}
-    stay = kept([(step, m.tokens) for step, m in found.items() if m], keep, keep_tokens) | set(busy)
-    for step in found.keys() - stay:
+    stay = kept([(step, m.tokens) for step, m in found.items() if m], keep, keep_tokens)
+    damaged = {step for step, m in found.items() if m is None and step > min(stay, default=-1)}  # may be looked into
+    for step in found.keys() - stay - damaged - set(busy):
         folder = manifest.folder_of(directory, step)
         if (folder / manifest.NAME).exists():
             manifest.retire(folder)

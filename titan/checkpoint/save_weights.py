@@ -112,10 +112,7 @@ def _metadata(weights: Weights, dtype: str, places: dict[MetadataIndex, _Storage
 
 def _manifest(weights: Weights, folder: Path, files: dict[str, File]) -> Manifest:
     tokenizer = tokenizers_out.copy(weights.tokenizer, folder)
-    for name in ("tokenizer.json", "tokenizer_config.json", tokenizer or ""):
-        if name and (folder / name).is_file():
-            with (folder / name).open("rb") as content:
-                files[name] = manifest.checksum(content)
+    files |= tokenizers_out.listed(tokenizer, folder)
     model = {"_target_": f"{type(weights.model).__module__}.{type(weights.model).__qualname__}", **plain(weights.model)}
     length = int(getattr(weights, "config", {}).get("max_position_embeddings", 0))
     return Manifest(0, 0, {}, "", "", {}, model, tokenizer, files, length)

@@ -8,7 +8,7 @@ The memory is taken at the first copy and kept.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -47,14 +47,18 @@ class Staging:
         if self.on_gpu and self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
         elif isinstance(self.copied, Future):
-            self.copied.result()
+            wait([self.copied])
 
     def ready(self) -> None:
-        """Call it before the copies are read: waits until they are there."""
+        """Call it before the copies are read: waits until they are there.
+
+        Raises:
+            Exception: why one could not be copied.
+        """
         if self.on_gpu and self.copied is not None:
             self.copied.synchronize()
-        else:
-            self.done()
+        elif isinstance(self.copied, Future):
+            self.copied.result()
 
     def close(self) -> None:
         """End the thread and let go of the memory."""

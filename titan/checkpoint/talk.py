@@ -6,13 +6,15 @@ training. Whatever fails on one rank has failed on all, so that all take the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan.checkpoint.manifest import Damaged
+from titan.settings import Refusal
 
 T = TypeVar("T")
 
@@ -27,6 +29,13 @@ class Unsaved(Exception):
     def __init__(self, words: str, damaged: bool = False) -> None:
         super().__init__(words)
         self.damaged = damaged
+
+
+class _Error(NamedTuple):
+    """An error on its way to other ranks: its words, and whether it is a checkpoint's damage."""
+
+    words: str
+    damaged: bool
 
 
 class Talk:
@@ -58,16 +67,29 @@ class Talk:
         Raises:
             Unsaved: on every rank, when it failed on any.
         """
-        result, words, damaged = None, None, False
-        try:
-            result = work()
-        except Exception as failure:
-            words, damaged = reason(failure), isinstance(failure, Damaged)
-        results = self.gather((result, words, damaged))
-        for rank, (_, wrong, lost) in enumerate(results):
-            if wrong:
-                raise Unsaved(f"rank {rank}: {wrong}" if self.size > 1 else wrong, lost)
-        return [result for result, *_ in results]  # type: ignore[misc]
+        result, error = _tried(work)
+        results = self.gather((result, error))
+        self._agree([error for _, error in results])
+        return [result for result, _ in results]  # type: ignore[misc]
+
+    def each(self, work: Callable[[], T]) -> T:
+        """As `together`, but a rank gets its own result only, which need not be fit to travel."""
+        result, error = _tried(work)
+        self._agree(self.gather(error))
+        return result  # type: ignore[return-value]
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
+        """For each place, whether any rank's flag is set there; all ranks give as many."""
+        if self.size == 1:
+            return list(flags)
+        numbers = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        return [bool(number) for number in numbers.tolist()]
+
+    def _agree(self, errors: Sequence[_Error | None]) -> None:
+        for rank, error in enumerate(errors):
+            if error:
+                raise Unsaved(f"rank {rank}: {error.words}" if self.size > 1 else error.words, error.damaged)
 
     def first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 alone, and give its result to all.
@@ -78,12 +100,20 @@ class Talk:
         return self.together(lambda: work() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
+def _tried(work: Callable[[], T]) -> tuple[T | None, _Error | None]:
+    """The result, or what went wrong."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, _Error(reason(error), isinstance(error, Damaged))
+
+
 def reason(error: BaseException) -> str:
     """An error in a few words: the system's own where it is one of the system's."""
     if isinstance(error, CheckpointException):
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(first)}" if len(error.failures) > 1 or rank else reason(first)
-    if isinstance(error, Damaged):
+    if isinstance(error, (Damaged, Refusal, Unsaved)):
         return str(error)
     cause: BaseException | None = error
     while cause is not None:  # torch's file writer raises an error of its own from the system's

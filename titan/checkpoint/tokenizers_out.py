@@ -8,6 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import File
 from titan.dataset.files import needs
 from titan.dataset.tokenizer import BUILT_IN, PATTERN, RankTokenizer, load_tokenizer
 from titan.settings import Refusal
@@ -34,7 +36,19 @@ def copy(name: str | None, folder: Path) -> str | None:
     for file in (source, *(source.with_name(beside) for beside in _BESIDE)):
         if file.is_file() and (file == source or source.suffix == ".json"):
             shutil.copyfile(file, folder / file.name)
+            manifest.sync(folder / file.name)
     return source.name
+
+
+def listed(name: str | None, folder: Path) -> dict[str, File]:
+    """Size and checksum of the files that `copy` brought into a folder, by their names.
+
+    Args:
+        name: what `copy` returned.
+        folder: where they are.
+    """
+    names = [name, *_BESIDE] if name is not None and (folder / name).is_file() else []
+    return {file: manifest.checksum_of(folder / file) for file in names if (folder / file).is_file()}
 
 
 def copy_whole(name: str | None, folder: Path) -> None:

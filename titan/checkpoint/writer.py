@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from titan.checkpoint.manifest import File
 
@@ -27,6 +28,10 @@ class Writer(FileSystemWriter):
         """Take the folder; it is made where it is missing."""
         super().__init__(folder)
         self.fs: Any = Counting()
+
+    def storage_meta(self) -> StorageMeta:
+        """What `.metadata` say of the save: not where it was, as a path's class differs between Pythons."""
+        return StorageMeta(save_id=self.save_id)
 
     @property
     def files(self) -> dict[str, File]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -155,7 +156,9 @@ def _keep_freed_memory() -> None:
         mallopt(M_MMAP_MAX, 0)
 
 
-def connect(place: Place, layout: Layout, device_type: str, timeout: float, store: Any = None) -> World:
+def connect(
+    place: Place, layout: Layout, device_type: str, timeout: float, store: Any = None, aside: bool = False
+) -> World:
     """Join the process group, where there is more than one rank, and lay out the mesh.
 
     Args:
@@ -164,10 +167,13 @@ def connect(place: Place, layout: Layout, device_type: str, timeout: float, stor
         device_type: "cpu" or "cuda".
         timeout: seconds after which a collective operation gives up.
         store: what the ranks have met at already; None to meet at `place.rendezvous`.
+        aside: whether the ranks need a group over the host's network beside training's (`World.aside`).
     """
     device = _device(place, device_type)
     if place.size == 1:
         return World(place, layout, device)
+    if aside and device_type == "cuda":
+        _same_network()
     meeting = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -177,8 +183,26 @@ def connect(place: Place, layout: Layout, device_type: str, timeout: float, stor
         device_id=device if device_type == "cuda" else None,
         **meeting,
     )
+    world = lay_out(place, layout, device)
+    if not aside:
+        return world
     patience = timedelta(seconds=max(timeout, ASIDE_SECONDS))
-    return replace(lay_out(place, layout, device), aside=dist.new_group(backend="gloo", timeout=patience))
+    return replace(world, aside=dist.new_group(backend="gloo", timeout=patience))
+
+
+def _same_network() -> None:
+    """Let gloo take the interface that NCCL is told to take, where that is one and nothing is said of gloo's.
+
+    Gloo would take the one that the host's name resolves to, which need not reach the other hosts. NCCL's setting is a
+    list of beginnings of names (of whole names after "="; of what not to take after "^"), gloo's of whole names.
+    """
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if "GLOO_SOCKET_IFNAME" in os.environ or not wanted or wanted[0] == "^" or "," in wanted:
+        return
+    there = [name for _, name in socket.if_nameindex()]
+    found = [name for name in there if name == wanted.lstrip("=") or name.startswith(wanted)]
+    if len(found) == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = found[0]
 
 
 def lay_out(place: Place, layout: Layout, device: torch.device) -> World:

@@ -1,0 +1,175 @@
+"""What is read of a checkpoint at a resume: how often, by whom, and what a file's writer may have been."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from tests.checkpoint.made import LLAMA, complete, native, tensors
+from tests.checkpoint.made import about as said
+from tests.dataset.test_tokenizer import byte_level_json
+from tests.ranks import run_ranks
+from tests.runs import tiny, train
+from titan import lives
+from titan.checkpoint import manager, manifest, restore
+from titan.checkpoint.loading import load_weights
+from titan.checkpoint.reader import Foreign, Reader
+from titan.checkpoint.talk import Talk
+from titan.checkpoint.weights import open_weights
+from titan.dataset.tokenizer import load_tokenizer
+from titan.settings import Failure, Refusal
+from titan.trainer import Trainer
+
+
+class TestMetadata:
+    def test_name_no_path(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path))
+        (folder,) = manifest.complete(tmp_path)
+        assert b"pathlib" not in (folder / ".metadata").read_bytes()
+
+    @pytest.mark.parametrize(
+        ("module", "name", "known"),
+        [("pathlib", "PosixPath", True), ("pathlib._local", "PosixPath", True), ("pathlib._local", "Path", False)],
+    )
+    def test_of_any_python_are_read_and_nothing_else(self, module: str, name: str, known: bool, tmp_path: Path) -> None:
+        content = pickle.dumps(Metadata({}, storage_data={}, storage_meta=StorageMeta(Path("/x"))), protocol=2)
+        assert content.count(b"cpathlib\nPosixPath\n") == 1
+        (tmp_path / ".metadata").write_bytes(content.replace(b"cpathlib\nPosixPath\n", f"c{module}\n{name}\n".encode()))
+        if known:
+            assert Reader(tmp_path).read_metadata().state_dict_metadata == {}
+        else:
+            with pytest.raises(Foreign, match=r"names pathlib._local.Path"):
+                Reader(tmp_path).read_metadata()
+
+    def test_are_parsed_once_to_load_and_once_more_by_rank_0_to_look(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parsed = Reader._parsed
+        count: list[Path] = []
+
+        def counted(reader: Any) -> Metadata:
+            count.append(reader.path)
+            return parsed(reader)
+
+        train(tiny(tmp_path, layout="fsdp2"))
+        monkeypatch.setattr(Reader, "_parsed", counted)
+        seen = train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), lambda trainer: count)
+        assert [len(rank.extra) for rank in seen] == [2, 1]
+
+
+class Saved:
+    """The metadata of a checkpoint of these tensors."""
+
+    path = Path("there")
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        self.state_dict_metadata = {n: type("Tensor", (), {"size": torch.Size(s)})() for n, s in shapes.items()}
+
+    def read_metadata(self) -> Saved:
+        return self
+
+
+@pytest.mark.parametrize(
+    ("there", "parts", "differs"),
+    [
+        pytest.param({"a": (2,), "b": (3,)}, [{"a": (2,)}, {"b": (3,)}], None, id="parts"),
+        pytest.param({"a": (2,)}, [{"a": (2,)}, {"a": (2,)}], None, id="copies"),
+        pytest.param(
+            {"a": (2,)}, [{"a": (2,)}, {"b": (3,)}], r"has no b, this run has b in the shape \S+;", id="extra"
+        ),
+        pytest.param({"a": (2,), "b": (3,)}, [{"a": (2,)}, {}], r"has b in .*this run has no b;", id="missing"),
+        pytest.param({"a": (2,), "b": (1,)}, [{"a": (2,)}, {"b": (3,)}], r"has b in .*1.*has b in .*3", id="shape"),
+        pytest.param({"a": (2,), "b": (1,)}, [{"c": (2,)}, {"d": (3,)}], r"no a, and 3 more differ", id="all"),
+    ],
+)
+def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any, differs: str | None) -> None:
+    def compared(rank: int, size: int) -> str | None:
+        state = {name: torch.empty(shape) for name, shape in parts[rank].items()}
+        try:
+            restore._compare(state, Saved(there), Talk(rank, size))  # type: ignore[arg-type]
+        except Refusal as refusal:
+            return str(refusal)
+        return None
+
+    first, second = run_ranks(compared, 2)
+    assert first == second
+    if differs is None:
+        assert first is None
+    else:
+        assert re.search(differs, str(first)), first
+
+
+def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> None:
+    train(tiny(tmp_path, layout="fsdp2"))
+
+    def broken(trainer: Trainer) -> None:
+        if trainer.world.place.rank == 1:
+            Reader.read_metadata = _fails  # type: ignore[assignment,method-assign]  # in a rank's process
+
+    for rank in train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), broken):
+        assert "can't be read: rank 1: Foreign: its metadata are none; remove it" in str(rank.failure)
+
+
+def _fails(reader: Reader) -> Metadata:
+    raise Foreign("its metadata are none")
+
+
+def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native(tmp_path, LLAMA)
+    weights: Any = open_weights(tmp_path)
+
+    def read(*where: Any) -> Any:
+        raise OSError(5, "Input/output error", "disk")
+
+    monkeypatch.setattr(weights, "read", read)
+    with pytest.raises(Failure, match=r"^checkpoint.weights=\S+: can't be read: Input/output error: disk; mend"):
+        load_weights(tensors(LLAMA), weights, no_dist=True)
+
+
+@pytest.mark.parametrize("config", [None, {"eos_token": "<s>", "bos_token": None}], ids=["alone", "config"])
+def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp_path: Path) -> None:
+    there = byte_level_json(tmp_path, config)
+    (source,) = tmp_path.glob("*.json") if config is None else tmp_path.glob("tokenizer.json")
+    files, name = manager._make(tmp_path / "checkpoints/step-1", str(source))
+    copy = load_tokenizer(str(tmp_path / "checkpoints/step-1" / str(name)))
+    assert (copy.fingerprint, copy.eos, copy.bos) == (there.fingerprint, there.eos, there.bos)
+    manifest.verify(tmp_path / "checkpoints/step-1", files)
+    assert files.keys() == {file.name for file in (tmp_path / "checkpoints/step-1").iterdir()}
+
+
+@pytest.mark.parametrize("name", [None, "titan4k"])
+def test_a_tokenizer_without_a_file_is_told_by_its_name(name: str | None, tmp_path: Path) -> None:
+    assert manager._make(tmp_path / "checkpoints/step-1", name) == ({}, name)
+
+
+def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+    folder = manifest.folder_of(tmp_path / "run", 1)
+
+    def fsync(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, (folder / manifest.NAME).exists()))
+
+    byte_level_json(tmp_path)
+    monkeypatch.setattr(os, "fsync", fsync)
+    files, _ = manager._make(folder, str(tmp_path / "tokenizer.json"))
+    assert synced == [(name, False) for name in files]
+    synced.clear()
+    complete(folder, said(1), {"weights": b"w"})
+    assert synced == [("checkpoints", False), ("run", False), (".manifest.json", False), ("step-1", True)]
+
+
+def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
+    fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
+    complete(tmp_path / "parent", said(0, data={}), {"weights": b"w"})
+    with pytest.raises(Refusal, match=r"parent: holds weights only; start from it with checkpoint.weights=\S+parent\."):
+        lives.begin(fork)
