@@ -10,7 +10,7 @@ import pytest
 
 from tests.runs import tiny, train
 from titan import saving
-from titan.checkpoint import export, manifest, retention
+from titan.checkpoint import choose, manifest, retention
 from titan.checkpoint.manager import Outcome
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.weights import open_weights
@@ -102,7 +102,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
 
     (seen,) = train(run, block)
     assert words(seen.extra) == [(2, None, "No space left on device"), (3, None, None)]
-    assert (manifest.folder_of(tmp_path / "run", 2) / "hf" / export.LAST["hf"]).is_file()
+    assert (manifest.folder_of(tmp_path / "run", 2) / "hf" / choose.COUNTS["hf"]).is_file()
     assert (tmp_path / "there" / "run" / "step-3" / manifest.NAME).is_file()
 
 
@@ -120,7 +120,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
         assert rank.code == 0
         assert words(rank.extra) == [(2, None, "rank 1: checkpoint.weights=x: can't be read."), (3, None, None)]
     assert not (manifest.folder_of(tmp_path, 2) / "hf").exists()
-    assert (manifest.folder_of(tmp_path, 3) / "hf" / export.LAST["hf"]).is_file()
+    assert (manifest.folder_of(tmp_path, 3) / "hf" / choose.COUNTS["hf"]).is_file()
 
 
 @pytest.mark.parametrize("when", ["start", "ready"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from tests.checkpoint.test_manager import stop_at
 from tests.checkpoint.test_saving import flip
 from tests.ranks import RankFailed
 from tests.runs import same, saved, steps, tiny, train
@@ -18,21 +19,6 @@ from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, of
 from titan.lives import Finished
 from titan.settings import Refusal
-from titan.trainer import Trainer
-
-
-def stop_at(step: int) -> Any:
-    """For `train`: a signal comes in that step."""
-
-    class Stop:
-        def __init__(self, trainer: Trainer) -> None:
-            self.trainer = trainer
-
-        @property
-        def asked(self) -> bool:
-            return self.trainer.step >= step
-
-    return lambda trainer: setattr(trainer, "stop", Stop(trainer))
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp2"])
