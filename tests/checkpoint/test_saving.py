@@ -16,7 +16,7 @@ import yaml
 from tests.ranks import RankFailed
 from tests.runs import learned, same, saved, steps, tiny, train
 from titan import saving
-from titan.checkpoint import manifest
+from titan.checkpoint import manifest, staging
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.staging import Staging
 from titan.run import Run
@@ -75,20 +75,37 @@ class TestAsync:
         train(beside, held)
         assert same(saved(beside, 3), saved(waits, 3))
 
+    def test_the_weights_do_not_change_before_they_are_copied(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        how = ["training.steps=5", "checkpoint.every=2", "checkpoint.keep=9"]
+        waits = tiny(tmp_path / "sync", *how)
+        train(waits)
+        copy = staging._copy
+
+        def slow(pairs: Any) -> None:
+            time.sleep(0.3)
+            copy(pairs)
+
+        monkeypatch.setattr(staging, "_copy", slow)
+        beside = tiny(tmp_path / "async", *how, "checkpoint=async")
+        train(beside)
+        assert all(same(saved(beside, step), saved(waits, step)) for step in (2, 4, 5))
+
     def test_a_copy_waits_for_nothing_but_itself(self) -> None:
-        staging = Staging(torch.device("cpu"))
+        copies_of = Staging(torch.device("cpu"))
         state = {"a": torch.arange(6.0).view(2, 3), "step": torch.tensor(4.0)}
-        copies = staging.start(state)
-        staging.done()
+        copies = copies_of.start(state)
+        copies_of.done()
         for tensor in state.values():
             tensor.zero_()
         assert torch.equal(copies["a"], torch.arange(6.0).view(2, 3))
         assert copies["step"] == 4
-        again = staging.start(state)
-        staging.ready()
+        again = copies_of.start(state)
+        copies_of.ready()
         assert again["a"].data_ptr() == copies["a"].data_ptr(), "the memory is used again"
         assert not again["a"].any()
-        staging.close()
+        copies_of.close()
 
 
 def limited(bytes_: int) -> None:
