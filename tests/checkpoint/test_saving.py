@@ -47,6 +47,11 @@ class TestAsync:
         for step in (2, 4, 5):
             assert same(saved(beside, step), saved(waits, step))
         assert same(saved(beside, 5), last)
+        for folder in manifest.complete(tmp_path / "async"):
+            said = manifest.read(folder)
+            assert said is not None
+            assert said.files.keys() == {f.name for f in folder.iterdir()} - {manifest.NAME}
+            manifest.verify(folder, said.files)
         assert learned(beside) == learned(waits)
         for record in records(beside, "checkpoint_step"):
             assert record["checkpoint_stall_seconds"] >= 0
