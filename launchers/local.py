@@ -27,6 +27,8 @@ from launchers.place import Place
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
+STOPPING = "\ntitan: stopping at the end of this step; once more: at once\n"
+"""What is said at the first Ctrl-C or SIGTERM."""
 CONSEQUENCE_SECONDS = 0.5
 """Ranks that fail because another one did, fail about this much later."""
 
@@ -166,6 +168,8 @@ def _signals(ranks: Ranks) -> Iterator[None]:
 
     def hand_on(number: int, frame: object) -> None:
         ranks.signals += 1
+        if ranks.signals == 1 and len(ranks.processes) > 1:  # a single rank says so itself
+            os.write(2, STOPPING.encode())
         ranks.send(signal.SIGTERM)
 
     old = {s: signal.signal(s, hand_on) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,10 @@ def here(run: Run, apart: bool = False) -> int:
             if isinstance(life, lives.Finished):
                 console.show_finished(life)
                 return 0
-            with _data(run, life):
+            with _data(run, life), _withdrawn(run, life):
                 code = _ranks(run, life, apart or run.cluster.restarts > 0)
+            if code == 2:
+                lives.withdraw(run, life)
             if code != 1 or attempt == run.cluster.restarts:
                 return code
             tell(Path(run.directory), f"restart {attempt + 1} of {run.cluster.restarts}")
@@ -43,6 +46,16 @@ def here(run: Run, apart: bool = False) -> int:
 def _begin(run: Run) -> lives.Life | lives.Finished:
     with console.progress_line() as show:
         return lives.begin(run, show)
+
+
+@contextmanager
+def _withdrawn(run: Run, life: lives.Life) -> Iterator[None]:
+    """Take back a life that the only rank, in this process, refuses."""
+    try:
+        yield
+    except Refusal:
+        lives.withdraw(run, life)
+        raise
 
 
 def _data(run: Run, life: lives.Life) -> AbstractContextManager[None]:

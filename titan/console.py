@@ -128,7 +128,7 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "metrics": _short(f"{run.directory}/metrics.jsonl"),
         "loss curve": _short(result["plot"]) if result.get("plot") else "not drawn",
         **_generate(run, result),
-        "continue" if result["finished"] else "resume": next_command(run, result),
+        **_next(run, result),
     }
     print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
     table(rows)
@@ -136,6 +136,13 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         print("\nSampled from the trained model (its start | what follows):")
         start, text = result["sample"]["start"], result["sample"]["text"]
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
+
+
+def _next(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
+    """The command that goes on, where there is something to go on from."""
+    if not result.get("checkpoint"):
+        return {}
+    return {"continue" if result["finished"] else "resume": next_command(run, result)}
 
 
 def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
@@ -267,7 +274,7 @@ def _speed(result: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4f}"
+    return "none that is finite" if value is None else f"{value:.4f}"
 
 
 def _clock(seconds: float) -> str:

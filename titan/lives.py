@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import socket
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -142,6 +143,20 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     life = replace(life, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
     _correct(directory, life)
     return life
+
+
+def withdraw(run: Run, life: Life) -> None:
+    """Take back a life that was refused before it began, so that the same name may be used otherwise."""
+    directory = Path(run.directory)
+    *earlier, last = read_lives(directory)
+    if last["life"] != life.number:
+        return
+    if earlier:
+        return _write(directory, earlier)
+    for name in ("run.yaml", "env.json"):
+        (directory / name).unlink(missing_ok=True)
+    for name in (".hydra", "log"):
+        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def read_lives(directory: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from titan.checkpoint import export, manifest, remote
 from titan.checkpoint.choose import Candidate, owed
 from titan.checkpoint.manager import After, Manager, Outcome
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.talk import Talk
+from titan.checkpoint.talk import Talk, doing
 from titan.checkpoint.weights import open_weights
 from titan.dataset import order
 from titan.dataset.mix import Mix
@@ -147,7 +147,7 @@ class Saving:
         if self.wrong is not None:
             raise Failure(
                 f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but not all that was to "
-                f"follow ({self.wrong}); mend that, and copy or convert it by hand."
+                f"follow it ({self.wrong}); mend that, and give the same command again."
             )
 
     def wait(self) -> list[dict[str, Any]]:
@@ -218,11 +218,12 @@ def _exporting(format: Literal["hf", "meta"], dtype: str, talk: Talk) -> After:
     """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
 
     def write(folder: Path, about: Manifest) -> None:
-        weights, out = talk.each(lambda: open_weights(folder)), folder / format
-        how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
-        talk.first(lambda: out.mkdir(exist_ok=True))
-        talk.together(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
-        talk.first(lambda: export.finish(weights, out, **how))
+        with doing(f"the export to {folder / format}"):
+            weights, out = talk.each(lambda: open_weights(folder)), folder / format
+            how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
+            talk.first(lambda: out.mkdir(exist_ok=True))
+            talk.together(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
+            talk.first(lambda: export.finish(weights, out, **how))
 
     return write
 

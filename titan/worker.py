@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from launchers.local import STOPPING
 from launchers.place import Place
 from titan import debug
 from titan.assemble import assemble
 from titan.checkpoint import manifest
-from titan.checkpoint.remote import Remote, fetched, is_url
+from titan.checkpoint.remote import Remote, fetched, is_url, of
 from titan.checkpoint.restore import damage
 from titan.checkpoint.talk import Talk, Unsaved
 from titan.lives import Life, without
@@ -31,8 +32,9 @@ log = logging.getLogger("titan")
 class Stop:
     """Remembers that a signal asked this rank to stop; the second one ends it at once. A context manager."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, alone: bool = False) -> None:
+        """Take whether this is the only rank, and so the one to say that it stops."""
+        self.asked, self.alone = False, alone
 
     def __enter__(self) -> Stop:
         self.old = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -46,6 +48,8 @@ class Stop:
         if self.asked:
             os._exit(130)
         self.asked = True
+        if self.alone:
+            os.write(2, STOPPING.encode())
 
 
 def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
@@ -65,7 +69,7 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
     """
     _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
     debug.apply(run.debug)
-    with Stop() as stop:
+    with Stop(place.size == 1) as stop:
         world = mesh.connect(
             place, run.layout, run.machine.device, run.cluster.timeout, store, _speaks_aside(run, life)
         )
@@ -120,10 +124,12 @@ def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
         Failure: when it can't be brought here, for a reason that may pass.
     """
     url = str(life.checkpoint)
-    if not is_url(url):
+    parent = url.rpartition("/")[0]
+    copies = run.checkpoint.path is not None and parent == of(run.checkpoint.path, run.directory).url
+    if not (copies or is_url(url)):
         return Path(url), None
     try:
-        return fetched(Remote(url.rpartition("/")[0]), life.step, Path(run.directory), talk), None
+        return fetched(Remote(parent), life.step, Path(run.directory), talk), None
     except Unsaved as error:
         if error.damaged:
             return Path(run.directory), str(error)

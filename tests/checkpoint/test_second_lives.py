@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from launchers import start
 from tests.checkpoint.test_manager import stop_at
 from tests.checkpoint.test_saving import flip
 from tests.ranks import RankFailed
@@ -17,6 +18,7 @@ from tests.runs import same, saved, steps, tiny, train
 from titan import lives
 from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, of
+from titan.checkpoint.weights import open_weights
 from titan.lives import Finished
 from titan.settings import Refusal
 
@@ -191,3 +193,55 @@ def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None
     documents = list(yaml.safe_load_all((tmp_path / "run.yaml").read_text()))
     assert [document["from_step"] for document in documents if document] == [0, 3]
     assert not (tmp_path / ".run.yaml").exists()
+
+
+class TestWhatAUserDoes:
+    def test_a_finished_run_comes_back_from_its_copies_with_its_checkpoint(self, tmp_path: Path) -> None:
+        path = f"checkpoint.path={tmp_path}/copies"
+        run = tiny(tmp_path / "runs" / "x", path)
+        train(run)
+        shutil.rmtree(tmp_path / "runs")
+        assert train(run)[0].code == 0
+        assert [f.name for f in manifest.complete(tmp_path / "runs" / "x")] == ["step-3"]
+
+    @pytest.mark.parametrize("setting", ["resume", "weights"])
+    def test_a_folder_of_copies_may_be_named(self, setting: str, tmp_path: Path) -> None:
+        parent = tiny(tmp_path / "runs" / "x", f"checkpoint.path={tmp_path}/copies")
+        last = train(parent)[0].last
+        shutil.rmtree(tmp_path / "runs")
+        run = tiny(tmp_path / "other", f"checkpoint.{setting}={tmp_path}/copies/x", "training.steps=5")
+        first = train(run)[0].first
+        names = [n for n in last if setting == "resume" or n.startswith("model.")]
+        assert all(torch.equal(first[name], last[name]) for name in names)
+
+    @pytest.mark.parametrize("layout", ["single", "fsdp2"])
+    def test_a_fork_that_is_refused_leaves_its_name_free(
+        self, layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        train(tiny(tmp_path / "parent"))
+        fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5"]
+        refused = tiny(tmp_path / "fork", *fork, "optimizer=sgd", layout=layout)
+        if layout == "single":
+            with pytest.raises(Refusal, match="with another model or optimizer"):
+                start.here(refused)
+        else:
+            assert start.here(refused) == 2
+            assert "with another model or optimizer" in capfd.readouterr().err
+        assert not (tmp_path / "fork").exists()
+
+    def test_a_life_that_is_refused_is_not_recorded(self, tmp_path: Path) -> None:
+        train(tiny(tmp_path))
+        (folder,) = manifest.complete(tmp_path)
+        flip(folder / "__0_0.distcp")
+        with pytest.raises(Refusal, match="and there is no other"):
+            start.here(tiny(tmp_path, "training.steps=5"))
+        assert [document["config"]["training"]["steps"] for document in lives.read_lives(tmp_path)] == [3]
+
+    def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        train(tiny(tmp_path, "checkpoint.every=2"))
+        (manifest.folder_of(tmp_path, 3) / "__0_0.distcp").write_bytes(b"")
+        assert open_weights(tmp_path).path.endswith("step-2")
+        assert "checkpoint step-3 is damaged and not used: __0_0.distcp has 0 bytes" in capsys.readouterr().err
+        manifest.set_aside(manifest.folder_of(tmp_path, 3))
+        with pytest.raises(Refusal, match="step-3: was found damaged; give another checkpoint"):
+            open_weights(manifest.folder_of(tmp_path, 3))

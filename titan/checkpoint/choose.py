@@ -7,12 +7,12 @@ Free of torch.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Damaged, Manifest
-from titan.checkpoint.remote import Remote, is_url, of
+from titan.checkpoint.remote import INDEX, Remote, is_url, of
 from titan.checkpoint.schema import Checkpoint
 from titan.settings import Refusal
 
@@ -22,10 +22,11 @@ COUNTS = {"hf": "config.json", "meta": "params.json"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that one may begin from: its folder or URL, and what it says of itself."""
+    """A checkpoint that one may begin from: its folder or URL, its manifest, and what is to be said of others."""
 
     path: str
     about: Manifest
+    notes: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -62,7 +63,7 @@ def newest(
         if here is None:
             raise Refusal(
                 f"checkpoint.path={elsewhere}: can't be read ({error}), and there is no checkpoint in {directory}; "
-                "mend the connection, or give checkpoint.path=null."
+                "mend that, or give checkpoint.path=null."
             ) from error
         notes = (*notes, f"checkpoint.path={elsewhere} can't be read ({error})")
     return here, notes
@@ -127,6 +128,8 @@ def _named_here(path: str, setting: str) -> Candidate:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise Refusal(f"{setting}={path}: there is no such directory; correct the path.")
+    if (folder / INDEX).is_file():  # copies, in a folder
+        return _named_elsewhere(str(folder), setting)
     try:
         about = manifest.inspect(folder)
     except Damaged as damage:
@@ -134,8 +137,10 @@ def _named_here(path: str, setting: str) -> Candidate:
     last, notes = (Candidate(str(folder), about), ()) if about else _here(folder)
     if last is None:
         why = f" ({'; '.join(notes)})" if notes else ""
-        raise Refusal(f"{setting}={path}: holds no complete checkpoint{why}; give a run's or a checkpoint's folder.")
-    return last
+        others = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
+        way = f"take its weights: checkpoint.weights={path}" if others else "give a run's or a checkpoint's folder"
+        raise Refusal(f"{setting}={path}: holds no complete checkpoint{why}; {way}.")
+    return replace(last, notes=notes)
 
 
 def _named_elsewhere(url: str, setting: str) -> Candidate:

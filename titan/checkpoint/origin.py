@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from titan import settings
 from titan.checkpoint import choose, manifest, models
 from titan.checkpoint.hf_config import schema_of
 from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.remote import INDEX
 from titan.model.schema import Decoder
 from titan.settings import Refusal
 
@@ -84,15 +86,22 @@ def find(path: str | Path, setting: str = "checkpoint.weights") -> Origin:
     if not folder.exists() and isinstance(path, str) and _ON_HUB.fullmatch(path):
         return Origin("hub", path, label)
     if not folder.is_dir():
-        what = "is a file; give the folder that it lies in" if folder.exists() else "there is no such directory"
-        raise Refusal(f"{label}: {what}, or correct the path.")
-    if (folder / manifest.NAME).exists() or (folder / "checkpoints").is_dir():
-        return Origin("titan", choose.named(str(path), setting).path, label)
+        what = "is a file; give the folder that it lies in, or" if folder.exists() else "there is no such directory;"
+        raise Refusal(f"{label}: {what} correct the path.")
+    if any((folder / name).exists() for name in (manifest.NAME, "checkpoints", INDEX)):
+        return Origin("titan", _last(choose.named(str(path), setting)), label)
     if any(folder.glob("consolidated.*.pth")) or (folder / "params.json").exists():
         return Origin("meta", str(folder), label)
     if any(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
         return Origin("hf", str(folder), label)
     raise Refusal(_nothing(folder, label))
+
+
+def _last(found: choose.Candidate) -> str:
+    """The folder of a run's last complete checkpoint; those that were passed over are told."""
+    for note in found.notes:
+        print(f"titan: {note}; {Path(found.path).name} is taken", file=sys.stderr)
+    return found.path
 
 
 def model_of(found: Manifest, label: str) -> Any:
@@ -110,6 +119,9 @@ def model_of(found: Manifest, label: str) -> Any:
 def _nothing(folder: Path, label: str) -> str:
     if any(folder.glob("pytorch_model*.bin")):
         return f"{label}: has weights as pytorch_model.bin, which titan doesn't read; save them as safetensors."
+    for name, what in ((manifest.BROKEN, "was found damaged"), (manifest.RETIRED, "is about to be deleted")):
+        if (folder / name).exists():
+            return f"{label}: {what}; give another checkpoint."
     if (folder / ".metadata").exists():
         return f"{label}: is a save that did not end ({manifest.NAME} is missing); give a complete checkpoint."
     return (

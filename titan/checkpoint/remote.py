@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.settings import Refusal
+
+if TYPE_CHECKING:
+    from titan.checkpoint.talk import Talk
 
 T = TypeVar("T")
 INDEX = "index.json"
@@ -43,7 +46,7 @@ class Remote:
 
             self.fs, self.root = url_to_fs(self.url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
-            raise Refusal(f"{setting}={url}: can't be used ({error}); install what it needs.") from error
+            raise Refusal(f"{setting}={url}: can't be used ({error}); correct it, or install what it needs.") from error
 
     def index(self) -> dict[int, int]:
         """Step and tokens of the checkpoints that there are; empty where there are none."""
@@ -215,21 +218,28 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def copying(how: Checkpoint, path: str, directory: str, talk: Any) -> Callable[[Path, Manifest], None]:
+def copying(how: Checkpoint, path: str, directory: str, talk: Talk) -> Callable[[Path, Manifest], None]:
     """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.After`."""
+    from titan.checkpoint.talk import doing  # which needs torch
+
     remote = of(path, directory)
 
     def copy(folder: Path, about: Manifest) -> None:
-        mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
-        talk.first(lambda: remote.begin(about))
-        talk.together(lambda: remote.upload(folder, mine))
-        gone = talk.first(lambda: _publish(remote, folder, about, how))
-        share = sorted(gone.items())[talk.rank :: talk.size]
-        talk.together(lambda: remote.remove(share))
-        if gone:
-            talk.first(lambda: remote.removed(gone))
+        with doing(f"the copy to {remote.url}"):
+            _copy(remote, folder, about, how, talk)
 
     return copy
+
+
+def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, talk: Talk) -> None:
+    mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
+    talk.first(lambda: remote.begin(about))
+    talk.together(lambda: remote.upload(folder, mine))
+    gone = talk.first(lambda: _publish(remote, folder, about, how))
+    share = sorted(gone.items())[talk.rank :: talk.size]
+    talk.together(lambda: remote.remove(share))
+    if gone:
+        talk.first(lambda: remote.removed(gone))
 
 
 def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:

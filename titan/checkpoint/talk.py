@@ -6,7 +6,8 @@ training. Whatever fails on one rank has failed on all, so that all take the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +30,15 @@ class Unsaved(Exception):
     def __init__(self, words: str, damaged: bool = False) -> None:
         super().__init__(words)
         self.damaged = damaged
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Within it, what fails is said to have failed while doing `what`."""
+    try:
+        yield
+    except Unsaved as error:
+        raise Unsaved(f"{what}: {error}", error.damaged) from error
 
 
 class _Error(NamedTuple):
