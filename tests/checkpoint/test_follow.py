@@ -116,9 +116,11 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
         saving.open_weights = opened  # type: ignore[assignment]  # in a rank's process
         return heard(trainer)
 
+    what = f"the export to {manifest.folder_of(tmp_path, 2)}/hf"
     for rank in train(tiny(tmp_path, *EVERY, "checkpoint.export=hf", layout="fsdp2"), refuse):
         assert rank.code == 0
-        assert words(rank.extra) == [(2, None, "rank 1: checkpoint.weights=x: can't be read."), (3, None, None)]
+        told = f"{what}: rank 1: checkpoint.weights=x: can't be read."
+        assert words(rank.extra) == [(2, None, told), (3, None, None)]
     assert not (manifest.folder_of(tmp_path, 2) / "hf").exists()
     assert (manifest.folder_of(tmp_path, 3) / "hf" / choose.COUNTS["hf"]).is_file()
 
