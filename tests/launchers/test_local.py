@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launchers.local import run_ranks
+from launchers.local import STOPPING, run_ranks
 from tests.launchers.processes import alive, ended, program, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -73,7 +73,7 @@ def test_a_signal_is_handed_on_to_all_ranks(words: list[str], number: int, tmp_p
         ranks = pids(tmp_path, 2)
         parent.send_signal(number)
         code, _, err = ended(parent)
-        assert (code, err) == (130, "")
+        assert (code, err) == (130, STOPPING)
         assert not any(map(alive, ranks))
 
 
