@@ -27,7 +27,7 @@ from launchers.place import Place
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
-STOPPING = "\ntitan: stopping at the end of this step; once more: at once\n"
+STOPPING = "\ntitan: stopping as soon as the work under way allows; once more: at once\n"
 """What is said at the first Ctrl-C or SIGTERM."""
 CONSEQUENCE_SECONDS = 0.5
 """Ranks that fail because another one did, fail about this much later."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,7 @@ def here(run: Run, apart: bool = False) -> int:
             if isinstance(life, lives.Finished):
                 console.show_finished(life)
                 return 0
-            with _data(run, life), _withdrawn(run, life):
-                code = _ranks(run, life, apart or run.cluster.restarts > 0)
-            if code == 2:
-                lives.withdraw(run, life)
+            code = _lived(run, life, partial(_ranks, run, life, apart or run.cluster.restarts > 0))
             if code != 1 or attempt == run.cluster.restarts:
                 return code
             tell(Path(run.directory), f"restart {attempt + 1} of {run.cluster.restarts}")
@@ -48,14 +46,17 @@ def _begin(run: Run) -> lives.Life | lives.Finished:
         return lives.begin(run, show)
 
 
-@contextmanager
-def _withdrawn(run: Run, life: lives.Life) -> Iterator[None]:
-    """Take back a life that the only rank, in this process, refuses."""
+def _lived(run: Run, life: lives.Life, train: Callable[[], int]) -> int:
+    """Train, with the data that are prepared meanwhile; a life that is refused before its first step is taken back."""
     try:
-        yield
+        with _data(run, life):
+            code = train()
     except Refusal:
         lives.withdraw(run, life)
         raise
+    if code == 2:
+        lives.withdraw(run, life)
+    return code
 
 
 def _data(run: Run, life: lives.Life) -> AbstractContextManager[None]:
@@ -88,8 +89,7 @@ def lead(run: Run, place: Place) -> int:
                 _send(store, place, 0)
                 return 0
             _send(store, place, (run, life))
-            with _data(run, life):
-                return _guarded(store, place, run, life, work)
+            return _lived(run, life, partial(_guarded, store, place, run, life, work))
     except BaseException as error:
         _send(store, place, 2 if isinstance(error, Refusal) else 1)
         raise

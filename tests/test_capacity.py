@@ -162,6 +162,16 @@ def test_what_a_rank_may_use(kind: str, overrides: list[str], ranks: int, expect
     assert available(with_(cluster=told), Layout(replicate=ranks), machine) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_copy_of_the_state_takes_room_beside_it(ranks: int) -> None:
+    machine, layout = detector("cpu")(), Layout(shard=ranks)
+    copied = with_(checkpoint=dataclasses.replace(BASE.checkpoint, mode="async"))
+    room = available(with_(), layout, machine) - available(copied, layout, machine)
+    assert room == pytest.approx(12 * BASE.model.parameters() / ranks / 2**30)
+    on_gpu = detector("gpu")()
+    assert available(copied, layout, on_gpu) == available(with_(), layout, on_gpu), "the copy is in the host's memory"
+
+
 def test_unknown_memory_holds_everything() -> None:
     machine = dataclasses.replace(detector("gpu")(), memory_gib=None)
     unknown = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))

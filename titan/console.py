@@ -116,12 +116,8 @@ def _few(items: list[Any]) -> list[Any]:
 
 def show_result(run: Run, result: Mapping[str, Any]) -> None:
     """Say what came out."""
-    validation = result.get("validation_loss")
-    bits = result.get("bits_per_byte")
     rows = {
-        "loss": f"{_number(result['first_loss'])} -> {_number(result['last_loss'])}"
-        + (f", validation {_number(validation)}" if validation is not None else "")
-        + (f" ({bits:.3f} bits a byte)" if bits is not None else ""),
+        "loss": _loss(result),
         **_by_source(result),
         "speed": _speed(result),
         "checkpoint": _short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
@@ -152,6 +148,17 @@ def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
     return {"generate": f'python -m titan.generate from={shlex.quote(_short(run.directory))} prompt="..."'}
 
 
+def _loss(result: Mapping[str, Any]) -> str:
+    """The losses at both ends, and that of validation."""
+    validation, bits = result.get("validation_loss"), result.get("bits_per_byte")
+    timed = result.get("tokens_per_second") or result["last_loss"] is not None
+    return (
+        (f"{_number(result['first_loss'])} -> {_number(result['last_loss'])}" if timed else "no step was done here")
+        + (f", validation {_number(validation)}" if validation is not None else "")
+        + (f" ({bits:.3f} bits a byte)" if bits is not None else "")
+    )
+
+
 def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
     """A line of what validation gave for each source of a mixture."""
     parts = []
@@ -168,13 +175,11 @@ def show_finished(finished: Finished) -> None:
     result = finished.result
     print(f"{_short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
     rows = {
-        "loss": f"{_number(result['first_loss'])} -> {_number(result['last_loss'])}",
+        "loss": _loss(result),
         "speed": _speed(result),
         "checkpoint": str(_short(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
         "continue": f"the same command with training.steps={result['step'] * 2}",
     }
-    if result.get("validation_loss") is not None:
-        rows["loss"] += f", validation {_number(result['validation_loss'])}"
     table(rows)
 
 
@@ -274,7 +279,7 @@ def _speed(result: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "none that is finite" if value is None else f"{value:.4f}"
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def _clock(seconds: float) -> str:

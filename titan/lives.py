@@ -103,7 +103,7 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
         _compare(run, lives[-1], science, mix, last)
         result = _result(directory)
         done = result.get("finished") and result["step"] == run.training.steps
-        if done and not (last and choose.owed(run.checkpoint, directory, last)):
+        if done and not (last and choose.owed(run.checkpoint, directory, last.about.step)):
             return Finished(run.directory, result)
         _check_last(run, result, last, notes)
         notes += _gone(lives[-1], result, last)
@@ -146,10 +146,10 @@ def without(run: Run, life: Life, wrong: str) -> Life:
 
 
 def withdraw(run: Run, life: Life) -> None:
-    """Take back a life that was refused before it began, so that the same name may be used otherwise."""
+    """Take back a life that was refused before its first step, so that the same name may be used otherwise."""
     directory = Path(run.directory)
-    *earlier, last = read_lives(directory)
-    if last["life"] != life.number:
+    earlier = [document for document in read_lives(directory) if document["life"] != life.number]
+    if _told(directory, life):
         return
     if earlier:
         return _write(directory, earlier)
@@ -157,6 +157,14 @@ def withdraw(run: Run, life: Life) -> None:
         (directory / name).unlink(missing_ok=True)
     for name in (".hydra", "log"):
         shutil.rmtree(directory / name, ignore_errors=True)
+
+
+def _told(directory: Path, life: Life) -> bool:
+    """Whether the metrics end with something of a life, so that it was more than a beginning."""
+    try:
+        return (directory / "metrics.jsonl").read_bytes().rstrip().endswith(b'"life": %d}' % life.number)
+    except OSError:
+        return False
 
 
 def read_lives(directory: Path) -> list[dict[str, Any]]:

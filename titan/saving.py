@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint import export, manifest, remote
-from titan.checkpoint.choose import Candidate, owed
+from titan.checkpoint import export, remote
+from titan.checkpoint.choose import owed
 from titan.checkpoint.manager import After, Manager, Outcome
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.talk import Talk, doing
@@ -72,13 +72,9 @@ class Saving:
 
         All ranks call it together.
         """
-        if self.manager is not None and self.manager.talk.first(self._owed):
-            self.manager.repeat(self.life.step)
-
-    def _owed(self) -> bool:
-        folder = Path(self.life.checkpoint or "")
-        about = manifest.read(folder) if self.life.checkpoint else None
-        return about is not None and owed(self.run.checkpoint, Path(self.run.directory), Candidate(str(folder), about))
+        run, step = self.run, self.life.step
+        if self.manager and self.manager.talk.first(lambda: owed(run.checkpoint, Path(run.directory), step)):
+            self.manager.repeat(step)
 
     def due(self) -> bool:
         """Whether it is time to save, for reasons that all ranks have to be told of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,18 @@ class TestWhatAUserDoes:
         with pytest.raises(Refusal, match="and there is no other"):
             start.here(tiny(tmp_path, "training.steps=5"))
         assert [document["config"]["training"]["steps"] for document in lives.read_lives(tmp_path)] == [3]
+
+    def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
+        run = tiny(tmp_path)
+        Path(run.directory).mkdir(exist_ok=True)
+        life = lives.begin(run)
+        assert isinstance(life, lives.Life)
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "life": 1}) + "\n")
+        lives.withdraw(run, life)
+        assert [document["life"] for document in lives.read_lives(tmp_path)] == [1]
+        (tmp_path / "metrics.jsonl").unlink()
+        lives.withdraw(run, life)
+        assert lives.read_lives(tmp_path) == []
 
     def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         train(tiny(tmp_path, "checkpoint.every=2"))

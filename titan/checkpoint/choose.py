@@ -69,18 +69,18 @@ def newest(
     return here, notes
 
 
-def owed(how: Checkpoint, directory: Path, last: Candidate) -> bool:
-    """Whether what was to follow a checkpoint of the run itself is not done: its export, or the copy elsewhere.
+def owed(how: Checkpoint, directory: Path, step: int) -> bool:
+    """Whether what was to follow a checkpoint in the run's directory is not done: its export, or the copy elsewhere.
 
     Where it can't be told, it is not.
     """
-    folder = Path(last.path)
-    if folder.parent.parent != directory:
+    folder = manifest.folder_of(directory, step)
+    if manifest.read(folder) is None:
         return False
     if how.export and not (folder / how.export / COUNTS[how.export]).is_file():
         return True
     with suppress(OSError, Damaged):
-        return how.path is not None and last.about.step not in of(how.path, str(directory)).index()
+        return how.path is not None and step not in of(how.path, str(directory)).index()
     return False
 
 

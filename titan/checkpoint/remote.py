@@ -58,7 +58,7 @@ class Remote:
         return None if found is None else str(found)
 
     def _index(self) -> dict[str, Any]:
-        content = self._read(INDEX)
+        content = self.read(INDEX)
         if content is None:
             return {"run_id": None, "steps": {}, "retired": {}, "begun": {}}
         try:
@@ -74,14 +74,10 @@ class Remote:
         Raises:
             Damaged: when it is not there, or none.
         """
-        content = self._read(f"step-{step}/{manifest.NAME}")
+        content = self.read(f"step-{step}/{manifest.NAME}")
         if content is None:
             raise Damaged(f"{self.url}/step-{step}/{manifest.NAME} is missing")
         return manifest.parse(content)
-
-    def read(self, name: str) -> bytes | None:
-        """A small file beside the index; None where there is none."""
-        return self._read(name)
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file beside the index; at once, also on a file system where that is not the rule."""
@@ -185,7 +181,8 @@ class Remote:
         content = {"format": 1, "run_id": index.get("run_id"), "steps": steps, "retired": retired, "begun": begun}
         self.put(INDEX, json.dumps(content).encode())
 
-    def _read(self, name: str) -> bytes | None:
+    def read(self, name: str) -> bytes | None:
+        """A small file beside the index; None where there is none."""
         try:
             content: bytes = self._try(lambda: self.fs.cat_file(f"{self.root}/{name}"))
         except FileNotFoundError:

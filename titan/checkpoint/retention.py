@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from titan.checkpoint import manifest
@@ -32,7 +32,7 @@ def kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) ->
     return stay
 
 
-def prune(directory: Path, keep: int, keep_tokens: int, grace: float, busy: Collection[int] = ()) -> None:
+def prune(directory: Path, keep: int, keep_tokens: int, grace: float) -> None:
     """Let go of what is not to be kept; call it once a new checkpoint counts.
 
     Of the damaged ones those go that are older than all that stay.
@@ -40,12 +40,11 @@ def prune(directory: Path, keep: int, keep_tokens: int, grace: float, busy: Coll
     Args:
         directory: the run's.
         keep, keep_tokens, grace: see `titan.checkpoint.schema.Checkpoint`.
-        busy: steps whose files are still needed.
     """
     found = {int(f.name[5:]): manifest.read(f) for f in manifest.steps(directory)}
     stay = kept([(step, m.tokens) for step, m in found.items() if m], keep, keep_tokens)
     damaged = {step for step, m in found.items() if m is None and step > min(stay, default=-1)}  # may be looked into
-    for step in found.keys() - stay - damaged - set(busy):
+    for step in found.keys() - stay - damaged:
         folder = manifest.folder_of(directory, step)
         if (folder / manifest.NAME).exists():
             manifest.retire(folder)
