@@ -32,6 +32,7 @@ gpu: $(ENV)              ## the same on a GPU, for llama1b and 8B; RUN=python3 t
 	$(RUN) -m titan.bench --suite gpu $(ARGS)
 	$(RUN) -m titan.bench --suite modes cluster.device=cuda model=llama1b dataset=synthetic training.seq_len=8192 \
 	  training.global_batch=8192 precision=bf16 $(ARGS)
+	$(RUN) -m titan.bench --suite checkpoint cluster.device=cuda $(ARGS)
 
 modes: $(ENV)            ## peak memory and time of each way to keep activations, compiled and not
 	$(RUN) -m titan.bench --suite modes $(ARGS)
