@@ -46,7 +46,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.titan: $(PINS) | $(VENV)/bin/python
-	$(PIP) -e '.[show]'
+	$(PIP) -e '.[show,compare,slurm]'
 	@touch $@
 
 $(VENV)/.test: $(PINS) | $(VENV)/bin/python

@@ -22,6 +22,7 @@ class Training:
     )
     seq_len: int = setting(256, "tokens a row", at_least=2)
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
+    repeat: int = setting(0, "number of a repeat, to run the same thing again; changes nothing else", science=False)
     schedule: Literal["wsd", "cosine", "linear"] = setting("wsd", "learning rate after warm-up: wsd, cosine or linear")
     warmup: int | str = setting(
         "auto",

@@ -8,6 +8,7 @@ import math
 import os
 import resource
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,7 @@ class Recorder:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one record; numbers that are not finite become null, as JSON has none."""
-        record = {**record, "life": self.life}
+        record = {**record, "time": round(time.time(), 3), "life": self.life}
         self.lines.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
         self.trackers.log(record)
 

@@ -1,0 +1,295 @@
+"""What a comparison found, as plain frozen data: `collect` and `judge` make it, `render` shows it.
+
+A comparison has arms; an arm has runs that differ in their seed (or are repeats) and in nothing else. Every arm is held
+against the baseline arm. Arms of one science must learn the same, so they are judged by whether they do and how fast
+they are; arms of different science are judged by what they learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+State = Literal["finished", "stopped", "running", "queued", "failed", "planned"]
+Answer = Literal["yes", "no", "undecided"]
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval; low and high are None where there are too few repeats for one."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+    level: float = 0.95
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and the values that a tenth of the steps stays below and above."""
+
+    median: float
+    p10: float
+    p90: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a life, or all lives of a run, went: without the warm-up steps of each life.
+
+    Attributes:
+        step_seconds: of a step.
+        tokens_per_second_per_device: at the median step.
+        tflops_per_device: model FLOPs at the median step, attention in full.
+        mfu: their share of the device's peak; None where the peak is unknown.
+        mfu_causal: the same with half of attention's FLOPs, since half of it is masked.
+        memory_gib: the most that rank 0 held.
+        steps: how many steps were timed.
+    """
+
+    step_seconds: Spread
+    tokens_per_second_per_device: float
+    tflops_per_device: float | None
+    mfu: float | None
+    mfu_causal: float | None
+    memory_gib: float | None
+    steps: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run took, over all its lives.
+
+    Attributes:
+        device_hours: devices times the hours of its lives.
+        goodput: share of the lives' time that went into steps that counted.
+        lives: how many there were.
+        start_seconds: from the beginning of a life to its first step, of all lives.
+        checkpoint_seconds: training stood still for checkpoints.
+        data_seconds: steps waited for data.
+        steps_again: steps that were done more than once.
+    """
+
+    device_hours: float
+    goodput: float | None
+    lives: int
+    start_seconds: float
+    checkpoint_seconds: float
+    data_seconds: float
+    steps_again: int
+
+
+@dataclass(frozen=True)
+class Curves:
+    """A run over time: of each step done the last life's figures, in rising order of steps; [steps] each.
+
+    Attributes:
+        steps, tokens, losses: of training; a loss that was not finite is NaN.
+        device_hours: spent up to the end of each step, stalls and lost steps included.
+        validation_steps, validation_tokens, validation: loss on the fixed rows.
+        bits_per_byte: likewise, NaN where unknown.
+    """
+
+    steps: NDArray[np.int64]
+    tokens: Numbers
+    losses: Numbers
+    device_hours: Numbers
+    validation_steps: NDArray[np.int64]
+    validation_tokens: Numbers
+    validation: Numbers
+    bits_per_byte: Numbers
+
+
+@dataclass(frozen=True)
+class RunFound:
+    """One run.
+
+    Attributes:
+        label: what tells it from the others, such as "parallelism=fsdp seed=1".
+        directory: where it is.
+        science_id, group_id, execution_id, code_id: of its last life.
+        seed: training.seed.
+        state, reason: how it stands; of a failed one why.
+        step, steps: done and wanted.
+        tokens: seen.
+        devices, hardware: how many of what, such as 8 and "NVIDIA H200".
+        decayed: whether its learning rate came to the end of its schedule.
+        loss: of training, mean of the last steps.
+        validation: the final validation loss, in nats a token.
+        bits: the final validation in bits a byte.
+        bits_by_source: likewise of each source of a mixture.
+        speed: over all lives; None where no step was timed.
+        speed_by_life: of each life that timed any.
+        cost: what it took.
+        curves: over time.
+    """
+
+    label: str
+    directory: str
+    science_id: str
+    group_id: str
+    execution_id: str
+    code_id: str
+    seed: int
+    state: State
+    reason: str | None
+    step: int
+    steps: int
+    tokens: int
+    devices: int
+    hardware: str
+    decayed: bool
+    loss: float | None
+    validation: float | None
+    bits: float | None
+    bits_by_source: Mapping[str, float]
+    speed: Speed | None
+    speed_by_life: tuple[Speed, ...]
+    cost: Cost
+    curves: Curves
+
+
+@dataclass(frozen=True)
+class Learning:
+    """Whether an arm of the baseline's science learns what the baseline learns.
+
+    Attributes:
+        answer: yes, no or undecided.
+        text: the same as a sentence, with the figures that decided.
+        batches_equal: of the steps compared, all had the same batch hash; None where no step is in both.
+        first_loss_gap: the largest difference of losses over the first steps, relative.
+        first_norm_gap: likewise of gradient norms.
+        difference: arm minus baseline in final validation loss, nats, over the pairs of equal seeds.
+        margin: the difference that was declared beforehand to be none.
+        pairs: how many pairs there were.
+        needed: pairs that would decide, where undecided and known.
+    """
+
+    answer: Answer
+    text: str
+    batches_equal: bool | None
+    first_loss_gap: float | None
+    first_norm_gap: float | None
+    difference: Interval | None
+    margin: float
+    pairs: int
+    needed: int | None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Whether an arm of another science learned more or less than the baseline.
+
+    Attributes:
+        answer: whether there is a difference: yes, no (within what the repeats can tell: undecided, never "no", unless
+            it is shown to be below the margin) or undecided.
+        text: the same as a sentence; with one seed it speaks of this pair only.
+        measure: what was compared: "validation loss" or "bits a byte".
+        at: "the end", "equal tokens" or "equal device-hours".
+        difference: arm minus baseline over pairs of equal seeds.
+        p: of the paired t-test; p_holm after Holm's correction over the arms.
+        by_source: the same difference for each source of a mixture.
+        pairs, needed: how many pairs there were, and how many would decide.
+    """
+
+    answer: Answer
+    text: str
+    measure: str
+    at: str
+    difference: Interval | None
+    p: float | None
+    p_holm: float | None
+    by_source: Mapping[str, Interval]
+    pairs: int
+    needed: int | None
+
+
+@dataclass(frozen=True)
+class Reached:
+    """When an arm came to the target loss: of `runs` runs, `reached` did; the others are censored.
+
+    Attributes:
+        median_tokens, median_device_hours: the Kaplan-Meier median; None where less than half came there.
+    """
+
+    runs: int
+    reached: int
+    median_tokens: float | None
+    median_device_hours: float | None
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs that differ in their seed, or are repeats.
+
+    Attributes:
+        label: the settings that tell it from the other arms, such as "parallelism=fsdp memory=full".
+        settings: the same by name.
+        baseline: whether it is the one that the others are held against.
+        same_science: whether it must learn what the baseline learns.
+        runs: its runs.
+        speed: tokens a second a device, and its ratio to the baseline's with an interval; None where none was timed.
+        speed_ratio: see `speed`.
+        validation, bits: mean over its finished runs, with an interval where there are several.
+        learning: for an arm of the baseline's science other than the baseline.
+        quality: for arms of another science: at the end, at equal tokens, at equal device-hours, as far as they apply.
+        reached: where there is a target loss.
+        notes: what has to be known of it: unfinished decay, learning rate not tuned, other hardware, other code.
+    """
+
+    label: str
+    settings: Mapping[str, str]
+    baseline: bool
+    same_science: bool
+    runs: tuple[RunFound, ...]
+    speed: Interval | None
+    speed_ratio: Interval | None
+    validation: Interval | None
+    bits: Interval | None
+    learning: Learning | None = None
+    quality: tuple[Quality, ...] = ()
+    reached: Reached | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A point that has no figures, or a run that ended badly: which, how and why."""
+
+    label: str
+    directory: str
+    state: State
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that was found.
+
+    Attributes:
+        title: the sweep's name, or the directories.
+        question: what the sweep asks; None for runs that were thrown together.
+        common: settings that all share and that are worth saying: model, data, tokens, devices.
+        differs: the settings that differ, with the values that there are.
+        arms: the baseline first.
+        failed: what failed, with reasons.
+        target: the loss of `Arm.reached`.
+        margin: of `Learning`, in nats.
+        notes: what holds for the whole: several code ids, different hardware, different validation sets.
+    """
+
+    title: str
+    question: str | None
+    common: Mapping[str, str]
+    differs: Mapping[str, tuple[str, ...]]
+    arms: tuple[Arm, ...]
+    failed: tuple[Failed, ...]
+    target: float | None
+    margin: float
+    notes: tuple[str, ...] = field(default=())
