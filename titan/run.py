@@ -147,6 +147,19 @@ def resolve(
     return run
 
 
+def moved(run: Run, machine: Machine) -> Run:
+    """The same run on the machine that it has got; its layout stays, its micro-batches follow where they say "auto".
+
+    Raises:
+        Refusal: when it does not fit.
+    """
+    count = _microbatches(run, run.layout, machine)
+    stages = staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
+    here = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
+    checks.check(here, started=True)
+    return here
+
+
 def billions(count: float) -> str:
     """A count with a unit: 6.2M, 8.03B."""
     for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
