@@ -53,6 +53,8 @@ def main(arguments: list[str]) -> int:
         run = _run(Path(point), place)
         return _train(run, place)
     except Told as told:
+        if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
+            Path(f"{life}.again").touch()
         return code(told.again)
     except Refusal as refusal:
         return _leave(life, place.rank, str(refusal), 2)
