@@ -163,10 +163,7 @@ class Slurm:
         """End all jobs and bring all nodes back, for the next test."""
         for name in set(self.nodes) - set(self.daemons):
             self._slurmd(name)
-        for how in (["--full", "--signal=KILL"], []):
-            if jobs := self.run("squeue", "--noheader", "--format=%A").split():
-                self.run("scancel", *how, *set(jobs))
-        self._until(self._idle, "jobs or nodes are left over")
+        self._until(lambda: self._cancelled() and self._idle(), "jobs or nodes are left over")
 
     def stop(self) -> None:
         """Kill the cluster and all that runs in it; what it wrote stays."""
@@ -210,6 +207,14 @@ class Slurm:
                 [path, *argv], env=outer | mark, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )  # fmt: skip
+
+    def _cancelled(self) -> bool:
+        """Whether no job is left; else those that are there are told to end at once."""
+        jobs = set(self.run("squeue", "--noheader", "--format=%A").split())
+        for how in (["--full", "--signal=KILL"], []) if jobs else ():
+            with contextlib.suppress(SlurmFailed):  # one has ended meanwhile, or does not run yet
+                self.run("scancel", *how, *jobs)
+        return not jobs
 
     def _idle(self) -> bool:
         with contextlib.suppress(SlurmFailed):  # slurmctld does not answer yet
