@@ -69,7 +69,7 @@ class LocalLauncher(Launcher):
             folder = Path(cfg.hydra.sweep.dir)
             cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
         try:
-            compose.check_recipe(loader, cfg)
+            compose.check_optional(loader, cfg)
             return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir))
         except Refusal as refusal:
             point = f"point {number + 1} of the sweep, {' '.join(overrides)}; nothing was started"

@@ -50,6 +50,8 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
         for field in dataclasses.fields(value):
             mark = field.metadata.get("science")
             setting = getattr(value, field.name)
+            if not field.metadata.get("told", True):
+                continue
             if (default if mark is None else mark) == science and setting != field.default:
                 found[f"{axis}.{field.name}"] = plain(setting)
     return found
