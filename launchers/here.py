@@ -63,7 +63,7 @@ class Grid:
         codes = {}
         for number, index in enumerate(todo, 1):
             point = self.points[index]
-            print(f"\n[{number}/{len(todo)}] {' '.join(point.overrides)}", flush=True)
+            print(f"\n[{number}/{len(todo)}] {self._named(point)}", flush=True)
             self._begins(point)
             codes[index] = compose.exit_code(partial(start.here, point.run, apart=True))
             self._ended(point, codes[index])

@@ -38,6 +38,7 @@ class GridLauncher(Launcher):
     codes: ClassVar[list[int]] = []
     new: ClassVar[list[Path]] = []
     """Folders that this sweep brings, innermost first."""
+    dry: ClassVar[bool] = False
     kind: ClassVar[Any] = here.Local
     elsewhere: ClassVar[bool] = False
 
@@ -58,6 +59,7 @@ class GridLauncher(Launcher):
         chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere)
         codes = self.grid(root, chosen, asked_of(self.config))
         GridLauncher.codes += codes
+        GridLauncher.dry = getattr(self.how, "dry_run", False)
         return [
             JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=code)
             for overrides, code in zip(job_overrides, codes, strict=True)
@@ -114,7 +116,7 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
 
 def register() -> None:
     """Make titan's launchers known to Hydra."""
-    GridLauncher.codes, GridLauncher.new = [], []
+    GridLauncher.codes, GridLauncher.new, GridLauncher.dry = [], [], False
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(NAMESPACE, types.ModuleType(NAMESPACE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
@@ -128,7 +130,7 @@ def register() -> None:
 
 def tidy() -> None:
     """After a sweep of which nothing was started: leave none of the folders and files that the sweeper wrote."""
-    if GridLauncher.codes or not GridLauncher.new:
+    if not GridLauncher.new or (GridLauncher.codes and not GridLauncher.dry):
         return
     (GridLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
     with contextlib.suppress(OSError):

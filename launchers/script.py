@@ -47,10 +47,11 @@ class Work:
 
 AFTER = r"""
 code=$?
-state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T 2>/dev/null)
+state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
 end() {
   printf '{"code": %d, "again": %s, "state": "%s", "why": "%s"}\n' "$code" "$1" "$state" "$2" > "$life.end.tmp"
   mv "$life.end.tmp" "$life.end"
+  find "${life%/*}" -name "${life##*/}.*out" -empty -delete
 }
 if [ "${state:-RUNNING}" = RUNNING ] && { [ $code = AGAIN ] || [ $code = 130 ] || [ -e "$life.again" ]; }; then
   if [ -n "$chain" ]; then
@@ -59,7 +60,7 @@ if [ "${state:-RUNNING}" = RUNNING ] && { [ $code = AGAIN ] || [ $code = 130 ] |
     end false "told to save and end, and cluster.requeues=$requeues is used up"
   else
     end true
-    scontrol requeue "$SLURM_JOB_ID" || end false "Slurm refused to requeue the job"
+    scontrol requeue "$job" || end false "Slurm refused to requeue the job"
   fi
   exit AGAIN
 fi
@@ -143,7 +144,8 @@ def _before(shape: Shape, work: Work) -> list[str]:
         *lines,
         f"export PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
         "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-        f"life={shlex.quote(str(work.folder))}/${{job:-$SLURM_JOB_ID}}.${{SLURM_RESTART_COUNT:-0}}",
+        "job=${job:-$SLURM_JOB_ID}  # an element of an array by this name, since its own number may be the array's",
+        f"life={shlex.quote(str(work.folder))}/$job.${{SLURM_RESTART_COUNT:-0}}",
         f"requeues={cluster.requeues}",
         f"chain={shlex.quote(f'{work.list}.over') if cluster.chain else ''}",
         '[ -n "$chain" ] && [ -e "$chain" ] && exit 0',

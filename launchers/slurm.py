@@ -7,9 +7,11 @@ token and its points, afterwards the jobs' numbers: a launcher that is killed in
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +25,9 @@ from titan import ledger
 from titan.ledger import Asked, Point
 from titan.settings import Failure, Refusal, setting
 
+CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
+"""Variables of Slurm's that say how to reach it; the others belong to a job."""
+RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
 ENDED = {"finished": 0, "stopped": 130, "failed": 1}
 """The exit code of a point by its state."""
 
@@ -167,7 +172,7 @@ class Grid:
         if work.count > 1:
             executor.parameters["map_count"] = work.count
         try:
-            with submitit.helpers.clean_env():
+            with _outside():
                 first = executor._submit_command(script.command(one, work)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
             raise Failure(f"sbatch: {_own_words(error)}; what was submitted goes on. {self._next()}") from error
@@ -235,6 +240,19 @@ class Grid:
             flush=True,
         )
         return [0] * len(self.points)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Without what a job around this process, or torchrun, has put into the environment: jobs would inherit it."""
+    kept = dict(os.environ)
+    for name in kept:
+        if (name.startswith("SLURM_") and name not in CLIENT) or name in RANK:
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 def _own_words(error: Exception) -> str:
