@@ -16,7 +16,7 @@ import pytest
 
 from launchers import start
 from tests.checkpoint import made
-from titan import compose, convert, data, generate, lives, prepare
+from titan import compose, convert, data, generate, ledger, lives, prepare, status
 from titan.arguments import arguments
 from titan.checkpoint import manifest
 from titan.dataset import train_tokenizer
@@ -88,6 +88,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Path(first.directory).mkdir(parents=True)
     lives.begin(first)
     made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
+    rates = folder / "runs" / "rates"
+    rates.mkdir()
+    point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}
+    ledger.add(rates, point | {"steps": 200, "devices": 1})
     (folder / "prompts.txt").write_text("import\nclass\n")
     return folder
 
@@ -112,6 +116,8 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
         assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
+    elif "titan.status" in words:
+        assert status.main(words[words.index("titan.status") + 1 :]) == 0
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:
@@ -119,6 +125,7 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
     else:
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         overrides = words[words.index("titan.train") + 1 :]
+        overrides += ["hydra.launcher.dry_run=true"] if "hydra/launcher=slurm" in words else []
         assert compose.command(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
 
