@@ -1,0 +1,149 @@
+"""What a comparison says in words: the question, the lead, the answer for each arm, and the notes, each told once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from titan.metrics.plot import short
+from titan.report.figures import answer, at_the_end, few, number
+from titan.report.findings import Arm, Comparison, Interval, Reached
+
+
+def question(comparison: Comparison) -> str:
+    """What was asked; without a sweep's question, that there was none."""
+    return comparison.question or "No question was stated beforehand: these runs were put together afterwards."
+
+
+def lead(comparison: Comparison) -> list[str]:
+    """The result in a few sentences, from the answers of all arms; claims no more than they do."""
+    arms = [arm for arm in comparison.arms if not arm.baseline]
+    same = [arm for arm in arms if arm.same_science]
+    other = [arm for arm in arms if not arm.same_science]
+    if len(comparison.arms) == 1:
+        return ["There is one arm only, so there is nothing to hold it against.", *_standing(comparison)]
+    if not comparison.arms:
+        return ["No run has figures.", *_standing(comparison)]
+    return [*_learning(same), *_fastest(same), *_quality(other), *_best(other), *_standing(comparison)]
+
+
+def answers(comparison: Comparison) -> list[tuple[Arm, list[str]]]:
+    """Of each arm beside the baseline: what it learned, how fast it is, when it came to the target."""
+    told = [(arm, _of_arm(arm, comparison.target)) for arm in comparison.arms]
+    return [(arm, sentences) for arm, sentences in told if sentences]
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What has to be known: of the whole, then of arms, where what holds of many is said once."""
+    holders: dict[str, list[str]] = {}
+    for arm in comparison.arms:
+        for note in arm.notes:
+            holders.setdefault(note, []).append(arm.label)
+    return [*comparison.notes, *(f"{_whose(who, comparison)}: {note}" for note, who in holders.items())]
+
+
+def _whose(labels: Sequence[str], comparison: Comparison) -> str:
+    if len(labels) == len(comparison.arms) > 1:
+        return "All arms"
+    named = [label or "the only arm" for label in labels[:6]]
+    more = len(labels) - len(named)
+    return " | ".join(named) + (f" | and {more} more" if more else "")
+
+
+def _of_arm(arm: Arm, target: float | None) -> list[str]:
+    learned = [] if arm.learning is None else [arm.learning.text]
+    judged = [quality.text for quality in arm.quality]
+    speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio)]
+    return [*learned, *judged, *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
+
+
+def speed_sentence(ratio: Interval) -> str:
+    """How fast against the baseline; that nothing can be told where the interval spans 1."""
+    if ratio.low is None or ratio.high is None:
+        return f"Its tokens a second are {number(ratio.estimate, 3)} of the baseline's; there is no interval yet."
+    said = f"(95% interval {number(ratio.low, 3)} to {number(ratio.high, 3)})"
+    if ratio.low <= 1 <= ratio.high:
+        return f"No difference in speed can be told: {number(ratio.estimate, 3)} of the baseline's {said}."
+    word = "Faster" if ratio.estimate > 1 else "Slower"
+    return f"{word}: {number(ratio.estimate, 3)} of the baseline's tokens a second {said}."
+
+
+def _reached(reached: Reached, target: float | None) -> str:
+    goal = "the target loss" if target is None else f"the loss {target:g}"
+    if reached.median_tokens is None:
+        return f"{reached.reached} of {reached.runs} runs came to {goal}: too few for a median."
+    hours = "" if reached.median_device_hours is None else f" and {few(reached.median_device_hours)} device-hours"
+    middle = f"in the median after {short(reached.median_tokens)} tokens{hours}"
+    return f"{reached.reached} of {reached.runs} runs came to {goal}, {middle}."
+
+
+def _learning(arms: Sequence[Arm]) -> list[str]:
+    if not arms:
+        return []
+    counts = _count(
+        (sum(answer(arm).main == "same" for arm in arms), "does", "do"),
+        (sum(answer(arm).main == "not the same" for arm in arms), "does not", "do not"),
+        (sum(answer(arm).mood == "open" for arm in arms), "is undecided", "are undecided"),
+    )
+    return [f"Of {_arms(arms)} that must learn what the baseline learns, {counts}."]
+
+
+def _fastest(arms: Sequence[Arm]) -> list[str]:
+    """Names an arm only where its interval lies above the baseline's speed."""
+    fit = [arm.speed_ratio for arm in arms if answer(arm).main == "same" and arm.speed_ratio is not None]
+    sure = {arm.label: arm.speed_ratio for arm in arms if answer(arm).main == "same" and _above(arm.speed_ratio)}
+    if not fit:
+        return []
+    if not sure:
+        return ["None of those that do is shown to be faster than the baseline."]
+    label, ratio = max(((label, ratio) for label, ratio in sure.items() if ratio), key=lambda item: item[1].estimate)
+    return [f"Fastest of those that do: {label}, {number(ratio.estimate, 2)} times the baseline's tokens a second."]
+
+
+def _above(ratio: Interval | None) -> bool:
+    return ratio is not None and ratio.low is not None and ratio.low > 1
+
+
+def _quality(arms: Sequence[Arm]) -> list[str]:
+    if not arms:
+        return []
+    said = [answer(arm).main for arm in arms]
+    counts = _count(
+        *((said.count(word), f"is {word}", f"are {word}") for word in ("better", "worse", "undecided")),
+        (said.count("differs"), "differs", "differ"),
+        (said.count("no difference"), "shows no difference", "show no difference"),
+        (said.count("not judged"), "is not judged", "are not judged"),
+    )
+    return [f"Of {_arms(arms)} of other science, {counts}."]
+
+
+def _arms(arms: Sequence[Arm]) -> str:
+    return "one arm" if len(arms) == 1 else f"{len(arms)} arms"
+
+
+def _best(arms: Sequence[Arm]) -> list[str]:
+    better = [
+        (quality.difference.estimate, arm.label, quality.measure)
+        for arm in arms
+        if answer(arm).main == "better" and (quality := at_the_end(arm)) and quality.difference is not None
+    ]
+    if not better:
+        return []
+    difference, label, measure = min(better)
+    return [f"Best: {label}, whose {measure} is {-difference:.4f} below the baseline's."]
+
+
+def _standing(comparison: Comparison) -> list[str]:
+    runs = [run for arm in comparison.arms for run in arm.runs]
+    going = sum(run.state in ("running", "queued", "planned", "stopped") for run in runs)
+    told = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
+    failed = len(comparison.failed)
+    return told + ([f"{failed} failure{'s' * (failed > 1)}, listed below with reasons."] if failed else [])
+
+
+def _count(*groups: tuple[int, str, str]) -> str:
+    """"2 do, 1 is undecided", of counts with what to say of one and of several."""
+    return ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in _there(groups))
+
+
+def _there(groups: Iterable[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
+    return [group for group in groups if group[0]]
