@@ -23,7 +23,6 @@ from titan.report.findings import (
     RunFound,
     Speed,
     Spread,
-    State,
 )
 
 NASTY = '<script>alert("x")</script> & |pipe|'

@@ -47,19 +47,19 @@ class Column:
 
 
 _SORTS: tuple[tuple[str, str, str, int, Callable[[Arm], Cell]], ...] = (
+    ("answer", "", "what the comparison with the baseline says", 0, lambda arm: answer(arm)),
     ("runs", "", "how many runs, and how those stand that are not finished", 3, lambda arm: _runs(arm)),
-    ("step time", "ms", "median of the steps (p10-p90), without each life's warm-up", 2, lambda arm: _step(arm)),
-    ("tokens/s", "a device", "at the median step", 1, lambda arm: _speed(arm)),
     ("speed", "of baseline", "ratio of tokens/s a device, with its 95% interval", 0, lambda arm: _ratio(arm)),
-    ("MFU", "(causal)", "model FLOPs' share of the peak: attention in full, and half of it", 6, lambda arm: _mfu(arm)),
+    ("tokens/s", "a device", "at the median step", 1, lambda arm: _speed(arm)),
+    ("step time", "ms", "median of the steps (p10-p90), without each life's warm-up", 2, lambda arm: _step(arm)),
     ("memory", "GiB", "the most that rank 0 held in any run", 1, lambda arm: _memory(arm)),
-    ("device-hours", "a run", "devices times hours of all lives, mean over the runs", 8, lambda arm: _hours(arm)),
-    ("goodput", "", "share of the lives' time that went into steps that counted", 7, lambda arm: _goodput(arm)),
-    ("loss", "training", "mean of the last steps, over the runs, in nats a token", 9, lambda arm: _loss(arm)),
+    ("MFU", "(causal)", "model FLOPs' share of the peak: attention in full, and half of it", 6, lambda arm: _mfu(arm)),
     ("validation", "nats", "final loss on the fixed rows; 95% interval", 0, lambda arm: estimate(arm.validation)),
     ("bits", "a byte", "the same a byte of text; 95% interval", 5, lambda arm: estimate(arm.bits)),
     ("reached", "target", "runs that came to the target loss; the median tokens", 4, lambda arm: _reached(arm.reached)),
-    ("answer", "", "what the comparison with the baseline says", 0, lambda arm: answer(arm)),
+    ("device-hours", "a run", "devices times hours of all lives, mean over the runs", 8, lambda arm: _hours(arm)),
+    ("goodput", "", "share of the lives' time that went into steps that counted", 7, lambda arm: _goodput(arm)),
+    ("loss", "training", "mean of the last steps, over the runs, in nats a token", 9, lambda arm: _loss(arm)),
 )
 
 

@@ -6,12 +6,15 @@ It begins with the question and the answers in words; then the table, the charts
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
-from titan.report.charts import Chart, charts, marks
+from titan.report.bars import memory_bars, throughput
+from titan.report.charts import Chart, marks
+from titan.report.curves import differences, training, validation
 from titan.report.figures import Cell, Column, answer, columns, few, number
 from titan.report.findings import Arm, Comparison, RunFound
+from titan.report.front import pareto
 from titan.report.markdown import by_source
 from titan.report.sentences import answers, lead, notes, question
 
@@ -19,6 +22,15 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 """The page may load nothing from anywhere."""
 MANY = 12
 """Answers beyond so many scroll in a box of their own."""
+CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
+    training,
+    validation,
+    differences,
+    throughput,
+    memory_bars,
+    pareto,
+)
+"""In their order on the page; each gives None where there is nothing to draw."""
 
 
 def page(comparison: Comparison, made: str = "") -> str:
@@ -63,7 +75,7 @@ def _body(comparison: Comparison) -> str:
         _answers(comparison),
         _section("Figures", _figures(comparison)),
         _section("By source", _sources(comparison)),
-        _section("Charts", _charts(charts(comparison))),
+        _section("Charts", _charts(comparison)),
         _section("Failures", _failures(comparison)),
         _section("Notes", "".join(f"<li>{escape(note)}</li>" for note in notes(comparison)), "ul"),
         _section("Settings", _settings(comparison)),
@@ -132,7 +144,9 @@ def _sources(comparison: Comparison) -> str:
 
 def _plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
     """A table of texts, the first `words` columns of which are words and wrap."""
-    named = "".join(f"<th>{escape(name)}</th>" for name in head)
+    named = "".join(
+        f'<th class="{"words" if i < words else "figure"}">{escape(name)}</th>' for i, name in enumerate(head)
+    )
     body = "".join(f"<tr>{''.join(_text_cell(text, i < words) for i, text in enumerate(row))}</tr>" for row in rows)
     return _scroll(named, body)
 
@@ -141,7 +155,8 @@ def _text_cell(text: str, words: bool) -> str:
     return f'<td class="words">{escape(text)}</td>' if words else f"<td>{escape(text)}</td>"
 
 
-def _charts(made: Sequence[Chart]) -> str:
+def _charts(comparison: Comparison) -> str:
+    made = [chart for chart in (make(comparison) for make in CHARTS) if chart is not None]
     return f'<div class="charts">{"".join(map(_chart, made))}</div>' if made else ""
 
 

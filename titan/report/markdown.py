@@ -13,7 +13,9 @@ def text(comparison: Comparison) -> str:
     """The whole comparison."""
     parts = [
         [f"# {_plain(comparison.title)}", "", _plain(question(comparison)), "", _plain(" ".join(lead(comparison)))],
-        _section("Answers", [f"- **{_plain(arm.label)}**: {_plain(' '.join(said))}" for arm, said in answers(comparison)]),
+        _section(
+            "Answers", [f"- **{_plain(arm.label)}**: {_plain(' '.join(said))}" for arm, said in answers(comparison)]
+        ),
         _section("Figures", _figures(comparison)),
         _section("By source", _sources(comparison)),
         _section("Failures", _failures(comparison)),

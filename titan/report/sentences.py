@@ -77,14 +77,15 @@ def _reached(reached: Reached, target: float | None) -> str:
 
 
 def _learning(arms: Sequence[Arm]) -> list[str]:
-    if not arms:
-        return []
+    if len(arms) == 1:
+        does = {"same": "it does", "not the same": "it does not"}.get(answer(arms[0]).main, "that is undecided")
+        return [f"{arms[0].label} must learn what the baseline learns: {does}."]
     counts = _count(
         (sum(answer(arm).main == "same" for arm in arms), "does", "do"),
         (sum(answer(arm).main == "not the same" for arm in arms), "does not", "do not"),
         (sum(answer(arm).mood == "open" for arm in arms), "is undecided", "are undecided"),
     )
-    return [f"Of {_arms(arms)} that must learn what the baseline learns, {counts}."]
+    return [f"Of {len(arms)} arms that must learn what the baseline learns, {counts}."] if arms else []
 
 
 def _fastest(arms: Sequence[Arm]) -> list[str]:
@@ -94,9 +95,11 @@ def _fastest(arms: Sequence[Arm]) -> list[str]:
     if not fit:
         return []
     if not sure:
-        return ["None of those that do is shown to be faster than the baseline."]
+        which = "It is not" if len(arms) == 1 else "None of those that do is"
+        return [f"{which} shown to be faster than the baseline."]
     label, ratio = max(((label, ratio) for label, ratio in sure.items() if ratio), key=lambda item: item[1].estimate)
-    return [f"Fastest of those that do: {label}, {number(ratio.estimate, 2)} times the baseline's tokens a second."]
+    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that do: {label},"
+    return [f"{which} {number(ratio.estimate, 2)} times the baseline's tokens a second."]
 
 
 def _above(ratio: Interval | None) -> bool:
@@ -113,11 +116,9 @@ def _quality(arms: Sequence[Arm]) -> list[str]:
         (said.count("no difference"), "shows no difference", "show no difference"),
         (said.count("not judged"), "is not judged", "are not judged"),
     )
-    return [f"Of {_arms(arms)} of other science, {counts}."]
-
-
-def _arms(arms: Sequence[Arm]) -> str:
-    return "one arm" if len(arms) == 1 else f"{len(arms)} arms"
+    if len(arms) == 1:
+        return [f"{arms[0].label}, of other science, {counts.removeprefix('1 ')}."]
+    return [f"Of {len(arms)} arms of other science, {counts}."]
 
 
 def _best(arms: Sequence[Arm]) -> list[str]:
@@ -141,7 +142,7 @@ def _standing(comparison: Comparison) -> list[str]:
 
 
 def _count(*groups: tuple[int, str, str]) -> str:
-    """"2 do, 1 is undecided", of counts with what to say of one and of several."""
+    """ "2 do, 1 is undecided", of counts with what to say of one and of several."""
     return ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in _there(groups))
 
 

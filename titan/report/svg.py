@@ -132,7 +132,7 @@ class Label:
     marks: str
 
 
-def labels(frame: Frame, wanted: Iterable[Label], letters: int = 27, most: int = 2) -> str:
+def labels(frame: Frame, wanted: Iterable[Label], letters: int = 24, most: int = 2) -> str:
     """Words to the right of the frame, of at most two lines each, none above another."""
     ordered = sorted(wanted, key=lambda label: label.y)
     told = [_broken(label.words, letters, most) for label in ordered]

@@ -98,31 +98,36 @@ def _grid(labels: Sequence[str], told: Sequence[Column], width: int, stacked: bo
     lines = [_style(line, "head", colour) for line in _row(["arm"], heads, room, widths)]
     for i, label in enumerate(labels):
         cells = [_lines(column.cells[i], stacked) for column in told]
-        row = _row(_wrapped(label, room), cells, room, widths)
-        lines += [_moody(line, [column.cells[i] for column in told], colour) for line in row]
+        lines += _row(_wrapped(label, room), cells, room, widths, [column.cells[i].mood for column in told], colour)
     return lines
 
 
-def _row(label: Sequence[str], cells: Sequence[Sequence[str]], room: int, widths: Sequence[int]) -> list[str]:
+def _row(
+    label: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    room: int,
+    widths: Sequence[int],
+    moods: Sequence[Mood] = (),
+    colour: bool = False,
+) -> list[str]:
     """As many lines as the tallest cell needs; labels to the left, figures to the right."""
-    height = max(len(label), *(len(cell) for cell in cells)) if cells else len(label)
     lines = []
-    for k in range(height):
+    for k in range(max(len(label), *map(len, cells), 1)):
         figures = [f"{_at(cell, k):>{wide}}" for cell, wide in zip(cells, widths, strict=True)]
-        lines.append(GAP.join([f"{_at(label, k):<{room}}", *figures]).rstrip())
-    return [line for line in lines if line]
+        line = GAP.join([f"{_at(label, k):<{room}}", *figures]).rstrip()
+        figures = [_mood(text, mood, colour) for text, mood in zip(figures, moods or [""] * len(cells), strict=True)]
+        lines += [GAP.join([f"{_at(label, k):<{room}}", *figures]).rstrip()] if line else []
+    return lines
+
+
+def _mood(text: str, mood: str, colour: bool) -> str:
+    """The text in the colour of its mood, without the blanks before it."""
+    word = text.strip()
+    return text.replace(word, _style(word, mood, colour)) if word and mood else text
 
 
 def _at(lines: Sequence[str], k: int) -> str:
     return lines[k] if k < len(lines) else ""
-
-
-def _moody(line: str, cells: Sequence[Cell], colour: bool) -> str:
-    """The line with its answer, which stands at its end, in the colour of its mood."""
-    mood: Mood = cells[-1].mood if cells else ""
-    if not mood or not line.endswith(cells[-1].main):
-        return line
-    return line.removesuffix(cells[-1].main) + _style(cells[-1].main, mood, colour)
 
 
 def _blocks(labels: Sequence[str], told: Sequence[Column], width: int, colour: bool) -> list[str]:

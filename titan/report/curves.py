@@ -1,0 +1,223 @@
+"""Charts over tokens: training loss, validation, and how far runs of one science are from the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from titan.metrics.plot import SHARE, short
+from titan.report import svg
+from titan.report.charts import HEIGHT, WIDTH, Chart, coloured, marks
+from titan.report.figures import few
+from titan.report.findings import Comparison, Numbers, RunFound
+from titan.report.svg import Frame, Label, Scale
+
+POINTS = 400
+"""The most points that a curve is drawn with."""
+POINTS_IN_ALL = 40_000
+"""Of one chart: with very many runs each curve gets fewer."""
+WINDOWS = 100
+"""Of a curve of differences, which are noisy: each point is the median of a window of steps."""
+FLOOR = 1e-9
+"""The smallest difference of losses that is drawn: below it there are hardly digits left."""
+
+Points = tuple[Numbers, Numbers]
+"""Tokens and values, [points] each."""
+
+
+def training(comparison: Comparison) -> Chart | None:
+    """Training loss over tokens, smoothed."""
+    curves = {
+        (i, run.label): thinned(run.curves.tokens, run.curves.losses, _points(comparison))
+        for i, run in _runs(comparison)
+    }
+    caption = f"Mean over {SHARE:.0%} of the run around each point. "
+    return _losses(comparison, curves, "Training loss", "loss, nats a token", caption, "training")
+
+
+def validation(comparison: Comparison) -> Chart | None:
+    """Validation loss over tokens; in bits a byte where the comparison is made in those."""
+    bits = any(quality.measure == "bits a byte" for arm in comparison.arms for quality in arm.quality)
+    curves = {
+        (i, run.label): thinned(
+            run.curves.validation_tokens,
+            run.curves.bits_per_byte if bits else run.curves.validation,
+            _points(comparison),
+            share=0,
+        )
+        for i, run in _runs(comparison)
+    }
+    name, unit = ("Validation, bits a byte", "bits a byte") if bits else ("Validation loss", "loss, nats a token")
+    return _losses(comparison, curves, name, unit, "On the fixed rows that no run trains on. ", "validation")
+
+
+def differences(comparison: Comparison) -> Chart | None:
+    """Size of the difference in training loss to the baseline's run of the same seed, for arms of its science."""
+    base = next((arm for arm in comparison.arms if arm.baseline), None)
+    arms = [(i, arm) for i, arm in enumerate(comparison.arms) if arm.same_science and not arm.baseline]
+    if base is None or not arms:
+        return None
+    points = min(WINDOWS, _points(comparison))
+    curves = {
+        (i, run.label): gap(run, twin, points)
+        for i, arm in arms
+        for run in arm.runs
+        for twin in base.runs
+        if twin.seed == run.seed
+    }
+    return _differences(comparison, curves, _between_seeds(base.runs))
+
+
+def _between_seeds(runs: Sequence[RunFound]) -> float | None:
+    """How far two seeds are apart, in the median over their steps and pairs of neighbours."""
+    sizes = [gap(one, other, WINDOWS)[1] for one, other in pairwise(runs) if one.seed != other.seed]
+    return float(np.median(np.concatenate(sizes))) if any(size.size for size in sizes) else None
+
+
+def gap(run: RunFound, base: RunFound, points: int) -> Points:
+    """Tokens and the median size of the difference of losses, in windows of steps that both did; [points] each."""
+    _, mine, theirs = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
+    sizes = np.abs(run.curves.losses[mine] - base.curves.losses[theirs])
+    kept = np.isfinite(sizes)
+    tokens, sizes = run.curves.tokens[mine][kept], sizes[kept]
+    windows = [w for w in np.array_split(np.arange(sizes.size), min(points, max(1, sizes.size))) if w.size]
+    return (
+        np.array([tokens[window].mean() for window in windows]),
+        np.array([np.median(sizes[window]) for window in windows]),
+    )
+
+
+def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) -> Points:
+    """At most `points` of a curve, each the mean over `share` of it, centred; what is not finite is left out.
+
+    Args:
+        x, y: [steps] each.
+        points: the most to be kept.
+        share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
+            curve ends where the mean would be over less than half of that, as noise at the end misleads.
+    """
+    kept = np.isfinite(y) & np.isfinite(x)
+    x, y = x[kept], y[kept]
+    if not y.size:
+        return x, y
+    most = round(share * y.size) // 2
+    last = y.size - 1 - (most + 1) // 2
+    index = np.unique(np.linspace(0, last, min(points, last + 1)).round().astype(np.int64))
+    half = np.minimum(most, np.minimum(index, y.size - 1 - index))
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    return x[index], (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
+
+
+def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
+    """Lowest and highest loss to be shown, and whether the beginning's are cut off.
+
+    The fall of the first tenth would take up all the room; what there is to tell apart comes after it.
+    """
+    end = max(float(x[-1]) for x, _ in curves)
+    later = [y[x >= 0.1 * end] if (x >= 0.1 * end).any() else y for x, y in curves]
+    low = min(float(y.min()) for y in later)
+    usual = max(float(np.quantile(y, 0.995)) for y in later)
+    pad = 0.06 * (usual - low) or max(0.01 * abs(low), 1e-3)
+    highest = max(float(y.max()) for _, y in curves)
+    return low - pad, min(usual, highest) + pad, highest > usual + pad
+
+
+def _runs(comparison: Comparison) -> list[tuple[int, RunFound]]:
+    return [(i, run) for i, arm in enumerate(comparison.arms) for run in arm.runs]
+
+
+def _points(comparison: Comparison) -> int:
+    return max(50, min(POINTS, POINTS_IN_ALL // max(1, len(_runs(comparison)))))
+
+
+def _losses(
+    comparison: Comparison, curves: dict[tuple[int, str], Points], title: str, unit: str, caption: str, name: str
+) -> Chart | None:
+    curves = {key: points for key, points in curves.items() if points[0].size}
+    if not curves:
+        return None
+    low, high, cut = loss_range(list(curves.values()))
+    end = max(float(x[-1]) for x, _ in curves.values())
+    frame = Frame(Scale(0, end or 1.0, 60, WIDTH - 210), Scale(low, high, 340, 40), WIDTH, HEIGHT)
+    axes = frame.axes("tokens", unit, short, few)
+    drawn = _drawn(comparison, frame, curves, name)
+    told = caption + _told(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
+    return Chart(title, told, svg.picture(frame, title, axes + drawn))
+
+
+def _drawn(comparison: Comparison, frame: Frame, curves: dict[tuple[int, str], Points], name: str) -> str:
+    """The lines, grey ones below, and the labels at their ends."""
+    lines = {key: svg.line(frame, *curves[key], marks(comparison, key[0]), key[1]) for key in curves}
+    above = coloured(comparison)[::-1]
+    order = sorted(lines, key=lambda key: above.index(key[0]) if key[0] in above else -1)
+    ends: dict[int, list[float]] = {}
+    for (i, _), (_, ys) in curves.items():
+        ends.setdefault(i, []).append(frame.y.at(min(max(float(ys[-1]), frame.y.low), frame.y.high)))
+    wanted = [
+        Label(float(np.mean(ends[i])), comparison.arms[i].label, marks(comparison, i)) for i in above if i in ends
+    ]
+    body = "".join(lines[key] for key in order)
+    return svg.clip(frame, name, f'<g class="lines{_thin(comparison)}">{body}</g>') + svg.labels(frame, wanted)
+
+
+def _thin(comparison: Comparison) -> str:
+    """Several seeds of an arm share its colour and are thin."""
+    return " thin" if len(_runs(comparison)) > len(comparison.arms) else ""
+
+
+def _told(comparison: Comparison) -> str:
+    rest = len(comparison.arms) - len(coloured(comparison))
+    told = "Seeds of an arm share its colour. " if _thin(comparison) else ""
+    if rest > 0:
+        told += f"In colour: the baseline, the fastest arms of its science, the best of others. In grey: {rest} more. "
+    return told
+
+
+def _differences(comparison: Comparison, curves: dict[tuple[int, str], Points], noise: float | None) -> Chart | None:
+    drawn = {key: _positive(points) for key, points in curves.items()}
+    drawn = {key: points for key, points in drawn.items() if points[0].size}
+    equal = sorted({comparison.arms[i].label for (i, _), (x, y) in curves.items() if x.size and not y.any()})
+    caption = (
+        "Size of the difference in training loss to the baseline's run of the same seed, where both read the same "
+        "batches: the median of a window of steps. Rounding makes it grow. "
+    )
+    caption += f"Equal at every step, so not drawn: {' | '.join(equal)}. " if equal else ""
+    name = "Difference to the baseline"
+    if not drawn:
+        return Chart(name, caption, "") if equal else None
+    levels = [(comparison.margin, "margin", "end")]
+    levels += [(noise, "another seed of the baseline", "start")] if noise else []
+    frame = _difference_frame(list(drawn.values()), [level for level, *_ in levels])
+    body = frame.axes("tokens", "difference, nats", short, _power)
+    body += _drawn(comparison, frame, drawn, "differences") + "".join(_level(frame, *level) for level in levels)
+    return Chart(name, caption + _told(comparison), svg.picture(frame, name, body))
+
+
+def _positive(points: Points) -> Points:
+    """Without windows in which there is no difference: a logarithm has no zero."""
+    kept = points[1] > FLOOR
+    return points[0][kept], points[1][kept]
+
+
+def _difference_frame(curves: Sequence[Points], levels: Sequence[float]) -> Frame:
+    low = min(float(y.min()) for _, y in curves)
+    high = max(*levels, *(float(y.max()) for _, y in curves))
+    y = Scale(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(1.2 * high)), 340, 40, log=True)
+    end = max(float(x[-1]) for x, _ in curves)
+    return Frame(Scale(0, end or 1.0, 60, WIDTH - 210), y, WIDTH, HEIGHT)
+
+
+def _level(frame: Frame, level: float, name: str, anchor: str) -> str:
+    """A dashed line across, with its name above its start or its end."""
+    if not frame.y.low <= level <= frame.y.high:
+        return ""
+    at = frame.y.at(level)
+    rule = f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
+    place = frame.x.start + 6 if anchor == "start" else frame.x.end - 6
+    return rule + svg.text(place, at - 5, f"{name}: {level:.2g}", anchor, "halo")
+
+
+def _power(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-")
