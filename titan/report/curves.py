@@ -65,7 +65,7 @@ def differences(comparison: Comparison) -> Chart | None:
         for i, arm in arms
         for run in arm.runs
         for twin in base.runs
-        if twin.seed == run.seed
+        if (twin.seed, twin.repeat) == (run.seed, run.repeat)
     }
     return _differences(comparison, curves, _between_seeds(base.runs))
 

@@ -38,7 +38,8 @@ def notes(comparison: Comparison) -> list[str]:
     for arm in comparison.arms:
         for note in arm.notes:
             holders.setdefault(note, []).append(arm.label)
-    return [*comparison.notes, *(f"{_whose(who, comparison)}: {note}" for note, who in holders.items())]
+    told = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
+    return [*map(_sentence, comparison.notes), *told]
 
 
 def _whose(labels: Sequence[str], comparison: Comparison) -> str:
@@ -50,8 +51,8 @@ def _whose(labels: Sequence[str], comparison: Comparison) -> str:
 
 
 def _of_arm(arm: Arm, target: float | None) -> list[str]:
-    learned = [] if arm.learning is None else [arm.learning.text]
-    judged = [quality.text for quality in arm.quality]
+    learned = [] if arm.learning is None else [_sentence(arm.learning.text)]
+    judged = [_sentence(quality.text) for quality in arm.quality]
     speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio)]
     return [*learned, *judged, *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
 
@@ -74,6 +75,11 @@ def _reached(reached: Reached, target: float | None) -> str:
     hours = "" if reached.median_device_hours is None else f" and {few(reached.median_device_hours)} device-hours"
     middle = f"in the median after {short(reached.median_tokens)} tokens{hours}"
     return f"{reached.reached} of {reached.runs} runs came to {goal}, {middle}."
+
+
+def _sentence(text: str) -> str:
+    """The text with a capital letter at its beginning and a stop at its end."""
+    return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
 def _learning(arms: Sequence[Arm]) -> list[str]:
