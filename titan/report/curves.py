@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from titan.metrics.plot import SHARE, short
 from titan.report import svg
 from titan.report.charts import HEIGHT, WIDTH, Chart, coloured, marks
-from titan.report.figures import few
 from titan.report.findings import Comparison, Numbers, RunFound
 from titan.report.svg import Frame, Label, Scale
 
@@ -141,7 +140,7 @@ def _losses(
     low, high, cut = loss_range(list(curves.values()))
     end = max(float(x[-1]) for x, _ in curves.values())
     frame = Frame(Scale(0, end or 1.0, 60, WIDTH - 210), Scale(low, high, 340, 40), WIDTH, HEIGHT)
-    axes = frame.axes("tokens", unit, short, few)
+    axes = frame.axes("tokens", unit, short, svg.tick)
     drawn = _drawn(comparison, frame, curves, name)
     told = caption + _told(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
     return Chart(title, told, svg.picture(frame, title, axes + drawn))
@@ -159,17 +158,18 @@ def _drawn(comparison: Comparison, frame: Frame, curves: dict[tuple[int, str], P
         Label(float(np.mean(ends[i])), comparison.arms[i].label, marks(comparison, i)) for i in above if i in ends
     ]
     body = "".join(lines[key] for key in order)
-    return svg.clip(frame, name, f'<g class="lines{_thin(comparison)}">{body}</g>') + svg.labels(frame, wanted)
+    return svg.clip(frame, name, f'<g class="{_dress(comparison)}">{body}</g>') + svg.labels(frame, wanted)
 
 
-def _thin(comparison: Comparison) -> str:
-    """Several seeds of an arm share its colour and are thin."""
-    return " thin" if len(_runs(comparison)) > len(comparison.arms) else ""
+def _dress(comparison: Comparison) -> str:
+    """Thin lines where an arm has several; a dashed baseline where another may lie beneath it."""
+    thin = "thin" if len(_runs(comparison)) > len(comparison.arms) else "thick"
+    return f"{thin} against" if len(comparison.arms) > 1 else thin
 
 
 def _told(comparison: Comparison) -> str:
     rest = len(comparison.arms) - len(coloured(comparison))
-    told = "Seeds of an arm share its colour. " if _thin(comparison) else ""
+    told = "Seeds of an arm share its colour. " if "thin" in _dress(comparison) else ""
     if rest > 0:
         told += f"In colour: the baseline, the fastest arms of its science, the best of others. In grey: {rest} more. "
     return told
@@ -187,11 +187,10 @@ def _differences(comparison: Comparison, curves: dict[tuple[int, str], Points], 
     name = "Difference to the baseline"
     if not drawn:
         return Chart(name, caption, "") if equal else None
-    levels = [(comparison.margin, "margin", "end")]
-    levels += [(noise, "another seed of the baseline", "start")] if noise else []
-    frame = _difference_frame(list(drawn.values()), [level for level, *_ in levels])
+    levels = {"margin": comparison.margin, **({"another seed of the baseline": noise} if noise else {})}
+    frame = _difference_frame(list(drawn.values()), list(levels.values()))
     body = frame.axes("tokens", "difference, nats", short, _power)
-    body += _drawn(comparison, frame, drawn, "differences") + "".join(_level(frame, *level) for level in levels)
+    body += _drawn(comparison, frame, drawn, "differences") + _levels(frame, levels)
     return Chart(name, caption + _told(comparison), svg.picture(frame, name, body))
 
 
@@ -202,21 +201,22 @@ def _positive(points: Points) -> Points:
 
 
 def _difference_frame(curves: Sequence[Points], levels: Sequence[float]) -> Frame:
-    low = min(float(y.min()) for _, y in curves)
+    low = min(*levels, *(float(y.min()) for _, y in curves))
     high = max(*levels, *(float(y.max()) for _, y in curves))
     y = Scale(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(1.2 * high)), 340, 40, log=True)
     end = max(float(x[-1]) for x, _ in curves)
     return Frame(Scale(0, end or 1.0, 60, WIDTH - 210), y, WIDTH, HEIGHT)
 
 
-def _level(frame: Frame, level: float, name: str, anchor: str) -> str:
-    """A dashed line across, with its name above its start or its end."""
-    if not frame.y.low <= level <= frame.y.high:
-        return ""
-    at = frame.y.at(level)
-    rule = f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
-    place = frame.x.start + 6 if anchor == "start" else frame.x.end - 6
-    return rule + svg.text(place, at - 5, f"{name}: {level:.2g}", anchor, "halo")
+def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
+    """Dashed lines across, with the highest one's name above it and the others' names below theirs."""
+    out = ""
+    for name, level in levels.items():
+        at = frame.y.at(level)
+        out += f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
+        shift = -5 if level == max(levels.values()) else svg.LINE
+        out += svg.text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
+    return out
 
 
 def _power(value: float) -> str:

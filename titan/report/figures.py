@@ -109,6 +109,11 @@ def few(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
+def ratio(value: float) -> str:
+    """How many times something is another."""
+    return number(value, 3) if abs(value) < 10 else few(value)
+
+
 def between(interval: Interval, show: Callable[[float], str] = number) -> str:
     """The interval in brackets; empty where there is none."""
     if interval.low is None or interval.high is None:
@@ -168,7 +173,7 @@ def _speed(arm: Arm) -> Cell:
 def _ratio(arm: Arm) -> Cell:
     if arm.speed_ratio is None or arm.baseline:
         return Cell("1" if arm.baseline and arm.speed else "")
-    return Cell(number(arm.speed_ratio.estimate, 3), between(arm.speed_ratio, lambda value: number(value, 3)))
+    return estimate(arm.speed_ratio, ratio)
 
 
 def _mfu(arm: Arm) -> Cell:

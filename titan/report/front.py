@@ -41,7 +41,9 @@ def pareto(comparison: Comparison) -> Chart | None:
         _wider([spot.x for spot in spots], 78, WIDTH - 30), _wider([spot.y for spot in spots], 340, 40), WIDTH, HEIGHT
     )
     best = front(spots)
-    axes = frame.axes("tokens a second a device: further right is faster", "memory, GiB: lower is less", few, few)
+    axes = frame.axes(
+        "tokens a second a device: further right is faster", "memory, GiB: lower is less", svg.tick, svg.tick
+    )
     body = axes + _front(frame, best) + "".join(_spot(comparison, frame, spot) for spot in _beneath(comparison, spots))
     named = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured(comparison))]
     body += _names(comparison, frame, spots, list(dict.fromkeys(named)))
@@ -60,9 +62,9 @@ def front(spots: Iterable[Spot]) -> list[Spot]:
 
 
 def _wider(values: Sequence[float], start: float, end: float) -> Scale:
-    """A scale with some room around the values."""
+    """A scale with room around the values, of at least a fifth of them: small differences shall look small."""
     low, high = min(values), max(values)
-    pad = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
+    pad = max(0.1 * (high - low), (0.2 * high - (high - low)) / 2) or 1.0
     return Scale(max(0.0, low - pad), high + pad, start, end)
 
 

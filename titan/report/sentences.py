@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from titan.metrics.plot import short
-from titan.report.figures import answer, at_the_end, few, number
+from titan.report.figures import answer, at_the_end, few, ratio
 from titan.report.findings import Arm, Comparison, Interval, Reached
 
 
@@ -57,15 +57,15 @@ def _of_arm(arm: Arm, target: float | None) -> list[str]:
     return [*learned, *judged, *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
 
 
-def speed_sentence(ratio: Interval) -> str:
+def speed_sentence(times: Interval) -> str:
     """How fast against the baseline; that nothing can be told where the interval spans 1."""
-    if ratio.low is None or ratio.high is None:
-        return f"Its tokens a second are {number(ratio.estimate, 3)} of the baseline's; there is no interval yet."
-    said = f"(95% interval {number(ratio.low, 3)} to {number(ratio.high, 3)})"
-    if ratio.low <= 1 <= ratio.high:
-        return f"No difference in speed can be told: {number(ratio.estimate, 3)} of the baseline's {said}."
-    word = "Faster" if ratio.estimate > 1 else "Slower"
-    return f"{word}: {number(ratio.estimate, 3)} of the baseline's tokens a second {said}."
+    if times.low is None or times.high is None:
+        return f"Its tokens a second are {ratio(times.estimate)} of the baseline's; there is no interval yet."
+    said = f"(95% interval {ratio(times.low)} to {ratio(times.high)})"
+    if times.low <= 1 <= times.high:
+        return f"No difference in speed can be told: {ratio(times.estimate)} of the baseline's {said}."
+    word = "Faster" if times.estimate > 1 else "Slower"
+    return f"{word}: {ratio(times.estimate)} of the baseline's tokens a second {said}."
 
 
 def _reached(reached: Reached, target: float | None) -> str:
@@ -96,20 +96,21 @@ def _learning(arms: Sequence[Arm]) -> list[str]:
 
 def _fastest(arms: Sequence[Arm]) -> list[str]:
     """Names an arm only where its interval lies above the baseline's speed."""
-    fit = [arm.speed_ratio for arm in arms if answer(arm).main == "same" and arm.speed_ratio is not None]
-    sure = {arm.label: arm.speed_ratio for arm in arms if answer(arm).main == "same" and _above(arm.speed_ratio)}
+    fit = [arm for arm in arms if answer(arm).main == "same" and arm.speed_ratio is not None]
+    sure = [(arm.speed_ratio.estimate, arm) for arm in fit if arm.speed_ratio and _above(arm.speed_ratio)]
     if not fit:
         return []
     if not sure:
         which = "It is not" if len(arms) == 1 else "None of those that do is"
         return [f"{which} shown to be faster than the baseline."]
-    label, ratio = max(((label, ratio) for label, ratio in sure.items() if ratio), key=lambda item: item[1].estimate)
-    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that do: {label},"
-    return [f"{which} {number(ratio.estimate, 2)} times the baseline's tokens a second."]
+    times, arm = max(sure, key=lambda item: item[0])
+    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that do: {arm.label},"
+    of = ", by one run" if len(arm.runs) == 1 else ""
+    return [f"{which} {ratio(times)} times the baseline's tokens a second{of}."]
 
 
-def _above(ratio: Interval | None) -> bool:
-    return ratio is not None and ratio.low is not None and ratio.low > 1
+def _above(times: Interval) -> bool:
+    return times.low is not None and times.low > 1
 
 
 def _quality(arms: Sequence[Arm]) -> list[str]:
@@ -136,6 +137,8 @@ def _best(arms: Sequence[Arm]) -> list[str]:
     if not better:
         return []
     difference, label, measure = min(better)
+    if len(arms) == 1:
+        return [f"Its {measure} is {-difference:.4f} below the baseline's."]
     return [f"Best: {label}, whose {measure} is {-difference:.4f} below the baseline's."]
 
 

@@ -65,6 +65,11 @@ def round_values(low: float, high: float, wanted: int = 6) -> list[float]:
     return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
 
 
+def tick(value: float) -> str:
+    """A round value with the digits that tell it from its neighbours."""
+    return f"{value:,.10g}"
+
+
 def _decades(low: float, high: float, wanted: int) -> list[float]:
     first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
     every = max(1, math.ceil((last - first) / max(1, wanted)))

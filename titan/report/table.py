@@ -35,13 +35,13 @@ def text(comparison: Comparison, width: int, colour: bool = False) -> str:
 
 
 def _head(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    common = ", ".join(f"{name}={value}" for name, value in comparison.common.items())
-    differs = ", ".join(f"{name} ({', '.join(values)})" for name, values in comparison.differs.items())
+    common = "; ".join(f"{name}: {value}" for name, value in comparison.common.items())
+    differs = "; ".join(f"{name} ({', '.join(values)})" for name, values in comparison.differs.items())
     return [
         *(_style(line, "head", colour) for line in _wrapped(comparison.title, width)),
         *_wrapped(question(comparison), width),
-        *(_wrapped(f"common: {common}", width, "  ") if common else []),
-        *(_wrapped(f"differs: {differs}", width, "  ") if differs else []),
+        *(_wrapped(f"Common: {common}", width, "  ") if common else []),
+        *(_wrapped(f"Differs: {differs}", width, "  ") if differs else []),
         "",
         *_wrapped(" ".join(lead(comparison)), width),
     ]
