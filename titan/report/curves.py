@@ -112,15 +112,18 @@ def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) 
 def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
     """Lowest and highest loss to be shown, and whether the beginning's are cut off.
 
-    The fall of the first tenth would take up all the room; what there is to tell apart comes after it.
+    The fall of the first tenth may take up all the room, while what there is to tell apart comes after it: then it is
+    cut off.
     """
     end = max(float(x[-1]) for x, _ in curves)
     later = [y[x >= 0.1 * end] if (x >= 0.1 * end).any() else y for x, y in curves]
     low = min(float(y.min()) for y in later)
     usual = max(float(np.quantile(y, 0.995)) for y in later)
-    pad = 0.06 * (usual - low) or max(0.01 * abs(low), 1e-3)
     highest = max(float(y.max()) for _, y in curves)
-    return low - pad, min(usual, highest) + pad, highest > usual + pad
+    cut = highest > usual + 0.5 * (usual - low)
+    high = usual if cut else highest
+    pad = 0.06 * (high - low) or max(0.01 * abs(low), 1e-3)
+    return low - pad, high + pad, cut
 
 
 def _runs(comparison: Comparison) -> list[tuple[int, RunFound]]:
