@@ -45,5 +45,5 @@ def test_train(site: Path, tmp_path: Path) -> None:
 
 def test_console_script_is_declared(site: Path) -> None:
     (entry_points,) = site.glob("titan-*.dist-info/entry_points.txt")
-    for door in ("train", "prepare", "convert"):
+    for door in ("train", "prepare", "convert", "compare"):
         assert f"titan-{door} = titan.{door}:cli" in entry_points.read_text()
