@@ -89,6 +89,15 @@ def test_equal_runs_are_named_and_not_drawn() -> None:
     assert curves.differences(shown.comparison(base)) is None
 
 
+def test_a_few_steps_that_differ_are_not_called_equal() -> None:
+    base = shown.arm("base", baseline=True)
+    moved = [replace(run.curves, losses=run.curves.losses + 0.1 * (run.curves.steps == 7)) for run in base.runs]
+    runs = tuple(replace(run, curves=curve) for run, curve in zip(base.runs, moved, strict=True))
+    twins = [replace(base, label=f"twin{k}", baseline=False, runs=runs[k:] + base.runs[:k]) for k in (0, 1, 2)]
+    chart = curves.differences(shown.comparison(base, *twins))
+    assert chart is not None and "not drawn: twin2." in chart.caption
+
+
 def test_repeats_are_held_against_the_same_repeat() -> None:
     def again(label: str, offset: float) -> shown.Arm:
         arm = shown.arm(label, (0, 0))

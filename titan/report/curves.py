@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -26,47 +27,66 @@ Points = tuple[Numbers, Numbers]
 """Tokens and values, [points] each."""
 
 
+@dataclass(frozen=True)
+class Line:
+    """A run's curve: of which arm, what is shown where it is pointed at, and its points."""
+
+    arm: int
+    title: str
+    points: Points
+
+
 def training(comparison: Comparison) -> Chart | None:
     """Training loss over tokens, smoothed."""
-    curves = {
-        (i, run.label): thinned(run.curves.tokens, run.curves.losses, _points(comparison))
-        for i, run in _runs(comparison)
-    }
+    most = _points(comparison)
+    lines = [Line(i, run.label, thinned(run.curves.tokens, run.curves.losses, most)) for i, run in _runs(comparison)]
     caption = f"Mean over {SHARE:.0%} of the run around each point. "
-    return _losses(comparison, curves, "Training loss", "loss, nats a token", caption, "training")
+    return _losses(comparison, lines, "Training loss", "loss, nats a token", caption, "training")
 
 
 def validation(comparison: Comparison) -> Chart | None:
     """Validation loss over tokens; in bits a byte where the comparison is made in those."""
     bits = any(quality.measure == "bits a byte" for arm in comparison.arms for quality in arm.quality)
-    curves = {
-        (i, run.label): thinned(
-            run.curves.validation_tokens,
-            run.curves.bits_per_byte if bits else run.curves.validation,
-            _points(comparison),
-            share=0,
-        )
-        for i, run in _runs(comparison)
-    }
+    lines = []
+    for i, run in _runs(comparison):
+        values = run.curves.bits_per_byte if bits else run.curves.validation
+        points = thinned(run.curves.validation_tokens, values, _points(comparison), share=0)
+        lines.append(Line(i, run.label, points))
     name, unit = ("Validation, bits a byte", "bits a byte") if bits else ("Validation loss", "loss, nats a token")
-    return _losses(comparison, curves, name, unit, "On the fixed rows that no run trains on. ", "validation")
+    return _losses(comparison, lines, name, unit, "On the fixed rows that no run trains on. ", "validation")
 
 
 def differences(comparison: Comparison) -> Chart | None:
     """Size of the difference in training loss to the baseline's run of the same seed, for arms of its science."""
     base = next((arm for arm in comparison.arms if arm.baseline), None)
-    arms = [(i, arm) for i, arm in enumerate(comparison.arms) if arm.same_science and not arm.baseline]
-    if base is None or not arms:
+    pairs = [
+        (i, run, twin)
+        for i, run in _runs(comparison)
+        for twin in (base.runs if base else ())
+        if comparison.arms[i].same_science and not comparison.arms[i].baseline
+        if (twin.seed, twin.repeat) == (run.seed, run.repeat)
+    ]
+    if base is None or not pairs:
         return None
     points = min(WINDOWS, _points(comparison))
-    curves = {
-        (i, run.label): gap(run, twin, points)
-        for i, arm in arms
-        for run in arm.runs
-        for twin in base.runs
-        if (twin.seed, twin.repeat) == (run.seed, run.repeat)
-    }
-    return _differences(comparison, curves, _between_seeds(base.runs))
+    lines = [Line(i, run.label, _positive(gap(run, twin, points))) for i, run, twin in pairs]
+    apart = {i for i, run, twin in pairs if not _equal(run, twin)}
+    equal = list(dict.fromkeys(comparison.arms[i].label for i, *_ in pairs if i not in apart))
+    return _differences(comparison, lines, equal, _between_seeds(base.runs))
+
+
+def _common(run: RunFound, base: RunFound) -> Points:
+    """Tokens and the size of the difference of losses, at the steps that both did with a finite loss; [steps] each."""
+    _, mine, theirs = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
+    sizes = np.abs(run.curves.losses[mine] - base.curves.losses[theirs])
+    kept = np.isfinite(sizes)
+    return run.curves.tokens[mine][kept], sizes[kept]
+
+
+def _equal(run: RunFound, base: RunFound) -> bool:
+    """Whether all losses that both have are the same ones."""
+    sizes = _common(run, base)[1]
+    return bool(sizes.size) and not sizes.any()
 
 
 def _between_seeds(runs: Sequence[RunFound]) -> float | None:
@@ -77,10 +97,7 @@ def _between_seeds(runs: Sequence[RunFound]) -> float | None:
 
 def gap(run: RunFound, base: RunFound, points: int) -> Points:
     """Tokens and the median size of the difference of losses, in windows of steps that both did; [points] each."""
-    _, mine, theirs = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
-    sizes = np.abs(run.curves.losses[mine] - base.curves.losses[theirs])
-    kept = np.isfinite(sizes)
-    tokens, sizes = run.curves.tokens[mine][kept], sizes[kept]
+    tokens, sizes = _common(run, base)
     windows = [w for w in np.array_split(np.arange(sizes.size), min(points, max(1, sizes.size))) if w.size]
     return (
         np.array([tokens[window].mean() for window in windows]),
@@ -135,33 +152,38 @@ def _points(comparison: Comparison) -> int:
 
 
 def _losses(
-    comparison: Comparison, curves: dict[tuple[int, str], Points], title: str, unit: str, caption: str, name: str
+    comparison: Comparison, lines: Sequence[Line], title: str, unit: str, caption: str, name: str
 ) -> Chart | None:
-    curves = {key: points for key, points in curves.items() if points[0].size}
-    if not curves:
+    lines = [line for line in lines if line.points[0].size]
+    if not lines:
         return None
-    low, high, cut = loss_range(list(curves.values()))
-    end = max(float(x[-1]) for x, _ in curves.values())
-    frame = Frame(Scale(0, end or 1.0, 60, WIDTH - 210), Scale(low, high, 340, 40), WIDTH, HEIGHT)
-    axes = frame.axes("tokens", unit, short, svg.tick)
-    drawn = _drawn(comparison, frame, curves, name)
+    low, high, cut = loss_range([line.points for line in lines])
+    frame = Frame(_tokens(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
+    body = frame.axes("tokens", unit, short, svg.tick) + _drawn(comparison, frame, lines, name)
     told = caption + _told(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
-    return Chart(title, told, svg.picture(frame, title, axes + drawn))
+    return Chart(title, told, svg.picture(frame, title, body))
 
 
-def _drawn(comparison: Comparison, frame: Frame, curves: dict[tuple[int, str], Points], name: str) -> str:
+def _tokens(lines: Sequence[Line]) -> Scale:
+    """From nothing to the most tokens, with room for labels beside it."""
+    return Scale(0, max(float(line.points[0][-1]) for line in lines) or 1.0, 60, WIDTH - 210)
+
+
+def _drawn(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
     """The lines, grey ones below, and the labels at their ends."""
-    lines = {key: svg.line(frame, *curves[key], marks(comparison, key[0]), key[1]) for key in curves}
     above = coloured(comparison)[::-1]
-    order = sorted(lines, key=lambda key: above.index(key[0]) if key[0] in above else -1)
-    ends: dict[int, list[float]] = {}
-    for (i, _), (_, ys) in curves.items():
-        ends.setdefault(i, []).append(frame.y.at(min(max(float(ys[-1]), frame.y.low), frame.y.high)))
-    wanted = [
-        Label(float(np.mean(ends[i])), comparison.arms[i].label, marks(comparison, i)) for i in above if i in ends
-    ]
-    body = "".join(lines[key] for key in order)
+    order = sorted(lines, key=lambda line: above.index(line.arm) if line.arm in above else -1)
+    body = "".join(svg.line(frame, *line.points, marks(comparison, line.arm), line.title) for line in order)
+    wanted = []
+    for i in above:
+        ends = [_end(frame, line) for line in lines if line.arm == i]
+        wanted += [Label(float(np.mean(ends)), comparison.arms[i].label, marks(comparison, i))] if ends else []
     return svg.clip(frame, name, f'<g class="{_dress(comparison)}">{body}</g>') + svg.labels(frame, wanted)
+
+
+def _end(frame: Frame, line: Line) -> float:
+    """Where a line ends, or where it leaves the frame."""
+    return frame.y.at(min(max(float(line.points[1][-1]), frame.y.low), frame.y.high))
 
 
 def _dress(comparison: Comparison) -> str:
@@ -178,22 +200,22 @@ def _told(comparison: Comparison) -> str:
     return told
 
 
-def _differences(comparison: Comparison, curves: dict[tuple[int, str], Points], noise: float | None) -> Chart | None:
-    drawn = {key: _positive(points) for key, points in curves.items()}
-    drawn = {key: points for key, points in drawn.items() if points[0].size}
-    equal = sorted({comparison.arms[i].label for (i, _), (x, y) in curves.items() if x.size and not y.any()})
+def _differences(
+    comparison: Comparison, lines: Sequence[Line], equal: Sequence[str], noise: float | None
+) -> Chart | None:
     caption = (
-        "Size of the difference in training loss to the baseline's run of the same seed, where both read the same "
-        "batches: the median of a window of steps. Rounding makes it grow. "
+        "Size of the difference in training loss to the baseline's run of the same seed: the median of a window of "
+        "steps. Between layouts it begins with rounding, and grows. "
     )
     caption += f"Equal at every step, so not drawn: {' | '.join(equal)}. " if equal else ""
-    name = "Difference to the baseline"
-    if not drawn:
+    name, lines = "Difference to the baseline", [line for line in lines if line.points[0].size]
+    if not lines:
         return Chart(name, caption, "") if equal else None
-    levels = {"margin": comparison.margin, **({"another seed of the baseline": noise} if noise else {})}
-    frame = _difference_frame(list(drawn.values()), list(levels.values()))
+    levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
+    levels = {told: level for told, level in levels.items() if level > 0}
+    frame = _difference_frame(lines, list(levels.values()))
     body = frame.axes("tokens", "difference, nats", short, _power)
-    body += _drawn(comparison, frame, drawn, "differences") + _levels(frame, levels)
+    body += _drawn(comparison, frame, lines, "differences") + _levels(frame, levels)
     return Chart(name, caption + _told(comparison), svg.picture(frame, name, body))
 
 
@@ -203,12 +225,10 @@ def _positive(points: Points) -> Points:
     return points[0][kept], points[1][kept]
 
 
-def _difference_frame(curves: Sequence[Points], levels: Sequence[float]) -> Frame:
-    low = min(*levels, *(float(y.min()) for _, y in curves))
-    high = max(*levels, *(float(y.max()) for _, y in curves))
-    y = Scale(10 ** np.floor(np.log10(low)), 10 ** np.ceil(np.log10(1.2 * high)), 340, 40, log=True)
-    end = max(float(x[-1]) for x, _ in curves)
-    return Frame(Scale(0, end or 1.0, 60, WIDTH - 210), y, WIDTH, HEIGHT)
+def _difference_frame(lines: Sequence[Line], levels: Sequence[float]) -> Frame:
+    values = np.concatenate([levels, *(line.points[1] for line in lines)])
+    low, high = 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
+    return Frame(_tokens(lines), Scale(low, high, 340, 40, log=True), WIDTH, HEIGHT)
 
 
 def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
