@@ -143,9 +143,9 @@ def _follows(column: Sequence[str], shown: Iterable[Sequence[str]]) -> bool:
 
 
 def short(name: str, names: Iterable[str]) -> str:
-    """A setting's name without its axis, where no other one ends alike."""
+    """A setting's name without its axis, where no other one ends alike and it can't be taken for the run's seed."""
     last = name.rpartition(".")[2]
-    return last if [n.rpartition(".")[2] for n in names].count(last) == 1 else name
+    return last if last not in ("seed", "repeat") and [n.rpartition(".")[2] for n in names].count(last) == 1 else name
 
 
 def differs(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
