@@ -143,9 +143,9 @@ def _follows(column: Sequence[str], shown: Iterable[Sequence[str]]) -> bool:
 
 
 def short(name: str, names: Iterable[str]) -> str:
-    """A setting's name without its axis, where no other one ends alike."""
+    """A setting's name without its axis, where no other one ends alike and it can't be taken for the run's seed."""
     last = name.rpartition(".")[2]
-    return last if [n.rpartition(".")[2] for n in names].count(last) == 1 else name
+    return last if last not in ("seed", "repeat") and [n.rpartition(".")[2] for n in names].count(last) == 1 else name
 
 
 def differs(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
@@ -179,21 +179,22 @@ def baseline(groups: Sequence[Group], option: str | None, asked: Mapping[str, st
         Refusal: when the user's words fit no arm, or several.
     """
     if option is None:
-        fitting = [i for i, group in enumerate(groups) if asked and _fits(group, asked)]
+        fitting = [i for i, group in enumerate(groups) if asked and fits(group, asked)]
         return fitting[0] if fitting else 0
     if Path(option).is_dir():
         at = Path(option).resolve()
         fitting = [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]]
     else:
         wanted = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
-        fitting = [i for i, group in enumerate(groups) if option == group.label or (wanted and _fits(group, wanted))]
+        fitting = [i for i, group in enumerate(groups) if option == group.label or (wanted and fits(group, wanted))]
     if len(fitting) != 1:
         names = "; ".join(group.label for group in groups[:8])
         raise Refusal(f"baseline={option}: fits {len(fitting) or 'none'} of the arms ({names}); name one of them.")
     return fitting[0]
 
 
-def _fits(group: Group, wanted: Mapping[str, str]) -> bool:
+def fits(group: Group, wanted: Mapping[str, str]) -> bool:
+    """Whether a group has settings, by full or short names, with values as typed."""
     return all(any(_same(value, have) for have in _values(group, name)) for name, value in wanted.items())
 
 

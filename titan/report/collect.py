@@ -208,8 +208,8 @@ def _state(
     if _held(directory):
         return "running", None
     own = _ended(directory, last, result)
-    if point and point.state in ("failed", "stopped", "queued"):
-        return point.state, point.reason or own[1]
+    if point and point.state in ("failed", "stopped", "queued", "running"):
+        return point.state, point.reason or (None if point.state == "running" else own[1])
     return own
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ KEYS = (
     "tokens_per_second_per_device", "tflops_per_device", "mfu", "memory_gib",
 )  # fmt: skip
 """The keys of a step's line, in the order of the columns of `Steps`."""
+AT_ONCE = 1000
+"""Lines that are parsed together."""
 
 
 @dataclass(frozen=True)
@@ -79,23 +81,25 @@ class Metrics:
 class _Reading:
     """What has been read so far."""
 
-    numbers: array[float] = field(default_factory=lambda: array("d"))
+    numbers: list[Numbers] = field(default_factory=list)
     hashes: array[int] = field(default_factory=lambda: array("Q"))
     validations: list[Mapping[str, Any]] = field(default_factory=list)
     stalled: float = 0.0
     last: dict[int, float] = field(default_factory=dict)
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Add a line; `TypeError` or `ValueError` where its values are of the wrong kind."""
-        if "loss" in record:
-            numbers = array("d", [math.nan if v is None else v for v in map(record.get, KEYS)])
-            self.hashes.append(int(record.get("batch_hash") or "0", 16))
-            self.numbers.extend(numbers)
-        elif "validation_loss" in record:
-            self.validations.append({"life": 1} | dict(record))
-        self.stalled += record.get("checkpoint_stall_seconds") or 0.0
-        if (time := record.get("time")) is not None:
-            self.last[int(record.get("life", 1))] = float(time)
+    def take(self, records: Sequence[Any]) -> None:
+        """Add some lines, all or none: `TypeError` or `ValueError` where values are of the wrong kind."""
+        known = [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
+        steps = [r for r in known if "loss" in r]
+        numbers = np.array([tuple(map(r.get, KEYS)) for r in steps], dtype=np.float64).reshape(-1, len(KEYS))
+        hashes = array("Q", [int(r.get("batch_hash") or "0", 16) for r in steps])
+        stalled = sum(float(r["checkpoint_stall_seconds"]) for r in known if "checkpoint_stall_seconds" in r)
+        times = {int(r.get("life", 1)): float(r["time"]) for r in known if r.get("time") is not None}
+        self.numbers.append(numbers)
+        self.hashes.extend(hashes)
+        self.stalled += stalled
+        self.last |= times
+        self.validations += [{"life": 1} | r for r in known if "validation_loss" in r]
 
 
 def read(file: Path) -> Metrics:
@@ -106,25 +110,27 @@ def read(file: Path) -> Metrics:
     """
     reading = _Reading()
     try:
-        with file.open("rb") as lines:
-            for line in lines:
-                _take(reading, line)
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            while some := list(itertools.islice(lines, AT_ONCE)):
+                _take(reading, [line for line in some if not line.isspace()])
     except OSError:
         pass
     return Metrics(_steps(reading), tuple(reading.validations), reading.stalled, reading.last)
 
 
-def _take(reading: _Reading, line: bytes) -> None:
+def _take(reading: _Reading, lines: Sequence[str]) -> None:
+    """Take many lines in one go, which is several times as fast; where that fails, halve by halve."""
     try:
-        record = json.loads(line)
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            reading.take(record)
-    except (ValueError, TypeError, OverflowError):
-        return
+        reading.take(json.loads(f"[{','.join(lines)}]"))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        if len(lines) > 1:
+            half = len(lines) // 2
+            _take(reading, lines[:half])
+            _take(reading, lines[half:])
 
 
 def _steps(reading: _Reading) -> Steps:
-    table = np.array(reading.numbers, dtype=np.float64).reshape(-1, len(KEYS))
+    table = np.concatenate([np.zeros((0, len(KEYS))), *reading.numbers])
     life, step, *columns = [np.ascontiguousarray(column) for column in table.T]
     return Steps(
         np.nan_to_num(life, nan=1).astype(np.int64),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,7 +67,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         failed=_failed(found, members),
         target=asked.target,
         margin=asked.margin,
-        notes=_notes(groups, members, found, options),
+        notes=_notes(groups, members, found, options, asked),
     )
 
 
@@ -95,7 +96,7 @@ def _judged(groups: Sequence[Group], members: Sequence[Sequence[Member]], asked:
     others = [
         i for i, group in enumerate(groups) if group.group_id != groups[against].group_id and tuned[i].chosen and i
     ]
-    opened = [quality.judged(members[i], members[against], asked.margin) for i in others]
+    opened = [quality.judged(members[i], members[against]) for i in others]
     judged = dict(zip(others, quality.corrected(opened, asked.margin), strict=True))
     return [_arm(i, groups, members, tuned[i], judged.get(i, ()), asked) for i in range(len(groups))]
 
@@ -230,7 +231,11 @@ def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Fail
 
 
 def _notes(
-    groups: Sequence[Group], members: Sequence[Sequence[Member]], found: Collected, options: Options
+    groups: Sequence[Group],
+    members: Sequence[Sequence[Member]],
+    found: Collected,
+    options: Options,
+    asked: Asked,
 ) -> tuple[str, ...]:
     """What holds for the whole."""
     every = [m for each in members for m in each]
@@ -243,4 +248,20 @@ def _notes(
         notes.append("there are several sweeps: their questions, margins and targets are left aside")
     if not found.sweeps and options.margin is None:
         notes.append("no margin was stated beforehand: that of 0.02 nats is titan's own")
-    return tuple(notes)
+    if groups and asked.baseline and options.baseline is None and not arms.fits(groups[0], asked.baseline):
+        wanted = " ".join(f"{name}={value}" for name, value in asked.baseline.items())
+        notes.append(f"the sweep's baseline ({wanted}) has no figures: {groups[0].label} stands in for it")
+    return (*notes, *_seeds(members, asked.margin))
+
+
+def _seeds(members: Sequence[Sequence[Member]], margin: float) -> list[str]:
+    """How many seeds a difference as large as the margin takes, by the spread of the baseline's seeds."""
+    losses = list(quality.by_seed(members[0], lambda m: m.run.validation).values()) if members else []
+    if len(losses) < 2 or not (spread := statistics.paired(losses).spread):
+        return []
+    needed = statistics.seeds_needed(margin, math.sqrt(2) * spread)
+    count = f"about {needed:,}" if needed else f"more than {statistics.MOST:,}"
+    return [
+        f"the baseline's final validation loss spreads by {spread:.4f} nats over {len(losses)} seeds (standard "
+        f"deviation): to show a difference of {margin:g} takes {count} seeds an arm, fewer where pairs go together"
+    ]

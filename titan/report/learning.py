@@ -22,11 +22,11 @@ from titan.report.statistics import ALPHA, LEVEL, Difference
 
 FIRST = 5
 """Steps that are held to the bounds."""
-BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (5e-3, 5e-2)}
+BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2)}
 """Largest relative gaps of loss and gradient norm over the first steps, by the type of products.
 
-fp32: the law of equal results allows 1e-5 in a step; norms add what Adam makes of it in the updates between. bf16
-rounds to 8 bits, 4e-3 a number: of a mean over many tokens little of that is left, of a norm after some updates more.
+Measured with the debug model over five layouts on CPUs, with a warm-up of two steps: fp32 2e-7 and 7e-6, bf16 3e-5 and
+1e-2. A wrong gradient shows as 1e-1 and more. From the eighth step on norms in bf16 differ by up to a factor of two.
 """
 TINY = 1e-12
 

@@ -38,13 +38,11 @@ class Measure:
         name: "validation loss", in nats a token, or "bits a byte".
         of: a run's final value.
         curve: its values at its validations.
-        margin: difference that counts as none; None: it was stated in other units.
     """
 
     name: str
     of: Measured
     curve: Callable[[Member], Numbers]
-    margin: float | None
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,9 @@ class Open:
     difference: Difference | None = None
 
 
-def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> list[Open]:
-    """What can be said at the end, at equal tokens and at equal device-hours.
-
-    Args:
-        arm, baseline: their runs.
-        margin: difference in validation loss, nats, that counts as none.
-    """
-    measure = measure_of(arm[0], baseline[0], margin)
+def judged(arm: Sequence[Member], baseline: Sequence[Member]) -> list[Open]:
+    """What can be said of an arm's runs at the end, at equal tokens and at equal device-hours."""
+    measure = measure_of(arm[0], baseline[0])
     if measure is None:
         text = "undecided: their validation sets are not the same text, so that no loss of theirs can be compared"
         return [_nothing("validation loss", "the end", text)]
@@ -75,12 +68,12 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
     return found
 
 
-def measure_of(one: Member, two: Member, margin: float) -> Measure | None:
+def measure_of(one: Member, two: Member) -> Measure | None:
     """By what runs can be compared: nats on the same tokens, bits a byte on the same text; None: by neither."""
     if _held(one) == _held(two):
-        return Measure("validation loss", lambda m: m.run.validation, lambda m: m.run.curves.validation, margin)
+        return Measure("validation loss", lambda m: m.run.validation, lambda m: m.run.curves.validation)
     if same_text(one, two):
-        return Measure("bits a byte", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte, None)
+        return Measure("bits a byte", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
     return None
 
 
@@ -132,7 +125,11 @@ def _at_the_end(arm: Sequence[Member], baseline: Sequence[Member], measure: Meas
     found = difference(by_seed(arm, measure.of), by_seed(baseline, measure.of))
     if found is None:
         return _nothing(measure.name, "the end", "undecided: " + _lacking(arm, baseline, measure))
-    return Open(_quality(found, measure, "the end", _by_source(arm, baseline)), found.difference)
+    quality = _quality(found, measure, "the end", _by_source(arm, baseline))
+    if (one := _tokens(arm)) != (two := _tokens(baseline)):
+        ends = [f"{max(tokens):,}" for tokens in (one, two)]
+        quality = dataclasses.replace(quality, text=f"{quality.text}, after {ends[0]} tokens against {ends[1]}")
+    return Open(quality, found.difference)
 
 
 def _lacking(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
@@ -164,11 +161,10 @@ class Seeds:
 
 def difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Seeds | None:
     """Arm minus baseline; None where neither pairs nor two samples can be made."""
-    if common := [seed for seed in arm if seed in baseline]:
-        return Seeds(statistics.paired([arm[seed] - baseline[seed] for seed in common]), True)
-    if len(arm) < 2 or len(baseline) < 2:
-        return None
-    return Seeds(statistics.welch(list(arm.values()), list(baseline.values())), False)
+    common = [seed for seed in arm if seed in baseline]
+    if len(common) < 2 <= min(len(arm), len(baseline)):
+        return Seeds(statistics.welch(list(arm.values()), list(baseline.values())), False)
+    return Seeds(statistics.paired([arm[seed] - baseline[seed] for seed in common]), True) if common else None
 
 
 def _by_source(arm: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
@@ -205,12 +201,13 @@ def _said(found: Seeds, measure: Measure) -> str:
     if span.low is None:
         return f"this pair differs: {said}; one seed says nothing about the recipes"
     count = found.difference.count
-    seeds = f"{count} pairs of seeds" if found.paired else f"at least {count} seeds on each side, none in common"
+    seeds = f"{count} pairs of seeds" if found.paired else f"at least {count} seeds on each side, unpaired"
     return f"{said} [{span.low:+.4f}, {span.high:+.4f}] over {seeds}"
 
 
 def _tokens(members: Sequence[Member]) -> set[int]:
-    return {m.run.tokens for m in members if m.run.step}
+    finished = {m.run.tokens for m in members if m.run.state == "finished"}
+    return finished or {m.run.tokens for m in members if m.run.step}
 
 
 def _token_axis(member: Member) -> Numbers:
