@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.report import shown
+from tests.report.made import Life, Story, made
 from titan import compare
 from titan.report import judge
 from titan.report.findings import Comparison
@@ -37,6 +38,22 @@ def test_a_table_and_a_page_in_the_first_directory(place: Path, capsys: pytest.C
     page = (place / "runs" / "grid" / "compare.html").read_text(encoding="utf-8")
     assert "python -m titan.compare runs/grid runs/other</p>" in page
     assert not list((place / "runs" / "other").iterdir())
+
+
+def test_runs_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (0, 1):
+        made(tmp_path / f"runs/single-{seed}", Story(seed=seed), "parallelism=single")
+        made(tmp_path / f"runs/fsdp-{seed}", Story(seed=seed, seconds=0.2), "parallelism=fsdp")
+    made(tmp_path / "runs/open", Story(seed=2, lives=(Life(0, 10),)), "parallelism=fsdp")
+    assert compare.main([f"{tmp_path}/runs", "baseline=parallelism=single", f"to={tmp_path}/x.csv"]) == 0
+    screen = capsys.readouterr().out
+    assert "parallelism=fsdp must learn what the baseline learns: it does." in " ".join(screen.split())
+    assert "1 stopped at 25%" in screen and f"({tmp_path}/runs/open): stopped: " in " ".join(screen.split())
+    rows = list(csv.DictReader((tmp_path / "x.csv").open()))
+    assert sorted((row["setting/parallelism"], row["seed"], row["state"]) for row in rows) == [
+        ("fsdp", "0", "finished"), ("fsdp", "1", "finished"), ("fsdp", "2", "stopped"),
+        ("single", "0", "finished"), ("single", "1", "finished"),
+    ]  # fmt: skip
 
 
 def test_several_files(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

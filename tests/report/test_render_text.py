@@ -161,6 +161,21 @@ def test_markdown_says_it_all() -> None:
     assert "| parallelism | differs: single | fsdp | tp |" in text and "| model | debug |" in text
 
 
+@pytest.mark.parametrize(
+    ("label", "told"),
+    [
+        pytest.param("a|b", "a\\|b", id="table"),
+        pytest.param("[x](javascript:1)", "[x]\\(javascript:1)", id="link"),
+        pytest.param("<b>&", "&lt;b&gt;&amp;", id="tag"),
+        pytest.param("a_b *c* `d`", "a\\_b \\*c\\* \\`d\\`", id="emphasis"),
+        pytest.param("a\n# b", "a \\# b", id="line"),
+    ],
+)
+def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
+    failed = Failed(label, "/data", "failed", "killed")
+    assert f"\n| {told} | failed | killed | /data |\n" in markdown.text(shown.comparison(failed=[failed]))
+
+
 def test_csv_has_a_row_a_run() -> None:
     comparison = shown.mixed()
     rows = list(csv.DictReader(io.StringIO(export.csv_text(comparison))))

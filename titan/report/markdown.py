@@ -79,5 +79,6 @@ def _rule(head: Sequence[str], figures: int) -> list[str]:
 
 def _plain(text: str) -> str:
     """The text without line breaks, and with those signs marked that Markdown or HTML would take for their own."""
-    marked = "".join(f"\\{sign}" if sign in "\\`*_[]|#" else sign for sign in " ".join(text.split()))
+    marked = "".join(f"\\{sign}" if sign in "\\`*_|#" else sign for sign in " ".join(text.split()))
+    marked = marked.replace("](", "]\\(")  # a link; brackets alone are none
     return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
