@@ -15,13 +15,16 @@ class Place:
     Attributes:
         rank, size: this rank and how many there are.
         local_rank: this rank on its machine.
-        rendezvous: the URL at which the ranks meet (torch's init_method); empty for a single rank.
+        rendezvous: the URL at which the ranks meet (torch's init_method); "meet://FILE" where rank 0 writes into a file
+            that all see at which port it listens; empty for a single rank.
+        scheduled: whether a scheduler's signals reach it: see `titan.stop`.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     rendezvous: str = ""
+    scheduled: bool = False
 
 
 def found(env: Mapping[str, str]) -> Place | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
+import socket
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -16,6 +20,9 @@ from launchers.place import Place
 from titan import console, lives
 from titan.run import Run
 from titan.settings import Failure, Refusal
+
+MEETING = timedelta(minutes=30)
+"""How long ranks wait until all have come."""
 
 
 def here(run: Run, apart: bool = False) -> int:
@@ -118,14 +125,11 @@ def _guarded(store: Any, place: Place, run: Run, life: lives.Life, work: Any) ->
     try:
         return int(work(run, life, place, store))
     except Exception as error:
-        code = 2 if isinstance(error, Refusal) else 1
         if not _first(store):
-            return code
+            return 2 if isinstance(error, Refusal) else 1
         if not isinstance(error, (Refusal, Failure)):
             print(f"titan: rank {place.rank} failed:", file=sys.stderr)
-            raise
-        print(f"titan: {error}", file=sys.stderr)
-        return code
+        raise
 
 
 def _first(store: Any) -> bool:
@@ -141,8 +145,6 @@ def _send(store: Any, place: Place, word: Any) -> None:
     if not store.check(["titan/word"]):
         store.set("titan/word", pickle.dumps(word))
     if isinstance(word, int):
-        import time
-
         deadline = time.monotonic() + 60
         while store.add("titan/read", 0) < place.size - 1 and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -150,10 +152,55 @@ def _send(store: Any, place: Place, word: Any) -> None:
 
 def _meet(place: Place) -> Any:
     """The store that all ranks share."""
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     url = place.rendezvous
+    if not url:
+        return HashStore()
+    if url.startswith("meet://"):
+        return _meet_at(Path(url.removeprefix("meet://")), place)
     if url.startswith("tcp://"):
         url = f"{url}?rank={place.rank}&world_size={place.size}"
-    store, _, _ = next(rendezvous(url, timeout=timedelta(minutes=30)))
+    store, _, _ = next(rendezvous(url, timeout=MEETING))
     return store
+
+
+def _meet_at(file: Path, place: Place) -> Any:
+    """The store of rank 0, which listens at a port that is free and says so in a file: no two jobs can collide.
+
+    Raises:
+        Failure: when rank 0 said nothing in time.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if place.rank == 0:
+        host = _own_name()
+        store = TCPStore(host, 0, is_master=True, timeout=MEETING, wait_for_workers=False)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(f"{host} {store.port}")
+        temporary.rename(file)
+        return store
+    host, port = _told(file)
+    return TCPStore(host, int(port), is_master=False, timeout=MEETING)
+
+
+def _told(file: Path) -> list[str]:
+    """Host and port of rank 0, once they are there."""
+    deadline = time.monotonic() + MEETING.total_seconds()
+    while time.monotonic() < deadline:
+        os.listdir(file.parent)  # so that a shared folder's client looks again
+        with contextlib.suppress(OSError):
+            return file.read_text().split()
+        time.sleep(0.1)
+    raise Failure(f"rank 0 did not say in {file} where it listens; is this folder shared by all nodes?")
+
+
+def _own_name() -> str:
+    """A name by which other nodes reach this one: $MASTER_ADDR, Slurm's name of it where that resolves, or its own."""
+    for name in (os.environ.get("MASTER_ADDR"), os.environ.get("SLURMD_NODENAME")):
+        with contextlib.suppress(OSError):
+            if name:
+                socket.gethostbyname(name)
+                return name
+    return socket.gethostname()

@@ -55,7 +55,7 @@ def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_every_choice_composes(axis: str, choice: str) -> None:
     memory = "cluster.memory_gib=1000000"
     overrides = [f"{axis}={choice}", memory, *NEEDED.get(choice, [])]
-    run = composed(overrides)
+    run = composed(overrides, elsewhere=axis == "cluster")
     assert run.choices[axis] == choice
     written = {
         k: v for k, v in OmegaConf.load(CONF / axis / f"{choice}.yaml").items() if k not in ("defaults", "_target_")

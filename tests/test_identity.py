@@ -21,7 +21,8 @@ from titan.run import Recipe, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
-    "training.gc_every", "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
+    "training.gc_every", "training.repeat",
+    "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
     "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "dataset.name", "dataset.revision",
     "optimizer.fused",
 }  # fmt: skip
@@ -71,14 +72,15 @@ def of(run: Run, digest: str = "d", parent: str | None = None) -> identity.Ids:
 
 
 @pytest.mark.parametrize(("axis", "kind", "name"), FIELDS)
-def test_every_field_is_in_one_id_and_not_in_the_other(axis: str, kind: type, name: str, base: Run) -> None:
+def test_every_field_is_in_one_id_and_not_in_the_other_or_untold(axis: str, kind: type, name: str, base: Run) -> None:
     before = kind(**given(kind))
     value = another(getattr(before, name), typing.get_type_hints(kind)[name])
     after = dataclasses.replace(before, **{name: value})
     old, new = (of(dataclasses.replace(base, **{axis: content})) for content in (before, after))
     science = axis in ("model", "dataset", "optimizer", "training", "precision") and f"{axis}.{name}" not in EXECUTION
     assert (old.science != new.science) == science
-    assert (old.execution != new.execution) == (not science)
+    told = kind.__dataclass_fields__[name].metadata.get("told", True)
+    assert (old.execution != new.execution) == (not science and told)
     assert (old.group != new.group) == ((science and name != "seed") or (axis, name) == ("dataset", "seed"))
     assert old.code == new.code
 

@@ -25,6 +25,7 @@ from titan.checkpoint import measure
 from titan.cluster.devices import peak_tflops
 from titan.run import Run, billions
 from titan.settings import Refusal
+from titan.stop import Stop
 
 if TYPE_CHECKING:
     from titan.baseline import BareLoop
@@ -242,16 +243,10 @@ def _trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[bool], BareLoop]]]:
         if isinstance(life, lives.Finished):
             raise Refusal(f"{folder} holds a finished run; empty it.")
         world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
-        trainer = Trainer(run, life, world, assemble(run, world), _Never())
+        trainer = Trainer(run, life, world, assemble(run, world), Stop())
         with Recorder(run, life, print) as recorder, trainer.loader:
             trainer.recorder = recorder
             yield trainer, lambda autocast: BareLoop(run, trainer.mix, world.device, autocast=autocast)
-
-
-class _Never:
-    """No signal stops a benchmark but the usual ones."""
-
-    asked = False
 
 
 def _ceilings(run: Run) -> dict[str, float]:

@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from titan.run import Run
 
 
-def check(run: Run, ranks: int | None = None) -> None:
+def check(run: Run, started: bool = False) -> None:
     """The checks across axes, in one place.
+
+    Args:
+        run: the run.
+        started: its ranks are started by others, not on this machine by titan.
 
     Raises:
         Refusal: for what can't work.
     """
     for part in (_check_growth, _check_tensor, _check_context, _check_sharding, _check_memory):
         part(run)
-    if ranks is None:
+    if not started:
         _check_machine(run)
     capacity.check(run, run.layout, run.machine, run.microbatches)
     if run.compile.scope != "off" and run.debug.detect_anomaly:

@@ -43,11 +43,14 @@ from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW
 from titan.run import Recipe, Run, resolve
 from titan.settings import Failure, Refusal, nearest
+from titan.sweep import Sweep
 
 here = Path(__file__).resolve().parent
 CONF = next(p for p in (here / "conf", here.parent / "conf") if p.is_dir())
 """The configuration's folder: inside the package in a wheel, beside it in a checkout."""
 CONFIG = "train"
+OPTIONAL = ("recipe", "sweep")
+"""Groups of which none need be chosen."""
 PLUGGABLE: dict[str, dict[str, Any]] = {
     "model": {"llama": Llama, "qwen3": Qwen3},
     "dataset": {**KINDS, "base": Dataset},
@@ -90,7 +93,7 @@ def register() -> None:
             store.store(name=kind, group=f"schema/{axis}", node=settings.defaults(cls))
     fixed = settings.defaults(Recipe)
     chosen = dict.fromkeys(PLUGGABLE, settings.MISSING)
-    store.store(name="run", group="schema", node=fixed | chosen)
+    store.store(name="run", group="schema", node=fixed | chosen | {"sweep": settings.defaults(Sweep)})
     Plugins.instance().register(OtherConf)
     from launchers import plugin
 
@@ -129,31 +132,39 @@ def exit_code(body: Callable[[], int]) -> int:
         return 0
 
 
-def composed(overrides: Sequence[str], ranks: int | None = None) -> Run:
-    """The checked Run of a list of overrides, for programs; raises `Refusal`."""
+def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
+    """The checked Run of a list of overrides, for programs; see `freeze`; raises `Refusal`."""
     register()
     with _plainly(overrides), _Session() as hydra:
-        return freeze(_compose(hydra, list(overrides)), ranks=ranks)
+        return freeze(_compose(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere)
 
 
-def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = None) -> Run:
+def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = None, elsewhere: bool = False) -> Run:
     """Turn what Hydra composed, its own node included, into a typed and checked `Run`.
 
     Args:
         cfg: the composed configuration.
         directory: where results go; None: `hydra.run.dir`.
         ranks: see `titan.run.resolve`.
+        elsewhere: it is to run on the nodes that `cluster` describes, not on this machine.
 
     Raises:
         Refusal: for what can't work.
     """
     recipe = _typed(cfg)
-    machine = devices.detect(recipe.cluster.device)
+    machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     overrides = tuple(map(str, cfg.hydra.overrides.task))
     return resolve(
-        recipe, machine, directory, ranks=ranks, choices=choices, overrides=overrides, hydra=_hydra_files(cfg)
+        recipe,
+        machine,
+        directory,
+        ranks=ranks,
+        elsewhere=elsewhere,
+        choices=choices,
+        overrides=overrides,
+        hydra=_hydra_files(cfg),
     )
 
 
@@ -162,6 +173,7 @@ def _typed(cfg: DictConfig) -> Recipe:
     content = OmegaConf.to_container(_job(cfg), resolve=True)
     if not isinstance(content, dict):
         raise Refusal("the configuration is not a mapping.")
+    settings.build(Sweep, content.pop("sweep", {}), "sweep")
     modules = content.get("modules") or []
     if not isinstance(modules, list):
         raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
@@ -187,6 +199,8 @@ def recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
+    from launchers import plugin
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     register()
     parser = hydra_utils.get_args_parser()
@@ -201,8 +215,10 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
         if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
             return _hand_to_hydra(args, parser)
         with _Session(args) as hydra:
-            run = freeze(_compose(hydra, args.overrides, args.config_name), ranks=ranks)
-    return job(run)
+            cfg = _compose(hydra, args.overrides, args.config_name)
+            launcher = plugin.alone(cfg) if ranks is None else None
+            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
+    return plugin.one(launcher, run, cfg) if launcher else job(run)
 
 
 def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -272,20 +288,21 @@ def _compose(hydra: Hydra, overrides: list[str], name: str | None = None) -> Dic
         )
     except ValueError as error:
         raise Refusal(_value_error(error, overrides)) from error
-    check_recipe(hydra.config_loader, cfg)
+    check_optional(hydra.config_loader, cfg)
     return cfg
 
 
-def check_recipe(loader: Any, cfg: DictConfig) -> None:
-    """Refuse an unknown recipe, which Hydra passes over because that axis is optional.
+def check_optional(loader: Any, cfg: DictConfig) -> None:
+    """Refuse an unknown recipe or sweep, which Hydra passes over because these groups are optional.
 
     Raises:
-        Refusal: with the recipes that there are.
+        Refusal: with those that there are.
     """
-    recipe = cfg.hydra.runtime.choices.get("recipe")
-    known = loader.get_group_options("recipe", ObjectType.CONFIG)
-    if recipe not in (None, "null", *known):
-        raise Refusal(_no_such_choice("recipe", str(recipe), known))
+    for group in OPTIONAL:
+        choice = cfg.hydra.runtime.choices.get(group)
+        known = loader.get_group_options(group, ObjectType.CONFIG)
+        if choice not in (None, "null", *known):
+            raise Refusal(_no_such_choice(group, str(choice), known))
 
 
 def _no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
@@ -381,8 +398,8 @@ class _plainly:
 
     def _unknown_setting(self, key: str) -> str:
         typed = self._typed(key)
-        if key == "recipe":  # its folder is there only when there are recipes
-            return _no_such_choice("recipe", typed.partition("=")[2], ())
+        if key in OPTIONAL:  # its folder is there only when there are any
+            return _no_such_choice(key, typed.partition("=")[2], ())
         known = self._known()
         elsewhere = any(name.endswith(f".{key}") for name in known)
         hint = nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."

@@ -2,17 +2,33 @@
 
 The ledger is only ever added to, a line an event, under a lock, so that a launcher that was killed leaves a ledger that
 the next one goes on with. A point is known by its id, which follows from its settings, never by a job's number: the
-same command finds what it has begun, and a grid that grew keeps what it has.
+same command finds what it has begun, and a grid that grew keeps what it has. How a point stands is never written down:
+it follows from what its run's directory holds, from what its job left when it ended, and from Slurm.
+
+Events: `point` (an id, its directory, its overrides), `sending` (before points are handed to Slurm, with a token that
+their jobs carry), `sent` (with the jobs' numbers), `started` and `ended` (a point on this machine).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import contextlib
+import fcntl
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import yaml
+
+from titan import endings
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
+
+LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"
+"""Names in a sweep's directory."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,9 @@ class Point:
         job: what Slurm calls its last job, such as "123_4"; None where it has none.
         reason: of a failed or stopped one: why.
         submissions: how often it was submitted or started.
+        token: of the submission whose job numbers the ledger does not know.
+        jobs: all numbers of its last submission: several where jobs are chained.
+        steps, devices: that its run is to do, on so many ranks.
     """
 
     id: str
@@ -55,6 +74,10 @@ class Point:
     job: str | None = None
     reason: str | None = None
     submissions: int = 0
+    token: str | None = None
+    jobs: tuple[str, ...] = ()
+    steps: int = 0
+    devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,5 +90,144 @@ class Sweep:
 
 
 def read(directory: Path) -> Sweep | None:
-    """The sweep in `directory`, as its ledger and its runs' directories tell, without asking Slurm; None: no sweep."""
-    raise NotImplementedError
+    """The sweep in `directory`, as its ledger and its runs' directories tell, without asking Slurm; None: no sweep.
+
+    What was handed to Slurm and has not told of its end counts as queued, or running where its run's lock is held.
+    """
+    if not (directory / LEDGER).is_file():
+        return None
+    points: dict[str, Point] = {}
+    for event in events(directory):
+        _take(points, event, directory)
+    return Sweep(directory, asked(directory), tuple(_standing(directory, point) for point in points.values()))
+
+
+def asked(directory: Path) -> Asked:
+    """The content of `sweep.yaml`; empty where there is none."""
+    try:
+        content = yaml.safe_load((directory / SWEEP).read_text()) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return Asked()
+    axes = {str(k): tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
+    baseline = {str(k): str(v) for k, v in (content.get("baseline") or {}).items()}
+    return Asked(content.get("question"), axes, baseline, float(content.get("margin", 0.02)), content.get("target"))
+
+
+def write_asked(directory: Path, content: Asked) -> None:
+    """Write `sweep.yaml`."""
+    plain = {
+        "question": content.question,
+        "axes": {k: list(v) for k, v in content.axes.items()},
+        "baseline": dict(content.baseline),
+        "margin": content.margin,
+        "target": content.target,
+    }
+    temporary = directory / f".{SWEEP}"
+    temporary.write_text(yaml.safe_dump(plain, sort_keys=False))
+    temporary.rename(directory / SWEEP)
+
+
+def listed(directory: Path, token: str) -> list[str]:
+    """The ids of the points that a submission handed to Slurm, in the order of the job array."""
+    return next(
+        (
+            list(event["points"])
+            for event in events(directory)
+            if event.get("event") == "sending" and event["token"] == token
+        ),
+        [],
+    )
+
+
+def add(directory: Path, *lines: Mapping[str, Any]) -> None:
+    """Add events to the ledger, in one write."""
+    text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
+    with (directory / LEDGER).open("a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0, 2)
+        if file.tell():  # a line that a kill cut short ends here
+            file.seek(-1, 2)
+            text = text if file.read() == b"\n" else "\n" + text
+        file.write(text.encode())
+
+
+def events(directory: Path) -> Iterator[dict[str, Any]]:
+    """The ledger's events in order; a line that a kill cut short is left out."""
+    with contextlib.suppress(OSError):
+        for line in (directory / LEDGER).read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    yield event
+
+
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Let one launcher at a time hand points of a sweep on; another one waits."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f".{LEDGER}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -> None:
+    """Let one event change what is known of the points."""
+    kind = event.get("event")
+    if kind == "point":
+        where = str((directory / event["directory"]).resolve())
+        point = Point(event["id"], where, tuple(event["overrides"]), "planned")
+        points.setdefault(point.id, replace(point, steps=int(event["steps"]), devices=int(event["devices"])))
+        return
+    for name in _concerned(event):
+        if name not in points:
+            continue
+        before = points[name]
+        if kind == "sending":
+            points[name] = replace(
+                before, token=event["token"], job=None, jobs=(), state="queued", submissions=before.submissions + 1
+            )
+        elif kind == "sent":
+            jobs = tuple(event["jobs"][name])
+            points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, state="queued", reason=None)
+        elif kind == "unsent":
+            points[name] = replace(before, token=None, state="failed", reason=event["reason"])
+        elif kind == "started":
+            points[name] = replace(before, state="running", job=None, jobs=(), submissions=before.submissions + 1)
+        elif kind == "ended":
+            state = {0: "finished", 130: "stopped"}.get(event["code"], "failed")
+            points[name] = replace(before, state=state, reason=event.get("reason"))  # type: ignore[arg-type]
+
+
+def _concerned(event: Mapping[str, Any]) -> Iterable[str]:
+    return list(event.get("jobs", ())) or list(event.get("points", ())) or [str(event.get("id"))]
+
+
+def _standing(directory: Path, point: Point) -> Point:
+    """The point as its run's directory and its job's last words have it."""
+    run = Path(point.directory)
+    if endings.finished(run):
+        return replace(point, state="finished", reason=None)
+    if point.job is not None:
+        return _of_job(directory, point)
+    if point.state == "running" and not endings.held(run):
+        return replace(point, state="stopped", reason="its launcher was killed")
+    if point.state == "finished":
+        return replace(point, state="stopped", reason="its result is gone")
+    return point
+
+
+def _of_job(directory: Path, point: Point) -> Point:
+    """What a job that is not finished has said of itself: it runs, has ended, or is to be begun again."""
+    job = last_job(directory, point)
+    point = replace(point, job=job)
+    end = endings.last(directory / SLURM, job)
+    if end is None or end.again:
+        running = endings.held(Path(point.directory))
+        return replace(point, state="running" if running else "queued")
+    return replace(point, state="stopped" if end.stopped else "failed", reason=end.reason)
+
+
+def last_job(directory: Path, point: Point) -> str:
+    """The job of a point's chain that has spoken last, or else the first."""
+    spoken = [job for job in point.jobs if endings.last(directory / SLURM, job) is not None]
+    return spoken[-1] if spoken else str(point.job)

@@ -103,6 +103,7 @@ def resolve(
     directory: str,
     *,
     ranks: int | None = None,
+    elsewhere: bool = False,
     choices: Mapping[str, str] | None = None,
     overrides: tuple[str, ...] = (),
     hydra: Mapping[str, str] | None = None,
@@ -114,6 +115,7 @@ def resolve(
         machine: the devices here.
         directory: where results go.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
+        elsewhere: `machine` is a node of those that a scheduler will give, not this one.
         choices, overrides, hydra: see `Run`.
 
     Raises:
@@ -124,10 +126,11 @@ def resolve(
     recipe.training.check()
     recipe.parallelism.check()
     recipe.dataset.check()
+    recipe.cluster.check()
     if recipe.precision.compute == "auto":
         precision = Precision(compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)
-    layout = _layout(recipe, machine, ranks)
+    layout = _layout(recipe, machine, ranks, elsewhere)
     microbatches = _microbatches(recipe, layout, machine)
     run = Run(
         **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
@@ -140,8 +143,21 @@ def resolve(
         overrides=overrides,
         hydra=hydra or {},
     )
-    checks.check(run, ranks)
+    checks.check(run, started=ranks is not None or elsewhere)
     return run
+
+
+def moved(run: Run, machine: Machine) -> Run:
+    """The same run on the machine that it has got; its layout stays, its micro-batches follow where they say "auto".
+
+    Raises:
+        Refusal: when it does not fit.
+    """
+    count = _microbatches(run, run.layout, machine)
+    stages = staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
+    here = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
+    checks.check(here, started=True)
+    return here
 
 
 def billions(count: float) -> str:
@@ -152,7 +168,7 @@ def billions(count: float) -> str:
     return f"{count:.0f}"
 
 
-def _layout(recipe: Recipe, machine: Machine, ranks: int | None) -> Layout:
+def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool) -> Layout:
     cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
     node = max(2, machine.count if per_node == "auto" else int(per_node))
 
@@ -164,7 +180,7 @@ def _layout(recipe: Recipe, machine: Machine, ranks: int | None) -> Layout:
         return on(ranks)
     if cluster.devices != "auto":
         return on(int(cluster.devices))
-    if per_node != "auto":
+    if per_node != "auto" and not (elsewhere and not _open(recipe.parallelism)):
         return on(int(per_node) * cluster.nodes)
     if machine.device == "cpu" or not _open(recipe.parallelism):
         return recipe.parallelism.layout(None, capacity.limits(recipe, node))

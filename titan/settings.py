@@ -50,6 +50,7 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     words: tuple[str, ...] = (),
+    told: bool = True,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -59,12 +60,14 @@ def setting(
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
         at_least, at_most, above, below: the range of a number (of each number, in a tuple).
         words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
+        told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
         "help": help,
         "science": science,
         "words": words,
+        "told": told,
         "limits": {k: v for k, v in limits.items() if v is not None},
     }
     return dataclasses.field(default=default, metadata=metadata)

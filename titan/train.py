@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if mine.rank > 0:
         from launchers import start
 
-        return start.follow(mine)
+        return compose.exit_code(lambda: start.follow(mine))
     return _lead(argv, mine)
 
 

@@ -39,14 +39,15 @@ from titan.run import Run
 from titan.sample import continuation
 from titan.saving import Saving
 from titan.settings import Failure
+from titan.stop import code
 from titan.training import lr_factor
 from titan.validation import Held, Interrupted, held_out, measure
 
 log = logging.getLogger("titan")
 
-LOSS, STOP, SAVE, VOID, VALID, PAIRS, HASH = range(7)
-"""Places in a step's vector: summed loss, requests to stop and to save, ranks that had nothing to read, targets that
-count, pairs of tokens that attend to each other, four pieces of the hash."""
+LOSS, STOP, AGAIN, SAVE, VOID, VALID, PAIRS, HASH = range(8)
+"""Places in a step's vector: summed loss, requests to stop, to be started again after that, and to save, ranks that had
+nothing to read, targets that count, pairs of tokens that attend to each other, four pieces of the hash."""
 PIECES, PIECE = 4, 1 << 16
 """A 64-bit hash travels as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
 WARM = 3
@@ -57,6 +58,7 @@ class Stoppable(Protocol):
     """What tells the trainer that a signal came."""
 
     asked: bool
+    again: bool
 
 
 class Clock:
@@ -128,7 +130,7 @@ class Trainer:
         self.mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
         self.partial = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.saving = Saving(run, life, engine, self.mix, self._warn)
-        self.stopping = self.due = False
+        self.stopping = self.again = self.due = False
         self.bad = 0
         self.seconds: deque[float] = deque(maxlen=1000)
         self.pairs: deque[float] = deque(maxlen=1000)
@@ -143,7 +145,7 @@ class Trainer:
         """Train to the end, or until a signal; then save, sample and report.
 
         Returns:
-            0 when all steps are done, 130 when a signal ended them.
+            0 when all steps are done, 130 when a signal ended them, 75 when they are to be started again.
         """
         began = time.monotonic()
         self._begin()
@@ -158,13 +160,13 @@ class Trainer:
                     self.loop()
             self._finish(began)
         except Interrupted:
-            return 130
+            return code(self.stop.again)
         finally:
             self.loader.close()
             self.saving.close()
             if self.recorder:
                 self.recorder.close()
-        return 130 if self.stopping else 0
+        return code(self.again) if self.stopping else 0
 
     def _begin(self) -> None:
         """Clear away what a killed life may have left, and take up the state of a checkpoint, or given weights."""
@@ -216,7 +218,15 @@ class Trainer:
         due = self.saving.due()
         pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
         asked = self.stop.asked or batch.void
-        told = [float(asked), float(due), float(batch.void), float(batch.valid), float(batch.pairs), *pieces]
+        told = [
+            float(asked),
+            float(self.stop.again),
+            float(due),
+            float(batch.void),
+            float(batch.valid),
+            float(batch.pairs),
+            *pieces,
+        ]
         host = torch.tensor(told, dtype=torch.float64)
         if self.world.device.type == "cuda":
             host = host.pin_memory()
@@ -246,6 +256,7 @@ class Trainer:
         *figures, size = sent.read()
         seconds = sent.clock.seconds()
         self.stopping = self.stopping or figures[STOP] > 0
+        self.again = self.again or figures[AGAIN] > 0
         if figures[VOID]:  # a signal came while a rank waited for data: this was no step, and none came after it
             self.step = min(self.step, sent.step - 1)
             self.rows = self.run.training.rows_before(self.step + 1)

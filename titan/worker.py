@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from launchers.local import STOPPING
 from launchers.place import Place
 from titan import debug
 from titan.assemble import assemble
@@ -24,32 +21,10 @@ from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import Run
 from titan.settings import Failure, Refusal
+from titan.stop import Stop
 from titan.trainer import Trainer
 
 log = logging.getLogger("titan")
-
-
-class Stop:
-    """Remembers that a signal asked this rank to stop; the second one ends it at once. A context manager."""
-
-    def __init__(self, alone: bool = False) -> None:
-        """Take whether this is the only rank, and so the one to say that it stops."""
-        self.asked, self.alone = False, alone
-
-    def __enter__(self) -> Stop:
-        self.old = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self.old.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        if self.asked:
-            os._exit(130)
-        self.asked = True
-        if self.alone:
-            os.write(2, STOPPING.encode())
 
 
 def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
@@ -62,14 +37,14 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
         store: what the ranks have met at already, under torchrun or srun.
 
     Returns:
-        0 when all steps are done, 130 when a signal ended them.
+        0 when all steps are done, 130 when a signal ended them, 75 when a scheduler's did that is to start them again.
 
     Raises:
         Failure: when the run can't go on, in a plain sentence.
     """
     _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
     debug.apply(run.debug)
-    with Stop(place.size == 1) as stop:
+    with Stop(place.size == 1, place.scheduled) as stop:
         world = mesh.connect(
             place, run.layout, run.machine.device, run.cluster.timeout, store, _speaks_aside(run, life)
         )

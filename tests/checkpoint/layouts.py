@@ -30,6 +30,7 @@ from titan.dataset.loader import Batch
 from titan.lives import Life
 from titan.parallelism import mesh
 from titan.run import Run
+from titan.stop import Stop
 from titan.trainer import LOSS, VALID, Trainer
 
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
@@ -175,15 +176,11 @@ def _cell(loaded: Loaded, saved: Saved, one: Loaded) -> Cell:
     )
 
 
-class _Never:
-    asked = False
-
-
 def _load(rank: int, size: int, run: Run, life: Life, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
     """On one rank: each checkpoint in turn, and a step from it."""
     place = Place(rank, size, rank, meeting if size > 1 else "")
     world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, aside=True)
-    trainer = Trainer(run, life, world, assemble(run, world), _Never())
+    trainer = Trainer(run, life, world, assemble(run, world), Stop())
     try:
         with trainer.loader as loader:
             batch, trainer.loader = next(loader), None  # type: ignore[assignment]

@@ -38,6 +38,8 @@ def stop_at(step: int) -> Any:
     """For `train`: behave as if a signal had come in that step."""
 
     class Stop:
+        again = False
+
         def __init__(self, trainer: Trainer) -> None:
             self.trainer = trainer
 

@@ -62,8 +62,8 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out or "", err or ""
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below `pid` that live, of whatever session."""
+def descendants(*pids: int) -> list[int]:
+    """All processes below these that live, of whatever session."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -72,7 +72,7 @@ def descendants(pid: int) -> list[int]:
             continue
         if state != "Z":
             children.setdefault(int(parent), []).append(int(folder.name))
-    found, left = [], [pid]
+    found, left = [], [*pids]
     while left:
         below = children.get(left.pop(), [])
         found += below

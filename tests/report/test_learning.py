@@ -113,3 +113,11 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
             (run / "result.json").write_text(json.dumps({"finished": True, "step": 40, "life": 1}))
     found = compare([tmp_path]).arms[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text
+
+
+def test_other_validation_rows_are_not_compared(tmp_path: Path) -> None:
+    for seed in range(2):
+        made(tmp_path / f"a{seed}", replace(S, seed=seed))
+        made(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "metrics.validation_tokens=512")
+    found = compare([tmp_path]).arms[1].learning
+    assert found is not None and found.answer == "yes" and "final training loss" in found.text

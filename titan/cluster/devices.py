@@ -20,10 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from titan.cluster.schema import Cluster
 from titan.settings import Refusal
 
 GIB = 1024**3
 SMI_SECONDS = 20.0  # a driver without persistence mode wakes eight GPUs for several seconds
+NODE_GPUS = 8
+"""GPUs of a node of which nothing else is known."""
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,name,memory.total,compute_cap", "--format=csv,noheader,nounits")
 ROCM_SMI = ("rocm-smi", "--showproductname", "--showmeminfo", "vram", "--showuniqueid", "--json")
 
@@ -227,6 +230,18 @@ def detect(device: str = "auto", probe: Probe | None = None) -> Machine:
     if device == "cuda":
         raise Refusal(f"cluster.device=cuda: {unused or found.reason}; {found.cure}, or use cluster.device=cpu.")
     return dataclasses.replace(_cpu(probe), note=unused)
+
+
+def elsewhere(cluster: Cluster) -> Machine:
+    """The node that a job will get, as `cluster` describes it; where it names no GPUs, a node is as this machine."""
+    if cluster.device != "cuda":
+        here = detect(cluster.device)
+        return dataclasses.replace(here, memory_gib=cluster.node_memory_gib or here.memory_gib)
+    name = cluster.device_name or "GPU"
+    count = NODE_GPUS if cluster.devices_per_node == "auto" else int(cluster.devices_per_node)
+    cores = cluster.cpus_per_rank or 1
+    memory = cluster.memory_gib or _tabled_memory(name)
+    return Machine("cuda", name, count, cores * count, memory, bf16_fast=True)
 
 
 def peak_tflops(name: str, dtype: Literal["bf16", "fp32"]) -> float | None:

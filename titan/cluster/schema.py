@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from titan.settings import setting
+from titan.settings import Refusal, setting
+
+
+def _job(default: Any, help: str, **limits: Any) -> Any:
+    """A setting of what Slurm is asked for: no id depends on it."""
+    return setting(default, help, told=False, **limits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,3 +38,72 @@ class Cluster:
     peak_tflops: float | None = setting(
         None, "dense bf16 peak of one device in TFLOP/s, for MFU; null: from the table of known devices", above=0
     )
+    device_name: str | None = setting(
+        None, "the GPUs of a machine that is not this one, such as NVIDIA H100; null: unknown"
+    )
+    partition: str | None = _job(None, "Slurm's partition")
+    account: str | None = _job(None, "Slurm's account")
+    qos: str | None = _job(None, "Slurm's quality of service")
+    reservation: str | None = _job(None, "Slurm's reservation")
+    constraint: str | None = _job(None, "features that nodes must have")
+    exclude: str | None = _job(None, "nodes to avoid")
+    gres: str | None = _job(None, "generic resources of a node, in place of GPUs by number, such as gpu:h100:8")
+    exclusive: bool = _job(False, "take whole nodes")
+    time: str | None = _job(None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's")
+    signal_seconds: int = _job(120, "how long before the time limit a run is told to save and end", at_least=1)
+    node_memory_gib: float | None = _job(None, "memory of a node that a job asks for; null: Slurm's default", above=0)
+    cpus_per_rank: int | None = _job(None, "CPU cores of a rank; null: Slurm's default", at_least=1)
+    tasks: Literal["rank", "node"] = _job(
+        "rank", "what a Slurm task is: a rank, or a node's program that starts its ranks"
+    )
+    srun: tuple[str, ...] = _job((), "further arguments of srun, such as [--cpu-bind=cores]")
+    sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}")
+    modules: tuple[str, ...] = _job((), "environment modules to load")
+    setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start")
+    environment: Mapping[str, str] | None = _job(None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}")
+    container: Literal["none", "pyxis", "apptainer"] = _job("none", "what runs the ranks in an image")
+    image: str | None = _job(None, "the container's image")
+    mounts: tuple[str, ...] = _job((), "paths that the container sees, as SOURCE:TARGET")
+    python: str | None = _job(None, "the nodes' Python; null: the one that submits")
+    requeues: int = _job(
+        10, "how often Slurm may start a job again: preempted, out of time, or its node lost", at_least=0
+    )
+    chain: int = _job(
+        0, "for sites that forbid requeueing: so many jobs, each after the one before; 0: requeue", at_least=0
+    )
+
+    def check(self) -> None:
+        """Refuse what no job can have.
+
+        Raises:
+            Refusal: naming the setting to change.
+        """
+        minutes(self.time)
+        if self.container != "none" and self.image is None:
+            raise Refusal(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
+        if self.container == "none" and (self.image or self.mounts):
+            raise Refusal(
+                f"cluster.image={self.image}: no container is chosen; give cluster.container=pyxis or apptainer."
+            )
+
+
+def minutes(time: str | None) -> int | None:
+    """A time limit in minutes, rounded up; None where there is none.
+
+    Takes what sbatch takes: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
+
+    Raises:
+        Refusal: where it is none of these.
+    """
+    if time is None:
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
+    if not match:
+        raise Refusal(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
+    days, *rest = (None if g is None else int(g) for g in match.groups())
+    given = [part for part in rest if part is not None]
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, units, strict=False))
+    if seconds == 0:
+        raise Refusal(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
+    return -(-seconds // 60)

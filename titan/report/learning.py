@@ -123,7 +123,7 @@ def gap(a: Numbers, b: Numbers) -> float | None:
 def _identical(a: Member, b: Member) -> bool:
     same = np.array_equal(a.history.steps.step, b.history.steps.step)
     same = same and np.array_equal(a.history.steps.loss, b.history.steps.loss, equal_nan=True)
-    return same and a.run.validation == b.run.validation
+    return same and (a.run.validation == b.run.validation or not _one_set((a, b)))
 
 
 def _answer(
@@ -192,18 +192,24 @@ def _outside(interval: Interval, margin: float) -> bool:
 
 
 def _end(pair: tuple[Member, Member]) -> float | None:
-    """Arm minus baseline in the final loss: of validation, or of training where there is none; None: not finished."""
+    """Arm minus baseline in the final loss: of validation, or of training where that can't be; None: not finished."""
     a, b = pair[0].run, pair[1].run
     if a.state != "finished" or b.state != "finished":
         return None
-    if a.validation is not None and b.validation is not None:
+    if a.validation is not None and b.validation is not None and _one_set(pair):
         return a.validation - b.validation
     return None if a.loss is None or b.loss is None else a.loss - b.loss
 
 
+def _one_set(pair: tuple[Member, Member]) -> bool:
+    """Whether both validate on the same rows, which is no part of science."""
+    counts = [m.raw.config["metrics"].get("validation_tokens") for m in pair]
+    return bool(counts[0] == counts[1])
+
+
 def _measure(ends: Sequence[tuple[Member, Member]]) -> str:
-    validated = all(a.run.validation is not None and b.run.validation is not None for a, b in ends)
-    return "validation loss" if validated else "training loss"
+    validated = [_one_set(pair) and all(m.run.validation is not None for m in pair) for pair in ends]
+    return "validation loss" if all(validated) else "training loss"
 
 
 def _repeated(members: Sequence[Member]) -> float | None:

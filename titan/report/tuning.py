@@ -38,8 +38,8 @@ def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[
     for index, group in enumerate(groups):
         families.setdefault(rest(group), []).append(index)
     found = [Tuned(True, None)] * len(groups)
-    if len(families) < 2 or len({group.group_id for group in groups}) < 2:
-        return found  # one recipe, whose learning rate may be what is asked for; or all of one science
+    if len({_recipe(group) for group in groups}) < 2:
+        return found  # one recipe, whose learning rate may be what is asked for
     for family in families.values():
         for index, each in zip(family, _family([(_rate(groups[i]), members[i]) for i in family]), strict=True):
             found[index] = each
@@ -50,6 +50,12 @@ def rest(group: Group) -> str:
     """All settings but the learning rate, as one text."""
     values = {name: show(value) for name, value in group.facts.values.items() if name != RATE}
     return repr(sorted(values.items()))
+
+
+def _recipe(group: Group) -> str:
+    """What decides what is learned, but for the learning rate and the seed, as one text."""
+    science = group.runs[0].last["science"]
+    return repr(sorted((name, show(value)) for name, value in science.items() if name not in (RATE, "training.seed")))
 
 
 def _rate(group: Group) -> float:

@@ -1,0 +1,129 @@
+"""How a run's jobs ended: what they leave in a sweep's `slurm/` folder and in the run's directory. Free of torch.
+
+Each life of a job leaves `JOB.LIFE.out` (the batch script's words), `JOB.LIFE.RANK.out` (a task's words before it has
+come to its own log), `JOB.LIFE.RANK.error` (a rank's own error) and, last, `JOB.LIFE.end`, written by the batch script.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+AGAIN = 75
+"""Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one life of a job ended.
+
+    Attributes:
+        life: 0 for the first.
+        code: the ranks' highest exit code.
+        again: whether it is to be started again.
+        stopped: whether it was stopped from outside, and not by an error of its own.
+        reason: why it ended, in a sentence.
+    """
+
+    life: int
+    code: int
+    again: bool
+    stopped: bool
+    reason: str
+
+
+def finished(run: Path) -> bool:
+    """Whether the run in a directory has done all its steps."""
+    try:
+        return bool(json.loads((run / "result.json").read_text()).get("finished"))
+    except (OSError, ValueError):
+        return False
+
+
+def held(run: Path) -> bool:
+    """Whether a process of this machine, or of any that shares locks with it, is running in a directory."""
+    try:
+        with (run / ".lock").open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def last(folder: Path, job: str) -> End | None:
+    """How the last life of a job ended that has; None: none has."""
+    ends = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
+    return _end(folder, job, max(ends), ends[max(ends)]) if ends else None
+
+
+def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
+    try:
+        content = json.loads(file.read_text())
+        code, again, state = int(content["code"]), bool(content["again"]), str(content["state"])
+    except (OSError, ValueError, KeyError):
+        return None
+    stopped = code in (AGAIN, 130) or state not in ("", "RUNNING")
+    return End(life, code, again, stopped, _reason(folder, f"{job}.{life}", code, state, content.get("why", "")))
+
+
+def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
+    if why:
+        return why
+    if state not in ("", "RUNNING"):
+        return "cancelled"
+    return error(folder, life) or {AGAIN: "told to save and end", 130: "stopped"}.get(
+        code, f"ended with exit code {code}"
+    )
+
+
+def error(folder: Path, life: str) -> str | None:
+    """The error that ended a life of a job: a rank that was killed, else the first rank's own, with its rank."""
+    killed = _killed(folder / f"{life}.out")
+    errors = [content for file in folder.glob(f"{life}.*.error") if (content := _content(file))]
+    if killed:
+        return killed
+    if not errors:
+        return _words(folder, life)
+    first = min(errors, key=lambda e: (not e.get("killed"), float(e["time"])))
+    return f"rank {first['rank']}: {str(first['text']).strip().splitlines()[-1]}"
+
+
+def _content(file: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def _killed(output: Path) -> str | None:
+    """What srun says of a task that a signal ended, before it ended the others for that."""
+    try:
+        text = output.read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(
+        r"error: (\S+): tasks? (\d+)[^:]*: (Out Of Memory|Killed|Segmentation fault|Aborted|Bus error)", text
+    )
+    if not found:
+        return None
+    node, rank, how = found.groups()
+    memory = " (out of memory?)" if how == "Killed" else ""
+    return f"rank {rank} on {node}: {how.lower()}{memory}"
+
+
+def _words(folder: Path, life: str) -> str | None:
+    """The last line that a task or the batch script left, where no rank came far enough to tell of an error."""
+    for file in [*sorted(folder.glob(f"{life}.[0-9]*.out")), folder / f"{life}.out"]:
+        try:
+            lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            continue
+        if lines:
+            return lines[-1].strip()
+    return None
