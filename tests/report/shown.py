@@ -171,7 +171,10 @@ def mixed() -> Comparison:
             tokens=28_500,
             gain=0.3,
             memory=1.4,
-            quality=(quality(by_source={"code": interval(-0.02, 0.01), "books": interval(-0.01)}), quality(at="equal")),
+            quality=(
+                quality(by_source={"code": interval(-0.02, 0.01), "books": interval(-0.01)}),
+                quality(at="equal tokens"),
+            ),
             reached=Reached(2, 2, 0.8e6, 0.3),
             notes=("The learning rate was not tuned for this arm.",),
         ),

@@ -73,7 +73,7 @@ def test_it_says_it_all(comparison: Comparison) -> None:
         assert arm.label in read.text
         assert all(run.directory in read.text and run.label in read.text for run in arm.runs)
         assert arm.learning is None or arm.learning.text in read.text
-        assert all(quality.text in read.text for quality in arm.quality)
+        assert all(quality.text[1:] in read.text for quality in arm.quality)
     for failed in comparison.failed:
         assert failed.reason in read.text and failed.directory in read.text
     assert all(note.rstrip(".") in read.text for note in comparison.notes) and "made today" in read.text

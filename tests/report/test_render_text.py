@@ -122,6 +122,19 @@ def test_a_note_of_many_arms_is_said_once() -> None:
     assert sentences.notes(shown.comparison(*arms))[1:] == ["All arms: not tuned."]
 
 
+def test_equal_verdicts_are_said_once_with_their_points() -> None:
+    ends = [shown.quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
+    hours = shown.quality("undecided", at="equal device-hours", text="undecided: by 0.01 nats")
+    arm = shown.arm("lr=3", quality=(*ends, hours), same_science=False)
+    ((_, told),) = sentences.answers(shown.comparison(arm))
+    assert told[:2] == [
+        "At the end and at equal tokens: yes: by 0.05 nats.",
+        "At equal device-hours: undecided: by 0.01 nats.",
+    ]
+    ((_, told),) = sentences.answers(shown.comparison(replace(arm, quality=(hours,))))
+    assert told[0] == "Undecided: by 0.01 nats."
+
+
 def test_only_columns_with_figures() -> None:
     bare = shown.arm("base", tokens=None, baseline=True, validation=None, bits=None)
     names = [column.name for column in figures.columns(shown.comparison(bare, bare))]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from titan.metrics.plot import short
 from titan.report.figures import answer, at_the_end, few, ratio
-from titan.report.findings import Arm, Comparison, Interval, Reached
+from titan.report.findings import Arm, Comparison, Interval, Quality, Reached
 
 
 def question(comparison: Comparison) -> str:
@@ -52,9 +52,18 @@ def _whose(labels: Sequence[str], comparison: Comparison) -> str:
 
 def _of_arm(arm: Arm, target: float | None) -> list[str]:
     learned = [] if arm.learning is None else [_sentence(arm.learning.text)]
-    judged = [_sentence(quality.text) for quality in arm.quality]
     speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio)]
-    return [*learned, *judged, *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
+    return [*learned, *_judged(arm.quality), *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
+
+
+def _judged(qualities: Sequence[Quality]) -> list[str]:
+    """A sentence for each verdict; of several, at which point each holds, and equal ones together."""
+    if len(qualities) == 1:
+        return [_sentence(qualities[0].text)]
+    points: dict[str, list[str]] = {}
+    for quality in qualities:
+        points.setdefault(quality.text, []).append(f"at {quality.at}")
+    return [_sentence(f"{' and '.join(at)}: {text[:1].lower()}{text[1:]}") for text, at in points.items()]
 
 
 def speed_sentence(times: Interval) -> str:
