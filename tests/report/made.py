@@ -16,8 +16,9 @@ import numpy as np
 import yaml
 
 from tests.runs import TINY
-from titan import identity
+from titan import identity, ledger
 from titan.compose import composed
+from titan.ledger import Asked
 from titan.run import Run, as_config
 from titan.training import lr_factor
 
@@ -117,6 +118,22 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     if lives[-1].end == story.steps:
         _finish(directory, story, lines, len(lives))
     return directory
+
+
+def swept(directory: Path, asked: Asked, points: Mapping[str, tuple[str, ...]], *events: Mapping[str, Any]) -> None:
+    """Make a directory a sweep's.
+
+    Args:
+        directory: where its runs are.
+        asked: what it asks.
+        points: overrides of each point, by the name of its directory, which is its id too.
+        events: what the ledger says of them since.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    ledger.write_asked(directory, asked)
+    there = {"event": "point", "steps": 40, "devices": 1}
+    ledger.add(directory, *({"id": n, "directory": n, "overrides": list(o)} | there for n, o in points.items()))
+    ledger.add(directory, *events)
 
 
 def write_lines(directory: Path, lines: list[dict[str, Any]]) -> None:

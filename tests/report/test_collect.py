@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
-from tests.report.made import BEGAN, Life, Story, made, read_lines, write_lines
-from titan import ledger
-from titan.ledger import Asked, Point, Sweep
+from tests.report.made import BEGAN, Life, Story, made, read_lines, swept, write_lines
+from titan.ledger import Asked
 from titan.report import columns
 from titan.report.collect import collect
 from titan.settings import Refusal
@@ -108,25 +106,19 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
     assert collect([tmp_path]).runs[0].state == "stopped"
 
 
-def _sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *points: Point) -> None:
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"question": "?"}))
-    sweep = Sweep(tmp_path, Asked(question="?"), points)
-    monkeypatch.setattr(ledger, "read", lambda directory: sweep if directory == tmp_path else None)
-
-
-def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) -> None:
     made(tmp_path / "a")
     made(tmp_path / "b", HALF)
     made(tmp_path / "code/c")  # not a point
-    at = lambda name: str(tmp_path / name)
-    points = [
-        Point("a", at("a"), ("parallelism=fsdp",), "running"),
-        Point("b", at("b"), ("parallelism=tp",), "failed", reason="node failure"),
-        Point("q", at("q"), ("parallelism=pp",), "queued", job="7_1"),
-        Point("p", at("p"), ("parallelism=cp",), "planned"),
-        Point("f", at("f"), ("parallelism=ddp",), "failed", reason="refused"),
+    layouts = {"a": "fsdp", "b": "tp", "q": "pp", "p": "cp", "f": "ddp"}
+    events = [
+        {"event": "started", "id": "a"},
+        {"event": "ended", "id": "b", "code": 1, "reason": "node failure"},
+        {"event": "sending", "points": ["q"], "token": "t"},
+        {"event": "sent", "jobs": {"q": ["7_1"]}},
+        {"event": "unsent", "points": ["f"], "reason": "no such partition"},
     ]
-    _sweep(tmp_path, monkeypatch, *points)
+    swept(tmp_path, Asked(question="?"), {n: (f"parallelism={layout}",) for n, layout in layouts.items()}, *events)
     found = collect([tmp_path])
     assert [(r.directory.name, r.state, r.reason) for r in found.runs] == [
         ("a", "finished", None),
@@ -135,13 +127,13 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path, mo
     assert [(f.label, f.state, f.reason) for f in found.failed] == [
         ("parallelism=pp", "queued", "waits in the queue as job 7_1"),
         ("parallelism=cp", "planned", "has not been started"),
-        ("parallelism=ddp", "failed", "refused"),
+        ("parallelism=ddp", "failed", "no such partition"),
     ]
     assert found.sweeps == ((tmp_path, Asked(question="?")),)
 
 
-def test_a_sweep_of_which_nothing_has_begun_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _sweep(tmp_path, monkeypatch, Point("p", str(tmp_path / "p"), ("x=1",), "planned"))
+def test_a_sweep_of_which_nothing_has_begun_is_no_mistake(tmp_path: Path) -> None:
+    swept(tmp_path, Asked(), {"p": ("x=1",)})
     assert len(collect([tmp_path]).failed) == 1
 
 

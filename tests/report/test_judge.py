@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
-from tests.report.made import H200, Life, Story, made
-from titan import ledger
-from titan.ledger import Asked, Point, Sweep
+from tests.report.made import H200, Life, Story, made, swept
+from titan.ledger import Asked
 from titan.report.judge import Options, compare
 from titan.settings import Refusal
 
@@ -102,18 +100,11 @@ def test_how_many_seeds_the_margin_takes_is_told(tmp_path: Path) -> None:
     assert any("spreads by 0.0058 nats over 4 seeds" in note and "takes about 4 seeds" in note for note in notes)
 
 
-def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Asked, *points: Point) -> None:
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({}))
-    monkeypatch.setattr(ledger, "read", lambda directory: Sweep(tmp_path, asked, points))
-
-
-def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [
-        Point(name, str(made(tmp_path / name, S, layout)), (layout,), "finished")
-        for name, layout in (("a", SINGLE), ("b", FSDP))
-    ]
+def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> None:
+    made(tmp_path / "a", S, SINGLE)
+    made(tmp_path / "b", S, FSDP)
     asked = Asked("which layout?", {"parallelism": ("single", "fsdp")}, {"parallelism": "fsdp"}, 0.5, 3.2)
-    sweep(tmp_path, monkeypatch, asked, *points, Point("c", str(tmp_path / "c"), ("parallelism=tp",), "planned"))
+    swept(tmp_path, asked, {"a": (SINGLE,), "b": (FSDP,), "c": ("parallelism=tp",)})
     found = compare([tmp_path])
     assert (found.title, found.question, found.margin, found.target) == (tmp_path.name, "which layout?", 0.5, 3.2)
     assert [arm.label for arm in found.arms] == [FSDP, SINGLE] and found.arms[0].reached is not None
@@ -122,16 +113,23 @@ def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path, monke
     assert (said.arms[0].label, said.margin, said.target) == (SINGLE, 0.1, 2.0)
 
 
-def test_a_sweeps_baseline_without_figures_is_replaced_and_that_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = Asked(baseline={"parallelism": "tp"})
-    sweep(tmp_path, monkeypatch, asked, Point("a", str(made(tmp_path / "a", S, SINGLE)), (SINGLE,), "finished"))
+def test_a_sweeps_baseline_without_figures_is_replaced_and_that_is_said(tmp_path: Path) -> None:
+    made(tmp_path / "a", S, SINGLE)
+    swept(tmp_path, Asked(baseline={"parallelism": "tp"}), {"a": (SINGLE,), "b": ("parallelism=tp",)})
     assert any("the sweep's baseline (parallelism=tp) has no figures" in note for note in compare([tmp_path]).notes)
 
 
-def test_failures_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep(tmp_path, monkeypatch, Asked(), Point("a", str(tmp_path / "a"), ("x=1",), "failed", reason="refused"))
+def test_of_several_sweeps_none_asks(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        made(tmp_path / name / "a", S, SINGLE)
+        swept(tmp_path / name, Asked("?", margin=0.5), {"a": (SINGLE,)})
+    found = compare([tmp_path / "one", tmp_path / "two"])
+    assert (found.question, found.margin, len(found.arms), len(found.arms[0].runs)) == (None, 0.02, 1, 2)
+    assert any("several sweeps" in note for note in found.notes)
+
+
+def test_failures_only(tmp_path: Path) -> None:
+    swept(tmp_path, Asked(), {"a": ("x=1",)}, {"event": "ended", "id": "a", "code": 2, "reason": "refused"})
     found = compare([tmp_path])
     assert (found.arms, found.failed[0].reason) == ((), "refused")
 

@@ -1,12 +1,11 @@
 """Find runs and read what they left: each file once. Free of torch.
 
-A directory with run.yaml is a run, one with sweep.yaml a sweep whose ledger names its runs; any other is searched for
+A directory with run.yaml is a run, one with ledger.jsonl a sweep that names its runs; any other is searched for
 runs and sweeps.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from titan import ledger
+from titan import endings, ledger
 from titan.ledger import Asked, Point
 from titan.lives import read_lives
 from titan.report import columns
@@ -139,7 +138,7 @@ def _enter(directory: Path, found: _Found, given: bool = False) -> None:
         if given or _began(directory):
             _take(directory, found, None)
         return
-    sweep = ledger.read(directory) if (directory / "sweep.yaml").is_file() else None
+    sweep = ledger.read(directory)
     if sweep is not None:
         found.sweeps[directory] = sweep.asked
         for point in sweep.points:
@@ -205,7 +204,7 @@ def _state(
     wanted = int(last["config"]["training"]["steps"])
     if result.get("finished") and int(result.get("step") or 0) >= wanted:
         return "finished", None
-    if _held(directory):
+    if endings.held(directory):
         return "running", None
     own = _ended(directory, last, result)
     if point and point.state in ("failed", "stopped", "queued", "running"):
@@ -247,18 +246,6 @@ def _seconds(text: str) -> float | None:
 def began(document: Mapping[str, Any]) -> float | None:
     """When the life of a document in run.yaml began, in seconds since 1970; None where it does not say."""
     return _seconds(str(document.get("began") or ""))
-
-
-def _held(directory: Path) -> bool:
-    """Whether a process holds the run's lock."""
-    try:
-        with (directory / ".lock").open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _json(file: Path) -> dict[str, Any]:
