@@ -11,7 +11,7 @@ from titan.report.findings import Arm, Comparison, Interval, Quality, Reached
 
 def question(comparison: Comparison) -> str:
     """What was asked; without a sweep's question, that there was none."""
-    return comparison.question or "No question was stated beforehand: these runs were put together afterwards."
+    return comparison.question or "No question was stated beforehand."
 
 
 def lead(comparison: Comparison) -> list[str]:
