@@ -16,7 +16,7 @@ import pytest
 
 from launchers import start
 from tests.checkpoint import made
-from titan import compose, convert, data, generate, ledger, lives, prepare, status
+from titan import compare, compose, convert, data, generate, ledger, lives, prepare, status
 from titan.arguments import arguments
 from titan.checkpoint import manifest
 from titan.dataset import train_tokenizer
@@ -96,8 +96,19 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def compared(workplace: Path) -> Path:
+    """The workplace with the runs that the page on comparing speaks of."""
+    for name, rate in (("low", "3e-4"), ("high", "3e-3")):
+        made = [f"optimizer.lr={rate}", "model.vocab=4096", f"hydra.run.dir={workplace}/runs/{name}"]
+        assert compose.command([*SMALL, *made], TRAIN) == 0
+    return workplace
+
+
 @pytest.mark.parametrize("command", TABLE)
-def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(
+    command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(start, "here", train_small)
     words = list(command.words)
@@ -118,6 +129,9 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
         assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) == 0
+    elif "titan.compare" in words:
+        request.getfixturevalue("compared")
+        assert compare.main(words[words.index("titan.compare") + 1 :]) == 2 * command.refused
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:
