@@ -49,10 +49,13 @@ def main(arguments: list[str]) -> int:
     if listed["tasks"] == "node" and "TITAN_LOCAL_RANK" not in os.environ:
         return _node(arguments, ranks)
     place = _place(os.environ, ranks, life)
+    _share_cores(ranks)
     try:
         run = _run(Path(point), place)
         return _train(run, place)
     except Told as told:
+        if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
+            Path(f"{life}.again").touch()
         return code(told.again)
     except Refusal as refusal:
         return _leave(life, place.rank, str(refusal), 2)
@@ -72,6 +75,13 @@ def _listen() -> None:
 
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hear)
+
+
+def _share_cores(ranks: int) -> None:
+    """Give each rank of a node its share of the cores, where Slurm has not; before torch is loaded."""
+    cores = os.environ.get("SLURM_CPUS_PER_TASK") or len(os.sched_getaffinity(0)) // ranks
+    if ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores))))
 
 
 def _place(env: Mapping[str, str], ranks: int, life: Path) -> Place:
@@ -131,9 +141,9 @@ def _node(arguments: list[str], count: int) -> int:
 
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, hand_on)
-    cores = {} if count == 1 else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // count))}
+    shared = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}  # the node's
     for local in range(count):
-        env = {**cores, **os.environ, "TITAN_LOCAL_RANK": str(local)}
+        env = {**shared, "TITAN_LOCAL_RANK": str(local)}
         command = [sys.executable, "-u", "-m", "launchers.job", *arguments]
         ranks.processes.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True))
     while ranks.alive() and not ranks.failed():

@@ -1,7 +1,7 @@
-"""Hydra's launcher for `-m`: the points of a sweep on this machine, one after the other.
+"""Hydra's launchers: `local` runs a grid on this machine, `slurm` hands it to Slurm; without `-m` one run too.
 
-All points are composed and checked before the first one starts: one that can't work stops the sweep with nothing
-started. Each point runs in processes of its own; one that fails does not stop the others.
+All points are composed and checked before the first one starts: one that can't work stops the grid with nothing
+started. Hydra takes launchers only from a module under `hydra_plugins`; they are put there at start-up.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,84 +18,123 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf
 
+from launchers import here, points, slurm
+from launchers.points import Chosen
+from titan import identity, settings
+from titan.ledger import Asked
 from titan.run import Run
 from titan.settings import Refusal
+from titan.sweep import Sweep
 
 NAMESPACE = "hydra_plugins.titan"
-"""Hydra takes a launcher only from a module under `hydra_plugins`."""
 
 
-class LocalLauncher(Launcher):
-    """Runs the points of a sweep one after the other."""
+class GridLauncher(Launcher):
+    """What all launchers have in common: the points of a sweep are chosen, then the grid is launched."""
 
     # Hydra's sweeper makes the instance and returns none of it
     codes: ClassVar[list[int]] = []
     new: ClassVar[list[Path]] = []
     """Folders that this sweep brings, innermost first."""
+    dry: ClassVar[bool] = False
+    kind: ClassVar[Any] = here.Local
+    elsewhere: ClassVar[bool] = False
+
+    def __init__(self, **given: Any) -> None:
+        plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in given.items()}
+        self.how = settings.build(self.kind, plain, "hydra.launcher")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep what `launch` needs."""
         self.context, self.config = hydra_context, config
         folder = Path(config.hydra.sweep.dir)
-        LocalLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
+        GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Check every point, then run each; returns one result a point."""
-        from launchers import start
-
-        points = self._points(job_overrides, initial_job_idx)
-        results = []
-        for number, (overrides, run) in enumerate(zip(job_overrides, points, strict=True), start=1):
-            print(f"\n[{number}/{len(points)}] {' '.join(overrides)}", flush=True)
-            code = start.here(run, apart=True)
-            LocalLauncher.codes.append(code)
-            results.append(JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=code))
-            if code == 130:
-                raise KeyboardInterrupt
-        return results
-
-    def _points(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Run]:
-        return [self._point(list(o), first + i) for i, o in enumerate(job_overrides)]
-
-    def _point(self, overrides: list[str], number: int) -> Run:
-        from titan import compose
-
+        """Check every point, then launch the grid; returns one result a point."""
+        root = Path(self.config.hydra.sweep.dir).absolute()
         loader = self.context.config_loader
-        cfg = loader.load_sweep_config(self.config, overrides)
-        with open_dict(cfg):
-            cfg.hydra.job.id = cfg.hydra.job.num = number
-            folder = Path(cfg.hydra.sweep.dir)
-            cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
-        try:
-            compose.check_optional(loader, cfg)
-            return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir))
-        except Refusal as refusal:
-            point = f"point {number + 1} of the sweep, {' '.join(overrides)}; nothing was started"
-            raise Refusal(f"{str(refusal).rstrip('.')} ({point}).") from None
+        chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere)
+        codes = self.grid(root, chosen, asked_of(self.config))
+        GridLauncher.codes += codes
+        GridLauncher.dry = getattr(self.how, "dry_run", False)
+        return [
+            JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=code)
+            for overrides, code in zip(job_overrides, codes, strict=True)
+        ]
+
+    def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
+        """Launch checked points; gives their exit codes."""
+        return here.Grid(root, chosen, self.how, asked).launch()
+
+
+class LocalLauncher(GridLauncher):
+    """Runs the points of a grid on this machine."""
+
+
+class SlurmLauncher(GridLauncher):
+    """Hands the points of a grid to Slurm."""
+
+    kind, elsewhere = slurm.Slurm, True
+
+    def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
+        """Launch checked points; gives their exit codes."""
+        return slurm.Grid(root, chosen, self.how, asked).launch()
+
+
+LAUNCHERS: Mapping[str, type[GridLauncher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}
+
+
+def asked_of(cfg: DictConfig) -> Asked:
+    """What a composed configuration says of its grid."""
+    sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
+    return Asked(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
+
+
+def alone(cfg: DictConfig) -> GridLauncher | None:
+    """The launcher that a single run was given to, when it is another than this machine's own.
+
+    Raises:
+        Refusal: when it is none of titan's, or was told what it does not know.
+    """
+    node = OmegaConf.to_container(cfg.hydra.launcher)
+    name = str(node.pop("_target_", "")).rpartition(".")[2] if isinstance(node, dict) else ""
+    kinds = {kind.__name__: kind for kind in LAUNCHERS.values()}
+    if name not in kinds:
+        choice = cfg.hydra.runtime.choices.get("hydra/launcher")
+        raise Refusal(f"hydra/launcher={choice}: this launcher is not titan's; choose hydra/launcher=local or slurm.")
+    return kinds[name](**node) if kinds[name].elsewhere else None  # type: ignore[arg-type]
+
+
+def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
+    """Launch a single run, as a grid of one point that lies in the run's own directory; gives the exit code."""
+    point = Chosen(identity.point(run), run.overrides, (), run)
+    return launcher.grid(Path(run.directory), [point], asked_of(cfg))[0]
 
 
 def register() -> None:
-    """Make `hydra/launcher=local` known to Hydra."""
-    LocalLauncher.codes, LocalLauncher.new = [], []
-    LocalLauncher.__module__ = NAMESPACE
+    """Make titan's launchers known to Hydra."""
+    GridLauncher.codes, GridLauncher.new, GridLauncher.dry = [], [], False
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(NAMESPACE, types.ModuleType(NAMESPACE))
-    module.LocalLauncher = LocalLauncher
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
-    Plugins.instance().register(LocalLauncher)
-    node = {"_target_": f"{NAMESPACE}.LocalLauncher"}
-    ConfigStore.instance().store(group="hydra/launcher", name="local", node=node, provider="titan")
+    for name, kind in LAUNCHERS.items():
+        kind.__module__ = NAMESPACE
+        setattr(module, kind.__name__, kind)
+        Plugins.instance().register(kind)
+        node = {"_target_": f"{NAMESPACE}.{kind.__name__}", **settings.defaults(kind.kind)}
+        ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="titan")
 
 
 def tidy() -> None:
     """After a sweep of which nothing was started: leave none of the folders and files that the sweeper wrote."""
-    if LocalLauncher.codes or not LocalLauncher.new:
+    if not GridLauncher.new or (GridLauncher.codes and not GridLauncher.dry):
         return
-    (LocalLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
+    (GridLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        for folder in LocalLauncher.new:
+        for folder in GridLauncher.new:
             folder.rmdir()
 
 
@@ -105,6 +144,6 @@ def exit_code() -> int:
     Raises:
         Refusal: when it had no points.
     """
-    if not LocalLauncher.codes:
+    if not GridLauncher.codes:
         raise Refusal("-m: the sweep has no points; give values, such as optimizer.lr=1e-3,3e-3.")
-    return next((code for code in LocalLauncher.codes if code), 0)
+    return next((code for code in GridLauncher.codes if code), 0)

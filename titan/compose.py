@@ -199,6 +199,8 @@ def recipe(arguments: Sequence[str]) -> Recipe:
 
 
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
+    from launchers import plugin
+
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     register()
     parser = hydra_utils.get_args_parser()
@@ -213,8 +215,10 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
         if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
             return _hand_to_hydra(args, parser)
         with _Session(args) as hydra:
-            run = freeze(_compose(hydra, args.overrides, args.config_name), ranks=ranks)
-    return job(run)
+            cfg = _compose(hydra, args.overrides, args.config_name)
+            launcher = plugin.alone(cfg) if ranks is None else None
+            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
+    return plugin.one(launcher, run, cfg) if launcher else job(run)
 
 
 def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Raised when a setting changes its meaning, so that old and new runs are told apart."""
 SCIENCE = ("model", "dataset", "optimizer", "training", "precision")
+ROOT = Path(__file__).resolve().parent.parent
+FROZEN = "code.json"
+"""In a launcher's copy of the code: what the checkout that it was made from said of itself."""
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "tokenizers", "torchao")
 
 
@@ -76,6 +79,16 @@ def ids(run: Run, science: Mapping[str, Any]) -> Ids:
     return Ids(digest(science), digest(group), digest(execution), digest(code()))
 
 
+def point(run: Run) -> str:
+    """What tells a point of a grid from the others: all settings but those of the machines it happens to get.
+
+    The data's digest is not in it: they need not be prepared yet.
+    """
+    execution = {k: v for k, v in settings_of(run, science=False).items() if not k.startswith("cluster.")}
+    where = {"devices": run.layout.degrees(), "device": run.cluster.device}
+    return digest(settings_of(run, science=True) | execution | where)
+
+
 def digest(value: Any) -> str:
     """12 hex digits of a value's canonical JSON, under the schema's version."""
     text = json.dumps([SCHEMA, value], sort_keys=True, separators=(",", ":"))
@@ -83,12 +96,15 @@ def digest(value: Any) -> str:
 
 
 def code() -> dict[str, str | None]:
-    """Versions of titan and of the libraries that compute, the git commit and a digest of what differs from it."""
+    """Versions of titan and of the libraries that compute, the git commit and a digest of what differs from it.
+
+    In a copy of the code that a launcher made, commit and difference are those of the checkout that it was made from.
+    """
     versions = {name: _version(name) for name in PACKAGES}
     diff = git_diff()
     return {
         "titan": titan.__version__,
-        "commit": git("rev-parse", "HEAD"),
+        "commit": _frozen("code", {}).get("commit") or git("rev-parse", "HEAD"),
         "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
         **versions,
     }
@@ -96,16 +112,24 @@ def code() -> dict[str, str | None]:
 
 def git_diff() -> str | None:
     """What the checkout's tracked files differ in from the commit; None outside a checkout."""
-    return git("diff", "HEAD")
+    diff: str | None = _frozen("diff", None) or git("diff", "HEAD")
+    return diff
+
+
+def _frozen(key: str, default: Any) -> Any:
+    """What a launcher wrote into its copy of the code; elsewhere the default."""
+    try:
+        return json.loads((ROOT / FROZEN).read_text())[key]
+    except (OSError, ValueError, KeyError):
+        return default
 
 
 def git(*arguments: str) -> str | None:
     """What git says of the checkout that titan lies in; None where there is none."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
+    if not (ROOT / ".git").exists():
         return None
     try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -16,6 +16,7 @@ import fcntl
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -63,6 +64,7 @@ class Point:
         submissions: how often it was submitted or started.
         token: of the submission whose job numbers the ledger does not know.
         jobs: all numbers of its last submission: several where jobs are chained.
+        steps, devices: that its run is to do, on so many ranks.
     """
 
     id: str
@@ -74,6 +76,8 @@ class Point:
     submissions: int = 0
     token: str | None = None
     jobs: tuple[str, ...] = ()
+    steps: int = 0
+    devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,18 @@ def write_asked(directory: Path, content: Asked) -> None:
     temporary.rename(directory / SWEEP)
 
 
+def listed(directory: Path, token: str) -> list[str]:
+    """The ids of the points that a submission handed to Slurm, in the order of the job array."""
+    return next(
+        (
+            list(event["points"])
+            for event in events(directory)
+            if event.get("event") == "sending" and event["token"] == token
+        ),
+        [],
+    )
+
+
 def add(directory: Path, *lines: Mapping[str, Any]) -> None:
     """Add events to the ledger, in one write."""
     text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
@@ -145,12 +161,22 @@ def events(directory: Path) -> Iterator[dict[str, Any]]:
                     yield event
 
 
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Let one launcher at a time hand points of a sweep on; another one waits."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f".{LEDGER}.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -> None:
     """Let one event change what is known of the points."""
     kind = event.get("event")
     if kind == "point":
         where = str((directory / event["directory"]).resolve())
-        points.setdefault(event["id"], Point(event["id"], where, tuple(event["overrides"]), "planned"))
+        point = Point(event["id"], where, tuple(event["overrides"]), "planned")
+        points.setdefault(point.id, replace(point, steps=int(event["steps"]), devices=int(event["devices"])))
         return
     for name in _concerned(event):
         if name not in points:

@@ -36,7 +36,17 @@ from titan.run import Run, as_config
 from titan.settings import Refusal, show
 
 OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
-OURS |= {"profile", "debug", "tensorboard", "wandb", "save"}
+OURS |= {
+    "profile",
+    "debug",
+    "tensorboard",
+    "wandb",
+    "save",
+    "sweep.yaml",
+    "ledger.jsonl",
+    ".ledger.jsonl.lock",
+    "slurm",
+}
 NEEDED = ("life", "run_id", "ids", "science", "config")
 """What later lives want of a document in run.yaml."""
 

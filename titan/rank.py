@@ -25,7 +25,7 @@ def main(file: str, body: Callable[[Any, Place], int]) -> int:
         The rank's exit code.
     """
     payload, place, parent, errors = pickle.loads(Path(file).read_bytes())
-    _die_with(parent)
+    die_with(parent)
     try:
         return body(payload, place)
     except Refusal as refusal:
@@ -47,7 +47,7 @@ def _tell(file: Path, rank: int, text: str, code: int, plain: bool) -> int:
     return code
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Let the kernel kill this process when its parent ends, however it ends (Linux, prctl PR_SET_PDEATHSIG)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,0 +1,172 @@
+"""The points of a grid on this machine: one after the other, or several at a time in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from launchers import points as grid
+from launchers.local import STOPPING
+from launchers.points import Chosen
+from titan import compose, endings, ledger
+from titan.ledger import Asked
+from titan.run import Run
+from titan.settings import setting
+
+
+@dataclass(frozen=True)
+class Local:
+    """What `hydra/launcher=local` may be told."""
+
+    at_once: int = setting(1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1)
+
+
+@dataclass
+class Grid:
+    """A grid on this machine: its directory, its points, and how many of them run at a time."""
+
+    root: Path
+    points: Sequence[Chosen]
+    how: Local
+    asked: Asked
+    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    signals: int = 0
+
+    def launch(self) -> list[int]:
+        """Run what is not finished; gives the exit code of each point.
+
+        Raises:
+            KeyboardInterrupt: for Ctrl-C, once the running points have ended.
+        """
+        grid.enter(self.root, self.points, self.asked)
+        done = [endings.finished(Path(point.run.directory)) for point in self.points]
+        if any(done):
+            print(f"{sum(done)} of {len(done)} points: finished, left as they are", flush=True)
+        todo = [index for index, finished in enumerate(done) if not finished]
+        codes = dict.fromkeys(range(len(done)), 0)
+        codes |= self._in_turn(todo) if self.how.at_once == 1 else self._together(todo)
+        return [codes[index] for index in range(len(done))]
+
+    def _in_turn(self, todo: list[int]) -> dict[int, int]:
+        """One point after the other, each with this terminal to itself."""
+        from launchers import start
+
+        codes = {}
+        for number, index in enumerate(todo, 1):
+            point = self.points[index]
+            print(f"\n[{number}/{len(todo)}] {self._named(point)}", flush=True)
+            self._begins(point)
+            codes[index] = compose.exit_code(partial(start.here, point.run, apart=True))
+            self._ended(point, codes[index])
+            if codes[index] == 130:
+                raise KeyboardInterrupt
+        return codes
+
+    def _together(self, todo: list[int]) -> dict[int, int]:
+        """So many points at a time, each in a process of its own; a line when one begins and ends."""
+        codes: dict[int, int] = {}
+        waiting = list(todo)
+        with self._signals():
+            while self.running or (waiting and not self.signals):
+                while waiting and not self.signals and len(self.running) < self.how.at_once:
+                    self._start(waiting.pop(0))
+                time.sleep(0.05)
+                for index in [i for i, process in self.running.items() if process.poll() is not None]:
+                    codes[index] = self._collect(index)
+        if self.signals:
+            raise KeyboardInterrupt
+        return codes
+
+    def _start(self, index: int) -> None:
+        point = self.points[index]
+        directory = Path(point.run.directory)
+        (directory / "log").mkdir(parents=True, exist_ok=True)
+        file = grid.freeze(point, self.root / "points")
+        self._begins(point)
+        with (directory / "log" / "console.log").open("ab") as log:
+            self.running[index] = subprocess.Popen(
+                [sys.executable, "-u", "-m", "launchers.here", str(file), str(os.getpid())],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        print(f"{time.strftime('%H:%M:%S')}  begins    {self._named(point)}", flush=True)
+
+    def _collect(self, index: int) -> int:
+        """Take note of a point that has ended; gives its exit code."""
+        point, code = self.points[index], self.running.pop(index).returncode
+        code = 1 if code < 0 else code
+        reason = self._ended(point, code)
+        said = {0: "finished", 130: "stopped "}.get(code, "failed  ")
+        print(
+            f"{time.strftime('%H:%M:%S')}  {said}  {self._named(point)}{f'  ({reason})' if reason else ''}", flush=True
+        )
+        return code
+
+    @staticmethod
+    def _named(point: Chosen) -> str:
+        return " ".join(point.varied) or point.run.name
+
+    def _begins(self, point: Chosen) -> None:
+        ledger.add(self.root, {"event": "started", "id": point.id})
+
+    def _ended(self, point: Chosen, code: int) -> str | None:
+        """Write down how a point ended; gives the reason of one that failed."""
+        reason = _reason(Path(point.run.directory)) if code not in (0, 130) else None
+        ledger.add(self.root, {"event": "ended", "id": point.id, "code": code, "reason": reason})
+        return reason
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """While points run, Ctrl-C and SIGTERM are handed on to them, the second one too, which ends them at once."""
+
+        def hand_on(number: int, frame: object) -> None:
+            self.signals += 1
+            if self.signals == 1:
+                os.write(2, STOPPING.encode())
+            for process in self.running.values():
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+
+        old = {s: signal.signal(s, hand_on) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+def _reason(directory: Path) -> str | None:
+    """The last word on a run that failed, or was refused."""
+    for name in ("launcher.log", "console.log"):
+        try:
+            lines = (directory / "log" / name).read_text(errors="replace").split("\n")
+        except OSError:
+            continue
+        if said := [line.strip() for line in lines if line.strip()]:
+            return said[-1].removeprefix("titan: ")
+    return None
+
+
+def main(file: str, parent: str) -> int:
+    """Run one point as a process of its own, which ends with the launcher that started it."""
+    from launchers import start
+    from titan.rank import die_with
+
+    die_with(int(parent))
+    run: Run = pickle.loads(Path(file).read_bytes())
+    return compose.exit_code(lambda: start.here(run))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

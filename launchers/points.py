@@ -1,0 +1,151 @@
+"""The points of a grid: composed, checked and named before anything is started. Free of torch."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+
+from titan import identity, ledger
+from titan.run import Run
+from titan.settings import Refusal
+
+AUTO = "auto"
+"""The value of `hydra.sweep.subdir` by which a point's folder is named after what it varies."""
+LONGEST = 100
+"""Characters of a folder's name."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A point of the grid.
+
+    Attributes:
+        id: see `titan.identity.point`.
+        overrides: what the command line says of it, those included that all points share.
+        varied: those that not all share.
+        run: the frozen run.
+    """
+
+    id: str
+    overrides: tuple[str, ...]
+    varied: tuple[str, ...]
+    run: Run
+
+
+def choose(
+    loader: Any, config: DictConfig, overrides: Sequence[Sequence[str]], first: int, elsewhere: bool
+) -> list[Chosen]:
+    """Compose and check every point, and give each its folder: the one that it has had, or a new one.
+
+    Args:
+        loader, config: Hydra's, of the sweep.
+        overrides: of each point.
+        first: Hydra's number of the first one.
+        elsewhere: see `titan.compose.freeze`.
+
+    Raises:
+        Refusal: for a point that can't work, with its number and overrides, and for two that are the same.
+    """
+    root = Path(config.hydra.sweep.dir).absolute()
+    shared = [o for o, count in Counter(o for point in overrides for o in point).items() if count == len(overrides)]
+    kept = {point.id: Path(point.directory) for point in sweep.points} if (sweep := ledger.read(root)) else {}
+    found: dict[str, Chosen] = {}
+    for number, one in enumerate(overrides):
+        varied = tuple(o for o in one if o not in shared)
+        run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
+        point = identity.point(run)
+        if point in found:
+            raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
+        run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
+        found[point] = Chosen(point, tuple(one), varied, run)
+    return list(found.values())
+
+
+def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int, name: str, elsewhere: bool) -> Run:
+    from titan import compose
+
+    cfg = loader.load_sweep_config(config, overrides)
+    with open_dict(cfg):
+        cfg.hydra.job.id = cfg.hydra.job.num = number
+        if cfg.hydra.sweep.subdir == AUTO:
+            cfg.hydra.sweep.subdir = name
+        folder = Path(cfg.hydra.sweep.dir)
+        cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
+    try:
+        compose.check_optional(loader, cfg)
+        return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere)
+    except Refusal as refusal:
+        point = f"point {number + 1} of the sweep, {' '.join(overrides)}; nothing was started"
+        raise Refusal(f"{str(refusal).rstrip('.')} ({point}).") from None
+
+
+def _named(varied: Sequence[str]) -> str:
+    """A folder's name that says what is varied: the last part of each setting's name, and its value."""
+    keys = [o.partition("=")[0].lstrip("+~") for o in varied]
+    last = Counter(key.rpartition(".")[2] for key in keys)
+    words = []
+    for key, override in zip(keys, varied, strict=True):
+        short = key.rpartition(".")[2]
+        word = f"{short if last[short] == 1 else key}-{override.partition('=')[2]}"
+        words.append(re.sub(r"[^A-Za-z0-9_.+-]+", "-", word).strip("-_."))
+    return "_".join(words) or "run"
+
+
+def _placed(run: Run, point: str, root: Path, kept: dict[str, Path], taken: Sequence[str]) -> Run:
+    """The run in the folder that its point has had, else in one of its own that no other has."""
+    directory = Path(run.directory)
+    if point in kept:
+        directory = kept[point]
+    elif len(directory.name) > LONGEST or directory in kept.values() or str(directory) in taken:
+        directory = directory.with_name(f"{directory.name[:LONGEST]}-{point[:6]}")
+    return replace(run, directory=str(directory), name=f"{root.name}/{directory.relative_to(root)}")
+
+
+def enter(root: Path, points: Sequence[Chosen], asked: ledger.Asked) -> None:
+    """Write the grid down: what it asks, and the points that the ledger does not have yet."""
+    root.mkdir(parents=True, exist_ok=True)
+    before = ledger.asked(root)
+    axes = {k: tuple(dict.fromkeys((*before.axes.get(k, ()), *v))) for k, v in _axes(points).items()}
+    ledger.write_asked(root, replace(asked, axes={**before.axes, **axes}))
+    known = {event["id"] for event in ledger.events(root) if event.get("event") == "point"}
+    new = [p for p in points if p.id not in known]
+    ledger.add(root, *(_event(point, root) for point in new))
+
+
+def _event(point: Chosen, root: Path) -> dict[str, Any]:
+    return {
+        "event": "point",
+        "id": point.id,
+        "directory": str(Path(point.run.directory).relative_to(root)),
+        "overrides": point.varied,
+        "steps": point.run.training.steps,
+        "devices": point.run.layout.devices,
+    }
+
+
+def _axes(points: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
+    """The settings that vary, with their values in the order of the grid."""
+    found: dict[str, dict[str, None]] = {}
+    for point in points:
+        for override in point.varied:
+            key, _, value = override.partition("=")
+            found.setdefault(key, {})[value] = None
+    return {key: tuple(values) for key, values in found.items()}
+
+
+def freeze(point: Chosen, folder: Path) -> Path:
+    """Write a point's run down, for its job to read; only this user may, since it is code to whoever reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{point.id}.pickle"
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(pickle.dumps(point.run))
+    temporary.chmod(0o600)
+    temporary.rename(file)
+    return file

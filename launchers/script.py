@@ -1,0 +1,183 @@
+"""The batch script of a job or a job array: submitit writes its head, this module what it runs.
+
+The script runs on the job's first node, outside of any container. It starts the ranks under srun and waits. How they
+ended decides: done or failed, it ends likewise; told by Slurm to save and end (`titan.endings.AGAIN`), it puts the job
+back into the queue, `cluster.requeues` times at most, or leaves the rest to the next job of the chain. Its last act is
+to leave `JOB.LIFE.end` beside itself.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launchers.shape import Shape
+from titan.cluster.schema import minutes
+from titan.endings import AGAIN
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a script is to do.
+
+    Attributes:
+        folder: where scripts, words and lists lie: the sweep's `slurm/`.
+        list: the file that names the points, by their place in the array.
+        name: of the job, for people.
+        token: by which its jobs are found when their numbers got lost.
+        code: the folder that titan is imported from.
+        count: points, each an element of the array; 1 makes no array.
+        at_once: elements that may run at the same time; None: all.
+        after: the job that has to end before; None: none.
+    """
+
+    folder: Path
+    list: Path
+    name: str
+    token: str
+    code: Path
+    count: int
+    at_once: int | None = None
+    after: str | None = None
+
+
+AFTER = r"""
+code=$?
+state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
+end() {
+  printf '{"code": %d, "again": %s, "state": "%s", "why": "%s"}\n' "$code" "$1" "$state" "$2" > "$life.end.tmp"
+  mv "$life.end.tmp" "$life.end"
+  find "${life%/*}" -name "${life##*/}.*out" -empty -delete
+}
+if [ "${state:-RUNNING}" = RUNNING ] && { [ $code = AGAIN ] || [ $code = 130 ] || [ -e "$life.again" ]; }; then
+  if [ -n "$chain" ]; then
+    end true
+  elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$requeues" ]; then
+    end false "told to save and end, and cluster.requeues=$requeues is used up"
+  else
+    end true
+    (trap '' TERM && exec scontrol requeue "$job") || end false "Slurm refused to requeue the job"
+  fi
+  exit AGAIN
+fi
+[ -n "$chain" ] && : > "$chain"
+end false
+exit $code
+"""
+"""What follows the ranks' end: decide what it means, and leave word of it. `$chain` names the file that tells the rest
+of a chain of jobs that there is nothing left to do; it is empty where jobs are put back into the queue.
+
+A job that was cancelled is no longer running by Slurm's account. Exit code 130 of one that is: Slurm has sent SIGTERM
+at the beginning of a preemption's grace time, where it is not set up to send SIGUSR2. Requeueing ends what runs in the
+job by SIGTERM, also the command that asked for it.
+"""
+
+
+def parameters(shape: Shape, work: Work) -> dict[str, Any]:
+    """What submitit is told: the options of sbatch."""
+    cluster = shape.cluster
+    per_rank = cluster.tasks == "rank"
+    cores = cluster.cpus_per_rank
+    asked: dict[str, Any] = {
+        "job_name": work.name,
+        "comment": work.token,
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.ranks if per_rank else 1,
+        "cpus_per_task": cores if per_rank or cores is None else cores * shape.ranks,
+        "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
+        "time": minutes(cluster.time),
+        "exclusive": True if cluster.exclusive else None,
+        "dependency": None if work.after is None else f"afterany:{work.after}",
+        **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude", "gres")},
+    }
+    return {
+        **{name: value for name, value in asked.items() if value is not None},
+        "wckey": None,
+        "signal_delay_s": cluster.signal_seconds,
+        "stderr_to_stdout": True,
+        "use_srun": False,
+        "array_parallelism": work.at_once or work.count,
+        "additional_parameters": _more(shape, work),
+    }
+
+
+def _more(shape: Shape, work: Work) -> dict[str, Any]:
+    """Options of sbatch that submitit has no words for; the user's own come last."""
+    cluster = shape.cluster
+    own: dict[str, Any] = {"output": f"{work.folder}/{'%A_%a' if work.count > 1 else '%j'}.out"}
+    own |= {"no-requeue" if cluster.chain else "requeue": True}
+    own |= {"reservation": cluster.reservation} if cluster.reservation else {}
+    own |= {"mem": f"{round(cluster.node_memory_gib * 1024)}M"} if cluster.node_memory_gib else {}
+    return own | dict(cluster.sbatch or {})
+
+
+def text(shape: Shape, work: Work) -> str:
+    """The whole script.
+
+    Raises:
+        ModuleNotFoundError: without submitit.
+    """
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    count = work.count if work.count > 1 else None
+    script = _make_sbatch_string(
+        command=command(shape, work), folder=work.folder, map_count=count, **parameters(shape, work)
+    )
+    return str(script)
+
+
+def command(shape: Shape, work: Work) -> str:
+    """What the script runs, as lines of bash."""
+    return "\n".join([*_before(shape, work), _srun(shape, work), AFTER.strip().replace("AGAIN", str(AGAIN))])
+
+
+def _before(shape: Shape, work: Work) -> list[str]:
+    """The site's own lines, then this job's name for its files, and deafness for signals that the ranks hear."""
+    cluster = shape.cluster
+    lines = [f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []
+    lines += [*cluster.setup]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()]
+    return [
+        *lines,
+        f"export PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+        "job=${job:-$SLURM_JOB_ID}  # an element of an array by this name, since its own number may be the array's",
+        f"life={shlex.quote(str(work.folder))}/$job.${{SLURM_RESTART_COUNT:-0}}",
+        f"requeues={cluster.requeues}",
+        f"chain={shlex.quote(f'{work.list}.over') if cluster.chain else ''}",
+        '[ -n "$chain" ] && [ -e "$chain" ] && exit 0',
+        "trap : TERM",
+    ]
+
+
+def _srun(shape: Shape, work: Work) -> str:
+    """The line that starts the ranks; what srun itself has to say goes into a file of this life."""
+    cluster = shape.cluster
+    python = cluster.python or sys.executable
+    per_task = cluster.cpus_per_rank if cluster.tasks == "rank" else (cluster.cpus_per_rank or 0) * shape.ranks
+    words = ["srun", "--kill-on-bad-exit=1", "--unbuffered"]
+    words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
+    words += [*_pyxis(shape), *cluster.srun]
+    inner = [*_apptainer(shape, work), python, "-u", "-m", "launchers.job", str(work.list)]
+    return f'{shlex.join(words)} --output="$life.%t.out" {shlex.join(inner)} "$life" 2>>"$life.out"'
+
+
+def _pyxis(shape: Shape) -> list[str]:
+    cluster = shape.cluster
+    if cluster.container != "pyxis":
+        return []
+    mounts = [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
+    return [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
+
+
+def _apptainer(shape: Shape, work: Work) -> list[str]:
+    cluster = shape.cluster
+    if cluster.container != "apptainer":
+        return []
+    binds = [word for mount in cluster.mounts for word in ("--bind", mount)]
+    gpus = ["--nv"] if shape.gpus else []
+    return ["apptainer", "exec", *gpus, "--pwd", os.getcwd(), *binds, str(cluster.image)]

@@ -1,0 +1,280 @@
+"""Hand the points of a grid to Slurm through submitit, and wait for them or leave. Free of torch.
+
+Points of equal shape go as one job array, cut where the site's limits say. Before a submission the ledger notes its
+token and its points, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launchers import points as grid
+from launchers import queue, script, snapshot
+from launchers.points import Chosen
+from launchers.script import Work
+from launchers.shape import Shape, shape
+from launchers.standing import adopt, numbered, standing
+from titan import ledger
+from titan.ledger import Asked, Point
+from titan.settings import Failure, Refusal, setting
+
+CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
+"""Variables of Slurm's that say how to reach it; the others belong to a job."""
+RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+ENDED = {"finished": 0, "stopped": 130, "failed": 1}
+"""The exit code of a point by its state."""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """What `hydra/launcher=slurm` may be told; a site's own file in conf/hydra/launcher/ extends it."""
+
+    wait: bool = setting(True, "wait until all points have ended; false: submit and leave")
+    dry_run: bool = setting(False, "show the batch scripts and the device-hours, and submit nothing")
+    snapshot: bool = setting(True, "copy the code beside the sweep, so that jobs in the queue run what was submitted")
+    at_once: int | None = setting(None, "points of an array that may run at the same time; null: all", at_least=1)
+    array_size: int | None = setting(None, "points in one array at most; null: as many as Slurm allows", at_least=1)
+    max_jobs: int | None = setting(None, "jobs that you may have in the queue at once; null: no limit", at_least=1)
+    poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0)
+
+
+@dataclass
+class Grid:
+    """A grid on its way through Slurm.
+
+    Attributes:
+        root: the sweep's directory.
+        points, shapes: what is to run, and on what.
+        how: the launcher's settings.
+        asked: what the grid is for.
+        said: the last word said of each point.
+    """
+
+    root: Path
+    points: Sequence[Chosen]
+    how: Slurm
+    asked: Asked
+    said: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.shapes = {point.id: shape(point.run) for point in self.points}
+        self.folder = self.root / ledger.SLURM
+
+    def launch(self) -> list[int]:
+        """Submit what has to run; gives the exit code of each point, 0 for those that are not waited for.
+
+        Raises:
+            Refusal: without Slurm or submitit.
+            Failure: when Slurm takes no more.
+            KeyboardInterrupt: for Ctrl-C while waiting; the jobs go on.
+        """
+        if self.how.dry_run:
+            return self._show()
+        _check()
+        with ledger.alone(self.root):
+            grid.enter(self.root, self.points, self.asked)
+            adopt(self.root)
+            left = self._submit(self._to_do())
+        if not self.how.wait:
+            self._leave(left)
+            return [0] * len(self.points)
+        try:
+            return self._wait(left)
+        except KeyboardInterrupt:
+            print(f"\nThe jobs go on. {self._next()}", flush=True)
+            raise
+
+    def _to_do(self) -> list[Chosen]:
+        """The points that are neither finished nor with Slurm."""
+        now = self._now()
+        for state in ("finished", "running", "queued"):
+            if count := sum(now[p.id].state == state for p in self.points):
+                print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
+        self.said = {p.id: now[p.id].state for p in self.points}
+        return [p for p in self.points if now[p.id].state in ("planned", "stopped", "failed")]
+
+    def _now(self) -> dict[str, Point]:
+        sweep = standing(self.root)
+        return {point.id: point for point in sweep.points} if sweep else {}
+
+    def _submit(self, todo: list[Chosen]) -> list[Chosen]:
+        """Submit points as far as the queue has room for them; gives those that are left."""
+        room = self._room()
+        for chunk in list(self._arrays(todo)):
+            jobs = len(chunk) * max(1, chunk[0].run.cluster.chain)
+            if room is not None and jobs > room:
+                chunk = chunk[: room // max(1, chunk[0].run.cluster.chain)]
+            if not chunk:
+                continue
+            self._send(chunk)
+            room = None if room is None else room - len(chunk) * max(1, chunk[0].run.cluster.chain)
+            todo = [point for point in todo if point not in chunk]
+        return todo
+
+    def _room(self) -> int | None:
+        """How many more jobs the user may have in the queue."""
+        return None if self.how.max_jobs is None else max(0, self.how.max_jobs - queue.count())
+
+    def _arrays(self, todo: Sequence[Chosen]) -> Iterator[list[Chosen]]:
+        """Points of equal shape, as many together as an array may have; those of a chain each alone."""
+        by_shape: list[tuple[Shape, list[Chosen]]] = []
+        for point in todo:
+            mine = self.shapes[point.id]
+            same = next((points for one, points in by_shape if one == mine), None)
+            if same is None:
+                by_shape.append((mine, same := []))
+            same.append(point)
+        for one, same in by_shape:
+            most = 1 if one.cluster.chain else min(self.how.array_size or queue.array_size(), queue.array_size())
+            yield from (same[i : i + most] for i in range(0, len(same), most))
+
+    def _send(self, chunk: list[Chosen]) -> None:
+        """Submit one array, or one point's chain of jobs."""
+        token = f"titan-{uuid.uuid4().hex[:12]}"
+        one = self.shapes[chunk[0].id]
+        files = [grid.freeze(point, self.folder / "points") for point in chunk]
+        list_ = self.folder / f"{token}.json"
+        list_.write_text(
+            json.dumps({"points": list(map(str, files)), "tasks": one.cluster.tasks, "ranks_per_node": one.ranks})
+        )
+        ids = [point.id for point in chunk]
+        ledger.add(self.root, {"event": "sending", "token": token, "points": ids})
+        jobs: list[str] = []
+        try:
+            for _ in range(max(1, one.cluster.chain)):
+                jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else None))
+        except Failure as failure:
+            if not jobs:
+                ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(failure)})
+                raise
+        ledger.add(self.root, {"event": "sent", "token": token, "jobs": numbered(ids, jobs)})
+        for point, job in zip(chunk, jobs, strict=False):
+            self._say(point, "queued", f"job {job}, {one}")
+
+    def _work(self, chunk: list[Chosen], token: str, list_: Path, after: str | None) -> Work:
+        code = snapshot.take(self.folder) if self.how.snapshot else snapshot.ROOT
+        return Work(self.folder, list_, self.root.name, token, code, len(chunk), self.how.at_once, after)
+
+    def _sbatch(self, one: Shape, work: Work) -> list[str]:
+        """Submit a script; gives the numbers of its jobs.
+
+        Raises:
+            Failure: when Slurm says no, in its own words.
+        """
+        import submitit
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        executor = submitit.SlurmExecutor(folder=work.folder)
+        executor.update_parameters(**script.parameters(one, work))
+        if work.count > 1:
+            executor.parameters["map_count"] = work.count
+        try:
+            with _outside():
+                first = executor._submit_command(script.command(one, work)).job_id
+        except (FailedJobError, FailedSubmissionError) as error:
+            raise Failure(f"sbatch: {_own_words(error)}; what was submitted goes on. {self._next()}") from error
+        return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
+
+    def _wait(self, left: list[Chosen]) -> list[int]:
+        """Say how points end until all have, and submit those for which there was no room before."""
+        while True:
+            now = self._now()
+            waiting = {point.id for point in left}
+            for point in self.points:
+                if point.id not in waiting:
+                    self._say(point, now[point.id].state, now[point.id].reason)
+            if left:
+                left = self._submit(left)
+            elif all(now[point.id].state in ENDED for point in self.points):
+                self._leave([])
+                return [ENDED[now[point.id].state] for point in self.points]
+            time.sleep(self.how.poll_seconds)
+
+    def _say(self, point: Chosen, state: str, more: str | None) -> None:
+        """Say how a point stands, when that is another way than before."""
+        if self.said.get(point.id) != state:
+            self.said[point.id] = state
+            name = " ".join(point.varied) or point.run.name
+            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {name}{f'  ({more})' if more else ''}", flush=True)
+
+    def _leave(self, left: list[Chosen]) -> None:
+        if left:
+            print(
+                f"{len(left)} points found no room (hydra.launcher.max_jobs={self.how.max_jobs}): give the same "
+                "command again when there is."
+            )
+        print(self._next(), flush=True)
+
+    def _next(self) -> str:
+        """The commands that one may want next."""
+        shown = self.root.relative_to(Path.cwd()) if self.root.is_relative_to(Path.cwd()) else self.root
+        jobs = sorted(
+            {job.partition("_")[0] for p in self._now().values() if p.state in ("queued", "running") for job in p.jobs}
+        )
+        cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else f"; python -m titan.compare {shown} compares them"
+        return f"python -m titan.status {shown} shows how they stand{cancel}."
+
+    def _show(self) -> list[int]:
+        """Print what would be submitted, and what it may cost."""
+        hours: float | None = 0.0
+        for chunk in self._arrays(self.points):
+            one = self.shapes[chunk[0].id]
+            work = Work(
+                self.folder,
+                self.folder / "TOKEN.json",
+                self.root.name,
+                "TOKEN",
+                snapshot.ROOT,
+                len(chunk),
+                self.how.at_once,
+            )
+            print(f"# {len(chunk)} x {one}: {', '.join(' '.join(p.varied) or p.run.name for p in chunk)}")
+            print(script.text(one, work))
+            hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
+        cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
+        print(
+            f"{len(self.points)} points; device-hours: {cost} for each life of a job. Nothing was submitted.",
+            flush=True,
+        )
+        return [0] * len(self.points)
+
+
+@contextmanager
+def _outside() -> Iterator[None]:
+    """Without what a job around this process, or torchrun, has put into the environment: jobs would inherit it."""
+    kept = dict(os.environ)
+    for name in kept:
+        if (name.startswith("SLURM_") and name not in CLIENT) or name in RANK:
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def _own_words(error: Exception) -> str:
+    """What sbatch said, out of what submitit makes of it."""
+    lines = [line for line in str(error).splitlines() if "sbatch: error:" in line]
+    return (lines[-1] if lines else str(error).strip().splitlines()[-1]).partition("sbatch: error:")[2].strip() or str(
+        error
+    )
+
+
+def _check() -> None:
+    """Refuse to go on without what hands jobs to Slurm."""
+    import importlib.util
+
+    if not queue.available():
+        raise Refusal(
+            "hydra/launcher=slurm: Slurm's commands are not here; run this where sbatch is, or give "
+            "hydra.launcher.dry_run=true."
+        )
+    if importlib.util.find_spec("submitit") is None:
+        raise Refusal("hydra/launcher=slurm: needs submitit; pip install 'titan[slurm]'.")

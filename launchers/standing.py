@@ -1,0 +1,99 @@
+"""How the points of a sweep stand: the ledger, what jobs left behind, and Slurm, held together. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from launchers import queue
+from launchers.queue import Job
+from titan import endings, ledger
+from titan.ledger import Point, Sweep
+
+OVER = {
+    "CANCELLED": ("stopped", "cancelled"),
+    "TIMEOUT": ("stopped", "its time was up before it had saved; raise cluster.time or cluster.signal_seconds"),
+    "PREEMPTED": ("stopped", "preempted"),
+    "NODE_FAIL": ("stopped", "its node failed"),
+    "BOOT_FAIL": ("failed", "its node did not boot"),
+    "DEADLINE": ("failed", "its deadline had passed"),
+    "OUT_OF_MEMORY": ("failed", "out of memory on its node"),
+}
+"""What Slurm's words for a job that has ended mean."""
+FORGOTTEN = "Slurm no longer knows its job, which left no word: its node was lost, or it was killed"
+
+
+def standing(directory: Path) -> Sweep | None:
+    """The sweep in a directory, with what Slurm says of its jobs where Slurm is here; None: no sweep.
+
+    Raises:
+        Failure: when Slurm does not answer.
+    """
+    sweep = ledger.read(directory)
+    if sweep is None or not queue.available():
+        return sweep
+    open_ = [point for point in sweep.points if point.state not in ("finished", "planned")]
+    known = queue.jobs(job for point in open_ for job in point.jobs)
+    points = (reconciled(sweep.directory, point, known) if point.jobs else point for point in sweep.points)
+    return replace(sweep, points=tuple(points))
+
+
+def reconciled(directory: Path, point: Point, known: dict[str, Job]) -> Point:
+    """A point that was handed to Slurm, with what Slurm says of its jobs."""
+    if point.state == "finished":
+        return point
+    alive = [known[job] for job in point.jobs if job in known and known[job].alive]
+    if running := next((job for job in alive if job.running), None):
+        return replace(point, state="running", job=running.id, reason=None)
+    if alive:
+        return replace(point, state="queued", job=alive[0].id, reason=_waits(alive[0]))
+    if point.state in ("failed", "stopped"):
+        return point
+    last = known.get(point.job or "")
+    state, reason = OVER.get(last.state, ("failed", None)) if last else ("failed", FORGOTTEN)
+    life = endings.last(directory / ledger.SLURM, str(point.job))
+    if life is not None and life.again:
+        state, reason = "stopped", f"{life.reason}, and not begun again"
+    if reason is None:
+        reason = endings.error(directory / ledger.SLURM, f"{point.job}.0") or "ended without a word"
+    return replace(point, state=state, reason=reason)  # type: ignore[arg-type]
+
+
+def _waits(job: Job) -> str | None:
+    """Why a job waits, where Slurm says more than that it does."""
+    return None if job.reason in ("", "None") else f"waits: {job.reason}"
+
+
+def adopt(directory: Path) -> list[str]:
+    """Find the jobs of submissions that were cut short before their numbers were written down, and write them down.
+
+    Returns:
+        The tokens of submissions that Slurm knows nothing of.
+
+    Raises:
+        Failure: when Slurm does not answer.
+    """
+    sweep = ledger.read(directory)
+    lost: dict[str, list[Point]] = {}
+    for point in sweep.points if sweep else ():
+        if point.token is not None:
+            lost.setdefault(point.token, []).append(point)
+    missing = []
+    for token, points in lost.items():
+        found = queue.sent(token)
+        if found:
+            listed = ledger.listed(directory, token)
+            ledger.add(directory, {"event": "sent", "token": token, "jobs": numbered(listed, [j.id for j in found])})
+        else:
+            missing.append(token)
+            reason = "its submission was cut short"
+            ledger.add(directory, {"event": "unsent", "points": [p.id for p in points], "reason": reason})
+    return missing
+
+
+def numbered(ids: list[str], jobs: list[str]) -> dict[str, list[str]]:
+    """Which jobs belong to which point: an element of an array each, or of a single point all jobs of its chain."""
+    if len(ids) == 1:
+        return {ids[0]: jobs}
+    by_index = {int(job.partition("_")[2]): job for job in jobs}
+    return {point: [by_index[index]] for index, point in enumerate(ids) if index in by_index}
