@@ -17,7 +17,7 @@ import numpy as np
 from titan.report import statistics
 from titan.report.findings import Answer, Interval, Numbers, Quality
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, Difference
+from titan.report.statistics import ALPHA, Difference, signed, span
 from titan.settings import show
 
 SAME_HOURS = 0.02
@@ -196,13 +196,13 @@ def _quality(found: Seeds, measure: Measure, at: str, by_source: Mapping[str, In
 
 def _said(found: Seeds, measure: Measure) -> str:
     unit = "nats" if measure.name == "validation loss" else "bits"
-    said = f"{measure.name} differs by {found.difference.estimate:+.4f} {unit}"
-    span = found.difference.interval()
-    if span.low is None:
+    said = f"{measure.name} differs by {signed(found.difference.estimate)} {unit}"
+    bounds = span(found.difference.interval())
+    if not bounds:
         return f"this pair differs: {said}; one seed says nothing about the recipes"
     count = found.difference.count
     seeds = f"{count} pairs of seeds" if found.paired else f"at least {count} seeds on each side, unpaired"
-    return f"{said} [{span.low:+.4f}, {span.high:+.4f}] over {seeds}"
+    return f"{said} {bounds} over {seeds}"
 
 
 def _tokens(members: Sequence[Member]) -> set[int]:
