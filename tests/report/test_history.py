@@ -52,6 +52,7 @@ def test_device_hours_of_a_step_hold_stalls_and_lost_steps(tmp_path: Path) -> No
     first = START + 22 * STEP + STALL
     assert hours[14] == pytest.approx(START + 15 * STEP, abs=1.1)
     assert hours[15] == pytest.approx(first + 2 * (START + STEP), abs=3)
+    assert hours[-1] == pytest.approx(first + 2 * (2 * START + 25 * STEP + STALL), abs=5)
     assert (np.diff(hours) >= 0).all()
 
 

@@ -238,7 +238,7 @@ def _on_the_way(
     arm: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
 ) -> Open:
     """Where the one that went least far ended: not ranked, since the others' learning rates had not come down."""
-    ends = [float(axis(m)[-1]) for m in (*arm, *baseline) if len(axis(m)) and m.run.step]
+    ends = [float(axis(m)[-1]) for m in (*arm, *baseline) if len(axis(m)) and m.run.state != "failed"]
     point = min(ends, default=0.0)
     of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
     found = difference(by_seed(arm, of), by_seed(baseline, of)) if point > 0 else None
@@ -285,11 +285,11 @@ def _decided(each: Open, p_holm: float | None, margin: float) -> Quality:
         return dataclasses.replace(quality, text=f"undecided: {quality.text}", needed=2)
     nats = quality.measure == "validation loss"
     p_none = found.p_equivalent(margin) if nats else None
-    answer: Answer = "yes" if p_holm < ALPHA else "no" if p_none is not None and p_none < ALPHA else "undecided"
+    small = p_none is not None and p_none < ALPHA
+    answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
     needed = _needed(found, margin if nats else None) if answer == "undecided" else None
-    return dataclasses.replace(
-        quality, answer=answer, text=_sentence(answer, quality, p_holm, needed, margin), p_holm=p_holm, needed=needed
-    )
+    text = _sentence(answer, quality, p_holm, needed, margin, small)
+    return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=needed)
 
 
 def _needed(found: Difference, margin: float | None) -> int | None:
@@ -299,10 +299,10 @@ def _needed(found: Difference, margin: float | None) -> int | None:
     return statistics.seeds_needed(found.estimate, found.spread)
 
 
-def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, margin: float) -> str:
+def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, margin: float, small: bool) -> str:
     said = f"{answer}: {quality.text}, p {p:.2g}"
     if answer == "no":
         return f"{said}: less than the margin of {margin:g}"
     if answer == "yes":
-        return said
+        return f"{said}; yet less than the margin of {margin:g}" if small else said
     return f"{said}; with this spread {needed:,} seeds would decide" if needed else f"{said}; more seeds hardly help"
