@@ -174,7 +174,7 @@ def _arm_notes(own: Sequence[Member], baseline: Sequence[Member], tuned: Tuned, 
         notes.append("its layout changed between lives: its speed is that of the last layout")
     if own is not baseline:
         notes += _other(own, baseline)
-        notes += ["its speed ratio is from blocks of steps of one run: it says nothing of how runs differ"] * blocks
+        notes += ["its speed ratio is from blocks of steps of few runs: it says little of how runs differ"] * blocks
     return tuple(notes)
 
 

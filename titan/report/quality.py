@@ -125,11 +125,9 @@ def _at_the_end(arm: Sequence[Member], baseline: Sequence[Member], measure: Meas
     found = difference(by_seed(arm, measure.of), by_seed(baseline, measure.of))
     if found is None:
         return _nothing(measure.name, "the end", "undecided: " + _lacking(arm, baseline, measure))
-    quality = _quality(found, measure, "the end", _by_source(arm, baseline))
-    if (one := _tokens(arm)) != (two := _tokens(baseline)):
-        ends = [f"{max(tokens):,}" for tokens in (one, two)]
-        quality = dataclasses.replace(quality, text=f"{quality.text}, after {ends[0]} tokens against {ends[1]}")
-    return Open(quality, found.difference)
+    one, two = _tokens(arm), _tokens(baseline)
+    after = "" if one == two else f" after {max(one):,} tokens against {max(two):,}"
+    return Open(_quality(found, measure, after, _by_source(arm, baseline)), found.difference)
 
 
 def _lacking(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
@@ -178,13 +176,13 @@ def _by_source(arm: Sequence[Member], baseline: Sequence[Member]) -> dict[str, I
     return found
 
 
-def _quality(found: Seeds, measure: Measure, at: str, by_source: Mapping[str, Interval]) -> Quality:
+def _quality(found: Seeds, measure: Measure, after: str, by_source: Mapping[str, Interval]) -> Quality:
     """A comparison that is ranked; the answer comes with Holm's correction."""
     return Quality(
         answer="undecided",
-        text=_said(found, measure),
+        text=_said(found, measure, after),
         measure=measure.name,
-        at=at,
+        at="the end",
         difference=found.difference.interval(),
         p=found.difference.p(),
         p_holm=None,
@@ -194,9 +192,10 @@ def _quality(found: Seeds, measure: Measure, at: str, by_source: Mapping[str, In
     )
 
 
-def _said(found: Seeds, measure: Measure) -> str:
+def _said(found: Seeds, measure: Measure, after: str = "") -> str:
+    """The difference in words, with `after` behind its figure."""
     unit = "nats" if measure.name == "validation loss" else "bits"
-    said = f"{measure.name} differs by {signed(found.difference.estimate)} {unit}"
+    said = f"{measure.name} differs by {signed(found.difference.estimate)} {unit}{after}"
     bounds = span(found.difference.interval())
     if not bounds:
         return f"this pair differs: {said}; one seed says nothing about the recipes"
