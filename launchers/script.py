@@ -60,7 +60,7 @@ if [ "${state:-RUNNING}" = RUNNING ] && { [ $code = AGAIN ] || [ $code = 130 ] |
     end false "told to save and end, and cluster.requeues=$requeues is used up"
   else
     end true
-    scontrol requeue "$job" || end false "Slurm refused to requeue the job"
+    (trap '' TERM && exec scontrol requeue "$job") || end false "Slurm refused to requeue the job"
   fi
   exit AGAIN
 fi
@@ -72,7 +72,8 @@ exit $code
 of a chain of jobs that there is nothing left to do; it is empty where jobs are put back into the queue.
 
 A job that was cancelled is no longer running by Slurm's account. Exit code 130 of one that is: Slurm has sent SIGTERM
-at the beginning of a preemption's grace time, where it is not set up to send SIGUSR2.
+at the beginning of a preemption's grace time, where it is not set up to send SIGUSR2. Requeueing ends what runs in the
+job by SIGTERM, also the command that asked for it.
 """
 
 

@@ -124,10 +124,14 @@ class Grid:
 
     def _arrays(self, todo: Sequence[Chosen]) -> Iterator[list[Chosen]]:
         """Points of equal shape, as many together as an array may have; those of a chain each alone."""
-        by_shape: dict[Shape, list[Chosen]] = {}
+        by_shape: list[tuple[Shape, list[Chosen]]] = []
         for point in todo:
-            by_shape.setdefault(self.shapes[point.id], []).append(point)
-        for one, same in by_shape.items():
+            mine = self.shapes[point.id]
+            same = next((points for one, points in by_shape if one == mine), None)
+            if same is None:
+                by_shape.append((mine, same := []))
+            same.append(point)
+        for one, same in by_shape:
             most = 1 if one.cluster.chain else min(self.how.array_size or queue.array_size(), queue.array_size())
             yield from (same[i : i + most] for i in range(0, len(same), most))
 

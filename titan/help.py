@@ -12,6 +12,7 @@ from hydra.core.object_type import ObjectType
 
 AXES = {
     "recipe": "complete choices under a name: recipe=NAME",
+    "sweep": "grids under a name: -m sweep=NAME",
     "model": "what is trained",
     "dataset": "on what",
     "optimizer": "how weights change",
@@ -46,11 +47,12 @@ Tab completion in bash: eval "$(titan-train -sc install=bash)"."""
 def text(loader: ConfigLoader, axes: Sequence[str]) -> str:
     """The whole help text, with the choices that `loader` finds, those of others included."""
     lines = [HEAD]
-    for axis in ("recipe", *axes, "hydra/launcher"):
+    for axis in ("recipe", "sweep", *axes, "hydra/launcher"):
         options = loader.get_group_options(axis, ObjectType.CONFIG)
         if options:
+            width = max(14, *map(len, options))
             lines.append(f"{axis}: {AXES.get(axis, '')}")
-            lines += [f"  {option:<14} {_first_comment(loader, axis, option)}" for option in sorted(options)]
+            lines += [f"  {option:<{width}} {_first_comment(loader, axis, option)}" for option in sorted(options)]
             lines.append("")
     return "\n".join([*lines, TAIL])
 

@@ -1,0 +1,248 @@
+"""Grids on a real Slurm: what is submitted, how points end, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.standing import standing
+from tests.launchers.processes import ROOT, ended, program, until
+from tests.runs import TINY, learned, tiny, train
+from tests.slurm.cluster import Slurm
+from titan import ledger
+from titan.ledger import Point
+
+LAUNCH = ["hydra/launcher=slurm", "hydra.launcher.poll_seconds=0.5", "metrics.sample_tokens=0"]
+HARM = ["modules=[tests]", "optimizer._target_=tests.slurm.faults.Harmful"]
+SECONDS = 120.0
+
+
+def titan(folder: Path, *arguments: str, module: str = "titan.train", env: dict[str, str] | None = None) -> Any:
+    """A command of titan's, in `folder`; gives exit code, output and errors."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], cwd=folder, capture_output=True, text=True, timeout=SECONDS,
+        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def points(folder: Path, name: str) -> dict[str, Point]:
+    sweep = standing(folder / "runs" / name)
+    assert sweep is not None
+    return {" ".join(point.overrides): point for point in sweep.points}
+
+
+def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm: Slurm, tmp_path: Path) -> None:
+    grid = ["-m", "name=grid", *TINY, *LAUNCH, "parallelism=single,fsdp", "training.seed=0,1"]
+    code, out, err = titan(tmp_path, *grid)
+    assert (code, err) == (0, "")
+    assert "1 node x 1 rank)" in out and "1 node x 2 ranks)" in out
+    found = points(tmp_path, "grid")
+    assert {p.state for p in found.values()} == {"finished"} and len(found) == 4
+    arrays = {p.job.partition("_")[0] for p in found.values() if p.job}
+    assert len(arrays) == 2 and set(slurm.jobs().values()) == {"COMPLETED"}
+    assert len(list((tmp_path / "runs/grid/slurm/code").iterdir())) == 1
+    for word, point in found.items():
+        layout = "fsdp2" if "fsdp" in word else "single"
+        alone = tiny(tmp_path / "alone" / point.id, point.overrides[1], layout=layout)
+        train(alone)
+        env = json.loads((Path(point.directory) / "env.json").read_text())
+        here = tiny(Path(point.directory), point.overrides[1], layout=layout)
+        assert learned(here) == learned(alone) and env["code"]["commit"]
+        assert (Path(point.directory) / "log" / "rank-0.log").read_text().count("Done after step 3 of 3") == 1
+
+    code, out, err = titan(tmp_path, *grid, "cluster.time=10")
+    assert (code, err) == (0, "") and "4 of 4 points: finished" in out and len(slurm.jobs()) == 4
+
+    code, out, err = titan(tmp_path, *grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2")
+    assert (code, err) == (0, "") and "4 of 6 points: finished" in out and "2 nodes x 1 rank)" in out
+    assert len(slurm.jobs()) == 6 and {p.state for p in points(tmp_path, "grid").values()} == {"finished"}
+    code, out, _ = titan(tmp_path, "runs/grid", module="titan.status")
+    assert code == 0 and "6 points: 6 finished" in out
+
+
+def test_a_bad_point_stops_the_grid_with_nothing_submitted(slurm: Slurm, tmp_path: Path) -> None:
+    before = slurm.jobs()
+    code, out, err = titan(tmp_path, "-m", "name=bad", *TINY, *LAUNCH, "model.heads=2,3,4")
+    assert (code, out) == (2, "") and "point 2 of the sweep" in err and "nothing was started" in err
+    assert slurm.jobs() == before and not (tmp_path / "runs").exists()
+
+
+def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_others(
+    slurm: Slurm, tmp_path: Path
+) -> None:
+    faults = "0.002:raise:1,0.003:kill:1"
+    grid = ["-m", "name=harm", *TINY, *LAUNCH, *HARM, "parallelism=fsdp", "optimizer.lr=0.001,0.002,0.003"]
+    code, out, _ = titan(tmp_path, *grid, f"cluster.environment={{FAULTS:'{faults}'}}")
+    found = points(tmp_path, "harm")
+    assert code == 1
+    assert {word: p.state for word, p in found.items()} == {
+        "optimizer.lr=0.001": "finished", "optimizer.lr=0.002": "failed", "optimizer.lr=0.003": "failed",
+    }  # fmt: skip
+    assert found["optimizer.lr=0.002"].reason == "rank 1: ZeroDivisionError: by rank 1"
+    assert "rank 1 on node" in str(found["optimizer.lr=0.003"].reason) and "killed" in str(
+        found["optimizer.lr=0.003"].reason
+    )
+    assert "failed    optimizer.lr=0.002  (rank 1: ZeroDivisionError: by rank 1)" in out
+    log = Path(found["optimizer.lr=0.002"].directory) / "log" / "rank-1.log"
+    assert "ZeroDivisionError: by rank 1" in log.read_text()
+
+    code, out, err = titan(tmp_path, *grid, "cluster.tasks=node", f"cluster.environment={{FAULTS:'{faults}'}}")
+    assert code == 1 and "1 of 3 points: finished" in out
+    again = points(tmp_path, "harm")
+    assert again["optimizer.lr=0.003"].reason == "rank 1: killed by SIGKILL (out of memory?)"
+    assert again["optimizer.lr=0.003"].submissions == 2
+
+    code, out, err = titan(tmp_path, *grid)
+    assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "harm").values()} == {"finished"}
+
+
+def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm, tmp_path: Path) -> None:
+    """One is preempted, one's node is lost, one comes to its time limit, one is cancelled."""
+    small = ["training.steps=80", "checkpoint.every=10", "training.seed=0,1,2,3", "parallelism=fsdp"]
+    slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
+    job = ["cluster.exclusive=true", "cluster.time=60", "cluster.signal_seconds=150", "hydra.launcher.wait=false", slow]
+    code, out, err = titan(tmp_path, "-m", "name=dis", *TINY, *LAUNCH, *HARM, *small, *job)
+    assert (code, err) == (0, ""), err
+    nodes = {}
+    until(lambda: len(_nodes(slurm, nodes)) == 4, "four running jobs", SECONDS)
+    folders = {p.job: Path(p.directory) for p in points(tmp_path, "dis").values()}
+    for name, folder in folders.items():
+        until(lambda at=folder: _step(at) >= 12, f"twelve steps of {name}", SECONDS)
+    preempted, lost, limited, cancelled = sorted(nodes)
+    slurm.run("sbatch", "-p", "high", "-w", nodes[preempted], "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2")
+    slurm.run("scancel", cancelled)
+    slurm.run("scontrol", "update", f"JobId={limited}", "TimeLimit=4")  # from its start: so it hears of it soon
+    slurm.kill_node(nodes[lost])
+    slurm.revive_node(nodes[lost])
+    until(
+        lambda: all(p.state in ("finished", "stopped") for p in points(tmp_path, "dis").values()), "the ends", SECONDS
+    )
+    found = {str(p.job): p for p in points(tmp_path, "dis").values()}
+    assert {job: p.state for job, p in found.items()} == {
+        preempted: "finished", lost: "finished", limited: "finished", cancelled: "stopped",
+    }  # fmt: skip
+    assert found[cancelled].reason == "cancelled" and (folders[cancelled] / "checkpoints").is_dir()
+    code, out, err = titan(tmp_path, "-m", "name=dis", *TINY, *LAUNCH, *HARM, *small, "cluster.exclusive=true")
+    assert (code, err) == (0, "") and "3 of 4 points: finished" in out
+    for job, point in found.items():
+        run = tiny(Path(point.directory), *small[:2], f"training.seed={job.partition('_')[2]}", layout="fsdp2")
+        whole = tiny(tmp_path / "whole" / job, *small[:2], f"training.seed={job.partition('_')[2]}", layout="fsdp2")
+        train(whole)
+        assert learned(run) == learned(whole), job
+        begun = _from_steps(Path(point.directory))
+        assert len(begun) >= 2 and all(step > 0 for step in begun[1:])
+        if job in (preempted, cancelled):
+            assert begun[1] % 10 or len(begun) > 2, "it saved when it was told, not at the last round step"
+
+
+def _nodes(slurm: Slurm, nodes: dict[str, str]) -> dict[str, str]:
+    """The node of each job that has run."""
+    for line in slurm.run("squeue", "--noheader", "--array", "--states=running", "--format=%i %N").splitlines():
+        if len(line.split()) == 2:
+            nodes[line.split()[0]] = line.split()[1]
+    return nodes
+
+
+def _step(run: Path) -> int:
+    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+    return len(lines)
+
+
+def _from_steps(run: Path) -> list[int]:
+    import yaml
+
+    return [int(d["from_step"]) for d in yaml.safe_load_all((run / "run.yaml").read_text())]
+
+
+def test_a_chain_of_jobs_in_place_of_requeueing(slurm: Slurm, tmp_path: Path) -> None:
+    slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
+    chain = ["cluster.chain=3", slow, "training.steps=60", "hydra.launcher.wait=false"]
+    code, _, err = titan(tmp_path, "name=chained", *TINY, *LAUNCH, *HARM, *chain)
+    assert (code, err) == (0, "")
+    (point,) = points(tmp_path, "chained").values()
+    assert len(point.jobs) == 3
+    until(lambda: _step(Path(point.directory)) >= 5, "five steps", SECONDS)
+    slurm.run("scancel", "--signal=USR2", point.jobs[0])
+    until(lambda: {slurm.jobs().get(job) for job in point.jobs} <= {"COMPLETED", "FAILED"}, "all jobs", SECONDS)
+    (point,) = points(tmp_path, "chained").values()
+    states = [slurm.jobs()[job] for job in point.jobs]
+    assert point.state == "finished" and states == ["FAILED", "COMPLETED", "COMPLETED"]
+    assert len(_from_steps(Path(point.directory))) == 2
+
+
+def test_a_ledger_goes_on_after_its_launcher_was_killed(slurm: Slurm, tmp_path: Path) -> None:
+    grid = [
+        "-m",
+        f"hydra.sweep.dir={tmp_path}/runs/cut",
+        *TINY,
+        *LAUNCH,
+        "training.seed=0,1,2",
+        "hydra.launcher.array_size=1",
+    ]
+    slow = {"PATH": f"{_slow_sbatch(tmp_path)}{os.pathsep}{os.environ['PATH']}"}
+    with program("-m", "titan.train", *grid, env=slow) as process:
+        until(lambda: (tmp_path / "second").exists(), "the second submission", SECONDS)
+        process.send_signal(signal.SIGKILL)
+        ended(process)
+    until(lambda: len(slurm.jobs()) == 2, "the second job")
+    assert [e["event"] for e in ledger.events(tmp_path / "runs/cut")][-3:] == ["sending", "sent", "sending"]
+    code, _, err = titan(tmp_path, *grid)
+    assert (code, err) == (0, "") and len(slurm.jobs()) == 3
+    assert [(p.state, p.submissions) for p in points(tmp_path, "cut").values()] == [("finished", 1)] * 3
+
+
+def _slow_sbatch(folder: Path) -> Path:
+    """A folder with an sbatch that tells of its second call and then takes a while to answer."""
+    real = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
+    place = folder / "bin"
+    place.mkdir()
+    (place / "sbatch").write_text(
+        f'#!/bin/bash\n{real} "$@" > {folder}/said\n'
+        f"if [ -e {folder}/first ]; then touch {folder}/second; sleep 30; fi\ntouch {folder}/first\ncat {folder}/said\n"
+    )
+    (place / "sbatch").chmod(0o755)
+    return place
+
+
+def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) -> None:
+    grid = ["-m", "name=few", *TINY, *LAUNCH, "training.seed=0,1,2", "hydra.launcher.max_jobs=2"]
+    code, out, err = titan(tmp_path, *grid, "hydra.launcher.wait=false")
+    assert (code, err) == (0, "") and len(slurm.jobs()) == 2 and "1 points found no room" in out
+    code, out, err = titan(tmp_path, *grid)
+    assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
+
+
+def test_devices_are_those_that_slurm_gives(slurm: Slurm, tmp_path: Path) -> None:
+    """GPUs are simulated, so on its node the run is refused for want of a GPU build of torch."""
+    node = ["cluster.device=cuda", "cluster.devices_per_node=2", "cluster.device_name=NVIDIA H100"]
+    show = "cluster.setup=['echo GPUS $CUDA_VISIBLE_DEVICES']"
+    code, out, _ = titan(tmp_path, "name=gpus", *TINY, *LAUNCH, "parallelism=fsdp", "cluster=auto", *node, show)
+    (point,) = points(tmp_path, "gpus").values()
+    words = (tmp_path / "runs/gpus/slurm" / f"{point.job}.out").read_text()
+    assert code == 1 and "1 node x 2 GPUs" in out and "GPUS 0,1" in words
+    assert "the installed torch is built for the CPU only" in str(point.reason)
+
+
+@pytest.mark.parametrize("by", ["scancel", "launcher"])
+def test_waiting_ends_with_the_jobs_or_before_them(slurm: Slurm, tmp_path: Path, by: str) -> None:
+    slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
+    run = ["-m", "titan.train", f"hydra.run.dir={tmp_path}/run", *TINY, *LAUNCH, *HARM, "training.steps=300", slow]
+    with program(*run) as process:
+        until(lambda: _step(tmp_path / "run") >= 3, "three steps", SECONDS)
+        (job,) = (name for name, state in slurm.jobs().items() if state == "RUNNING")
+        slurm.run("scancel", job) if by == "scancel" else process.send_signal(signal.SIGINT)
+        code, out, _ = ended(process)
+    assert code == 130
+    if by == "launcher":
+        assert "The jobs go on" in out and f"scancel {job}" in out and slurm.jobs()[job] == "RUNNING"
+    else:
+        assert "stopped" in out and "(cancelled)" in out

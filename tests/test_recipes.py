@@ -1,0 +1,227 @@
+"""Recipes are what was published, and fit the devices that they name; every point of every named sweep can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launchers import start
+from tests.machines import detector
+from titan import compose
+from titan.cluster import devices
+from titan.compose import composed
+from titan.parallelism.schema import Layout
+from titan.run import Run
+from titan.settings import Refusal
+from titan.training import Training
+
+FILES = {group: sorted(f.stem for f in (compose.CONF / group).glob("*.yaml")) for group in ("recipe", "sweep")}
+LONG = {"32k": (8, 1, 32_768), "64k": (4, 2, 65_536), "128k": (2, 4, 131_072), "256k": (1, 8, 262_144)}
+"""Shard, context and tokens of a row, as both long benchmarks have them."""
+
+
+@pytest.fixture(autouse=True)
+def no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composing asks nobody: neither the hub, nor this machine's own devices."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("composing wants the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a source says of a recipe.
+
+    Attributes:
+        model, memory, compile: choices on these axes.
+        layout: all degrees.
+        rows: sequences that a data rank takes in a step.
+        seq_len: tokens of a sequence.
+        microbatches: that a data rank's rows are cut into.
+        overlapped: whether tensor parallelism is asynchronous.
+        schedule: of the pipeline.
+    """
+
+    model: str
+    layout: Layout
+    rows: int
+    seq_len: int = 8192
+    memory: str = "full"
+    compile: str = "block"
+    microbatches: int = 1
+    overlapped: bool = False
+    schedule: str = "1F1B"
+
+    @property
+    def training(self) -> tuple[float, int, int]:
+        """Peak learning rate, warm-up and steps, which follow from the model."""
+        return {
+            "llama8b": (3e-4, 200, 1000), "llama70b": (1.5e-4, 200, 1000), "llama405b": (8e-5, 600, 3000),
+        }[self.model]  # fmt: skip
+
+
+def llama405b(rows: int, microbatches: int, seq_len: int = 8192, schedule: str = "1F1B", **degrees: int) -> Published:
+    layout = Layout(tensor=8, **degrees)
+    return Published("llama405b", layout, rows, seq_len, microbatches=microbatches, overlapped=True, schedule=schedule)
+
+
+PUBLISHED = {
+    "bench_8b_8": Published("llama8b", Layout(shard=8), 2, memory="selective"),
+    "bench_8b_128": Published("llama8b", Layout(shard=128), 2, memory="selective"),
+    "bench_8b_64": Published("llama8b", Layout(shard=8, tensor=8), 12, memory="selective", overlapped=True),
+    "bench_70b_256": Published("llama70b", Layout(shard=32, tensor=8), 16),
+    "bench_405b_512": llama405b(32, 8, shard=8, pipeline=8),
+    "bench_405b_512_interleaved": llama405b(32, 8, shard=8, pipeline=8, schedule="Interleaved1F1B"),
+    "bench_405b_512_mb32": llama405b(32, 32, shard=8, pipeline=8),
+    "bench_405b_8192": llama405b(32, 32, shard=64, pipeline=16, schedule="Interleaved1F1B"),
+    "bench_405b_16384": llama405b(16, 16, shard=128, pipeline=16, schedule="Interleaved1F1B"),
+    "bench_405b_16384_long": llama405b(16, 16, 131_072, "Interleaved1F1B", shard=8, pipeline=16, context=16),
+    "shipped_8b": Published("llama8b", Layout(shard=8), 1, memory="selective", compile="off"),
+    "shipped_70b": Published("llama70b", Layout(shard=8, tensor=8), 8, compile="off"),
+    "shipped_405b": Published("llama405b", Layout(shard=64, tensor=8), 2, overlapped=True),
+    **{
+        f"bench_8b_long_{name}": Published("llama8b", Layout(shard=shard, context=context), 1, length)
+        for name, (shard, context, length) in LONG.items()
+    },
+    **{
+        f"bench_405b_long_{name}": llama405b(8, 8, length, shard=shard, context=context, pipeline=8)
+        for name, (shard, context, length) in LONG.items()
+    },
+}
+
+
+IDLE = {"bench_405b_512": 0.47, "bench_405b_512_interleaved": 0.30, "bench_405b_512_mb32": 0.18}
+"""The share of a step in which a rank of the pipeline waits, as the files say."""
+
+
+def recipe(name: str, *overrides: str) -> Run:
+    return composed([f"recipe={name}", *overrides], elsewhere=True)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_recipe_is_what_was_published(name: str) -> None:
+    run, said = recipe(name), PUBLISHED[name]
+    assert run.layout == said.layout
+    assert run.cluster.nodes * 8 == said.layout.devices == run.layout.devices
+    assert run.machine.name == "NVIDIA H100 80GB HBM3"
+    assert run.training.global_batch == said.rows * said.layout.data_ranks * said.seq_len
+    assert (run.rank_rows, run.training.seq_len, run.microbatches) == (said.rows, said.seq_len, said.microbatches)
+    assert (run.optimizer.lr, run.training.warmup_steps, run.training.steps) == said.training
+    assert (run.parallelism.async_tensor, run.parallelism.schedule) == (said.overlapped, said.schedule)
+    axes = ("model", "memory", "compile", "dataset", "precision", "checkpoint")
+    expected = [said.model, said.memory, said.compile, "c4", "bf16", "off"]
+    assert [run.choices[axis] for axis in axes] == expected
+    assert run.staging.idle == pytest.approx(IDLE.get(name, run.staging.idle), abs=0.005)
+    check_what_all_share(run)
+
+
+def check_what_all_share(run: Run) -> None:
+    """What holds of every published recipe."""
+    optimizer = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    assert {key: getattr(run.optimizer, key) for key in optimizer} == optimizer
+    assert (run.training.clip_norm, run.training.schedule) == (1.0, "linear")
+    assert (run.model.rope_theta, run.model.rope_factor, run.model.vocab) == (500_000.0, 8.0, 128_256)
+    assert run.metrics.validation_tokens == run.metrics.sample_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "training", "lr", "axes", "minutes"),
+    [
+        pytest.param(
+            "train_1b", Layout(shard=8), Training(100_000, 2**20, seq_len=4096, warmup=2000), 5e-4,
+            ["none", "block"], 30, id="1b",
+        ),
+        pytest.param(
+            "train_8b", Layout(shard=64), Training(250_000, 2**22, seq_len=8192, warmup=2000), 3e-4,
+            ["selective", "block"], 30, id="8b",
+        ),
+        pytest.param(
+            "train_70b", Layout(shard=64, tensor=8),
+            Training(250_000, 2**22, ((252_000_000, 2**23),), 8192, warmup=2000), 1.5e-4,
+            ["full", "block"], 20, id="70b",
+        ),
+        pytest.param(
+            "train_405b", Layout(pipeline=16, shard=16, tensor=8),
+            Training(
+                1_200_000, 2**22, ((252_000_000, 2**23), (2_870_000_000_000, 2**24)), 8192, schedule="cosine",
+                warmup=8000, final_lr=0.01,
+            ),
+            8e-5, ["full", "block"], 15, id="405b",
+        ),
+    ],
+)  # fmt: skip
+def test_a_recipe_for_training(
+    name: str, layout: Layout, training: Training, lr: float, axes: list[str], minutes: int
+) -> None:
+    run = recipe(name)
+    assert (run.layout, run.optimizer.lr) == (layout, lr)
+    assert dataclasses.asdict(run.training) == dataclasses.asdict(training)
+    assert [run.choices["memory"], run.choices["compile"]] == axes
+    assert run.parallelism.reshards(run.layout) is (name not in ("train_1b", "train_405b"))
+    saved = run.checkpoint
+    assert (saved.mode, saved.every, saved.minutes, saved.keep, saved.keep_tokens) == ("async", 0, minutes, 2, 10**11)
+
+
+def test_no_recipe_is_left_out() -> None:
+    assert FILES["recipe"] == sorted([*PUBLISHED, "train_1b", "train_8b", "train_70b", "train_405b"])
+
+
+def test_a_recipe_yields_to_the_command_line_and_to_smaller_clusters() -> None:
+    run = recipe("bench_8b_128", "cluster.nodes=2", "compile=off", "training.global_batch=262144")
+    assert (run.layout, run.choices["compile"], run.rank_rows) == (Layout(shard=16), "off", 2)
+    with pytest.raises(Refusal, match="needs about"):
+        recipe("bench_70b_256", "cluster.nodes=1")
+
+
+GRIDS = {
+    "parallelism": ("parallelism", ["single", "ddp", "fsdp", "tp", "pp", "cp", "fsdp_tp", "3d"]),
+    "memory": ("memory", ["none", "selective", "every_n", "full"]),
+    "precision": ("precision", ["fp32", "bf16"]),
+    "learning_rate": ("optimizer.lr", ["0.0003", "0.001", "0.003", "0.01"]),
+    "batch_size": ("training.global_batch", ["1024", "2048", "4096"]),
+}
+"""What is varied in each sweep, and how."""
+
+
+@pytest.mark.parametrize("name", FILES["sweep"])
+def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Run] = []
+    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    assert compose.command(["-m", f"sweep={name}"], start.here) == 0
+    axis, arms = GRIDS[name]
+    points = [[f"{axis}={arm}", f"training.seed={seed}"] for arm in arms for seed in range(3)]
+    assert [list(run.overrides[:2]) for run in runs] == points
+    tokens = sum(run.training.tokens for run in runs)
+    assert tokens <= 2_000_000, "more than ten minutes at the 3,500 tokens a second of two slow cores"
+    assert {run.checkpoint.mode for run in runs} == {"off"}
+
+
+@pytest.mark.parametrize("name", FILES["sweep"])
+def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str) -> None:
+    content = yaml.safe_load((compose.CONF / "sweep" / f"{name}.yaml").read_text())
+    assert content["sweep"]["question"].endswith("?")
+    axis, arms = GRIDS[name]
+    assert list(content["sweep"]["baseline"]) == [axis]
+    assert content["sweep"]["baseline"][axis] in arms
+
+
+def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Run] = []
+    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    line = ["-m", "sweep=precision", "training.seed=7", "training.steps=5", "model=qwen3_debug"]
+    assert compose.command(line, start.here) == 0
+    assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]
+
+
+def test_no_sweep_is_left_out() -> None:
+    assert sorted(GRIDS) == FILES["sweep"]
