@@ -33,6 +33,7 @@ from titan.engine import Engine, Rows
 from titan.lives import Life
 from titan.metrics.plot import plot_losses
 from titan.metrics.recorder import Recorder, Speed, finite, first_and_last_loss, peak_memory_gib
+from titan.metrics.schema import WARM
 from titan.parallelism import norm
 from titan.parallelism.mesh import World
 from titan.run import Run
@@ -50,8 +51,6 @@ LOSS, STOP, AGAIN, SAVE, VOID, VALID, PAIRS, HASH = range(8)
 nothing to read, targets that count, pairs of tokens that attend to each other, four pieces of the hash."""
 PIECES, PIECE = 4, 1 << 16
 """A 64-bit hash travels as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
-WARM = 3
-"""Steps at the beginning of a life that the speed in result.json leaves out: compilation, first allocations."""
 
 
 class Stoppable(Protocol):

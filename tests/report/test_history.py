@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,7 @@ def test_device_hours_of_a_step_hold_stalls_and_lost_steps(tmp_path: Path) -> No
     first = START + 22 * STEP + STALL
     assert hours[14] == pytest.approx(START + 15 * STEP, abs=1.1)
     assert hours[15] == pytest.approx(first + 2 * (START + STEP), abs=3)
+    assert hours[-1] == pytest.approx(first + 2 * (2 * START + 25 * STEP + STALL), abs=5)
     assert (np.diff(hours) >= 0).all()
 
 
@@ -87,7 +89,10 @@ def test_a_final_validation_that_metrics_lack_is_that_of_the_result(tmp_path: Pa
 
 
 def test_an_unfinished_run_has_no_final_validation(tmp_path: Path) -> None:
-    found = member(read(tmp_path / "run", Story(lives=(Life(0, 30),))), "it").run
+    made(tmp_path / "run", Story(lives=(Life(0, 30),)))
+    said = {"finished": False, "step": 30, "life": 1, "validation_loss": 3.0, "bits_per_byte": 1.0}
+    (tmp_path / "run/result.json").write_text(json.dumps(said))
+    found = member(collect([tmp_path / "run"]).runs[0], "it").run
     assert (found.state, found.decayed, found.validation, found.bits) == ("stopped", False, None, None)
     assert len(found.curves.validation) == 3
 

@@ -59,6 +59,25 @@ def test_a_ratio_from_several_runs_is_from_pairs(tmp_path: Path) -> None:
     assert not any("blocks of steps" in note for note in arm.notes)
 
 
+def test_a_ratio_from_two_runs_each_is_from_blocks_of_both(tmp_path: Path) -> None:
+    for seed in range(2):
+        made(tmp_path / f"a{seed}", replace(S, seed=seed), SINGLE)
+        made(tmp_path / f"b{seed}", replace(S, seed=seed, seconds=0.2 + 0.02 * seed, luck=1), FSDP)
+    arm = compare([tmp_path]).arms[1]
+    assert arm.speed_ratio is not None and arm.speed_ratio.low is not None and arm.speed_ratio.high is not None
+    assert arm.speed_ratio.low < 1.17 < arm.speed_ratio.estimate < 1.22 < arm.speed_ratio.high  # 1.25 and 1.14
+    assert 0.06 < arm.speed_ratio.high - arm.speed_ratio.low < 0.2
+    assert any("blocks of steps" in note for note in arm.notes)
+
+
+def test_ratios_of_runs_without_pairs_are_of_independent_runs(tmp_path: Path) -> None:
+    for seed, factor in enumerate((0.9, 1.0, 1.1)):
+        made(tmp_path / f"a{seed}", replace(S, seed=seed, seconds=0.5 * factor, jitter=0), SINGLE)
+        made(tmp_path / f"b{seed}", replace(S, seed=seed + 5, seconds=0.2 * factor, jitter=0), FSDP)
+    ratio = compare([tmp_path]).arms[1].speed_ratio
+    assert ratio is not None and ratio.estimate == pytest.approx(1.25) and ratio.low is not None and ratio.low < 1.05
+
+
 def test_a_speed_of_few_steps_has_no_interval(tmp_path: Path) -> None:
     found = compare([made(tmp_path / "a", Story(steps=9))]).arms[0].speed
     assert found is not None and found.low is None

@@ -38,6 +38,7 @@ def qualities(found: Comparison, arm: int = 1) -> dict[str, Quality]:
 CASES = [
     pytest.param(seeds(-0.05, -0.03, -0.055, -0.04), "yes", "-0.0487", id="better"),
     pytest.param(seeds(0.001, 0.021, -0.011, 0.011), "no", "less than the margin of 0.02", id="the-same"),
+    pytest.param(seeds(0.011, 0.03, 0.001, 0.02), "yes", "yet less than the margin of 0.02", id="worse-by-little"),
     pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "seeds would decide", id="too-noisy"),
     pytest.param(seeds(-0.05), "undecided", "one seed says nothing about the recipes", id="one-seed"),
 ]
@@ -165,7 +166,7 @@ def test_the_best_of_several_learning_rates_speaks_for_its_arm(tmp_path: Path) -
         rated("3e-3", 0.05, 0.05, more=(WD,)),
     )
     arms = {arm.label: arm for arm in found.arms}
-    best = "best of 3 learning rates (0.001, 0.003, 0.01)"
+    best = "best of 3 learning rates (0.001, 0.003, 0.01), chosen by these same runs"
     assert arms["lr=0.003 weight_decay=0.1"].notes[0] == best
     assert "at the edge" in arms["lr=0.001 weight_decay=0.2"].notes[0]
     assert [label for label, arm in arms.items() if arm.quality] == ["lr=0.001 weight_decay=0.2"]
@@ -173,6 +174,7 @@ def test_the_best_of_several_learning_rates_speaks_for_its_arm(tmp_path: Path) -
     assert end.difference is not None and end.difference.estimate == pytest.approx(
         -0.1
     )  # against the best of the other
+    assert any(note.startswith("quality is held against lr=0.003 weight_decay=0.1") for note in found.notes)
     assert "0.001 was best" in arms["lr=0.003 weight_decay=0.2"].notes[0]
 
 
@@ -201,3 +203,20 @@ def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
     assert found[2.6] == (4, 2, 20 * 128)  # of the two that are left when one has been reached and one ended early
     assert found[4.2] == (4, 3, 10 * 128)
     assert compare([tmp_path]).arms[0].reached is None
+
+
+def test_a_target_in_nats_is_none_for_other_tokens(tmp_path: Path) -> None:
+    made(tmp_path / "a", S)
+    made(tmp_path / "b", S, "training.seq_len=32")
+    found = compare([tmp_path], Options(target=4.0))
+    assert found.arms[0].reached is not None and found.arms[1].reached is None
+
+
+def test_a_failed_run_does_not_draw_equal_tokens_to_its_end(tmp_path: Path) -> None:
+    longer = [replace(story, steps=80) for story in BASE[:2]]
+    failed = replace(S, seed=2, steps=80, lives=(Life(0, 10),))
+    compared(tmp_path, (BASE, ()), ([*longer, failed], (WD,)))
+    (tmp_path / "runs/b2/log").mkdir()
+    (tmp_path / "runs/b2/log/launcher.log").write_text("2030-01-01T00:00:00+00:00 not finite\n")
+    found = qualities(compare([tmp_path / "runs"]))["equal tokens"]
+    assert f"at {40 * 128:,} tokens" in found.text and found.pairs == 2

@@ -7,6 +7,9 @@ from typing import Literal
 
 from titan.settings import setting
 
+WARM = 3
+"""Steps at the beginning of a life that no figure of speed counts: compilation, first allocations."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:

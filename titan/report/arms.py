@@ -23,6 +23,7 @@ IGNORED = re.compile(
 """Settings that tell no arm from another."""
 PATHS = re.compile(r"dataset\.(.*\.)?path")
 """They tell arms apart only where other data lie there."""
+TAKEN = ("training.seed", "training.repeat")
 DERIVED = ("devices", "data", "parent")
 """Facts that follow from other ones as a rule, and are shown only where they do not."""
 
@@ -62,7 +63,7 @@ class Group:
         if not self.settings:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
-        return " ".join(f"{short(name, self.settings)}={value}" for name, value in self.settings.items())
+        return " ".join(f"{short(name, self.facts.values)}={value}" for name, value in self.settings.items())
 
     @property
     def group_id(self) -> str:
@@ -143,9 +144,9 @@ def _follows(column: Sequence[str], shown: Iterable[Sequence[str]]) -> bool:
 
 
 def short(name: str, names: Iterable[str]) -> str:
-    """A setting's name without its axis, where no other one ends alike and it can't be taken for the run's seed."""
+    """A setting's name without its axis, where no other one ends alike: not even one that is the same in all arms."""
     last = name.rpartition(".")[2]
-    return last if last not in ("seed", "repeat") and [n.rpartition(".")[2] for n in names].count(last) == 1 else name
+    return last if [n.rpartition(".")[2] for n in (*names, *TAKEN)].count(last) == 1 else name
 
 
 def differs(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
@@ -203,7 +204,7 @@ def _values(group: Group, name: str) -> list[str]:
     facts = group.facts
     if name in facts.choices:
         return [facts.choices[name]]
-    full = [n for n in group.settings if short(n, group.settings) == name]
+    full = [n for n in facts.values if short(n, facts.values) == name]
     typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
     return [show(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
 

@@ -130,9 +130,15 @@ def _arm(
         bits=statistics.mean(list(quality.by_seed(own, lambda m: m.run.bits).values())),
         learning=learning.judged(own, baseline, asked.margin) if same and index else None,
         quality=judged,
-        reached=_reached(own, asked.target),
+        reached=_reached(own, asked.target) if _in_nats(own, baseline) else None,
         notes=_arm_notes(own, baseline, tuned, speed.from_blocks(rates, speed.rates([m.raw for m in baseline]))),
     )
+
+
+def _in_nats(own: Sequence[Member], baseline: Sequence[Member]) -> bool:
+    """Whether a loss a token of the baseline's means the same for an arm."""
+    measure = quality.measure_of(own[0], baseline[0])
+    return measure is not None and measure.name == "validation loss"
 
 
 def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
@@ -168,7 +174,7 @@ def _arm_notes(own: Sequence[Member], baseline: Sequence[Member], tuned: Tuned, 
         notes.append("its layout changed between lives: its speed is that of the last layout")
     if own is not baseline:
         notes += _other(own, baseline)
-        notes += ["its speed ratio is from blocks of steps of one run: it says nothing of how runs differ"] * blocks
+        notes += ["its speed ratio is from blocks of steps of few runs: it says little of how runs differ"] * blocks
     return tuple(notes)
 
 
@@ -251,6 +257,9 @@ def _notes(
     if groups and asked.baseline and options.baseline is None and not arms.fits(groups[0], asked.baseline):
         wanted = " ".join(f"{name}={value}" for name, value in asked.baseline.items())
         notes.append(f"the sweep's baseline ({wanted}) has no figures: {groups[0].label} stands in for it")
+    against = _best_of_baseline(groups, members, tuning.tuned(groups, members))
+    if against:
+        notes.append(f"quality is held against {groups[against].label}: the baseline's best learning rate")
     return (*notes, *_seeds(members, asked.margin))
 
 

@@ -18,7 +18,7 @@ from titan.report import statistics
 from titan.report.columns import Steps
 from titan.report.findings import Answer, Interval, Learning, Numbers
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, LEVEL, Difference
+from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference, signed, span
 
 FIRST = 5
 """Steps that are held to the bounds."""
@@ -73,7 +73,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
         batches_equal=not any(p.unequal for p in compared) if compared else None,
         first_loss_gap=_largest([p.loss_gap for p in parities]),
         first_norm_gap=_largest([p.norm_gap for p in parities]),
-        difference=found.interval(1 - 2 * ALPHA) if found else None,
+        difference=found.interval(EQUIVALENT) if found else None,
         margin=margin,
         pairs=len(ends),
         needed=needed,
@@ -164,13 +164,13 @@ def _beyond(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) 
 
 def _of_ends(found: Difference, margin: float, noise: float | None, what: str) -> tuple[Answer, str, int | None]:
     """The answer that the final losses give."""
-    said = f"final {what} differs by {found.estimate:+.4f} nats"
+    said = f"final {what} differs by {signed(found.estimate)} nats"
     if found.count < 2:
         needed = max(2, statistics.pairs_to_equal(margin, noise * math.sqrt(2)) or 2) if noise else 2
         known = f", by the spread of the baseline's repeats {needed}" if noise else ""
         return "undecided", f"{said} in the only pair; it takes at least 2 pairs{known}", needed
-    within = found.interval(1 - 2 * ALPHA)
-    said += f" {_span(within)} over {_count(found.count, 'pair')}, margin {margin:g}"
+    within = found.interval(EQUIVALENT)
+    said += f" {span(within)} over {_count(found.count, 'pair')}, margin {margin:g}"
     p = found.p_equivalent(margin)
     if p is not None and p < ALPHA:
         return "yes", said, None
@@ -179,10 +179,6 @@ def _of_ends(found: Difference, margin: float, noise: float | None, what: str) -
     needed_pairs = statistics.pairs_to_equal(margin, found.spread, found.estimate)
     more = f"{needed_pairs} pairs would decide" if needed_pairs else "more pairs would hardly show that there is none"
     return "undecided", f"{said}; {more}", needed_pairs
-
-
-def _span(interval: Interval) -> str:
-    return f"[{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
 def _outside(interval: Interval, margin: float) -> bool:

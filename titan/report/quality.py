@@ -17,7 +17,7 @@ import numpy as np
 from titan.report import statistics
 from titan.report.findings import Answer, Interval, Numbers, Quality
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, Difference
+from titan.report.statistics import ALPHA, Difference, signed, span
 from titan.settings import show
 
 SAME_HOURS = 0.02
@@ -125,11 +125,9 @@ def _at_the_end(arm: Sequence[Member], baseline: Sequence[Member], measure: Meas
     found = difference(by_seed(arm, measure.of), by_seed(baseline, measure.of))
     if found is None:
         return _nothing(measure.name, "the end", "undecided: " + _lacking(arm, baseline, measure))
-    quality = _quality(found, measure, "the end", _by_source(arm, baseline))
-    if (one := _tokens(arm)) != (two := _tokens(baseline)):
-        ends = [f"{max(tokens):,}" for tokens in (one, two)]
-        quality = dataclasses.replace(quality, text=f"{quality.text}, after {ends[0]} tokens against {ends[1]}")
-    return Open(quality, found.difference)
+    one, two = _tokens(arm), _tokens(baseline)
+    after = "" if one == two else f" after {max(one):,} tokens against {max(two):,}"
+    return Open(_quality(found, measure, after, _by_source(arm, baseline)), found.difference)
 
 
 def _lacking(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
@@ -178,13 +176,13 @@ def _by_source(arm: Sequence[Member], baseline: Sequence[Member]) -> dict[str, I
     return found
 
 
-def _quality(found: Seeds, measure: Measure, at: str, by_source: Mapping[str, Interval]) -> Quality:
+def _quality(found: Seeds, measure: Measure, after: str, by_source: Mapping[str, Interval]) -> Quality:
     """A comparison that is ranked; the answer comes with Holm's correction."""
     return Quality(
         answer="undecided",
-        text=_said(found, measure),
+        text=_said(found, measure, after),
         measure=measure.name,
-        at=at,
+        at="the end",
         difference=found.difference.interval(),
         p=found.difference.p(),
         p_holm=None,
@@ -194,15 +192,16 @@ def _quality(found: Seeds, measure: Measure, at: str, by_source: Mapping[str, In
     )
 
 
-def _said(found: Seeds, measure: Measure) -> str:
+def _said(found: Seeds, measure: Measure, after: str = "") -> str:
+    """The difference in words, with `after` behind its figure."""
     unit = "nats" if measure.name == "validation loss" else "bits"
-    said = f"{measure.name} differs by {found.difference.estimate:+.4f} {unit}"
-    span = found.difference.interval()
-    if span.low is None:
+    said = f"{measure.name} differs by {signed(found.difference.estimate)} {unit}{after}"
+    bounds = span(found.difference.interval())
+    if not bounds:
         return f"this pair differs: {said}; one seed says nothing about the recipes"
     count = found.difference.count
     seeds = f"{count} pairs of seeds" if found.paired else f"at least {count} seeds on each side, unpaired"
-    return f"{said} [{span.low:+.4f}, {span.high:+.4f}] over {seeds}"
+    return f"{said} {bounds} over {seeds}"
 
 
 def _tokens(members: Sequence[Member]) -> set[int]:
@@ -238,7 +237,7 @@ def _on_the_way(
     arm: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
 ) -> Open:
     """Where the one that went least far ended: not ranked, since the others' learning rates had not come down."""
-    ends = [float(axis(m)[-1]) for m in (*arm, *baseline) if len(axis(m)) and m.run.step]
+    ends = [float(axis(m)[-1]) for m in (*arm, *baseline) if len(axis(m)) and m.run.state != "failed"]
     point = min(ends, default=0.0)
     of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
     found = difference(by_seed(arm, of), by_seed(baseline, of)) if point > 0 else None
@@ -285,11 +284,11 @@ def _decided(each: Open, p_holm: float | None, margin: float) -> Quality:
         return dataclasses.replace(quality, text=f"undecided: {quality.text}", needed=2)
     nats = quality.measure == "validation loss"
     p_none = found.p_equivalent(margin) if nats else None
-    answer: Answer = "yes" if p_holm < ALPHA else "no" if p_none is not None and p_none < ALPHA else "undecided"
+    small = p_none is not None and p_none < ALPHA
+    answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
     needed = _needed(found, margin if nats else None) if answer == "undecided" else None
-    return dataclasses.replace(
-        quality, answer=answer, text=_sentence(answer, quality, p_holm, needed, margin), p_holm=p_holm, needed=needed
-    )
+    text = _sentence(answer, quality, p_holm, needed, margin, small)
+    return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=needed)
 
 
 def _needed(found: Difference, margin: float | None) -> int | None:
@@ -299,10 +298,10 @@ def _needed(found: Difference, margin: float | None) -> int | None:
     return statistics.seeds_needed(found.estimate, found.spread)
 
 
-def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, margin: float) -> str:
+def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, margin: float, small: bool) -> str:
     said = f"{answer}: {quality.text}, p {p:.2g}"
     if answer == "no":
         return f"{said}: less than the margin of {margin:g}"
     if answer == "yes":
-        return said
+        return f"{said}; yet less than the margin of {margin:g}" if small else said
     return f"{said}; with this spread {needed:,} seeds would decide" if needed else f"{said}; more seeds hardly help"

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from titan.metrics.schema import WARM
 from titan.model.schema import Llama
 from titan.report.collect import Raw
 from titan.report.columns import Steps
 from titan.report.findings import Interval, Numbers, Speed, Spread
 from titan.report.statistics import Difference, blocks, paired, welch
 from titan.settings import Refusal, build
-
-WARM = 3
-"""Steps at the beginning of a life that are not timed: compilation, first allocations; as in result.json."""
 
 
 def timed(raw: Raw) -> dict[int, Steps]:
@@ -89,6 +86,8 @@ def _causal(mfu: float | None, rate: float | None, tflops: float | None, still: 
     return mfu * (full + still) / 2 / full
 
 
+FEW = 3
+"""With fewer runs than these an interval is from blocks of their steps: Student's t for two runs says nothing."""
 Rates = Mapping[tuple[int, int], Numbers]
 """Tokens a second a device of each timed step, by seed and repeat of the run; [steps] each."""
 
@@ -101,56 +100,60 @@ def rates(runs: Sequence[Raw]) -> dict[tuple[int, int], Numbers]:
 
 
 def of_arm(runs: Rates) -> Interval | None:
-    """Tokens a second a device, of several runs with the interval from runs, of one from blocks of its steps."""
+    """Tokens a second a device; the interval is from the runs, of few runs from blocks of their steps."""
     if not runs:
         return None
     logs = _logs(runs)
-    if len(logs) > 1:
-        return _exp(paired(list(logs.values())))
-    rate = next(iter(runs.values()))
-    cut = blocks(np.log(rate))
-    return _exp(paired(cut) if cut is not None else None, float(np.median(rate)))
+    middle = math.exp(float(np.mean(logs)))
+    return _around(middle, paired(logs) if len(runs) >= FEW else _alone(_blocks(runs)))
 
 
 def ratio(arm: Rates, baseline: Rates) -> Interval | None:
     """The arm's speed as a multiple of the baseline's.
 
     On logarithms: from pairs of equal seeds where there are several, else from several runs on both sides, else from
-    blocks of the steps of one run each, which knows nothing of how runs differ from each other.
+    blocks of the steps of few runs, which know little of how runs differ from each other.
     """
     if not arm or not baseline:
         return None
-    one, two = _logs(arm), _logs(baseline)
-    if len(common := [key for key in one if key in two]) > 1:
-        return _exp(paired([one[key] - two[key] for key in common]))
-    if len(one) > 1 and len(two) > 1:
-        return _exp(welch(list(one.values()), list(two.values())))
-    return _of_blocks(arm, baseline)
+    common = [key for key in arm if key in baseline]
+    one, two = ({key: runs[key] for key in common or runs} for runs in (arm, baseline))
+    if len(common) >= FEW:
+        pairs = paired(np.array(_logs(one)) - np.array(_logs(two)))
+        return _around(math.exp(pairs.estimate), pairs)
+    if not from_blocks(arm, baseline):
+        independent = welch(_logs(arm), _logs(baseline))
+        return _around(math.exp(independent.estimate), independent)
+    cuts = _blocks(one), _blocks(two)
+    difference = welch(*cuts) if min(map(len, cuts)) > 1 else None
+    return _around(math.exp(float(np.mean(_logs(one)) - np.mean(_logs(two)))), difference)
 
 
 def from_blocks(arm: Rates, baseline: Rates) -> bool:
-    """Whether `ratio` has only steps of one run to go by."""
-    return len([key for key in arm if key in baseline]) < 2 and min(len(arm), len(baseline)) < 2
+    """Whether `ratio` has too few runs and goes by blocks of their steps."""
+    return len([key for key in arm if key in baseline]) < FEW and min(len(arm), len(baseline)) < FEW
 
 
-def _of_blocks(arm: Rates, baseline: Rates) -> Interval:
-    key = next((key for key in arm if key in baseline), None)
-    one = arm[key] if key else next(iter(arm.values()))
-    two = baseline[key] if key else next(iter(baseline.values()))
-    cuts = blocks(np.log(one)), blocks(np.log(two))
-    error = None if cuts[0] is None or cuts[1] is None else welch(cuts[0], cuts[1])
-    return _exp(error, float(np.median(one) / np.median(two)))
+def _logs(runs: Rates) -> list[float]:
+    """Of each run the logarithm of its median rate."""
+    return [math.log(float(np.median(rate))) for rate in runs.values()]
 
 
-def _logs(runs: Rates) -> dict[tuple[int, int], float]:
-    return {key: math.log(float(np.median(rate))) for key, rate in runs.items()}
+def _blocks(runs: Rates) -> Numbers:
+    """Logarithms of the rates of blocks of steps, of all runs together; empty where a run is too short for them."""
+    cuts = [blocks(np.log(rate)) for rate in runs.values()]
+    known = [cut for cut in cuts if cut is not None]
+    return np.concatenate(known) if len(known) == len(cuts) else np.zeros(0)
 
 
-def _exp(difference: Difference | None, estimate: float | None = None) -> Interval:
-    """An interval of logarithms as one of ratios, around `estimate` where that is given."""
-    found: Any = difference.interval() if difference else None
-    middle = estimate if estimate is not None else math.exp(found.estimate)
-    if found is None or found.low is None:
+def _alone(values: Numbers) -> Difference | None:
+    return paired(values) if len(values) > 1 else None
+
+
+def _around(middle: float, logs: Difference | None) -> Interval:
+    """An interval of ratios around `middle`, as wide as that of the logarithms."""
+    found = logs.interval() if logs else None
+    if found is None or found.low is None or found.high is None:
         return Interval(middle, None, None)
-    shift = middle / math.exp(found.estimate)
-    return Interval(middle, shift * math.exp(found.low), shift * math.exp(found.high))
+    low, high = found.low - found.estimate, found.high - found.estimate
+    return Interval(middle, middle * math.exp(low), middle * math.exp(high))

@@ -17,7 +17,9 @@ from titan.report.findings import Interval, Numbers
 from titan.settings import Refusal
 
 LEVEL = 0.95
-ALPHA = 1 - LEVEL
+ALPHA = 0.05
+EQUIVALENT = 0.9
+"""Level of the interval that lies within a margin exactly where two one-sided tests at `ALPHA` say so."""
 POWER = 0.8
 MOST = 10_000
 """More repeats than these are not counted: the answer is that repeats do not help."""
@@ -93,6 +95,18 @@ def welch(a: ArrayLike, b: ArrayLike) -> Difference:
 def mean(values: Sequence[float]) -> Interval | None:
     """The mean with its t-interval; None of nothing."""
     return paired(values).interval() if len(values) else None
+
+
+def signed(value: float) -> str:
+    """A difference for people: four decimals, or two digits of a very small one."""
+    return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-4 else f"{value:+.1e}"
+
+
+def span(interval: Interval) -> str:
+    """The bounds of an interval for people; empty where it has none."""
+    if interval.low is None or interval.high is None:
+        return ""
+    return f"[{signed(interval.low)}, {signed(interval.high)}]"
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:

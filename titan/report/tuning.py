@@ -70,7 +70,9 @@ def _family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[Tuned]:
     best = int(np.argmin(means))
     rates = sorted(rate for rate, _ in family)
     edge = family[best][0] in (rates[0], rates[-1])
-    note = f"best of {len(family)} learning rates ({', '.join(f'{rate:g}' for rate in rates)})"
+    note = (
+        f"best of {len(family)} learning rates ({', '.join(f'{rate:g}' for rate in rates)}), chosen by these same runs"
+    )
     note += ", but at the edge of them: a better one may lie beyond" if edge else ""
     lost = f"not compared: of its learning rates {family[best][0]:g} was best"
     return [Tuned(True, note) if index == best else Tuned(False, lost) for index in range(len(family))]
