@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
@@ -76,10 +77,10 @@ def count() -> int:
 
 
 def array_size() -> int:
-    """How many elements an array may have here; Slurm's own default where it does not say."""
-    if not available():
-        return DEFAULT_ARRAY
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
+    """How many elements an array may have here; Slurm's own default where it does not say, or is not here."""
+    found = None
+    with contextlib.suppress(Failure):
+        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
     return int(found[1]) if found else DEFAULT_ARRAY
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from launchers import start
 from tests.checkpoint import made
-from titan import compose, convert, data, generate, lives, prepare
+from titan import compare, compose, convert, data, generate, ledger, lives, prepare, status
 from titan.arguments import arguments
 from titan.checkpoint import manifest
 from titan.dataset import train_tokenizer
@@ -88,12 +88,27 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Path(first.directory).mkdir(parents=True)
     lives.begin(first)
     made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
+    rates = folder / "runs" / "rates"
+    rates.mkdir()
+    point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}
+    ledger.add(rates, point | {"steps": 200, "devices": 1})
     (folder / "prompts.txt").write_text("import\nclass\n")
     return folder
 
 
+@pytest.fixture(scope="module")
+def compared(workplace: Path) -> Path:
+    """The workplace with the runs that the page on comparing speaks of."""
+    for name, rate in (("low", "3e-4"), ("high", "3e-3")):
+        made = [f"optimizer.lr={rate}", "model.vocab=4096", f"hydra.run.dir={workplace}/runs/{name}"]
+        assert compose.command([*SMALL, *made], TRAIN) == 0
+    return workplace
+
+
 @pytest.mark.parametrize("command", TABLE)
-def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command(
+    command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(workplace)
     monkeypatch.setattr(start, "here", train_small)
     words = list(command.words)
@@ -112,6 +127,11 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
         assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
+    elif "titan.status" in words:
+        assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
+    elif "titan.compare" in words:
+        request.getfixturevalue("compared")
+        assert compare.main(words[words.index("titan.compare") + 1 :]) == 2 * command.refused
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:
@@ -120,6 +140,7 @@ def test_command(command: Command, workplace: Path, monkeypatch: pytest.MonkeyPa
     else:
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         overrides = words[words.index("titan.train") + 1 :]
+        overrides += ["hydra.launcher.dry_run=true"] if "hydra/launcher=slurm" in words else []
         assert compose.command(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
 

@@ -45,5 +45,11 @@ def test_train(site: Path, tmp_path: Path) -> None:
 
 def test_console_script_is_declared(site: Path) -> None:
     (entry_points,) = site.glob("titan-*.dist-info/entry_points.txt")
-    for door in ("train", "prepare", "convert"):
+    for door in ("train", "prepare", "convert", "compare"):
         assert f"titan-{door} = titan.{door}:cli" in entry_points.read_text()
+
+
+def test_the_page_of_a_comparison_has_its_styles(site: Path, tmp_path: Path) -> None:
+    read = "from titan.report import html; print(len(html._file('page.css')), len(html._file('page.js')))"
+    done = python(site, tmp_path, "-c", read)
+    assert all(int(size) > 500 for size in done.stdout.split()), done.stderr

@@ -341,7 +341,7 @@ def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix:
     new.pop("training.steps", None)
     differ = sorted(k for k in old.keys() | new.keys() if old.get(k, _DEFAULT) != new.get(k, _DEFAULT))
     if differ and not (saved and _later(run, differ, mix, saved.about)):
-        before, now = {**_flat(last["config"]), **old}, {**_flat(as_config(run)), **new}
+        before, now = {**flat(last["config"]), **old}, {**flat(as_config(run)), **new}
         what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
         raise Refusal(f"{_place(run)}: holds another experiment ({what}); choose another name for this one.")
     if wanted < steps:
@@ -369,12 +369,12 @@ def _later(run: Run, differ: list[str], mix: Mix, saved: Manifest) -> bool:
 _DEFAULT = object()
 
 
-def _flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """A nested configuration by dotted names."""
-    flat: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return flat
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return found
 
 
 def _life(

@@ -128,6 +128,7 @@ class RunFound:
         speed_by_life: of each life that timed any.
         cost: what it took.
         curves: over time.
+        repeat: training.repeat: which repeat of the same seed it is.
     """
 
     label: str
@@ -153,6 +154,7 @@ class RunFound:
     speed_by_life: tuple[Speed, ...]
     cost: Cost
     curves: Curves
+    repeat: int = 0
 
 
 @dataclass(frozen=True)

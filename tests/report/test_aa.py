@@ -1,0 +1,68 @@
+"""Comparisons of equals find nothing more often than they may, and a difference with the seeds told beforehand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.report.aa import INJECTED, NEUTRAL, end
+from tests.report.made import Story, made
+from titan.report.judge import Options, compare
+from titan.report.quality import difference
+from titan.report.statistics import seeds_needed
+
+SPREAD = 0.02
+"""Standard deviation of the final loss over seeds."""
+
+
+def story(seed: int, level: float = 3.0) -> Story:
+    return Story(seed=seed, steps=12, every=0, spread=SPREAD, level=level)
+
+
+def test_of_20_comparisons_of_equals_at_most_one_finds_a_difference(tmp_path: Path) -> None:
+    answers = []
+    for number in range(20):
+        for seed in range(4):
+            made(tmp_path / f"{number}/a{seed}", story(8 * number + seed))
+            made(tmp_path / f"{number}/b{seed}", story(8 * number + 4 + seed), NEUTRAL)
+        answers.append(end(compare([tmp_path / str(number)])).answer)
+    assert answers.count("yes") <= 1
+
+
+@pytest.mark.parametrize("paired", [pytest.param(True, id="pairs"), pytest.param(False, id="independent")])
+def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
+    random, found = np.random.default_rng(0), 0
+    for _ in range(2000):
+        arm, baseline = random.normal(3, SPREAD, (2, 4))
+        seeds = difference(dict(enumerate(arm)), {i if paired else i + 4: v for i, v in enumerate(baseline)})
+        assert seeds is not None and seeds.paired == paired
+        found += (seeds.difference.p() or 0) < 0.05
+    assert 0.035 < found / 2000 < 0.06
+
+
+def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path: Path) -> None:
+    for seed in range(8):
+        made(tmp_path / f"a{seed}", story(seed))
+    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds an arm" in note]
+    needed = int(re.findall(r"takes about (\d+) seeds", told[0])[0])
+    assert 4 <= needed <= 8
+    for seed in range(needed):
+        made(tmp_path / f"b{seed}", story(100 + seed, 3 + INJECTED), NEUTRAL)
+    found = end(compare([tmp_path]))
+    assert found.answer == "yes"
+    assert found.difference is not None and found.difference.low is not None and found.difference.high is not None
+    assert found.difference.low < INJECTED < found.difference.high
+
+
+def test_the_seeds_told_find_it_as_often_as_promised() -> None:
+    random, found = np.random.default_rng(1), 0
+    needed = seeds_needed(INJECTED, np.sqrt(2) * SPREAD)
+    assert needed is not None
+    for _ in range(1000):
+        arm, baseline = random.normal(3 + INJECTED, SPREAD, needed), random.normal(3, SPREAD, needed)
+        seeds = difference(dict(enumerate(arm)), dict(enumerate(baseline)))
+        found += seeds is not None and (seeds.difference.p() or 0) < 0.05
+    assert found / 1000 > 0.77

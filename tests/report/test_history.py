@@ -1,0 +1,139 @@
+"""What counts of several lives, what they cost, and how fast they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.report.made import BETWEEN, START, Life, Story, made, read_lines, write_lines
+from titan.report import speed
+from titan.report.collect import Raw, collect
+from titan.report.history import History
+from titan.report.runs import member
+
+SEVERAL = Story(lives=(Life(0, 22), Life(15, 30, ("parallelism=fsdp",)), Life(30, 40, ("parallelism=fsdp",))), jitter=0)
+"""On one device to step 22, of which 7 steps are lost; then on two devices."""
+STEP, STALL = SEVERAL.seconds, SEVERAL.stall
+
+
+def read(directory: Path, story: Story, *overrides: str) -> Raw:
+    return collect([made(directory, story, *overrides)]).runs[0]
+
+
+def test_each_step_counts_once_by_its_last_life(tmp_path: Path) -> None:
+    history = History(read(tmp_path / "run", SEVERAL))
+    assert list(history.steps.step) == list(range(1, 41))
+    assert list(history.steps.life) == [1] * 15 + [2] * 15 + [3] * 10
+    assert [v["step"] for v in history.validations] == [10, 20, 30, 40]
+    assert {v["step"]: v["life"] for v in history.validations}[20] == 2
+
+
+def test_what_was_lost_and_not_done_again_does_not_count(tmp_path: Path) -> None:
+    history = History(read(tmp_path / "run", Story(lives=(Life(0, 22), Life(15, 18)))))
+    assert list(history.steps.step) == list(range(1, 19))
+    assert [v["step"] for v in history.validations] == [10]
+
+
+def test_device_hours_are_of_all_lives_each_with_its_devices(tmp_path: Path) -> None:
+    cost = History(read(tmp_path / "run", SEVERAL)).cost()
+    lives = [START + count * STEP + STALL for count in (22, 15, 10)]
+    assert cost.device_hours == pytest.approx((lives[0] + 2 * lives[1] + 2 * lives[2]) / 3600, rel=0.01)
+    assert cost.goodput == pytest.approx(40 * STEP / sum(lives), rel=0.01)
+    assert (cost.lives, cost.steps_again, cost.checkpoint_seconds) == (3, 7, 3 * STALL)
+    assert cost.start_seconds == pytest.approx(3 * START, abs=3)  # run.yaml gives whole seconds
+    assert cost.data_seconds == pytest.approx(47 * 0.01 * STEP)
+    assert cost.device_hours < BETWEEN / 3600 / 2  # the time between lives costs nothing
+
+
+def test_device_hours_of_a_step_hold_stalls_and_lost_steps(tmp_path: Path) -> None:
+    hours = History(read(tmp_path / "run", SEVERAL)).device_hours * 3600
+    first = START + 22 * STEP + STALL
+    assert hours[14] == pytest.approx(START + 15 * STEP, abs=1.1)
+    assert hours[15] == pytest.approx(first + 2 * (START + STEP), abs=3)
+    assert (np.diff(hours) >= 0).all()
+
+
+def test_lines_without_a_time_count_their_steps_seconds(tmp_path: Path) -> None:
+    history = History(read(tmp_path / "run", Story(timed=False, jitter=0)))
+    assert history.cost().device_hours == pytest.approx(40 * STEP / 3600)
+    assert history.cost().goodput == pytest.approx(1)
+    assert history.device_hours[9] == pytest.approx(10 * STEP / 3600)
+
+
+def test_a_run_that_did_nothing(tmp_path: Path) -> None:
+    raw = read(tmp_path / "run", Story(lives=(Life(0, 20),)))
+    write_lines(raw.directory, [])
+    (raw,) = collect([tmp_path / "run"]).runs
+    found = member(raw, "it").run
+    assert (found.step, found.tokens, found.loss, found.speed, found.cost.device_hours) == (0, 0, None, None, 0)
+
+
+def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
+    raw = read(tmp_path / "run", Story(sources={"web": 0.1, "code": -0.1}))
+    found, last = member(raw, "it").run, [x for x in read_lines(tmp_path / "run") if "validation_loss" in x][-1]
+    assert (found.state, found.decayed, found.step, found.steps, found.tokens) == ("finished", True, 40, 40, 40 * 128)
+    assert (found.validation, found.bits) == (last["validation_loss"], last["bits_per_byte"])
+    assert found.bits_by_source == {"web": last["bits_per_byte/web"], "code": last["bits_per_byte/code"]}
+    assert (found.hardware, found.devices) == ("NVIDIA H200", 1)
+
+
+def test_a_final_validation_that_metrics_lack_is_that_of_the_result(tmp_path: Path) -> None:
+    raw = read(tmp_path / "run", Story())
+    write_lines(raw.directory, [x for x in read_lines(raw.directory) if "validation_loss" not in x])
+    (again,) = collect([raw.directory]).runs
+    assert member(again, "it").run.validation == raw.result["validation_loss"]
+
+
+def test_an_unfinished_run_has_no_final_validation(tmp_path: Path) -> None:
+    found = member(read(tmp_path / "run", Story(lives=(Life(0, 30),))), "it").run
+    assert (found.state, found.decayed, found.validation, found.bits) == ("stopped", False, None, None)
+    assert len(found.curves.validation) == 3
+
+
+def test_warm_up_steps_of_each_life_are_not_timed(tmp_path: Path) -> None:
+    raw = read(tmp_path / "run", SEVERAL)
+    lines = read_lines(raw.directory)
+    for life in (1, 2, 3):
+        for line in [x for x in lines if "loss" in x and x["life"] == life][:3]:
+            line["step_seconds"] = 60.0
+    write_lines(raw.directory, lines)
+    (raw,) = collect([raw.directory]).runs
+    found = speed.of_lives(raw)
+    assert [s.steps for s in found] == [19, 12, 7]
+    assert all(s.step_seconds.p90 == pytest.approx(STEP) for s in found)
+    whole = speed.of_run(raw)
+    assert whole is not None and whole.steps == 19  # of the lives with the last layout
+
+
+def test_a_life_of_warm_up_alone_has_no_speed(tmp_path: Path) -> None:
+    assert speed.of_run(read(tmp_path / "run", Story(lives=(Life(0, 3),)))) is None
+
+
+def test_both_conventions_of_mfu(tmp_path: Path) -> None:
+    raw = read(tmp_path / "run", Story())
+    found, model = speed.of_run(raw), speed.model_of(raw)
+    assert found and model and found.mfu and found.mfu_causal
+    attention = 12 * model.layers * model.heads * model.head_size * 16
+    full = model.flops_per_token(16)
+    assert found.mfu_causal / found.mfu == pytest.approx((full - attention / 2) / full)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        pytest.param((), "Llama", id="llama"),
+        pytest.param(("model=qwen3_debug", "model.vocab=64"), "Qwen3", id="qwen3"),
+    ],
+)
+def test_flops_are_of_the_models_own_class(overrides: tuple[str, ...], kind: str, tmp_path: Path) -> None:
+    model = speed.model_of(read(tmp_path / "run", Story(), *overrides))
+    assert type(model).__name__ == kind
+
+
+def test_a_model_that_is_not_here_has_no_flops(tmp_path: Path) -> None:
+    raw = read(tmp_path / "run", Story())
+    raw.last["science"]["model"] = "experiments.gone.Model"
+    found = speed.of_run(raw)
+    assert speed.model_of(raw) is None and found is not None and found.mfu_causal is None

@@ -1,0 +1,110 @@
+"""The page of a comparison: whole, offline, safe, and small."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.report import shown
+from titan.report.findings import Comparison
+from titan.report.html import POLICY, page
+
+VOID = {"meta", "rect", "path", "br", "link", "img"}
+COMPARISONS = [pytest.param(make(), id=name) for name, make in shown.ALL.items() if name != "many"]
+COMPARISONS.append(pytest.param(shown.many(12, 50), id="twelve"))
+
+
+class Reader(HTMLParser):
+    """What a page has: elements that are open, all attributes, and its text without styles and script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not {"style", "script"} & set(self.open):
+            self.text += data
+
+    def of(self, name: str) -> list[str]:
+        return [value for key, value in self.attributes if key == name]
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_it_is_whole_and_needs_nothing(comparison: Comparison) -> None:
+    text = page(comparison)
+    read = Reader(text)
+    assert read.open == []
+    assert (
+        not read.of("src") and not read.of("href") and not re.search(r"https?:|@import|//[a-z]", without_script(text))
+    )
+    assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", text))
+    assert len(read.of("id")) == len(set(read.of("id"))) and POLICY in read.of("content")
+    assert "nan" not in " ".join(read.of("points") + read.of("d") + read.of("width")).lower()
+
+
+def without_script(text: str) -> str:
+    return re.sub(r"<script>.*?</script>", "", text, flags=re.S)
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_it_says_it_all(comparison: Comparison) -> None:
+    read = Reader(page(comparison, "made today"))
+    for arm in comparison.arms:
+        assert arm.label in read.text
+        assert all(run.directory in read.text and run.label in read.text for run in arm.runs)
+        assert arm.learning is None or arm.learning.text in read.text
+        assert all(quality.text[1:] in read.text for quality in arm.quality)
+    for failed in comparison.failed:
+        assert failed.reason in read.text and failed.directory in read.text
+    assert all(note.rstrip(".") in read.text for note in comparison.notes) and "made today" in read.text
+    assert {str(i) for i in range(len(comparison.arms))} == set(read.of("data-arm"))
+
+
+def test_labels_can_not_break_out() -> None:
+    assert shown.NASTY in Reader(page(shown.mixed())).text
+    read = Reader(page(shown.comparison(*shown.mixed().arms, title=shown.NASTY, question='"><img src=x>')))
+    assert read.tags.count("script") == 1 and "img" not in read.tags
+    assert all(name in KNOWN for name, _ in read.attributes)
+
+
+KNOWN = {
+    "aria-hidden", "aria-label", "charset", "class", "clip-path", "content", "cx", "cy", "d", "data-arm", "height",
+    "http-equiv", "id", "lang", "name", "points", "preserveaspectratio", "r", "role", "scope", "text-anchor", "title",
+    "viewbox", "width", "x", "y",
+}  # fmt: skip
+
+
+def test_sections_come_in_order() -> None:
+    read = page(shown.mixed())
+    told = re.findall(r"<h2>(.*?)</h2>", read)
+    assert told == ["Answers", "Figures", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
+    assert re.findall(r"<h3>(.*?)</h3>", read) == [
+        "Training loss", "Validation loss", "Difference to the baseline", "Throughput", "Memory", "Speed and memory",
+    ]  # fmt: skip
+    assert re.findall(r"<h2>(.*?)</h2>", page(shown.failures_only())) == ["Failures", "Settings"]
+
+
+def test_a_large_comparison_stays_small() -> None:
+    text = page(shown.many(64, 10_000))
+    assert len(text) < 1_000_000
+    assert max(points.count(",") for points in re.findall(r'points="([^"]*)"', text)) <= 400

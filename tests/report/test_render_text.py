@@ -1,0 +1,239 @@
+"""What a comparison says in the terminal, in Markdown, in CSV and in JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.report import shown
+from titan.report import export, figures, markdown, sentences, table
+from titan.report.findings import Arm, Comparison, Failed, Interval
+
+COMPARISONS = [pytest.param(make(), id=name) for name, make in shown.ALL.items() if name != "many"]
+COMPARISONS.append(pytest.param(shown.many(12, 50), id="twelve"))
+
+
+def packed(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 160])
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_terminal_keeps_to_its_width(comparison: Comparison, width: int) -> None:
+    assert max(map(len, table.text(comparison, width).splitlines())) <= width
+
+
+@pytest.mark.parametrize("width", [40, 100, 300])
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_terminal_says_it_all(comparison: Comparison, width: int) -> None:
+    text = packed(table.text(comparison, width))
+    for failed in comparison.failed:
+        assert packed(failed.label) in text and packed(failed.reason) in text and failed.directory in text
+    for arm in comparison.arms:
+        assert all(part in text for part in arm.label.split() if len(part) < 20)
+    assert all(packed(note) in text for note in sentences.notes(comparison))
+    assert all(packed(said) in text for _, told in sentences.answers(comparison) for said in told)
+
+
+def test_terminal_in_one_line_an_arm() -> None:
+    lines = table.text(shown.two(), 200).splitlines()
+    (single,) = [line for line in lines if line.startswith("parallelism=single")]
+    (fsdp,) = [line for line in lines if line.startswith("parallelism=fsdp  ")]
+    assert re.split(r"\s{2,}", single)[1:6] == ["baseline", "2", "1", "30,000", "137 (131-149)"]
+    assert re.split(r"\s{2,}", fsdp)[1:7] == [
+        "same", "2", "1.320 [1.300, 1.340]", "39,600", "103 (99.3-113)", "0.90",
+    ]  # fmt: skip
+
+
+def test_terminal_leaves_the_heaviest_columns_out_and_says_so() -> None:
+    text = table.text(shown.two(), 100)
+    assert "Too narrow for: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
+    assert "goodput" not in text.partition("Too narrow")[0]
+
+
+def test_terminal_without_room_for_a_table_has_a_block_an_arm() -> None:
+    lines = table.text(shown.two(), 40).splitlines()
+    at = lines.index("parallelism=fsdp")
+    assert lines[at + 1 : at + 4] == ["  answer: same", "  runs: 2", "  speed of baseline: 1.320 [1.300,"]
+
+
+@pytest.mark.parametrize("width", [40, 100, 160])
+def test_colours_change_nothing_else(width: int) -> None:
+    plain, coloured = (table.text(shown.mixed(), width, colour=colour) for colour in (False, True))
+    assert ("\x1b" not in plain and "\x1b[32msame\x1b[0m" in coloured) or width == 40
+    assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
+
+
+def with_ratio(low: float | None, high: float | None, answer: str = "yes", **changes: Any) -> Arm:
+    arm = shown.arm("layout=fast", learning=shown.learning(answer), **changes)
+    return replace(arm, speed_ratio=Interval(1.3, low, high))
+
+
+OTHER = {"same_science": False}
+LEADS = [
+    pytest.param([with_ratio(1.2, 1.4)], "it does. It is faster: 1.300 times the baseline's tokens", id="yes"),
+    pytest.param([with_ratio(1.2, 1.4, seeds=(0,))], "tokens a second, by one run.", id="one-run"),
+    pytest.param([with_ratio(0.9, 1.7)], "it does. It is not shown to be faster", id="interval-spans-one"),
+    pytest.param([with_ratio(None, None)], "it does. It is not shown to be faster", id="no-interval"),
+    pytest.param([with_ratio(1.2, 1.4, "no")], "must learn what the baseline learns: it does not.", id="no"),
+    pytest.param([with_ratio(1.2, 1.4, "undecided")], "that is undecided.", id="undecided"),
+    pytest.param(
+        [with_ratio(1.2, 1.4), with_ratio(1.2, 1.4, "no"), with_ratio(1.5, 1.6, "undecided")],
+        "Of 3 arms that must learn what the baseline learns, 1 does, 1 does not, 1 is undecided. Fastest of those that "
+        "do: layout=fast, 1.300 times",
+        id="several",
+    ),
+    pytest.param(
+        [shown.arm("lr=3", quality=(shown.quality(),), **OTHER), shown.arm("lr=9", **OTHER)],
+        "Of 2 arms of other science, 1 is better, 1 is not judged. Best: lr=3, whose validation loss is 0.0500 below",
+        id="better",
+    ),
+    pytest.param(
+        [shown.arm("lr=3", quality=(shown.quality(difference=0.1),), **OTHER)], "other science, is worse.", id="worse"
+    ),
+    pytest.param([shown.arm("lr=3", quality=(shown.quality("no"),), **OTHER)], "shows no difference.", id="equal"),
+    pytest.param([shown.arm("lr=3", quality=(shown.quality("undecided"),), **OTHER)], "is undecided.", id="open"),
+    pytest.param([shown.arm("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"),
+]
+
+
+@pytest.mark.parametrize(("arms", "said"), LEADS)
+def test_lead(arms: list[Arm], said: str) -> None:
+    told = " ".join(sentences.lead(shown.comparison(shown.arm("base", baseline=True), *arms)))
+    assert said in told
+    assert ("Best" in told or "Its" in told) == ("better" in told)
+
+
+def test_lead_of_failures_and_of_one_arm() -> None:
+    assert sentences.lead(shown.failures_only()) == ["No run has figures.", "3 failures, listed below with reasons."]
+    assert sentences.lead(shown.one()) == ["There is one arm only, so there is nothing to hold it against."]
+
+
+def test_a_note_of_many_arms_is_said_once() -> None:
+    arms = [shown.arm(f"lr={i}", notes=("not tuned",)) for i in range(9)]
+    told = sentences.notes(shown.comparison(shown.arm("base", baseline=True), *arms))
+    assert told[1:] == ["lr=0 | lr=1 | lr=2 | lr=3 | lr=4 | lr=5 | and 3 more: not tuned."]
+    assert sentences.notes(shown.comparison(*arms))[1:] == ["All arms: not tuned."]
+
+
+def test_equal_verdicts_are_said_once_with_their_points() -> None:
+    ends = [shown.quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
+    hours = shown.quality("undecided", at="equal device-hours", text="undecided: by 0.01 nats")
+    arm = shown.arm("lr=3", quality=(*ends, hours), same_science=False)
+    ((_, told),) = sentences.answers(shown.comparison(arm))
+    assert told[:2] == [
+        "At the end and at equal tokens: yes: by 0.05 nats.",
+        "At equal device-hours: undecided: by 0.01 nats.",
+    ]
+    ((_, told),) = sentences.answers(shown.comparison(replace(arm, quality=(hours,))))
+    assert told[0] == "Undecided: by 0.01 nats."
+
+
+def test_only_columns_with_figures() -> None:
+    bare = shown.arm("base", tokens=None, baseline=True, validation=None, bits=None)
+    names = [column.name for column in figures.columns(shown.comparison(bare, bare))]
+    assert names == ["answer", "runs", "device-hours", "goodput", "loss"]
+    assert "speed" not in [column.name for column in figures.columns(shown.one())]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        pytest.param({}, "2", id="finished"),
+        pytest.param({"state": "running", "steps_done": 100}, "2 (2 running at 25%)", id="running"),
+        pytest.param({"seeds": (0, 0)}, "2 (1 seed)", id="repeats"),
+        pytest.param({"seeds": (4,), "state": "failed", "steps_done": 200}, "1 (failed at 50%)", id="one-failed"),
+    ],
+)
+def test_runs(changes: dict[str, Any], told: str) -> None:
+    columns = {column.name: column for column in figures.columns(shown.comparison(shown.arm("base", **changes)))}
+    assert columns["runs"].cells[0].line() == told
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_markdown_tables_are_whole(comparison: Comparison) -> None:
+    text = markdown.text(comparison)
+    assert "<" not in text and ">" not in text
+    for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.M):
+        bars = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
+        assert len(bars) == 1, block
+
+
+def test_markdown_says_it_all() -> None:
+    comparison = shown.mixed()
+    text = markdown.text(comparison).replace("\\", "").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
+    assert all(arm.label in text for arm in comparison.arms)
+    assert all(failed.reason in text and failed.directory in text for failed in comparison.failed)
+    assert "| optimizer=muon | validation loss at the end | -0.0100 | -0.0200 [-0.0300, -0.0100] |" in text
+    assert "| parallelism | differs: single | fsdp | tp |" in text and "| model | debug |" in text
+
+
+@pytest.mark.parametrize(
+    ("label", "told"),
+    [
+        pytest.param("a|b", "a\\|b", id="table"),
+        pytest.param("[x](javascript:1)", "[x]\\(javascript:1)", id="link"),
+        pytest.param("<b>&", "&lt;b&gt;&amp;", id="tag"),
+        pytest.param("a_b *c* `d`", "a\\_b \\*c\\* \\`d\\`", id="emphasis"),
+        pytest.param("a\n# b", "a \\# b", id="line"),
+    ],
+)
+def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
+    failed = Failed(label, "/data", "failed", "killed")
+    assert f"\n| {told} | failed | killed | /data |\n" in markdown.text(shown.comparison(failed=[failed]))
+
+
+def test_csv_has_a_row_a_run() -> None:
+    comparison = shown.mixed()
+    rows = list(csv.DictReader(io.StringIO(export.csv_text(comparison))))
+    runs = [(arm, run) for arm in comparison.arms for run in arm.runs]
+    assert list(rows[0])[: len(export.COLUMNS)] == list(export.COLUMNS)
+    assert len(rows) == len(runs) + len(comparison.failed)
+    for row, (arm, run) in zip(rows, runs, strict=False):
+        assert (row["arm"], row["run"], row["directory"]) == (arm.label, run.label, run.directory)
+        assert run.speed is not None and float(row["step_seconds"]) == run.speed.step_seconds.median
+        assert float(row["loss"]) == run.loss and row["baseline"] == str(arm.baseline).lower()
+        assert float(row["device_hours"]) == run.cost.device_hours and row["bits_per_byte/code"] == "0.9"
+    assert rows[0]["setting/parallelism"] == "single" and rows[-4]["setting/parallelism"] == ""
+    assert [row["reason"] for row in rows[-2:]] == [failed.reason for failed in comparison.failed]
+
+
+def test_csv_has_a_failed_run_with_figures_once() -> None:
+    arm = shown.arm("base", (0,), state="failed", reason="killed")
+    failed = Failed("base", arm.runs[0].directory, "failed", "killed")
+    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown.comparison(arm, failed=[failed]))))
+    assert (row["state"], row["reason"]) == ("failed", "killed")
+
+
+def test_csv_leaves_empty_what_is_unknown() -> None:
+    arm = shown.arm("base")
+    arm = replace(arm, runs=(shown.run("base", 0, None, loss=float("nan"), bits=None),))
+    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown.comparison(arm))))
+    assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
+
+
+def refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+@pytest.mark.parametrize("comparison", COMPARISONS)
+def test_json_is_strict_and_full(comparison: Comparison) -> None:
+    found = json.loads(export.json_text(comparison), parse_constant=refuse)
+    assert found["format"] == 1 and found["title"] == comparison.title
+    assert [arm["label"] for arm in found["arms"]] == [arm.label for arm in comparison.arms]
+    assert [failed["reason"] for failed in found["failed"]] == [failed.reason for failed in comparison.failed]
+    for arm, told in zip(comparison.arms, found["arms"], strict=True):
+        assert [run["validation"] for run in told["runs"]] == [run.validation for run in arm.runs]
+        assert all("curves" not in run for run in told["runs"])
+
+
+def test_json_has_null_for_what_is_not_finite() -> None:
+    arm = replace(shown.arm("base"), runs=(shown.run("base", loss=float("nan"), validation=float("inf")),))
+    (run,) = json.loads(export.json_text(shown.comparison(arm)), parse_constant=refuse)["arms"][0]["runs"]
+    assert run["loss"] is None and run["validation"] is None

@@ -1,0 +1,178 @@
+"""Compare runs and sweeps: `python -m titan.compare DIR [DIR ...] [SETTING=VALUE ...]`; see `--help`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan import compose
+from titan.arguments import arguments, describe
+from titan.settings import Failure, Refusal, setting
+
+if TYPE_CHECKING:
+    from titan.report.findings import Comparison
+
+HELP = """\
+Compare runs and sweeps: python -m titan.compare DIR [DIR ...] [SETTING=VALUE ...]
+
+  python -m titan.compare runs/grid                       all runs of a sweep; also while it still goes on
+  python -m titan.compare runs/a runs/b runs/c            any runs; the first one is the baseline
+  python -m titan.compare runs baseline=parallelism=ddp   all runs below a folder, held against one of them
+  python -m titan.compare runs/grid to=[a.html,a.csv]     written elsewhere, and in other formats
+
+A table and the answers in words go to the terminal, the same with charts into a page that opens offline.
+
+Settings, with what they are unless given:
+
+{settings}
+
+Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sentence), 130 interrupted.
+"""
+PAGE = "compare.html"
+WIDE = 160
+"""Columns where there is no terminal, as in a file."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `python -m titan.compare` understands beside directories."""
+
+    baseline: str | None = setting(
+        None, "what the others are held against: settings, such as parallelism=ddp,lr=0.001, or a run's directory"
+    )
+    margin: float | None = setting(
+        None, "nats of validation loss that count as no difference; null: as the sweep says, else 0.02", above=0
+    )
+    target: float | None = setting(None, "validation loss to come to; null: as the sweep says", above=0)
+    to: str | tuple[str, ...] | None = setting(
+        None, f"files to write: .html, .md, .csv or .json; null: {PAGE} in the first directory; []: none"
+    )
+
+    def files(self) -> tuple[Path, ...] | None:
+        """The files that were asked for; None where nothing was said."""
+        if self.to is None:
+            return None
+        return tuple(Path(name).expanduser() for name in ([self.to] if isinstance(self.to, str) else self.to))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return compose.exit_code(lambda: _main(given))
+
+
+def _main(given: list[str]) -> int:
+    if {"-h", "--help"} & set(given):
+        print(HELP.format(settings=describe(Settings)), end="")
+        return 0
+    directories, told = split(given)
+    settings = arguments(Settings, told)
+    _check(directories, settings.files() or ())
+
+    from titan.report import judge, table  # only now: refusals and --help need not wait for numpy
+
+    options = judge.Options(settings.baseline, settings.margin, settings.target)
+    comparison = judge.compare(directories, options)
+    print(table.text(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
+    _write_all(comparison, Path(directories[0]), settings.files(), given)
+    return 0
+
+
+def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Directories, and arguments of the kind KEY=VALUE.
+
+    A directory may have an equals sign in its name, as points of a sweep have: what is no setting's name before it
+    and is there as a directory is one.
+    """
+    known = {field.name for field in fields(Settings)}
+    directories = [text for text in given if not _is_setting(text, known)]
+    return directories, [text for text in given if _is_setting(text, known)]
+
+
+def _is_setting(text: str, known: set[str]) -> bool:
+    key, equals, _ = text.partition("=")
+    if text.startswith("-") or (key in known and equals):
+        return True
+    return bool(equals) and key.isidentifier() and not Path(text).is_dir()
+
+
+def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
+    """Refuse what can't be read or written, before any work."""
+    if not directories:
+        raise Refusal("no directory is given; name those of runs or sweeps, such as runs/grid, or see --help.")
+    for name in directories:
+        if not Path(name).is_dir():
+            raise Refusal(f"{name}: there is no such directory; correct the path.")
+    for file in files:
+        if file.suffix not in _WRITERS:
+            raise Refusal(f"to={file}: no format has this ending; choose one of {', '.join(_WRITERS)}.")
+        if file.is_dir() or not file.parent.is_dir():
+            what = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
+            raise Refusal(f"to={file}: {what}; give another file.")
+
+
+def _colourful() -> bool:
+    """Whether colours are welcome: on a terminal that knows them, unless the user says no (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None, given: Sequence[str]) -> None:
+    """Write what was asked for; the page that nobody asked for may fail, as in a directory of other people."""
+    made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *given])}"
+    print()
+    for file in [first / PAGE] if files is None else files:
+        try:
+            file.write_text(_WRITERS[file.suffix](comparison, made), encoding="utf-8")
+            print(f"written: {file}")
+        except OSError as error:
+            if files is not None:
+                raise Failure(f"to={file}: can't be written ({error.strerror}).") from error
+            print(f"not written: {file} ({error.strerror}); name another file with to=FILE.")
+
+
+def _html(comparison: Comparison, made: str) -> str:
+    from titan.report.html import page
+
+    return page(comparison, made)
+
+
+def _markdown(comparison: Comparison, made: str) -> str:
+    from titan.report.markdown import text
+
+    return f"{text(comparison)}\n`{made}`\n"
+
+
+def _csv(comparison: Comparison, made: str) -> str:
+    from titan.report.export import csv_text
+
+    return csv_text(comparison)
+
+
+def _json(comparison: Comparison, made: str) -> str:
+    from titan.report.export import json_text
+
+    return json_text(comparison)
+
+
+_WRITERS: dict[str, Callable[[Comparison, str], str]] = {
+    ".html": _html,
+    ".md": _markdown,
+    ".csv": _csv,
+    ".json": _json,
+}
+
+
+def cli() -> None:
+    """The console script `titan-compare`."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,256 @@
+"""Find runs and read what they left: each file once. Free of torch.
+
+A directory with run.yaml is a run, one with ledger.jsonl a sweep that names its runs; any other is searched for
+runs and sweeps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from titan import endings, ledger
+from titan.ledger import Asked, Point
+from titan.lives import read_lives
+from titan.report import columns
+from titan.report.columns import Metrics
+from titan.report.findings import Failed, State
+from titan.settings import Refusal
+
+
+@dataclass(frozen=True)
+class Raw:
+    """A run as its files tell.
+
+    Attributes:
+        directory: where it is.
+        documents: of run.yaml, one a life.
+        metrics: of metrics.jsonl.
+        result: of result.json; empty where there is none.
+        device: what env.json says of the machine.
+        state, reason: how it stands; of one that did not finish, why.
+        overrides: what a sweep's command line says of it alone; of other runs, the whole command line.
+    """
+
+    directory: Path
+    documents: tuple[Mapping[str, Any], ...]
+    metrics: Metrics
+    result: Mapping[str, Any]
+    device: Mapping[str, Any]
+    state: State
+    reason: str | None
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The document of the last life."""
+        return self.documents[-1]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration of the last life."""
+        return dict(self.last["config"])
+
+    @property
+    def seed(self) -> int:
+        """The seed."""
+        return int(self.config["training"].get("seed", 0))
+
+    @property
+    def repeat(self) -> int:
+        """Which repeat of the seed it is."""
+        return int(self.config["training"].get("repeat", 0))
+
+    @property
+    def wanted(self) -> int:
+        """Steps that it is to do."""
+        return int(self.config["training"]["steps"])
+
+    @property
+    def devices(self) -> int:
+        """How many devices the last life had."""
+        return devices(self.last)
+
+    @cached_property
+    def hardware(self) -> str:
+        """What the devices are called; empty where it is not known."""
+        return str(self.device.get("name") or "")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """All that the directories hold.
+
+    Attributes:
+        runs: each once, in the order in which they were found.
+        failed: points of sweeps without a run, and runs whose run.yaml can't be read.
+        sweeps: directory and question of each sweep.
+    """
+
+    runs: tuple[Raw, ...]
+    failed: tuple[Failed, ...]
+    sweeps: tuple[tuple[Path, Asked], ...]
+
+
+@dataclass
+class _Found:
+    runs: dict[Path, Raw] = field(default_factory=dict)
+    failed: dict[Path, Failed] = field(default_factory=dict)
+    sweeps: dict[Path, Asked] = field(default_factory=dict)
+
+    def known(self, directory: Path) -> bool:
+        return directory in self.runs or directory in self.failed
+
+
+def devices(document: Mapping[str, Any]) -> int:
+    """How many devices the life of a document in run.yaml had."""
+    return prod(int(degree) for degree in (document.get("layout") or {}).values())
+
+
+def collect(directories: Sequence[Path]) -> Collected:
+    """Read all runs in and below some directories.
+
+    Raises:
+        Refusal: for a directory that is not there, or holds no run.
+    """
+    found = _Found()
+    for directory in directories:
+        if not directory.is_dir():
+            raise Refusal(f"{directory}: there is no such directory; give those of runs or sweeps.")
+        before = len(found.runs) + len(found.failed)
+        at = directory.resolve()
+        _enter(at, found, given=True)
+        if len(found.runs) + len(found.failed) == before and not found.known(at):
+            raise Refusal(f"{directory}: holds no run (a run has a run.yaml); give the directory of a run or a sweep.")
+    return Collected(tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()))
+
+
+def _enter(directory: Path, found: _Found, given: bool = False) -> None:
+    """Take a run or a sweep, or go on below."""
+    if (directory / "run.yaml").is_file():
+        if given or _began(directory):
+            _take(directory, found, None)
+        return
+    sweep = ledger.read(directory)
+    if sweep is not None:
+        found.sweeps[directory] = sweep.asked
+        for point in sweep.points:
+            _take(Path(point.directory), found, point)
+        return
+    for child in _children(directory):
+        _enter(child, found)
+
+
+def _began(directory: Path) -> bool:
+    """Whether it is a run's own directory; where its checkpoints are copied to there is a run.yaml as well."""
+    return any((directory / name).exists() for name in ("metrics.jsonl", ".lock", "log"))
+
+
+def _children(directory: Path) -> Iterator[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            names = sorted(e.name for e in entries if e.is_dir() and not e.is_symlink() and not e.name.startswith("."))
+    except OSError:
+        return
+    yield from (directory / name for name in names)
+
+
+def _take(directory: Path, found: _Found, point: Point | None) -> None:
+    if found.known(directory):
+        return
+    run = _read(directory, point)
+    if isinstance(run, Raw):
+        found.runs[directory] = run
+    else:
+        found.failed[directory] = run
+
+
+def _read(directory: Path, point: Point | None) -> Raw | Failed:
+    """A run; or why there is none."""
+    label = " ".join(point.overrides) if point else directory.name
+    try:
+        documents = tuple(read_lives(directory)) if (directory / "run.yaml").is_file() else ()
+    except Refusal as refusal:
+        return Failed(label, str(directory), "failed", str(refusal))
+    if not documents:
+        state: State = point.state if point else "failed"
+        return Failed(label, str(directory), state, (point and point.reason) or _nothing(state, point))
+    metrics, result = columns.read(directory / "metrics.jsonl"), _json(directory / "result.json")
+    state, reason = _state(directory, documents[-1], result, point)
+    overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
+    device = dict(_json(directory / "env.json").get("device") or {})
+    return Raw(directory, documents, metrics, result, device, state, reason, overrides)
+
+
+def _nothing(state: State, point: Point | None) -> str:
+    if state == "queued":
+        return f"waits in the queue as job {point.job}" if point and point.job else "waits in the queue"
+    return {"planned": "has not been started", "running": "has not begun its first life yet"}.get(
+        state, "left nothing in its directory"
+    )
+
+
+def _state(
+    directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], point: Point | None
+) -> tuple[State, str | None]:
+    """How a run stands: its own files first, then what a ledger says."""
+    wanted = int(last["config"]["training"]["steps"])
+    if result.get("finished") and int(result.get("step") or 0) >= wanted:
+        return "finished", None
+    if endings.held(directory):
+        return "running", None
+    own = _ended(directory, last, result)
+    if point and point.state in ("failed", "stopped", "queued", "running"):
+        return point.state, point.reason or (None if point.state == "running" else own[1])
+    return own
+
+
+def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[State, str]:
+    """How the last life of a run ended that did not finish."""
+    if result.get("life") == last["life"] and result.get("finished") is False:
+        return "stopped", f"a signal ended it at step {result.get('step')}; the same command goes on with it"
+    if told := _told(directory / "log" / "launcher.log", str(last.get("began") or "")):
+        return "failed", told
+    return "stopped", "it ended without a word; the same command goes on with it"
+
+
+def _told(log: Path, began: str) -> str | None:
+    """What the launcher said last, since the life began; of a traceback the first and the last line."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    starts = [i for i, line in enumerate(lines) if (_seconds(line.partition(" ")[0]) or 0) >= (_seconds(began) or 0)]
+    starts = [i for i in starts if _seconds(lines[i].partition(" ")[0]) is not None]
+    if not starts:
+        return None
+    first, *more = [line for line in lines[starts[-1] :] if line.strip()]
+    return " ".join([first.partition(" ")[2], *more[-1:]])
+
+
+def _seconds(text: str) -> float | None:
+    """Seconds since 1970 of a date in ISO's format."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def began(document: Mapping[str, Any]) -> float | None:
+    """When the life of a document in run.yaml began, in seconds since 1970; None where it does not say."""
+    return _seconds(str(document.get("began") or ""))
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

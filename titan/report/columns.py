@@ -1,0 +1,140 @@
+"""metrics.jsonl in columns: what a comparison needs of it, read once and kept small."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.report.findings import Numbers
+
+KEYS = (
+    "life", "step", "time", "tokens", "loss", "grad_norm", "step_seconds", "data_seconds",
+    "tokens_per_second_per_device", "tflops_per_device", "mfu", "memory_gib",
+)  # fmt: skip
+"""The keys of a step's line, in the order of the columns of `Steps`."""
+AT_ONCE = 1000
+"""Lines that are parsed together."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Lines that tell of a step; [lines] each, NaN where a line does not say, hash 0 where it has none.
+
+    Attributes:
+        life, step: as in metrics.jsonl.
+        hash: of the batch.
+        time, tokens, loss, norm: as in metrics.jsonl; time in seconds since 1970, NaN in old lines.
+        seconds, waited: of the step; of it, waiting for data.
+        rate: tokens a second a device.
+        tflops, mfu, memory: a device's TFLOP/s and their share of its peak; GiB.
+    """
+
+    life: NDArray[np.int64]
+    step: NDArray[np.int64]
+    hash: NDArray[np.uint64]
+    time: Numbers
+    tokens: Numbers
+    loss: Numbers
+    norm: Numbers
+    seconds: Numbers
+    waited: Numbers
+    rate: Numbers
+    tflops: Numbers
+    mfu: Numbers
+    memory: Numbers
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def at(self, where: NDArray[Any]) -> Steps:
+        """The lines that a mask or indices choose."""
+        return Steps(**{f.name: getattr(self, f.name)[where] for f in dataclasses.fields(self)})
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What metrics.jsonl says.
+
+    Attributes:
+        steps: the lines of steps, in the order of the file.
+        validations: the lines of validations, as they are.
+        stalled: seconds that training stood still for checkpoints.
+        last: the time of the last line of each life, where lines have times.
+    """
+
+    steps: Steps
+    validations: tuple[Mapping[str, Any], ...]
+    stalled: float
+    last: Mapping[int, float]
+
+
+@dataclass
+class _Reading:
+    """What has been read so far."""
+
+    numbers: list[Numbers] = field(default_factory=list)
+    hashes: array[int] = field(default_factory=lambda: array("Q"))
+    validations: list[Mapping[str, Any]] = field(default_factory=list)
+    stalled: float = 0.0
+    last: dict[int, float] = field(default_factory=dict)
+
+    def take(self, records: Sequence[Any]) -> None:
+        """Add some lines, all or none: `TypeError` or `ValueError` where values are of the wrong kind."""
+        known = [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
+        steps = [r for r in known if "loss" in r]
+        numbers = np.array([tuple(map(r.get, KEYS)) for r in steps], dtype=np.float64).reshape(-1, len(KEYS))
+        hashes = array("Q", [int(r.get("batch_hash") or "0", 16) for r in steps])
+        stalled = sum(float(r["checkpoint_stall_seconds"]) for r in known if "checkpoint_stall_seconds" in r)
+        times = {int(r.get("life", 1)): float(r["time"]) for r in known if r.get("time") is not None}
+        self.numbers.append(numbers)
+        self.hashes.extend(hashes)
+        self.stalled += stalled
+        self.last |= times
+        self.validations += [{"life": 1} | r for r in known if "validation_loss" in r]
+
+
+def read(file: Path) -> Metrics:
+    """The columns of metrics.jsonl; lines that were cut short or make no sense are left out, a missing file has none.
+
+    Args:
+        file: the run's metrics.jsonl.
+    """
+    reading = _Reading()
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            while some := list(itertools.islice(lines, AT_ONCE)):
+                _take(reading, [line for line in some if not line.isspace()])
+    except OSError:
+        pass
+    return Metrics(_steps(reading), tuple(reading.validations), reading.stalled, reading.last)
+
+
+def _take(reading: _Reading, lines: Sequence[str]) -> None:
+    """Take many lines in one go, which is several times as fast; where that fails, halve by halve."""
+    try:
+        reading.take(json.loads(f"[{','.join(lines)}]"))
+    except (ValueError, TypeError, OverflowError, RecursionError):
+        if len(lines) > 1:
+            half = len(lines) // 2
+            _take(reading, lines[:half])
+            _take(reading, lines[half:])
+
+
+def _steps(reading: _Reading) -> Steps:
+    table = np.concatenate([np.zeros((0, len(KEYS))), *reading.numbers])
+    life, step, *columns = [np.ascontiguousarray(column) for column in table.T]
+    return Steps(
+        np.nan_to_num(life, nan=1).astype(np.int64),
+        step.astype(np.int64),
+        np.array(reading.hashes, dtype=np.uint64),
+        *columns,
+    )

@@ -1,0 +1,102 @@
+"""A comparison for other programs: CSV with a row a run, and JSON with everything but the curves."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from titan.report.findings import Arm, Comparison, Curves, Failed, RunFound
+
+FORMAT = 1
+"""Of the JSON; rises when a key changes its meaning or goes."""
+
+COLUMNS = (
+    "arm", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
+    "execution_id", "code_id", "devices", "hardware", "step", "steps", "tokens", "decayed", "loss", "validation_loss",
+    "bits_per_byte", "step_seconds", "step_seconds_p10", "step_seconds_p90", "tokens_per_second_per_device",
+    "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "lives",
+    "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again",
+)  # fmt: skip
+"""Of every CSV, in this order; after them come settings as `setting/NAME`, and `bits_per_byte/SOURCE`."""
+
+_SAME = ("directory", "state", "reason", "seed", "science_id", "group_id", "execution_id", "code_id", "devices",
+         "hardware", "step", "steps", "tokens", "decayed", "loss")  # fmt: skip
+"""Columns that are fields of `RunFound` under the same name."""
+_SPEED = ("tokens_per_second_per_device", "tflops_per_device", "mfu", "mfu_causal", "memory_gib")
+
+
+def csv_text(comparison: Comparison) -> str:
+    """A heading and a row for each run, those that failed without figures too; what is unknown stays empty."""
+    rows = [_row(arm, run) for arm in comparison.arms for run in arm.runs]
+    there = {row["directory"] for row in rows}
+    rows += [_failed(failed) for failed in comparison.failed if failed.directory not in there]
+    more = sorted({name for row in rows for name in row} - set(COLUMNS))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*COLUMNS, *more], restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _field(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def json_text(comparison: Comparison) -> str:
+    """All findings in full precision under the names of `titan.report.findings`; what is not finite is null."""
+    return json.dumps({"format": FORMAT, **_plain(comparison)}, indent=1, allow_nan=False) + "\n"
+
+
+def _row(arm: Arm, run: RunFound) -> dict[str, Any]:
+    return {
+        "arm": arm.label,
+        "baseline": arm.baseline,
+        "same_science": arm.same_science,
+        "run": run.label,
+        **{name: getattr(run, name) for name in _SAME},
+        "validation_loss": run.validation,
+        "bits_per_byte": run.bits,
+        **_speed(run),
+        **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
+        **{f"setting/{name}": value for name, value in arm.settings.items()},
+        **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
+    }
+
+
+def _speed(run: RunFound) -> dict[str, Any]:
+    if run.speed is None:
+        return {}
+    times = run.speed.step_seconds
+    return {
+        "step_seconds": times.median,
+        "step_seconds_p10": times.p10,
+        "step_seconds_p90": times.p90,
+        **{name: getattr(run.speed, name) for name in _SPEED},
+        "steps_timed": run.speed.steps,
+    }
+
+
+def _failed(failed: Failed) -> dict[str, Any]:
+    return {"run": failed.label, "directory": failed.directory, "state": failed.state, "reason": failed.reason}
+
+
+def _field(value: Any) -> Any:
+    """As a CSV has it: true and false in small letters as in JSON, nothing for what is not known or not finite."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
+
+
+def _plain(value: Any) -> Any:
+    """Findings as JSON carries them, without curves."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: _plain(field) for name, field in fields.items() if not isinstance(field, Curves)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value

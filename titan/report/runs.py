@@ -1,0 +1,91 @@
+"""A run as it is shown: its files' content turned into findings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from titan.report import speed
+from titan.report.collect import Raw
+from titan.report.findings import RunFound
+from titan.report.history import History
+
+LAST, SHARE = 10, 0.02
+"""The loss of training is the mean over the last share of the steps, and over so many at least."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run of an arm: its files, what counts of them, and what was found."""
+
+    raw: Raw
+    history: History
+    run: RunFound
+
+
+def member(raw: Raw, label: str) -> Member:
+    """Work out a run's figures.
+
+    Args:
+        raw: the run.
+        label: what tells it from the others.
+    """
+    history = History(raw)
+    done = int(history.steps.step[-1]) if len(history.steps) else 0
+    final = final_validation(raw, history)
+    run = RunFound(
+        label=label,
+        directory=str(raw.directory),
+        science_id=raw.last["ids"]["science"],
+        group_id=raw.last["ids"]["group"],
+        execution_id=raw.last["ids"]["execution"],
+        code_id=raw.last["ids"]["code"],
+        seed=raw.seed,
+        state=raw.state,
+        reason=raw.reason,
+        step=done,
+        steps=raw.wanted,
+        tokens=int(history.steps.tokens[-1]) if done and math.isfinite(history.steps.tokens[-1]) else 0,
+        devices=raw.devices,
+        hardware=raw.hardware,
+        decayed=raw.state == "finished",
+        loss=last_loss(history),
+        validation=_number(final.get("validation_loss")),
+        bits=_number(final.get("bits_per_byte")),
+        bits_by_source=by_source(final, "bits_per_byte/"),
+        speed=speed.of_run(raw),
+        speed_by_life=speed.of_lives(raw),
+        cost=history.cost(),
+        curves=history.curves(),
+        repeat=raw.repeat,
+    )
+    return Member(raw, history, run)
+
+
+def final_validation(raw: Raw, history: History) -> Mapping[str, Any]:
+    """The validation after the last step of a finished run, by metrics.jsonl or else result.json; empty before that."""
+    if raw.state != "finished":
+        return {}
+    last = history.validations[-1] if history.validations else {}
+    return last if last.get("step") == raw.wanted else raw.result
+
+
+def last_loss(history: History) -> float | None:
+    """Mean training loss of the last steps, of those that were finite."""
+    count = max(LAST, round(SHARE * len(history.steps)))
+    last = history.steps.loss[-count:]
+    return float(np.nanmean(last)) if np.isfinite(last).any() else None
+
+
+def by_source(final: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    """The figures of each source of a mixture, by its name."""
+    found = {key.removeprefix(prefix): _number(value) for key, value in final.items() if key.startswith(prefix)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -1,0 +1,176 @@
+"""Pieces of a chart as SVG text: scales with their ticks, axes, lines and labels that keep out of each other's way.
+
+The colours are CSS variables of the page, so that a chart follows its light and its dark dress.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from titan.report.findings import Numbers
+
+LINE = 15.0
+"""Height of a line of text."""
+LETTER = 6.6
+"""Width of a letter, roughly: browsers differ."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From values to places in the picture, linear or logarithmic.
+
+    Attributes:
+        low, high: the values at both ends.
+        start, end: their places, in the picture's units.
+        log: whether equal ratios have equal lengths.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, values: ArrayLike) -> Numbers:
+        """The places of values."""
+        told = np.asarray(values, dtype=np.float64)
+        low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
+        told = np.log10(told) if self.log else told
+        return np.asarray(self.start + (told - low) / (high - low or 1.0) * (self.end - self.start), dtype=np.float64)
+
+    def at(self, value: float) -> float:
+        """The place of one value."""
+        return float(self(value))
+
+    def ticks(self, wanted: int = 6) -> list[float]:
+        """About so many round values within."""
+        return _decades(self.low, self.high, wanted) if self.log else round_values(self.low, self.high, wanted)
+
+
+def round_values(low: float, high: float, wanted: int = 6) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, from low to high."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, wanted)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
+
+
+def tick(value: float) -> str:
+    """A round value with the digits that tell it from its neighbours."""
+    return f"{value:,.10g}"
+
+
+def _decades(low: float, high: float, wanted: int) -> list[float]:
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    every = max(1, math.ceil((last - first) / max(1, wanted)))
+    return [10.0**power for power in range(first, last + 1, every)]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The room of a chart: `x` and `y` map values into it, what is around is for axes and labels."""
+
+    x: Scale
+    y: Scale
+    width: float
+    height: float
+
+    def axes(self, x_name: str, y_name: str, x_text: Callable[[float], str], y_text: Callable[[float], str]) -> str:
+        """Grid lines, ticks with their values, and names with units."""
+        left, right, low, high = self.x.start, self.x.end, self.y.start, self.y.end
+        lines, words = [], []
+        for value in self.y.ticks():
+            at = self.y.at(value)
+            lines.append(f"M{left:.1f} {at:.1f}H{right:.1f}")
+            words.append(text(left - 8, at + 4, y_text(value), "end"))
+        for value in self.x.ticks():
+            at = self.x.at(value)
+            words.append(text(at, low + 18, x_text(value), "middle"))
+            lines.append(f"M{at:.1f} {low:.1f}v4")
+        words.append(text((left + right) / 2, low + 38, x_name, "middle", "name"))
+        words.append(text(left - 8, high - 12, y_name, "start", "name", shift=-LETTER * 7))
+        base = f"M{left:.1f} {low:.1f}H{right:.1f}"
+        return f'<path class="grid" d="{"".join(lines)}"/><path class="axis" d="{base}"/>{"".join(words)}'
+
+
+def picture(frame: Frame, name: str, body: str) -> str:
+    """The whole picture, told to screen readers by its name."""
+    size = f"0 0 {frame.width:g} {frame.height:g}"
+    return f'<svg class="chart" viewBox="{size}" role="img" aria-label="{escape(name)}">{body}</svg>'
+
+
+def clip(frame: Frame, name: str, body: str) -> str:
+    """What is drawn, cut off at the frame; `name` tells it from other charts of the page."""
+    x, y = frame.x, frame.y
+    box = f'x="{x.start:g}" y="{y.end:g}" width="{x.end - x.start:g}" height="{y.start - y.end:g}"'
+    return f'<clipPath id="{name}"><rect {box}/></clipPath><g clip-path="url(#{name})">{body}</g>'
+
+
+def line(frame: Frame, xs: ArrayLike, ys: ArrayLike, marks: str, title: str) -> str:
+    """A line through points, [points] each; `marks` are its attributes, `title` is shown where it is pointed at."""
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(frame.x(xs), frame.y(ys), strict=True))
+    return f'<polyline {marks} points="{points}"><title>{escape(title)}</title></polyline>'
+
+
+def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "", shift: float = 0.0) -> str:
+    """A line of text."""
+    of = f' class="{kind}"' if kind else ""
+    return f'<text{of} x="{x + shift:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+@dataclass(frozen=True)
+class Label:
+    """Words to be put beside the end of a line: `marks` are their attributes, `y` is where they would like to be."""
+
+    y: float
+    words: str
+    marks: str
+
+
+def labels(frame: Frame, wanted: Iterable[Label], letters: int = 24, most: int = 2) -> str:
+    """Words to the right of the frame, of at most two lines each, none above another."""
+    ordered = sorted(wanted, key=lambda label: label.y)
+    told = [_broken(label.words, letters, most) for label in ordered]
+    tops = spread([label.y for label in ordered], [LINE * len(lines) + 3 for lines in told], frame.y.end, frame.y.start)
+    return "".join(
+        f"<g {label.marks}><title>{escape(label.words)}</title>{_lines(frame.x.end + 10, top, lines)}</g>"
+        for label, lines, top in zip(ordered, told, tops, strict=True)
+    )
+
+
+def _broken(words: str, letters: int, most: int) -> list[str]:
+    lines = textwrap.wrap(words, letters, break_on_hyphens=False) or [""]
+    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1][: letters - 1] + "\u2026"]
+
+
+def _lines(x: float, top: float, lines: Sequence[str]) -> str:
+    return "".join(text(x, top + 12 + LINE * k, words, kind="label") for k, words in enumerate(lines))
+
+
+def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
+    """Tops of boxes stacked without overlap, each near its wanted middle, all within [low, high] where they fit.
+
+    Args:
+        wanted: middles, in rising order; [boxes].
+        heights: of the boxes; [boxes].
+        low, high: the room.
+    """
+    tops: list[float] = []
+    for middle, height in zip(wanted, heights, strict=True):
+        free = tops[-1] + heights[len(tops) - 1] if tops else low
+        tops.append(max(free, middle - height / 2))
+    end = high
+    for k in reversed(range(len(tops))):
+        tops[k] = min(tops[k], end - heights[k])
+        end = tops[k]
+    return tops
