@@ -21,7 +21,9 @@ from titan.run import Recipe, Run
 from titan.settings import Refusal
 
 ROOT = Path(__file__).resolve().parents[1]
-CHOICES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
+FILES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
+CHOICES = [(axis, choice) for axis, choice in FILES if axis not in compose.OPTIONAL]
+"""Choices on one axis; recipes and sweeps choose on several, see test_recipes.py."""
 NEEDED = {"budget": ["compile=block"], "hub": ["dataset.name=x"]}
 NEEDED |= {kind: ["dataset.path=x"] for kind in ("text", "jsonl", "parquet", "chat", "prepared")}
 NEEDED["mixture"] = ["+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}"]
@@ -90,11 +92,13 @@ def test_composing_a_run_imports_no_torch() -> None:
 
 def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown("--help", capsys=capsys).splitlines()
-    for axis in Recipe.axes():
+    for axis in (*compose.OPTIONAL, *Recipe.axes()):
         assert f"{axis}: {help.AXES[axis]}" in lines
-    for axis, choice in CHOICES:
-        first = (CONF / axis / f"{choice}.yaml").read_text().splitlines()[0]
+    for axis, choice in FILES:
+        above, below = (CONF / axis / f"{choice}.yaml").read_text().splitlines()[:2]
+        first = below if axis in compose.OPTIONAL else above
         assert first.startswith("# ") and len(first) > 5
+        assert (above == "# @package _global_") is (axis in compose.OPTIONAL)
         assert any(line.split(None, 1) == [choice, first[2:]] for line in lines), (axis, choice)
 
 
@@ -139,7 +143,8 @@ def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) 
     line = ["-m", "name=grid", "training.seed=1,2", "optimizer.lr=1e-3,3e-3", "training.steps=9"]
     assert compose.command(line, start.here) == 0
     assert [(r.training.seed, r.optimizer.lr) for r in runs] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
-    assert [r.directory for r in runs] == [str(Path.cwd() / f"runs/grid/{i}") for i in range(4)]
+    points = [f"seed-{seed}_lr-{lr}" for seed in (1, 2) for lr in (0.001, 0.003)]
+    assert [r.directory for r in runs] == [str(Path.cwd() / "runs/grid" / point) for point in points]
     assert {r.training.steps for r in runs} == {9}
 
 

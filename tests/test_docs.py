@@ -135,7 +135,8 @@ def test_command(
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:
-        compose.composed(words[words.index("titan.train") + 1 :])
+        clusters = words[0] == "srun" or "hydra/launcher=slurm" in words
+        compose.composed(words[words.index("titan.train") + 1 :], elsewhere=clusters)
     else:
         ranks = {"torchrun": 2, "srun": 16}.get(words[0])
         overrides = words[words.index("titan.train") + 1 :]
