@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import here, points, slurm
 from launchers.points import Chosen
-from titan import identity, settings
+from titan import identity, ledger, settings
 from titan.ledger import Asked
 from titan.run import Run
 from titan.settings import Refusal
@@ -131,6 +131,8 @@ def register() -> None:
 def tidy() -> None:
     """After a sweep of which nothing was started: leave none of the folders and files that the sweeper wrote."""
     if not GridLauncher.new or (GridLauncher.codes and not GridLauncher.dry):
+        return
+    if (GridLauncher.new[0] / ledger.LEDGER).exists():  # it was begun, and failed
         return
     (GridLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
     with contextlib.suppress(OSError):

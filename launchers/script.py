@@ -53,6 +53,9 @@ end() {
   mv "$life.end.tmp" "$life.end"
   find "${life%/*}" -name "${life##*/}.*out" -empty -delete
 }
+if [ ! -e "$life.again" ] && compgen -G "$life.*.error" >/dev/null && { [ $code = AGAIN ] || [ $code = 130 ]; }; then
+  code=1
+fi
 if [ "${state:-RUNNING}" = RUNNING ] && { [ $code = AGAIN ] || [ $code = 130 ] || [ -e "$life.again" ]; }; then
   if [ -n "$chain" ]; then
     end true
@@ -73,7 +76,8 @@ of a chain of jobs that there is nothing left to do; it is empty where jobs are 
 
 A job that was cancelled is no longer running by Slurm's account. Exit code 130 of one that is: Slurm has sent SIGTERM
 at the beginning of a preemption's grace time, where it is not set up to send SIGUSR2. Requeueing ends what runs in the
-job by SIGTERM, also the command that asked for it.
+job by SIGTERM, also the command that asked for it. srun gives the highest exit code of all ranks: where one failed, the
+130 of those that were ended for that does not count.
 """
 
 
