@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,8 +18,9 @@ from pathlib import Path
 from launchers import points as grid
 from launchers.local import STOPPING
 from launchers.points import Chosen
-from titan import compose, endings, ledger
-from titan.ledger import Asked
+from launchers.standing import standing
+from titan import compose, ledger
+from titan.ledger import Asked, Point
 from titan.run import Run
 from titan.settings import setting
 
@@ -48,13 +50,19 @@ class Grid:
             KeyboardInterrupt: for Ctrl-C, once the running points have ended.
         """
         grid.enter(self.root, self.points, self.asked)
-        done = [endings.finished(Path(point.run.directory)) for point in self.points]
-        if any(done):
-            print(f"{sum(done)} of {len(done)} points: finished, left as they are", flush=True)
-        todo = [index for index, finished in enumerate(done) if not finished]
-        codes = dict.fromkeys(range(len(done)), 0)
+        todo = self._to_do()
+        codes = dict.fromkeys(range(len(self.points)), 0)
         codes |= self._in_turn(todo) if self.how.at_once == 1 else self._together(todo)
-        return [codes[index] for index in range(len(done))]
+        return [codes[index] for index in range(len(self.points))]
+
+    def _to_do(self) -> list[int]:
+        """The places of the points that are neither finished nor with Slurm."""
+        sweep = standing(self.root)
+        now = {point.id: point for point in sweep.points} if sweep else {}
+        kept = {i: now[p.id].state for i, p in enumerate(self.points) if _kept(now[p.id])}
+        for state, count in Counter(kept.values()).items():
+            print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
+        return [index for index in range(len(self.points)) if index not in kept]
 
     def _in_turn(self, todo: list[int]) -> dict[int, int]:
         """One point after the other, each with this terminal to itself."""
@@ -144,6 +152,11 @@ class Grid:
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
+
+
+def _kept(point: Point) -> bool:
+    """Whether a point is not to be run here: it is finished, or Slurm has it."""
+    return point.state == "finished" or (point.state in ("queued", "running") and bool(point.jobs or point.token))
 
 
 def _reason(directory: Path) -> str | None:

@@ -23,6 +23,7 @@ from typing import NoReturn
 from launchers.local import Ranks
 from launchers.place import Place
 from titan.cluster import devices
+from titan.endings import AGAIN
 from titan.run import Run, moved
 from titan.settings import Failure, Refusal
 from titan.stop import code
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
     _share_cores(ranks)
     try:
         run = _run(Path(point), place)
-        return _train(run, place)
+        return _said(life, _train(run, place))
     except Told as told:
         if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
             Path(f"{life}.again").touch()
@@ -65,6 +66,14 @@ def main(arguments: list[str]) -> int:
         return 130
     except BaseException:
         return _leave(life, place.rank, traceback.format_exc(), 1)
+
+
+def _said(life: Path, exit_code: int) -> int:
+    """Leave word that this rank was told to end, and end well: srun would end the ranks that are not as far."""
+    if exit_code not in (AGAIN, 130):
+        return exit_code
+    Path(f"{life}.{'again' if exit_code == AGAIN else 'stop'}").touch()
+    return 0
 
 
 def _listen() -> None:

@@ -7,6 +7,7 @@ started. Hydra takes launchers only from a module under `hydra_plugins`; they ar
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import here, points, slurm
 from launchers.points import Chosen
-from titan import identity, ledger, settings
+from titan import console, endings, identity, ledger, lives, settings
 from titan.ledger import Asked
 from titan.run import Run
 from titan.settings import Refusal
@@ -48,13 +49,18 @@ class GridLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep what `launch` needs."""
+        if config.hydra.sweeper.get("max_batch_size") is not None:
+            raise Refusal(
+                f"hydra.sweeper.max_batch_size={config.hydra.sweeper.max_batch_size}: a grid is checked as a whole; "
+                "leave it out, and give hydra.launcher.at_once for how many points run at a time."
+            )
         self.context, self.config = hydra_context, config
         folder = Path(config.hydra.sweep.dir)
         GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check every point, then launch the grid; returns one result a point."""
-        root = Path(self.config.hydra.sweep.dir).absolute()
+        root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
         chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere)
         codes = self.grid(root, chosen, asked_of(self.config))
@@ -109,9 +115,20 @@ def alone(cfg: DictConfig) -> GridLauncher | None:
 
 
 def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
-    """Launch a single run, as a grid of one point that lies in the run's own directory; gives the exit code."""
-    point = Chosen(identity.point(run), run.overrides, (), run)
-    return launcher.grid(Path(run.directory), [point], asked_of(cfg))[0]
+    """Launch a single run, as a grid of one point that lies in the run's own directory; gives the exit code.
+
+    The point is known by that directory: whatever the command says, there is one run in it.
+
+    Raises:
+        Refusal: when the directory holds something else, or a process is in it.
+    """
+    directory = Path(run.directory)
+    lives.check_directory(run)
+    if endings.finished(directory, run.training.steps):
+        console.show_finished(lives.finished(run))
+        return 0
+    point = Chosen(identity.digest(["directory", run.name]), run.overrides, (), run)
+    return launcher.grid(directory, [point], asked_of(cfg))[0]
 
 
 def register() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 from collections import Counter
@@ -53,7 +54,7 @@ def choose(
     Raises:
         Refusal: for a point that can't work, with its number and overrides, and for two that are the same.
     """
-    root = Path(config.hydra.sweep.dir).absolute()
+    root = Path(os.path.abspath(config.hydra.sweep.dir))
     shared = [o for o, count in Counter(o for point in overrides for o in point).items() if count == len(overrides)]
     kept = {point.id: Path(point.directory) for point in sweep.points} if (sweep := ledger.read(root)) else {}
     found: dict[str, Chosen] = {}
@@ -114,8 +115,8 @@ def enter(root: Path, points: Sequence[Chosen], asked: ledger.Asked) -> None:
     before = ledger.asked(root)
     axes = {k: tuple(dict.fromkeys((*before.axes.get(k, ()), *v))) for k, v in _axes(points).items()}
     ledger.write_asked(root, replace(asked, axes={**before.axes, **axes}))
-    known = {event["id"] for event in ledger.events(root) if event.get("event") == "point"}
-    new = [p for p in points if p.id not in known]
+    known = {event["id"]: event["steps"] for event in ledger.events(root) if event.get("event") == "point"}
+    new = [p for p in points if known.get(p.id) != p.run.training.steps]
     ledger.add(root, *(_event(point, root) for point in new))
 
 

@@ -17,17 +17,24 @@ DEFAULT_ARRAY = 1001
 """Slurm's MaxArraySize where a site has not set another (slurm.conf's manual)."""
 SECONDS = 60
 """How long a command of Slurm's may take."""
+PIECE = 200
+"""Jobs that squeue is asked of at once."""
+
+
+class Forgotten(Failure):
+    """Slurm does not know the job any more."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as Slurm sees it: its number ("123" or "123_4"), its state, why it waits, where it runs."""
+    """A job as Slurm sees it: its number ("123" or "123_4"), its state, why it waits, where it runs, its names."""
 
     id: str
     state: str
     reason: str = ""
     nodes: str = ""
     token: str = ""
+    name: str = ""
 
     @property
     def alive(self) -> bool:
@@ -54,7 +61,7 @@ def jobs(wanted: Iterable[str]) -> dict[str, Job]:
     wanted = set(wanted)
     if not wanted:
         return {}
-    found = {job.id: job for job in _queue() if job.id in wanted}
+    found = {job.id: job for job in _known(sorted({job.partition("_")[0] for job in wanted})) if job.id in wanted}
     return found | _accounts(wanted - found.keys())
 
 
@@ -64,7 +71,7 @@ def sent(token: str) -> list[Job]:
     Raises:
         Failure: when Slurm does not answer.
     """
-    return sorted((job for job in _queue() if job.token == token), key=lambda job: _number(job.id))
+    return sorted((job for job in _mine() if token in (job.token, job.name[-len(token) :])), key=_number)
 
 
 def count() -> int:
@@ -73,7 +80,7 @@ def count() -> int:
     Raises:
         Failure: when Slurm does not answer.
     """
-    return sum(job.alive for job in _queue())
+    return sum(job.alive for job in _mine())
 
 
 def array_size() -> int:
@@ -84,16 +91,29 @@ def array_size() -> int:
     return int(found[1]) if found else DEFAULT_ARRAY
 
 
-def _number(job: str) -> tuple[int, int]:
-    first, _, index = job.partition("_")
+def _number(job: Job) -> tuple[int, int]:
+    first, _, index = job.id.partition("_")
     return int(first), int(index or 0)
 
 
-def _queue() -> list[Job]:
-    """All jobs of this user that Slurm still holds, ended ones too, each element of an array for itself."""
-    form = "%i|%T|%r|%N|%k"
-    text = ask("squeue", "--me", "--noheader", "--array", "--states=all", f"--format={form}")
-    return [Job(*[*line.split("|"), *[""] * 4][:5]) for line in text.splitlines() if "|" in line]
+def _mine() -> list[Job]:
+    """All jobs of this user that Slurm still holds, ended ones too."""
+    return _queue("--me")
+
+
+def _known(numbers: list[str]) -> list[Job]:
+    """Those of these jobs that Slurm still holds, whoever's they are."""
+    found = []
+    for first in range(0, len(numbers), PIECE):
+        with contextlib.suppress(Forgotten):
+            found += _queue(f"--jobs={','.join(numbers[first : first + PIECE])}")
+    return found
+
+
+def _queue(which: str) -> list[Job]:
+    """What squeue says, of each element of an array by itself."""
+    text = ask("squeue", which, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%k|%j")
+    return [Job(*[*line.split("|"), *[""] * 5][:6]) for line in text.splitlines() if "|" in line]
 
 
 def _accounts(wanted: set[str]) -> dict[str, Job]:
@@ -117,12 +137,15 @@ def ask(*command: str) -> str:
     """What one of Slurm's commands prints.
 
     Raises:
+        Forgotten: when it does not know the job.
         Failure: when it can't be run, or says no, in its own words.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Failure(f"{command[0]} does not answer ({error}); is Slurm up?") from error
+    if "Invalid job id" in done.stderr:
+        raise Forgotten(f"{command[0]}: {' '.join(done.stderr.split())}")
     if done.returncode:
         raise Failure(f"{command[0]}: {' '.join(done.stderr.split()) or done.returncode}")
     return done.stdout

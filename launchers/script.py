@@ -45,18 +45,40 @@ class Work:
     after: str | None = None
 
 
-AFTER = r"""
-code=$?
-state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
+BEFORE = r"""
+set +e +u +o pipefail
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+life=$folder/$job.${SLURM_RESTART_COUNT:-0}
 end() {
   printf '{"code": %d, "again": %s, "state": "%s", "why": "%s"}\n' "$code" "$1" "$state" "$2" > "$life.end.tmp"
   mv "$life.end.tmp" "$life.end"
-  find "${life%/*}" -name "${life##*/}.*out" -empty -delete
+  find "$folder" -name "${life##*/}.*out" -empty -delete
 }
-if [ ! -e "$life.again" ] && compgen -G "$life.*.error" >/dev/null && { [ $code = AGAIN ] || [ $code = 130 ]; }; then
-  code=1
+rm -f "$life".*
+[ -n "$chain" ] && [ -e "$chain" ] && exit 0
+if [ "${SLURM_RESTART_COUNT:-0}" -gt "$requeues" ]; then
+  code=AGAIN; state=RUNNING
+  end false "started again more often than cluster.requeues=$requeues allows"; exit $code
 fi
-if [ "${state:-RUNNING}" = RUNNING ] && { [ $code = AGAIN ] || [ $code = 130 ] || [ -e "$life.again" ]; }; then
+trap : TERM
+"""
+"""What precedes the ranks. An element of an array goes by that name, since its own number may be the whole array's.
+Files of this life can only be those of another job that had the same number. The site's own lines may have set the
+shell to end at the first error."""
+AFTER = r"""
+code=$?
+state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
+case $code in 140) code=AGAIN ;; 143) code=130 ;; esac
+died=': (Out Of Memory|Killed|Segmentation fault|Aborted|Bus error)'
+if [ -e "$life.again" ]; then
+  code=AGAIN
+elif compgen -G "$life.*.error" >/dev/null || grep -qsE "$died" "$life.out"; then
+  case $code in AGAIN | 130) code=1 ;; esac
+elif [ -e "$life.stop" ]; then
+  code=130
+fi
+if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 130 ] && [ "$state" = RUNNING ]; }; then
   if [ -n "$chain" ]; then
     end true
   elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$requeues" ]; then
@@ -74,24 +96,24 @@ exit $code
 """What follows the ranks' end: decide what it means, and leave word of it. `$chain` names the file that tells the rest
 of a chain of jobs that there is nothing left to do; it is empty where jobs are put back into the queue.
 
-A job that was cancelled is no longer running by Slurm's account. Exit code 130 of one that is: Slurm has sent SIGTERM
-at the beginning of a preemption's grace time, where it is not set up to send SIGUSR2. Requeueing ends what runs in the
-job by SIGTERM, also the command that asked for it. srun gives the highest exit code of all ranks: where one failed, the
-130 of those that were ended for that does not count.
+Ranks that ended because they were told to leave a file that says so (`launchers.job`), and end well: srun would end
+those that are not as far. Those that SIGUSR2 or SIGTERM killed before they listened show 140 or 143. srun gives the
+highest exit code of all ranks: where one failed, those of the ranks that were ended for that do not count. A job that
+was cancelled is no longer running by Slurm's account; one that is, and was told to stop by SIGTERM, is being preempted
+by a Slurm that is not set up to send SIGUSR2. Requeueing ends what runs in the job by SIGTERM, also the command that
+asks.
 """
 
 
 def parameters(shape: Shape, work: Work) -> dict[str, Any]:
     """What submitit is told: the options of sbatch."""
     cluster = shape.cluster
-    per_rank = cluster.tasks == "rank"
-    cores = cluster.cpus_per_rank
     asked: dict[str, Any] = {
-        "job_name": work.name,
+        "job_name": f"{work.name}-{work.token}",  # the comment may be a site's own
         "comment": work.token,
         "nodes": shape.nodes,
-        "ntasks_per_node": shape.ranks if per_rank else 1,
-        "cpus_per_task": cores if per_rank or cores is None else cores * shape.ranks,
+        "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
+        "cpus_per_task": _cores(shape),
         "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
         "time": minutes(cluster.time),
         "exclusive": True if cluster.exclusive else None,
@@ -107,6 +129,12 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
         "array_parallelism": work.at_once or work.count,
         "additional_parameters": _more(shape, work),
     }
+
+
+def _cores(shape: Shape) -> int | None:
+    """Cores of a task; a node's program needs one for each of its ranks at least."""
+    each = shape.cluster.cpus_per_rank
+    return each if shape.cluster.tasks == "rank" else (each or 1) * shape.ranks
 
 
 def _more(shape: Shape, work: Work) -> dict[str, Any]:
@@ -136,25 +164,29 @@ def text(shape: Shape, work: Work) -> str:
 
 def command(shape: Shape, work: Work) -> str:
     """What the script runs, as lines of bash."""
-    return "\n".join([*_before(shape, work), _srun(shape, work), AFTER.strip().replace("AGAIN", str(AGAIN))])
+    before, after = (part.strip().replace("AGAIN", str(AGAIN)) for part in (BEFORE, AFTER))
+    return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
 
 
-def _before(shape: Shape, work: Work) -> list[str]:
-    """The site's own lines, then this job's name for its files, and deafness for signals that the ranks hear."""
+def _site(shape: Shape) -> list[str]:
+    """What the site wants to have run before."""
     cluster = shape.cluster
     lines = [f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []
-    lines += [*cluster.setup]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()]
     return [
         *lines,
-        f"export PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        "job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
-        "job=${job:-$SLURM_JOB_ID}  # an element of an array by this name, since its own number may be the array's",
-        f"life={shlex.quote(str(work.folder))}/$job.${{SLURM_RESTART_COUNT:-0}}",
-        f"requeues={cluster.requeues}",
-        f"chain={shlex.quote(f'{work.list}.over') if cluster.chain else ''}",
-        '[ -n "$chain" ] && [ -e "$chain" ] && exit 0',
-        "trap : TERM",
+        *cluster.setup,
+        *(f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()),
+    ]
+
+
+def _own(shape: Shape, work: Work) -> list[str]:
+    """Where titan is imported from, ahead of the directory that the job was submitted from; and what follows needs."""
+    chain = f"{work.list}.over" if shape.cluster.chain else ""
+    return [
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
+        f"folder={shlex.quote(str(work.folder))}",
+        f"requeues={shape.cluster.requeues}",
+        f"chain={shlex.quote(chain)}",
     ]
 
 
@@ -162,8 +194,8 @@ def _srun(shape: Shape, work: Work) -> str:
     """The line that starts the ranks; what srun itself has to say goes into a file of this life."""
     cluster = shape.cluster
     python = cluster.python or sys.executable
-    per_task = cluster.cpus_per_rank if cluster.tasks == "rank" else (cluster.cpus_per_rank or 0) * shape.ranks
-    words = ["srun", "--kill-on-bad-exit=1", "--unbuffered"]
+    per_task = _cores(shape)
+    words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--unbuffered"]
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
     words += [*_pyxis(shape), *cluster.srun]
     inner = [*_apptainer(shape, work), python, "-u", "-m", "launchers.job", str(work.list)]

@@ -6,8 +6,10 @@ token and its points, afterwards the jobs' numbers: a launcher that is killed in
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,18 @@ CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 RANK = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
 ENDED = {"finished": 0, "stopped": 130, "failed": 1}
 """The exit code of a point by its state."""
+OPEN = ("planned", "stopped", "failed")
+"""States of points that are to be submitted."""
+PATIENCE = 60
+"""How many times in a row Slurm may give no answer while a launcher waits."""
+
+
+class Refused(Failure):
+    """Slurm did not take a job."""
+
+
+class NoRoom(Refused):
+    """Slurm did not take a job, since its user has as many as the site allows."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,7 @@ class Grid:
     def __post_init__(self) -> None:
         self.shapes = {point.id: shape(point.run) for point in self.points}
         self.folder = self.root / ledger.SLURM
+        self.code = snapshot.ROOT
 
     def launch(self) -> list[int]:
         """Submit what has to run; gives the exit code of each point, 0 for those that are not waited for.
@@ -75,12 +90,13 @@ class Grid:
             Failure: when Slurm takes no more.
             KeyboardInterrupt: for Ctrl-C while waiting; the jobs go on.
         """
+        self._check()
         if self.how.dry_run:
             return self._show()
-        _check()
         with ledger.alone(self.root):
             grid.enter(self.root, self.points, self.asked)
             adopt(self.root)
+            self.code = snapshot.take(self.folder) if self.how.snapshot else snapshot.ROOT
             left = self._submit(self._to_do())
         if not self.how.wait:
             self._leave(left)
@@ -91,6 +107,24 @@ class Grid:
             print(f"\nThe jobs go on. {self._next()}", flush=True)
             raise
 
+    def _check(self) -> None:
+        """Refuse to go on without what hands jobs to Slurm, and with limits that leave no room for a single point."""
+        if importlib.util.find_spec("submitit") is None:
+            raise Refusal("hydra/launcher=slurm: needs submitit; pip install 'titan[slurm]'.")
+        if not (self.how.dry_run or queue.available()):
+            raise Refusal(
+                "hydra/launcher=slurm: Slurm's commands are not here; run this where sbatch is, or give "
+                "hydra.launcher.dry_run=true."
+            )
+        if "%" in str(self.root):
+            raise Refusal(f"hydra.run.dir={self.root}: Slurm would read the % in it; choose another name.")
+        longest = max(one.cluster.chain for one in self.shapes.values())
+        if self.how.max_jobs is not None and longest > self.how.max_jobs:
+            raise Refusal(
+                f"hydra.launcher.max_jobs={self.how.max_jobs}: a chain of cluster.chain={longest} jobs never has room; "
+                "give as many at least."
+            )
+
     def _to_do(self) -> list[Chosen]:
         """The points that are neither finished nor with Slurm."""
         now = self._now()
@@ -98,7 +132,7 @@ class Grid:
             if count := sum(now[p.id].state == state for p in self.points):
                 print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
         self.said = {p.id: now[p.id].state for p in self.points}
-        return [p for p in self.points if now[p.id].state in ("planned", "stopped", "failed")]
+        return [p for p in self.points if now[p.id].state in OPEN]
 
     def _now(self) -> dict[str, Point]:
         sweep = standing(self.root)
@@ -106,17 +140,25 @@ class Grid:
 
     def _submit(self, todo: list[Chosen]) -> list[Chosen]:
         """Submit points as far as the queue has room for them; gives those that are left."""
-        room = self._room()
-        for chunk in list(self._arrays(todo)):
-            jobs = len(chunk) * max(1, chunk[0].run.cluster.chain)
-            if room is not None and jobs > room:
-                chunk = chunk[: room // max(1, chunk[0].run.cluster.chain)]
+        room, waiting = self._room(), [list(chunk) for chunk in self._arrays(todo)]
+        left: list[Chosen] = []
+        while waiting:
+            chunk = waiting.pop(0)
+            each = max(1, chunk[0].run.cluster.chain)
+            fits = len(chunk) if room is None else min(len(chunk), room // each)
+            left += chunk[fits:]
+            chunk = chunk[:fits]
             if not chunk:
                 continue
-            self._send(chunk)
-            room = None if room is None else room - len(chunk) * max(1, chunk[0].run.cluster.chain)
-            todo = [point for point in todo if point not in chunk]
-        return todo
+            try:
+                self._send(chunk)
+                room = None if room is None else room - fits * each
+            except NoRoom:
+                if fits > 1:
+                    waiting[:0] = [chunk[: fits // 2], chunk[fits // 2 :]]
+                else:
+                    left, room = left + chunk, 0
+        return left
 
     def _room(self) -> int | None:
         """How many more jobs the user may have in the queue."""
@@ -150,23 +192,24 @@ class Grid:
         try:
             for _ in range(max(1, one.cluster.chain)):
                 jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else None))
-        except Failure as failure:
+        except Refused as refused:
             if not jobs:
-                ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(failure)})
+                ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(refused)})
                 raise
         ledger.add(self.root, {"event": "sent", "token": token, "jobs": numbered(ids, jobs)})
         for point, job in zip(chunk, jobs, strict=False):
             self._say(point, "queued", f"job {job}, {one}")
 
     def _work(self, chunk: list[Chosen], token: str, list_: Path, after: str | None) -> Work:
-        code = snapshot.take(self.folder) if self.how.snapshot else snapshot.ROOT
-        return Work(self.folder, list_, self.root.name, token, code, len(chunk), self.how.at_once, after)
+        return Work(self.folder, list_, self.root.name, token, self.code, len(chunk), self.how.at_once, after)
 
     def _sbatch(self, one: Shape, work: Work) -> list[str]:
         """Submit a script; gives the numbers of its jobs.
 
         Raises:
-            Failure: when Slurm says no, in its own words.
+            NoRoom: when the user has as many jobs in the queue as the site allows.
+            Refused: when Slurm says no, in its own words.
+            Failure: when it does not say whether it took the job.
         """
         import submitit
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -179,23 +222,42 @@ class Grid:
             with _outside():
                 first = executor._submit_command(script.command(one, work)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
-            raise Failure(f"sbatch: {_own_words(error)}; what was submitted goes on. {self._next()}") from error
+            raise _failure(_own_words(error), self._next()) from error
         return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
 
     def _wait(self, left: list[Chosen]) -> list[int]:
         """Say how points end until all have, and submit those for which there was no room before."""
+        silent = 0
         while True:
-            now = self._now()
+            try:
+                now = self._now()
+                left = self._submit_more(left)
+                silent = 0
+            except Failure as failure:
+                silent += 1
+                if silent == 1:
+                    print(f"{failure} It is asked again.", flush=True)
+                if silent == PATIENCE:
+                    raise
+                time.sleep(self.how.poll_seconds)
+                continue
             waiting = {point.id for point in left}
             for point in self.points:
                 if point.id not in waiting:
                     self._say(point, now[point.id].state, now[point.id].reason)
-            if left:
-                left = self._submit(left)
-            elif all(now[point.id].state in ENDED for point in self.points):
+            if not left and all(now[point.id].state in ENDED for point in self.points):
                 self._leave([])
                 return [ENDED[now[point.id].state] for point in self.points]
             time.sleep(self.how.poll_seconds)
+
+    def _submit_more(self, left: list[Chosen]) -> list[Chosen]:
+        """Submit those for which there was no room before and that no other launcher has taken; gives what is left."""
+        if not left:
+            return []
+        with ledger.alone(self.root):
+            adopt(self.root)
+            now = self._now()
+            return self._submit([point for point in left if now[point.id].state in OPEN])
 
     def _say(self, point: Chosen, state: str, more: str | None) -> None:
         """Say how a point stands, when that is another way than before."""
@@ -267,14 +329,10 @@ def _own_words(error: Exception) -> str:
     )
 
 
-def _check() -> None:
-    """Refuse to go on without what hands jobs to Slurm."""
-    import importlib.util
-
-    if not queue.available():
-        raise Refusal(
-            "hydra/launcher=slurm: Slurm's commands are not here; run this where sbatch is, or give "
-            "hydra.launcher.dry_run=true."
-        )
-    if importlib.util.find_spec("submitit") is None:
-        raise Refusal("hydra/launcher=slurm: needs submitit; pip install 'titan[slurm]'.")
+def _failure(said: str, then: str) -> Failure:
+    """What became of a submission, by what sbatch said."""
+    text = f"sbatch: {said}; what was submitted goes on. {then}"
+    if re.search(r"MaxSubmit|submit job limit|job submit limit", said, re.IGNORECASE):
+        return NoRoom(text)
+    unsure = re.search(r"timed out|unable to contact|connection|zero bytes|communication", said, re.IGNORECASE)
+    return Failure(text) if unsure else Refused(text)

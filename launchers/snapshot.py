@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,17 +21,34 @@ def take(folder: Path) -> Path:
     Returns:
         The folder to import from.
     """
-    code = identity.code()
-    copy = folder / "code" / identity.digest(code)
+    code, files = identity.code(), _files()
+    copy = folder / "code" / _digest(files)
     if copy.is_dir():
         return copy
     temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
-    for part in PARTS:
-        if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir()):
-            shutil.copytree(ROOT / part, temporary / part, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    for file in files:
+        target = temporary / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
     (temporary / identity.FROZEN).write_text(json.dumps({"code": code, "diff": identity.git_diff()}))
     try:
         temporary.rename(copy)
     except OSError:  # another launcher was faster
         shutil.rmtree(temporary)
     return copy
+
+
+def _files() -> list[Path]:
+    """All files of titan's code; of site-packages no more than its own."""
+    parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
+    found = (file for part in parts for file in (ROOT / part).rglob("*") if file.is_file())
+    return sorted(file for file in found if "__pycache__" not in file.parts and file.suffix != ".pyc")
+
+
+def _digest(files: list[Path]) -> str:
+    """12 hex digits of names and contents."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]

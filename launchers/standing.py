@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +23,8 @@ OVER = {
     "OUT_OF_MEMORY": ("failed", "out of memory on its node"),
 }
 """What Slurm's words for a job that has ended mean."""
+UNKNOWN_SECONDS = 120.0
+"""How long after a submission Slurm may not know its jobs, until it counts as failed."""
 FORGOTTEN = "Slurm no longer knows its job, which left no word: its node was lost, or it was killed"
 
 
@@ -32,8 +37,12 @@ def standing(directory: Path) -> Sweep | None:
     sweep = ledger.read(directory)
     if sweep is None or not queue.available():
         return sweep
-    open_ = [point for point in sweep.points if point.state not in ("finished", "planned")]
-    known = queue.jobs(job for point in open_ for job in point.jobs)
+    known = queue.jobs(
+        job for point in sweep.points if point.state not in ("finished", "planned") for job in point.jobs
+    )
+    with contextlib.suppress(OSError):
+        os.listdir(directory / ledger.SLURM)  # so that a shared folder's client looks again
+    sweep = ledger.read(directory) or sweep  # what ended meanwhile has left its words by now
     points = (reconciled(sweep.directory, point, known) if point.jobs else point for point in sweep.points)
     return replace(sweep, points=tuple(points))
 
@@ -55,7 +64,8 @@ def reconciled(directory: Path, point: Point, known: dict[str, Job]) -> Point:
     if life is not None and life.again:
         state, reason = "stopped", f"{life.reason}, and not begun again"
     if reason is None:
-        reason = endings.error(directory / ledger.SLURM, f"{point.job}.0") or "ended without a word"
+        folder = directory / ledger.SLURM
+        reason = endings.error(folder, endings.newest(folder, str(point.job))) or "ended without a word"
     return replace(point, state=state, reason=reason)  # type: ignore[arg-type]
 
 
@@ -64,36 +74,32 @@ def _waits(job: Job) -> str | None:
     return None if job.reason in ("", "None") else f"waits: {job.reason}"
 
 
-def adopt(directory: Path) -> list[str]:
+def adopt(directory: Path) -> None:
     """Find the jobs of submissions that were cut short before their numbers were written down, and write them down.
 
-    Returns:
-        The tokens of submissions that Slurm knows nothing of.
+    Slurm may take a job and yet not say so; a submission counts as failed once Slurm has not known it for a while.
 
     Raises:
         Failure: when Slurm does not answer.
     """
     sweep = ledger.read(directory)
-    lost: dict[str, list[Point]] = {}
-    for point in sweep.points if sweep else ():
-        if point.token is not None:
-            lost.setdefault(point.token, []).append(point)
-    missing = []
-    for token, points in lost.items():
-        found = queue.sent(token)
+    lost = {point.token: point.sent_at for point in (sweep.points if sweep else ()) if point.token is not None}
+    for token, sent_at in lost.items():
+        listed, found = ledger.listed(directory, token), [job.id for job in queue.sent(token)]
         if found:
-            listed = ledger.listed(directory, token)
-            ledger.add(directory, {"event": "sent", "token": token, "jobs": numbered(listed, [j.id for j in found])})
-        else:
-            missing.append(token)
+            jobs = numbered(listed, _siblings(found, len(listed)))
+            ledger.add(directory, {"event": "sent", "token": token, "jobs": jobs})
+        elif time.time() - sent_at > UNKNOWN_SECONDS:
             reason = "its submission was cut short"
-            ledger.add(directory, {"event": "unsent", "points": [p.id for p in points], "reason": reason})
-    return missing
+            ledger.add(directory, {"event": "unsent", "points": listed, "reason": reason})
+
+
+def _siblings(found: list[str], count: int) -> list[str]:
+    """All elements of the array that some belong to: Slurm forgets those first that ended first."""
+    first = found[0].partition("_")[0]
+    return [f"{first}_{index}" for index in range(count)] if count > 1 else found
 
 
 def numbered(ids: list[str], jobs: list[str]) -> dict[str, list[str]]:
     """Which jobs belong to which point: an element of an array each, or of a single point all jobs of its chain."""
-    if len(ids) == 1:
-        return {ids[0]: jobs}
-    by_index = {int(job.partition("_")[2]): job for job in jobs}
-    return {point: [by_index[index]] for index, point in enumerate(ids) if index in by_index}
+    return {ids[0]: jobs} if len(ids) == 1 else {point: [job] for point, job in zip(ids, jobs, strict=True)}

@@ -23,6 +23,10 @@ from titan.settings import Failure, Refusal
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait until all have come."""
+PREPARING = timedelta(days=7)
+"""How long they may wait for rank 0's word: it prepares the data first."""
+LOST_SECONDS = 180.0
+"""How long after a node was lost a file system may take to notice, and to free the lock that it held."""
 
 
 def here(run: Run, apart: bool = False) -> int:
@@ -89,7 +93,7 @@ def lead(run: Run, place: Place) -> int:
 
     store = _meet(place)
     try:
-        with lives.locked(Path(run.directory)):
+        with lives.locked(Path(run.directory), LOST_SECONDS if place.scheduled else 2.0):
             life = _begin(run)
             if isinstance(life, lives.Finished):
                 console.show_finished(life)
@@ -112,7 +116,9 @@ def follow(place: Place) -> int:
     from titan.worker import work
 
     store = _meet(place)
+    store.set_timeout(PREPARING)
     word = pickle.loads(store.get("titan/word"))
+    store.set_timeout(MEETING)
     store.add("titan/read", 1)
     if isinstance(word, int):
         return word

@@ -223,6 +223,8 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
 
 def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
+    if args.multirun and named and not re.fullmatch(r"[\w./+-]+", named[-1]):
+        raise Refusal(f"name={named[-1]}: a grid has one name; give one folder's name.")
     if args.multirun and named:
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     from launchers import plugin

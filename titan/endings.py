@@ -36,10 +36,11 @@ class End:
     reason: str
 
 
-def finished(run: Path) -> bool:
-    """Whether the run in a directory has done all its steps."""
+def finished(run: Path, steps: int = 0) -> bool:
+    """Whether the run in a directory has done all its steps, and so many at least."""
     try:
-        return bool(json.loads((run / "result.json").read_text()).get("finished"))
+        result = json.loads((run / "result.json").read_text())
+        return bool(result.get("finished")) and int(result.get("step", 0)) >= steps
     except (OSError, ValueError):
         return False
 
@@ -60,6 +61,12 @@ def last(folder: Path, job: str) -> End | None:
     """How the last life of a job ended that has; None: none has."""
     ends = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
     return _end(folder, job, max(ends), ends[max(ends)]) if ends else None
+
+
+def newest(folder: Path, job: str) -> str:
+    """The newest life of a job of which there is a word, as `JOB.LIFE`."""
+    lives = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*.*"))
+    return f"{job}.{max((int(life) for life in lives if life.isdecimal()), default=0)}"
 
 
 def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
@@ -119,7 +126,8 @@ def _killed(output: Path) -> str | None:
 
 def _words(folder: Path, life: str) -> str | None:
     """The last line that a task or the batch script left, where no rank came far enough to tell of an error."""
-    for file in [*sorted(folder.glob(f"{life}.[0-9]*.out")), folder / f"{life}.out"]:
+    job = life.rpartition(".")[0]
+    for file in [*sorted(folder.glob(f"{life}.[0-9]*.out")), folder / f"{life}.out", folder / f"{job}.out"]:
         try:
             lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
 LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"
 """Names in a sweep's directory."""
+UNCONFIRMED = "its submission is not confirmed yet"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Point:
         job: what Slurm calls its last job, such as "123_4"; None where it has none.
         reason: of a failed or stopped one: why.
         submissions: how often it was submitted or started.
-        token: of the submission whose job numbers the ledger does not know.
+        token, sent_at: of the submission whose job numbers the ledger does not know, and when it was.
         jobs: all numbers of its last submission: several where jobs are chained.
         steps, devices: that its run is to do, on so many ranks.
     """
@@ -75,6 +77,7 @@ class Point:
     reason: str | None = None
     submissions: int = 0
     token: str | None = None
+    sent_at: float = 0.0
     jobs: tuple[str, ...] = ()
     steps: int = 0
     devices: int = 1
@@ -174,18 +177,17 @@ def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -
     """Let one event change what is known of the points."""
     kind = event.get("event")
     if kind == "point":
-        where = str((directory / event["directory"]).resolve())
-        point = Point(event["id"], where, tuple(event["overrides"]), "planned")
-        points.setdefault(point.id, replace(point, steps=int(event["steps"]), devices=int(event["devices"])))
+        where = os.path.abspath(directory / event["directory"])
+        point = points.get(event["id"], Point(event["id"], where, tuple(event["overrides"]), "planned"))
+        points[point.id] = replace(point, steps=int(event["steps"]), devices=int(event["devices"]))
         return
     for name in _concerned(event):
         if name not in points:
             continue
         before = points[name]
         if kind == "sending":
-            points[name] = replace(
-                before, token=event["token"], job=None, jobs=(), state="queued", submissions=before.submissions + 1
-            )
+            sent = {"token": event["token"], "sent_at": float(event["time"]), "submissions": before.submissions + 1}
+            points[name] = replace(before, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **sent)
         elif kind == "sent":
             jobs = tuple(event["jobs"][name])
             points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, state="queued", reason=None)
@@ -205,7 +207,7 @@ def _concerned(event: Mapping[str, Any]) -> Iterable[str]:
 def _standing(directory: Path, point: Point) -> Point:
     """The point as its run's directory and its job's last words have it."""
     run = Path(point.directory)
-    if endings.finished(run):
+    if endings.finished(run, point.steps):
         return replace(point, state="finished", reason=None)
     if point.job is not None:
         return _of_job(directory, point)

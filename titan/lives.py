@@ -13,17 +13,18 @@ import os
 import platform
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
-from titan import identity
+from titan import endings, identity
 from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
 from titan.checkpoint.manifest import Manifest
@@ -238,9 +239,48 @@ def check_data(run: Run, mix: Mix) -> None:
     corpora.check_epochs(run.dataset, run.training, mix)
 
 
+def check_directory(run: Run) -> None:
+    """Before a run is handed to a scheduler: refuse what its directory shows, without its data, to be another's.
+
+    Raises:
+        Refusal: when it holds no run, another experiment, one with more steps, or a process is running in it.
+    """
+    before = read_lives(Path(run.directory))
+    if endings.held(Path(run.directory)):
+        raise Refusal(
+            f"hydra.run.dir={run.directory}: a process is running in it; wait for it, or choose another name."
+        )
+    if before:
+        science = {k: v for k, v in identity.settings_of(run, science=True).items() if not _of_data(k)}
+        old = {k: v for k, v in before[-1]["science"].items() if not _of_data(k)}
+        _refuse_other(
+            run, before[-1], science, sorted(k for k in old.keys() | science.keys() if _differ(k, old, science))
+        )
+        _refuse_fewer(run, int(before[-1]["config"]["training"]["steps"]))
+
+
+def _of_data(key: str) -> bool:
+    """Whether a science setting can be judged only with the data and checkpoints at hand."""
+    return key.split(".")[0] in ("dataset", "data", "parent") or key == "training.grow"
+
+
+def _differ(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return key != "training.steps" and old.get(key, _DEFAULT) != new.get(key, _DEFAULT)
+
+
+def finished(run: Run) -> Finished:
+    """What the finished run in a directory came to."""
+    return Finished(run.directory, _result(Path(run.directory)))
+
+
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
     """Hold a run's directory, so that two jobs can't write to it; the lock ends with this process.
+
+    Args:
+        directory: the run's.
+        patience: seconds to wait for whoever holds it: someone who looks whether it is held does so for a moment, and
+            the lock of a node that was lost goes some time after it.
 
     Raises:
         Refusal: when another job holds it, or it can't be written to.
@@ -254,7 +294,7 @@ def locked(directory: Path) -> Iterator[None]:
         raise Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); choose another place.") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, patience)
         except OSError:
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -269,6 +309,18 @@ def locked(directory: Path) -> Iterator[None]:
         finally:
             if new and {p.name for p in directory.iterdir()} <= {".lock"}:
                 _leave(new)
+
+
+def _lock(file: IO[str], patience: float) -> None:
+    """Take a file's lock, or raise an OSError when it is still held after `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _leave(folders: list[Path]) -> None:
@@ -336,16 +388,26 @@ def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix:
     later stage of the mixture, rows to skip, a larger batch.
     """
     old, new = dict(last["science"]), dict(science)
-    steps, wanted = int(last["config"]["training"]["steps"]), run.training.steps
-    old.pop("training.steps", None)
-    new.pop("training.steps", None)
-    differ = sorted(k for k in old.keys() | new.keys() if old.get(k, _DEFAULT) != new.get(k, _DEFAULT))
+    differ = sorted(k for k in old.keys() | new.keys() if _differ(k, old, new))
     if differ and not (saved and _later(run, differ, mix, saved.about)):
-        before, now = {**flat(last["config"]), **old}, {**flat(as_config(run)), **new}
+        _refuse_other(run, last, new, differ)
+    _refuse_fewer(run, int(last["config"]["training"]["steps"]))
+
+
+def _refuse_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
+    """Refuse another experiment, naming the settings that differ, where there are any."""
+    if differ:
+        before, now = {**flat(last["config"]), **last["science"]}, {**flat(as_config(run)), **new}
         what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
         raise Refusal(f"{_place(run)}: holds another experiment ({what}); choose another name for this one.")
-    if wanted < steps:
-        raise Refusal(f"training.steps={wanted}: the run in {run.directory} has {steps}; give {steps} or more.")
+
+
+def _refuse_fewer(run: Run, steps: int) -> None:
+    """Refuse fewer steps than the run was to do before."""
+    if run.training.steps < steps:
+        raise Refusal(
+            f"training.steps={run.training.steps}: the run in {run.directory} has {steps}; give {steps} or more."
+        )
 
 
 def _place(run: Run) -> str:

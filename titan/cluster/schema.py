@@ -9,6 +9,20 @@ from typing import Any, Literal
 
 from titan.settings import Refusal, setting
 
+TAKEN = {
+    "array",
+    "comment",
+    "dependency",
+    "job-name",
+    "output",
+    "open-mode",
+    "signal",
+    "requeue",
+    "no-requeue",
+    "parsable",
+}
+"""Options of sbatch that titan gives itself, or that change what it reads."""
+
 
 def _job(default: Any, help: str, **limits: Any) -> Any:
     """A setting of what Slurm is asked for: no id depends on it."""
@@ -78,7 +92,14 @@ class Cluster:
         Raises:
             Refusal: naming the setting to change.
         """
-        minutes(self.time)
+        limit = minutes(self.time)
+        if limit is not None and 60 * limit <= self.signal_seconds:
+            raise Refusal(
+                f"cluster.time={self.time}: no longer than cluster.signal_seconds={self.signal_seconds}, so a run "
+                "would be told to end as it begins; give more time, or a smaller cluster.signal_seconds."
+            )
+        if taken := sorted(set(self.sbatch or {}) & TAKEN):
+            raise Refusal(f"cluster.sbatch={{{taken[0]}:...}}: titan gives this option itself; leave it out.")
         if self.container != "none" and self.image is None:
             raise Refusal(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
         if self.container == "none" and (self.image or self.mounts):
