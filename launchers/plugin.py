@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import here, points, slurm
 from launchers.points import Chosen
-from titan import console, endings, identity, ledger, lives, settings
+from titan import endings, identity, ledger, settings
 from titan.ledger import Asked
 from titan.run import Run
 from titan.settings import Refusal
@@ -122,6 +122,8 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
     Raises:
         Refusal: when the directory holds something else, or a process is in it.
     """
+    from titan import console, lives  # only now: --help need not wait for what reads data
+
     directory = Path(run.directory)
     lives.check_directory(run)
     if endings.finished(directory, run.training.steps):

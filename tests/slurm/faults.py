@@ -1,6 +1,7 @@
-"""An optimizer that does harm: $FAULTS says which, as `LR:WORD:RANK,...`, for runs of that learning rate.
+"""An optimizer that does harm in a job's first life: $FAULTS says which, as `LR:WORD:RANK,...`, for that learning rate.
 
-`slow` makes each step of all ranks take a tenth of a second more; at step 3 `raise` raises and `kill` kills the rank.
+`slow` makes each step of all ranks take a tenth of a second more, `slower` four; at step 3 `raise` raises and
+`kill` kills the rank.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from titan.optimizer import AdamW
 
 FAULT_STEP = 3
-SLOW_SECONDS = 0.1
+SLOW_SECONDS = {"slow": 0.1, "slower": 0.4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Harmful(AdamW):
         optimizer, steps = super().build(parameters), [0]
         faults = [f.split(":") for f in os.environ.get("FAULTS", "").split(",") if f]
         mine = [(word, int(rank)) for lr, word, rank in faults if float(lr) == self.lr]
+        if "SLURM_RESTART_COUNT" in os.environ:
+            mine = []
 
         def hook(*_: object) -> None:
             steps[0] += 1
@@ -40,8 +43,8 @@ class Harmful(AdamW):
 
 def harm(word: str, rank: int, step: int) -> None:
     own = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    if word == "slow":
-        time.sleep(SLOW_SECONDS)
+    if word in SLOW_SECONDS:
+        time.sleep(SLOW_SECONDS[word])
     elif step == FAULT_STEP and own == rank:
         if word == "raise":
             raise ZeroDivisionError(f"by rank {rank}")
