@@ -94,8 +94,8 @@ def _named(varied: Sequence[str]) -> str:
     words = []
     for key, override in zip(keys, varied, strict=True):
         short = key.rpartition(".")[2]
-        word = f"{short if last[short] == 1 else key}-{override.partition('=')[2]}"
-        words.append(re.sub(r"[^A-Za-z0-9_.+-]+", "-", word).strip("-_."))
+        value = re.sub(r"[^A-Za-z0-9_.+-]+", "-", override.partition("=")[2]).strip("-_.")
+        words.append(f"{short if last[short] == 1 else key}-{value}".replace("/", "-"))
     return "_".join(words) or "run"
 
 

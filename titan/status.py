@@ -73,7 +73,7 @@ def lines(sweep: Sweep, width: int) -> list[str]:
     counts = Counter(point.state for point in sweep.points)
     order = sorted(counts, key=("finished", "stopped", "failed", "running", "queued", "planned").index)
     said = ", ".join(f"{counts[state]} {state}" for state in order)
-    head = [f"{sweep.directory}: {len(sweep.points)} points: {said}"]
+    head = [f"{sweep.directory}: {len(sweep.points)} point{'s' * (len(sweep.points) != 1)}: {said}"]
     rows = [("point", "state", "step", "loss", "tokens/s", "job", "lives"), *(_row(point) for point in sweep.points)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))

@@ -1,0 +1,213 @@
+"""The ledger of a sweep: what is added, what follows from it, and what Slurm has to say to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers import points as grid
+from launchers import snapshot, standing
+from launchers.queue import Job
+from launchers.standing import adopt, reconciled
+from titan import endings, identity, ledger, status
+from titan.compose import composed
+from titan.ledger import Asked, Point
+
+
+def noted(root: Path, *events: dict[str, Any]) -> Point:
+    """The only point of a sweep with these events."""
+    ledger.add(
+        root, {"event": "point", "id": "a", "directory": "p", "overrides": ["x=1"], "steps": 3, "devices": 2}, *events
+    )
+    sweep = ledger.read(root)
+    assert sweep is not None
+    return sweep.points[0]
+
+
+SENDING = {"event": "sending", "token": "t", "points": ["a"]}
+STARTED = {"event": "started", "id": "a"}
+SENT = {"event": "sent", "token": "t", "jobs": {"a": ["7"]}}
+
+
+@pytest.mark.parametrize(
+    ("events", "state", "reason"),
+    [
+        pytest.param([], "planned", None, id="new"),
+        pytest.param([SENDING], "queued", ledger.UNCONFIRMED, id="sending"),
+        pytest.param([SENDING, SENT], "queued", None, id="sent"),
+        pytest.param([SENDING, {"event": "unsent", "points": ["a"], "reason": "no"}], "failed", "no", id="unsent"),
+        pytest.param([STARTED], "stopped", "its launcher was killed", id="killed"),
+        pytest.param([STARTED, {"event": "ended", "id": "a", "code": 1, "reason": "r"}], "failed", "r", id="failed"),
+        pytest.param([{"event": "ended", "id": "a", "code": 130}], "stopped", None, id="stopped"),
+        pytest.param([{"event": "ended", "id": "a", "code": 0}], "stopped", "its result is gone", id="gone"),
+        pytest.param([{"event": "ended", "id": "other", "code": 0}], "planned", None, id="another"),
+    ],
+)  # fmt: skip
+def test_states(tmp_path: Path, events: list[dict[str, Any]], state: str, reason: str | None) -> None:
+    point = noted(tmp_path, *events)
+    assert (point.state, point.reason) == (state, reason)
+
+
+def test_a_finished_run_counts_whatever_the_ledger_says_unless_more_steps_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "result.json").write_text('{"finished": true, "step": 3}')
+    assert noted(tmp_path, SENDING, SENT).state == "finished"
+    ledger.add(tmp_path, {"event": "point", "id": "a", "directory": "p", "overrides": [], "steps": 4, "devices": 2})
+    sweep = ledger.read(tmp_path)
+    assert sweep is not None and sweep.points[0].state == "queued"
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "reason"),
+    [
+        pytest.param({"code": 1, "again": False, "state": "RUNNING"}, "failed", "rank 1: ValueError: b", id="error"),
+        pytest.param({"code": 130, "again": False, "state": "COMPLETING"}, "stopped", "cancelled", id="cancelled"),
+        pytest.param({"code": 75, "again": True, "state": "RUNNING"}, "queued", None, id="again"),
+        pytest.param({"code": 75, "again": False, "state": "RUNNING", "why": "w"}, "stopped", "w", id="too-often"),
+    ],
+)
+def test_what_a_job_leaves_behind(tmp_path: Path, end: dict[str, Any], state: str, reason: str | None) -> None:
+    words = tmp_path / "slurm"
+    words.mkdir()
+    (words / "7.0.end").write_text(json.dumps(end))
+    for rank, time in ((0, 2.0), (1, 1.0)):
+        error = {"rank": rank, "time": time, "text": f"Trace\nValueError: {'ab'[rank]}\n", "code": 1}
+        (words / f"7.0.{rank}.error").write_text(json.dumps(error))
+    point = noted(tmp_path, SENDING, SENT)
+    assert (point.state, point.reason) == (state, reason)
+
+
+def test_a_rank_that_was_killed_comes_before_the_errors_that_followed(tmp_path: Path) -> None:
+    (tmp_path / "7.0.out").write_text("srun: error: node2: task 3: Killed\n")
+    (tmp_path / "7.0.0.error").write_text(json.dumps({"rank": 0, "time": 1.0, "text": "lost", "code": 1}))
+    assert endings.error(tmp_path, "7.0") == "rank 3 on node2: killed (out of memory?)"
+
+
+@pytest.mark.parametrize(
+    ("job", "state", "reason"),
+    [
+        pytest.param(Job("7", "PENDING", "Priority"), "queued", "waits: Priority", id="waits"),
+        pytest.param(Job("7", "RUNNING"), "running", None, id="runs"),
+        pytest.param(Job("7", "NODE_FAIL"), "stopped", "its node failed", id="node"),
+        pytest.param(Job("7", "OUT_OF_MEMORY"), "failed", "out of memory on its node", id="memory"),
+        pytest.param(Job("7", "FAILED"), "failed", "bash: python: not found", id="said"),
+        pytest.param(None, "failed", standing.FORGOTTEN, id="forgotten"),
+    ],
+)
+def test_what_slurm_says(tmp_path: Path, job: Job | None, state: str, reason: str | None) -> None:
+    (tmp_path / "slurm").mkdir()
+    if job and job.state == "FAILED":
+        (tmp_path / "slurm" / "7.out").write_text("bash: python: not found\n")
+    point = reconciled(tmp_path, noted(tmp_path, SENDING, SENT), {"7": job} if job else {})
+    assert (point.state, point.reason) == (state, reason)
+
+
+def test_a_submission_that_was_cut_short_is_found_by_its_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm has forgotten the first element of the array, which has ended."""
+    for name in ("a", "b"):
+        ledger.add(
+            tmp_path, {"event": "point", "id": name, "directory": name, "overrides": [], "steps": 1, "devices": 1}
+        )
+    ledger.add(tmp_path, {"event": "sending", "token": "t", "points": ["a", "b"]})
+    monkeypatch.setattr(standing.queue, "sent", lambda token: [])
+    adopt(tmp_path)
+    assert [p.state for p in ledger.read(tmp_path).points] == ["queued", "queued"]  # type: ignore[union-attr]
+    monkeypatch.setattr(standing.queue, "sent", lambda token: [Job("5_1", "RUNNING")])
+    adopt(tmp_path)
+    assert [p.job for p in ledger.read(tmp_path).points] == ["5_0", "5_1"]  # type: ignore[union-attr]
+
+
+def test_a_submission_that_slurm_never_took_is_given_up_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standing.queue, "sent", lambda token: [])
+    monkeypatch.setattr(standing, "UNKNOWN_SECONDS", -1.0)
+    noted(tmp_path, SENDING)
+    adopt(tmp_path)
+    point = ledger.read(tmp_path).points[0]  # type: ignore[union-attr]
+    assert (point.state, point.reason) == ("failed", "its submission was cut short")
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    noted(tmp_path)
+    with (tmp_path / "ledger.jsonl").open("a") as file:
+        file.write('{"event": "sent", "jobs": {"a"')
+    assert noted(tmp_path, {"event": "ended", "id": "a", "code": 130}).state == "stopped"
+
+
+def test_what_is_asked_comes_back(tmp_path: Path) -> None:
+    asked = Asked("why?", {"optimizer.lr": ("0.1", "0.2")}, {"optimizer.lr": "0.1"}, 0.05, 3.0)
+    ledger.write_asked(tmp_path, asked)
+    assert ledger.asked(tmp_path) == asked
+
+
+def test_a_run_is_held_while_its_lock_is(tmp_path: Path) -> None:
+    assert not endings.held(tmp_path)
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert endings.held(tmp_path)
+    assert not endings.held(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("varied", "name"),
+    [
+        pytest.param(["optimizer.lr=0.001", "training.seed=1"], "lr-0.001_seed-1", id="last-parts"),
+        pytest.param(["dataset.seed=0", "training.seed=1"], "dataset.seed-0_training.seed-1", id="same-last-parts"),
+        pytest.param(["optimizer.betas=[0.9,0.95]", "parallelism=3d"], "betas-0.9-0.95_parallelism-3d", id="a-list"),
+        pytest.param(["+model.x='a/../b'"], "x-a-..-b", id="a-path"),
+        pytest.param([], "run", id="none"),
+    ],
+)
+def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> None:
+    assert grid._named(varied) == name
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [
+        ("cluster.time=10", True), ("cluster.partition=x", True), ("name=y", True), ("training.seed=1", False),
+        ("training.repeat=1", False), ("memory=full", False), ("parallelism=fsdp", False), ("checkpoint=off", False),
+    ],
+)  # fmt: skip
+def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
+    before, after = (composed(["name=x", "cluster=cpu", *more]) for more in ([], [override]))
+    assert (identity.point(before) == identity.point(after)) == same
+
+
+def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    (root / "titan").mkdir(parents=True)
+    (root / "titan" / "a.py").write_text("a = 1\n")
+    monkeypatch.setattr(snapshot, "ROOT", root)
+    first = snapshot.take(tmp_path / "s")
+    assert snapshot.take(tmp_path / "s") == first and (first / "titan" / "a.py").read_text() == "a = 1\n"
+    (root / "titan" / "a.py").write_text("a = 2\n")
+    assert snapshot.take(tmp_path / "s") != first
+    assert json.loads((first / identity.FROZEN).read_text())["code"]["titan"]
+
+
+def test_status_shows_points_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noted(tmp_path, {"event": "ended", "id": "a", "code": 1, "reason": "rank 3: ValueError: b"})
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "metrics.jsonl").write_text('{"step": 2, "loss": 4.5, "tokens_per_second": 1234.5, "life": 2}\n')
+    assert status.main([str(tmp_path), "watch=false"]) == 1
+    out = capsys.readouterr().out
+    assert "1 point: 1 failed" in out and "x=1           failed  2/3   4.5000" in out
+    assert "x=1: rank 3: ValueError: b" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "holds no sweep"), (["x", "wach=true"], "did you mean 'watch'"),
+        (["x", "seconds=0"], "must be above 0"),
+    ],
+)  # fmt: skip
+def test_status_refuses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main(arguments) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,190 @@
+"""What a job asks Slurm for, and the script that it runs; without a Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.script import AFTER, BEFORE, Work, parameters, text
+from launchers.shape import shape
+from titan import endings
+from titan.cluster.schema import minutes
+from titan.compose import composed
+from titan.endings import AGAIN
+from titan.run import Run
+from titan.settings import Refusal
+
+
+def job(*overrides: str) -> Run:
+    return composed(["name=x", *overrides], elsewhere=True)
+
+
+def work(folder: Path, count: int = 1, after: str | None = None) -> Work:
+    return Work(folder, folder / "t.json", "grid", "titan-1", folder / "code", count, None, after)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "ranks", "gpus"),
+    [
+        pytest.param(["cluster=cpu"], 1, 1, 0, id="one"),
+        pytest.param(["cluster=cpu", "parallelism=3d"], 1, 8, 0, id="as-the-layout-asks"),
+        pytest.param(["cluster=cpu", "parallelism=3d", "cluster.nodes=2"], 2, 4, 0, id="spread"),
+        pytest.param(["cluster=cpu", "parallelism=single", "cluster.nodes=2"], 1, 1, 0, id="too-few-to-spread"),
+        pytest.param(["cluster=cpu", "parallelism=fsdp", "cluster.devices_per_node=2"], 1, 2, 0, id="open-fills-nodes"),
+        pytest.param(["cluster=h100", "parallelism=single"], 1, 1, 1, id="one-gpu"),
+        pytest.param(["cluster=h100", "cluster.nodes=2", "parallelism=fsdp"], 2, 8, 8, id="all-gpus"),
+        pytest.param(["cluster=h100", "parallelism=ddp", "parallelism.replicate=16"], 2, 8, 8, id="gpus-given"),
+    ],
+)
+def test_shapes(overrides: list[str], nodes: int, ranks: int, gpus: int) -> None:
+    found = shape(job(*overrides))
+    assert (found.nodes, found.ranks, found.gpus, found.devices) == (nodes, ranks, gpus, nodes * ranks)
+
+
+def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
+    with pytest.raises(Refusal, match=r"cluster\.nodes=3: 8 ranks .* don't spread evenly over 3 nodes"):
+        shape(job("cluster=cpu", "parallelism=3d", "cluster.nodes=3"))
+
+
+@pytest.mark.parametrize(
+    ("time", "expected"),
+    [
+        ("90", 90), ("1:30", 2), ("10:00", 10), ("1:30:00", 90), ("1-0", 1440), ("1-12:30", 2190), ("0-0:0:30", 1),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_time_limits(time: str | None, expected: int | None) -> None:
+    assert minutes(time) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        pytest.param("cluster.time=soon", "cluster.time=soon: not understood", id="words"),
+        pytest.param("cluster.time=0", "must be above zero", id="zero"),
+        pytest.param("cluster.time=2", "no longer than cluster.signal_seconds=120", id="shorter-than-the-signal"),
+        pytest.param("cluster.container=pyxis", "needs an image", id="no-image"),
+        pytest.param("cluster.image=x", "no container is chosen", id="no-container"),
+        pytest.param("cluster.sbatch={output:x}", "titan gives this option itself", id="taken"),
+    ],
+)
+def test_jobs_that_no_site_can_run(override: str, sentence: str) -> None:
+    with pytest.raises(Refusal, match=sentence):
+        job(override)
+
+
+def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
+    site = {
+        "partition": "p", "account": "a", "qos": "q", "reservation": "r", "constraint": "c", "exclude": "n1",
+        "gres": "gpu:h100:8", "exclusive": "true", "time": "2:00:00", "node_memory_gib": "64", "cpus_per_rank": "4",
+        "sbatch": "{mail-type:END}", "signal_seconds": "300",
+    }  # fmt: skip
+    run = job("cluster=h100", "parallelism=fsdp", *(f"cluster.{name}={value}" for name, value in site.items()))
+    script = text(shape(run), work(tmp_path, count=3, after="7"))
+    for line in (
+        "partition=p", "account=a", "qos=q", "reservation=r", "constraint=c", "exclude=n1", "gres=gpu:h100:8",
+        "exclusive", "time=120", "mem=65536M", "cpus-per-task=4", "mail-type=END", "signal=USR2@300", "array=0-2%3", "nodes=1",
+        "ntasks-per-node=8", "dependency=afterany:7", "comment=titan-1", "requeue", f"output={tmp_path}/%A_%a.out",
+    ):  # fmt: skip
+        assert f"#SBATCH --{line}\n" in script
+    assert "gpus-per-node" not in script and "wckey" not in script
+
+
+def test_a_node_s_program_is_one_task_with_the_cores_of_its_ranks(tmp_path: Path) -> None:
+    asked = parameters(shape(job("cluster=h100", "parallelism=fsdp", "cluster.tasks=node")), work(tmp_path))
+    assert (asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"]) == (1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        pytest.param(["cluster.container=pyxis"], ["--container-image=a b", "--container-mounts=/d:/d,/e"], id="pyxis"),
+        pytest.param(["cluster.container=apptainer"], ["exec", "--bind", "/e", "a b", "/opt/python"], id="apptainer"),
+    ],
+)
+def test_containers_and_quoting(tmp_path: Path, overrides: list[str], words: list[str]) -> None:
+    """The script is run by bash, with an srun that tells its arguments and its environment."""
+    own = ["cluster.image='a b'", "cluster.mounts=['/d:/d','/e']", "cluster.python=/opt/python"]
+    odd = "cluster.environment={ODD:'a \"b\" c'}"
+    folder = tmp_path / "with space"
+    done = ran(folder, job(*own, *overrides, odd, "cluster.srun=['--cpu-bind=cores']"), "exit 0")
+    said = (tmp_path / "said").read_text().splitlines()
+    assert set(words) <= set(said) and "--cpu-bind=cores" in said and "--export=ALL" in said
+    assert f"{folder}/9.0" in said and 'ODD=a "b" c' in said and "PYTHONSAFEPATH=1" in said
+    assert done == {"code": 0, "again": False, "state": "RUNNING", "why": ""}
+
+
+LIFE = '"$HOME/with space/9.0'
+
+
+@pytest.mark.parametrize(
+    ("ranks", "state", "restarts", "code", "again"),
+    [
+        pytest.param("exit 0", "RUNNING", 0, 0, False, id="done"),
+        pytest.param("exit 1", "RUNNING", 0, 1, False, id="failed"),
+        pytest.param(f"touch {LIFE}.again\"; exit 0", "RUNNING", 0, AGAIN, True, id="told-to-save-and-end"),
+        pytest.param(f"touch {LIFE}.again\"; exit 137", "RUNNING", 0, AGAIN, True, id="told-and-one-killed-for-it"),
+        pytest.param(f"touch {LIFE}.again\"; exit 0", "", 0, AGAIN, True, id="told-and-squeue-silent"),
+        pytest.param("exit 140", "RUNNING", 0, AGAIN, True, id="told-before-it-listened"),
+        pytest.param(f"touch {LIFE}.again\"; exit 0", "RUNNING", 3, AGAIN, False, id="too-often"),
+        pytest.param(f"touch {LIFE}.stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
+        pytest.param(f"touch {LIFE}.stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
+        pytest.param("exit 143", "", 0, 130, False, id="ended-and-squeue-silent"),
+        pytest.param(f"touch {LIFE}.0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended-for-it"),
+        pytest.param('echo "srun: error: n1: task 1: Killed" >&2; exit 143', "RUNNING", 0, 1, False, id="killed"),
+    ],
+)  # fmt: skip
+def test_how_a_job_s_end_is_judged(
+    tmp_path: Path, ranks: str, state: str, restarts: int, code: int, again: bool
+) -> None:
+    done = ran(tmp_path / "with space", job("cluster.requeues=3"), ranks, state, restarts)
+    assert (done["code"], done["again"]) == (code, again)
+    assert (tmp_path / "requeued").exists() == again
+    end = endings.last(tmp_path / "with space", "9")
+    assert end is not None and end.stopped == (code in (AGAIN, 130))
+
+
+def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
+    run = job("cluster.chain=2")
+    assert ran(tmp_path / "with space", run, f'touch {LIFE}.again"; exit 0')["again"]
+    assert not (tmp_path / "requeued").exists() and not list(tmp_path.glob("*/*.over"))
+    assert ran(tmp_path / "with space", run, "exit 0")["code"] == 0
+    assert list(tmp_path.glob("*/*.over"))
+    (tmp_path / "with space" / "9.0.end").unlink()
+    assert ran(tmp_path / "with space", run, "exit 1") == {}, "the next one has nothing to do"
+
+
+def ran(folder: Path, run: Run, ranks: str, state: str = "RUNNING", restarts: int = 0) -> dict[str, Any]:
+    """Run a job's script with stand-ins for Slurm's commands; gives what it left of its end."""
+    home = folder.parent
+    (home / "bin").mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    life = folder / f"9.{restarts}"
+    ranks = ranks.replace("9.0", f"9.{restarts}")
+    commands = {
+        "srun": f'printf "%s\\n" "$@" > "$HOME/said"; env >> "$HOME/said"; {ranks}',
+        "squeue": f"echo {state}",
+        "scontrol": 'touch "$HOME/requeued"',
+    }
+    for name, body in commands.items():
+        (home / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (home / "bin" / name).chmod(0o755)
+    env = {"PATH": f"{home}/bin:{os.environ['PATH']}", "HOME": str(home), "SLURM_JOB_ID": "9"}
+    env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
+    script = text(shape(run), work(folder))
+    subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=30, check=False)
+    return (
+        json.loads(life.with_name(f"{life.name}.end").read_text())
+        if life.with_name(f"{life.name}.end").exists()
+        else {}
+    )
+
+
+def test_the_script_is_bash() -> None:
+    for part in (BEFORE, AFTER):
+        assert subprocess.run(["bash", "-n"], input=part, text=True, timeout=10, check=False).returncode == 0
