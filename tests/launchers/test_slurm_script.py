@@ -88,8 +88,9 @@ def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
     script = text(shape(run), work(tmp_path, count=3, after="7"))
     for line in (
         "partition=p", "account=a", "qos=q", "reservation=r", "constraint=c", "exclude=n1", "gres=gpu:h100:8",
-        "exclusive", "time=120", "mem=65536M", "cpus-per-task=4", "mail-type=END", "signal=USR2@300", "array=0-2%3", "nodes=1",
-        "ntasks-per-node=8", "dependency=afterany:7", "comment=titan-1", "requeue", f"output={tmp_path}/%A_%a.out",
+        "exclusive", "time=120", "mem=65536M", "cpus-per-task=4", "mail-type=END", "signal=USR2@300", "array=0-2%3",
+        "nodes=1", "ntasks-per-node=8", "dependency=afterany:7", "comment=titan-1", "requeue",
+        f"output={tmp_path}/%A_%a.out",
     ):  # fmt: skip
         assert f"#SBATCH --{line}\n" in script
     assert "gpus-per-node" not in script and "wckey" not in script
