@@ -90,6 +90,18 @@ class SlurmLauncher(GridLauncher):
         return slurm.Grid(root, chosen, self.how, asked).launch()
 
 
+def _sweeper() -> Any:
+    """Hydra's own sweeper, which leaves it to the launcher to compose points: once each, not twice."""
+    Plugins.instance()  # loads Hydra's own plugins anew: only after that is its class the one that is meant
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    class GridSweeper(BasicSweeper):
+        def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+            return
+
+    return GridSweeper
+
+
 LAUNCHERS: Mapping[str, type[GridLauncher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}
 
 
@@ -139,6 +151,11 @@ def register() -> None:
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(NAMESPACE, types.ModuleType(NAMESPACE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
+    module.GridSweeper = _sweeper()
+    module.GridSweeper.__module__ = NAMESPACE
+    Plugins.instance().register(module.GridSweeper)
+    sweeper = {"_target_": f"{NAMESPACE}.GridSweeper", "max_batch_size": None, "params": None}
+    ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
     for name, kind in LAUNCHERS.items():
         kind.__module__ = NAMESPACE
         setattr(module, kind.__name__, kind)

@@ -115,13 +115,13 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
         "cpus_per_task": _cores(shape),
         "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
-        "time": minutes(cluster.time),
         "exclusive": True if cluster.exclusive else None,
         "dependency": None if work.after is None else f"afterany:{work.after}",
         **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude", "gres")},
     }
     return {
         **{name: value for name, value in asked.items() if value is not None},
+        "time": minutes(cluster.time),  # None too: submitit would say five minutes, and give a name for accounts
         "wckey": None,
         "signal_delay_s": cluster.signal_seconds,
         "stderr_to_stdout": True,

@@ -96,6 +96,12 @@ def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
     assert "gpus-per-node" not in script and "wckey" not in script
 
 
+def test_what_is_not_asked_for_is_left_to_the_site(tmp_path: Path) -> None:
+    script = text(shape(job("cluster=cpu")), work(tmp_path))
+    asked = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH" in line}
+    assert asked == {"comment", "job-name", "nodes", "ntasks-per-node", "open-mode", "output", "requeue", "signal"}
+
+
 def test_a_node_s_program_is_one_task_with_the_cores_of_its_ranks(tmp_path: Path) -> None:
     asked = parameters(shape(job("cluster=h100", "parallelism=fsdp", "cluster.tasks=node")), work(tmp_path))
     assert (asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"]) == (1, 8, 8)
