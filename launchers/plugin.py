@@ -152,7 +152,7 @@ def register() -> None:
     module: Any = sys.modules.setdefault(NAMESPACE, types.ModuleType(NAMESPACE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
     module.GridSweeper = _sweeper()
-    module.GridSweeper.__module__ = NAMESPACE
+    module.GridSweeper.__module__, module.GridSweeper.__qualname__ = NAMESPACE, "GridSweeper"
     Plugins.instance().register(module.GridSweeper)
     sweeper = {"_target_": f"{NAMESPACE}.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
