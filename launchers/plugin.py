@@ -60,6 +60,8 @@ class GridLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check every point, then launch the grid; returns one result a point."""
+        if not job_overrides:
+            return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
         chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere)
