@@ -15,7 +15,7 @@ from tests.report import shown
 from tests.report.made import Life, Story, made, read_lines, swept, write_lines
 from titan import endings
 from titan.ledger import Asked
-from titan.report import sentences, table
+from titan.report import sentences, svg, table
 from titan.report.collect import collect, neat
 from titan.report.findings import Arm, Interval
 from titan.report.judge import Options, compare
@@ -196,6 +196,11 @@ def test_speed_is_of_the_lives_that_used_memory_as_the_last(tmp_path: Path) -> N
 def test_as_many_tokens_of_another_tokenizer_are_another_length_of_text(tmp_path: Path) -> None:
     arm = held(tmp_path, [replace(S, digest="e" * 64, ratio=0.5)], "dataset.tokenizer=other")
     assert any(note.startswith("its fixed rows hold 0.80 times the baseline's text") for note in arm.notes)
+
+
+def test_a_single_validation_is_seen() -> None:
+    frame = svg.Frame(svg.Scale(0, 10, 0, 100), svg.Scale(0, 10, 100, 0), 100, 100)
+    assert 'points="38.0,50.0 50.0,50.0"' in svg.line(frame, [5], [5], "", "")
 
 
 def test_better_arms_are_the_best_only_by_one_measure_and_not_against_each_other() -> None:
