@@ -167,7 +167,7 @@ def _reason(directory: Path) -> str | None:
         except OSError:
             continue
         if said := [line.strip() for line in lines if line.strip()]:
-            return said[-1].removeprefix("titan: ")
+            return endings.untimed(said[-1].removeprefix("titan: "))
     return None
 
 

@@ -133,5 +133,13 @@ def _words(folder: Path, life: str) -> str | None:
         except OSError:
             continue
         if lines:
-            return lines[-1].strip()
+            return untimed(lines[-1].strip())
     return None
+
+
+def untimed(line: str) -> str:
+    """A log's line without the date and time that it begins with."""
+    return _TIME.sub("", line)
+
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*\s+(?=\S)")

@@ -48,6 +48,8 @@ OURS |= {
     ".ledger.jsonl.lock",
     "slurm",
 }
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""The one in C, where there is one: a comparison reads thousands of documents."""
 NEEDED = ("life", "run_id", "ids", "science", "config")
 """What later lives want of a document in run.yaml."""
 
@@ -203,7 +205,7 @@ def _documents(text: str, label: str) -> list[dict[str, Any]]:
         Refusal: when that is not what `_record` wrote.
     """
     try:
-        documents = [document for document in yaml.safe_load_all(text) if document]
+        documents = [document for document in yaml.load_all(text, LOADER) if document]
     except (ValueError, yaml.YAMLError) as error:
         raise _unreadable(label, " ".join(str(error).split())[:100]) from error
     for number, document in enumerate(documents, 1):

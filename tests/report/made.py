@@ -24,6 +24,8 @@ from titan.training import lr_factor
 
 BEGAN = 1_760_000_000
 """When the first life of every made run began, in seconds since 1970."""
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""The one in C, where there is one."""
 START, BETWEEN = 20.0, 600.0
 """Seconds from a life's beginning to its first step, and from its last line to the next life."""
 H200 = {"device": "cuda", "name": "NVIDIA H200", "count": 8, "cores": 64, "memory_gib": 140.4, "bf16_fast": True}
@@ -113,7 +115,9 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
         new = list(_lines(run, story, number, life, clock + START))
         lines += new
         clock = (new[-1]["time"] if new else clock + START) + BETWEEN
-    (directory / "run.yaml").write_text("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in documents))
+    (directory / "run.yaml").write_text(
+        "".join("---\n" + yaml.dump(d, Dumper=DUMPER, sort_keys=False) for d in documents)
+    )
     write_lines(directory, lines if story.timed else [{k: v for k, v in x.items() if k != "time"} for x in lines])
     if lives[-1].end == story.steps:
         _finish(directory, story, lines, len(lives))

@@ -96,7 +96,7 @@ def test_failures_are_listed_with_reasons(tmp_path: Path) -> None:
         ("memory=full training.seed=0 training.steps=40", "stopped", "it ended without a word"),
     }
     assert [arm.label for arm in found.arms] == [FSDP, SINGLE]
-    assert any("1 of 1 runs not finished, 1 of them failed" in note for note in found.arms[0].notes)
+    assert any("1 of 1 runs not finished (1 failed)" in note for note in found.arms[0].notes)
 
 
 def test_other_code_is_noted(tmp_path: Path) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from titan.identity import SCIENCE
 from titan.lives import flat
-from titan.report.collect import Raw
+from titan.report.collect import Raw, neat
 from titan.run import Recipe
-from titan.settings import Refusal, show
+from titan.settings import Refusal, plain
 
 IGNORED = re.compile(
     r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # what cluster comes to: layout and hardware
@@ -24,6 +26,8 @@ IGNORED = re.compile(
 PATHS = re.compile(r"dataset\.(.*\.)?path")
 """They tell arms apart only where other data lie there."""
 TAKEN = ("training.seed", "training.repeat")
+CONTINUED = "training.continued_from"
+"""The fact of how many steps earlier lives were to do, where these were others."""
 DERIVED = ("devices", "data", "parent")
 """Facts that follow from other ones as a rule, and are shown only where they do not."""
 
@@ -67,8 +71,9 @@ class Group:
 
     @property
     def group_id(self) -> str:
-        """Of its science, whatever the seed."""
-        return str(self.runs[0].last["ids"]["group"])
+        """Of its science, whatever the seed; of continued runs one of their own, as their schedule was another one."""
+        first = self.runs[0]
+        return " ".join([str(first.last["ids"]["group"]), *map(str, first.continued)])
 
 
 def grouped(runs: Sequence[Raw]) -> list[Group]:
@@ -84,18 +89,33 @@ def grouped(runs: Sequence[Raw]) -> list[Group]:
 def facts_of(raw: Raw) -> Facts:
     """The facts of a run."""
     last, science = raw.last, raw.last["science"]
-    values = {name: value for name, value in flat(raw.config).items() if not IGNORED.fullmatch(name)}
+    values = {name: value for name, value in flat(_completed(raw)).items() if not IGNORED.fullmatch(name)}
     values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}
+    values |= {CONTINUED: " ".join(map(str, raw.continued)) or "no"}
     typed = frozenset(override.partition("=")[0].lstrip("+~") for override in raw.overrides)
     return Facts(dict(last.get("choices") or {}), values, typed)
 
 
+def _completed(raw: Raw) -> dict[str, Any]:
+    """A run's configuration, with the defaults of settings that its titan did not have yet."""
+    return {axis: {**_defaults(axis), **v} if isinstance(v, Mapping) else v for axis, v in raw.config.items()}
+
+
+@cache
+def _defaults(axis: str) -> Mapping[str, Any]:
+    """The defaults of the execution settings of an axis: those of science, of which there are many kinds, are left."""
+    schema = typing.get_type_hints(Recipe).get(axis)
+    if axis in SCIENCE or not is_dataclass(schema):
+        return {}
+    return {f.name: plain(f.default) for f in fields(schema) if f.default is not MISSING}
+
+
 def _key(raw: Raw) -> Any:
     values = facts_of(raw).values
-    same = sorted((name, show(value)) for name, value in values.items() if not PATHS.fullmatch(name))
+    same = sorted((name, neat(value)) for name, value in values.items() if not PATHS.fullmatch(name))
     return raw.last["ids"]["group"], tuple(same)
 
 
@@ -105,7 +125,7 @@ def telling(facts: Sequence[Facts]) -> list[dict[str, str]]:
     An option that was chosen stands for the settings that follow from it; those that the command line gave are named
     beside it, others only where the arms could not be told apart without them.
     """
-    columns = {name: [show(f.values.get(name)) for f in facts] for name in _names(facts)}
+    columns = {name: [neat(f.values.get(name)) for f in facts] for name in _names(facts)}
     differ = {name: column for name, column in columns.items() if len(set(column)) > 1}
     if "data" not in differ:
         differ = {name: column for name, column in differ.items() if not PATHS.fullmatch(name)}
@@ -180,18 +200,22 @@ def baseline(groups: Sequence[Group], option: str | None, asked: Mapping[str, st
         Refusal: when the user's words fit no arm, or several.
     """
     if option is None:
-        fitting = [i for i, group in enumerate(groups) if asked and fits(group, asked)]
-        return fitting[0] if fitting else 0
+        return next(iter(fitting(groups, asked)), 0)
     if Path(option).is_dir():
         at = Path(option).resolve()
-        fitting = [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]]
+        found = [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]]
     else:
         wanted = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
-        fitting = [i for i, group in enumerate(groups) if option == group.label or (wanted and fits(group, wanted))]
-    if len(fitting) != 1:
+        found = [i for i, group in enumerate(groups) if option == group.label] or fitting(groups, wanted)
+    if len(found) != 1:
         names = "; ".join(group.label for group in groups[:8])
-        raise Refusal(f"baseline={option}: fits {len(fitting) or 'none'} of the arms ({names}); name one of them.")
-    return fitting[0]
+        raise Refusal(f"baseline={option}: fits {len(found) or 'none'} of the arms ({names}); name one of them.")
+    return found[0]
+
+
+def fitting(groups: Sequence[Group], wanted: Mapping[str, str]) -> list[int]:
+    """The places of the groups that have all of some settings; none where nothing is wanted."""
+    return [i for i, group in enumerate(groups) if wanted and fits(group, wanted)]
 
 
 def fits(group: Group, wanted: Mapping[str, str]) -> bool:
@@ -206,12 +230,13 @@ def _values(group: Group, name: str) -> list[str]:
         return [facts.choices[name]]
     full = [n for n in facts.values if short(n, facts.values) == name]
     typed = [o.partition("=")[2] for o in group.runs[0].overrides if o.partition("=")[0].lstrip("+~") == name]
-    return [show(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
+    return [neat(facts.values[n]) for n in (full or [name]) if n in facts.values] + typed
 
 
 def _same(a: str, b: str) -> bool:
-    """Whether two values as typed are the same: 1e-3 is 0.001."""
+    """Whether two values as typed are the same: 1e-3 is 0.001, True is true, and blanks and quotes do not count."""
+    one, two = ("".join(text.split()).strip("'\"") for text in (a, b))
     try:
-        return a == b or float(a) == float(b)
+        return one == two or float(one) == float(two)
     except ValueError:
-        return False
+        return one.lower() == two.lower() and one.lower() in ("true", "false")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,9 +21,15 @@ from titan import endings, ledger
 from titan.ledger import Asked, Point
 from titan.lives import read_lives
 from titan.report import columns
-from titan.report.columns import Metrics
+from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
-from titan.settings import Refusal
+from titan.settings import Refusal, show
+
+ESSENTIAL = (
+    "ids.science", "ids.group", "ids.execution", "ids.code", "config.training.steps", "config.training.seq_len",
+    "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
+)  # fmt: skip
+"""What a comparison can't do without of a document in run.yaml."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +65,24 @@ class Raw:
         """The resolved configuration of the last life."""
         return dict(self.last["config"])
 
-    @property
+    @cached_property
     def seed(self) -> int:
         """The seed."""
         return int(self.config["training"].get("seed", 0))
 
-    @property
+    @cached_property
     def repeat(self) -> int:
         """Which repeat of the seed it is."""
         return int(self.config["training"].get("repeat", 0))
+
+    @property
+    def continued(self) -> tuple[int, ...]:
+        """The numbers of steps that earlier lives were to do, where they differ from the last one's; in order.
+
+        The learning rate followed their schedules first, so that it learned something else than a run of as many steps.
+        """
+        steps = dict.fromkeys(int(d["config"]["training"]["steps"]) for d in self.documents)
+        return tuple(number for number in steps if number != self.wanted)
 
     @property
     def wanted(self) -> int:
@@ -174,19 +190,55 @@ def _take(directory: Path, found: _Found, point: Point | None) -> None:
 
 def _read(directory: Path, point: Point | None) -> Raw | Failed:
     """A run; or why there is none."""
-    label = " ".join(point.overrides) if point else directory.name
+    label = " ".join(map(_typed, point.overrides)) if point else directory.name
     try:
         documents = tuple(read_lives(directory)) if (directory / "run.yaml").is_file() else ()
     except Refusal as refusal:
         return Failed(label, str(directory), "failed", str(refusal))
     if not documents:
         state: State = point.state if point else "failed"
-        return Failed(label, str(directory), state, (point and point.reason) or _nothing(state, point))
+        return Failed(label, str(directory), state, _reason(point) or _nothing(state, point))
+    if lacking := _lacking(documents):
+        return Failed(
+            label, str(directory), "failed", f"its run.yaml does not say {lacking}: it is of another version of titan"
+        )
     metrics, result = columns.read(directory / "metrics.jsonl"), _json(directory / "result.json")
-    state, reason = _state(directory, documents[-1], result, point)
+    state, reason = _state(directory, documents[-1], result, point, metrics.steps)
     overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
     device = dict(_json(directory / "env.json").get("device") or {})
     return Raw(directory, documents, metrics, result, device, state, reason, overrides)
+
+
+def neat(value: Any) -> str:
+    """A setting's value as one would type it; a float in its shortest form, such as 1e9 for 1000000000.0."""
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}")
+    return show(value)
+
+
+def _typed(override: str) -> str:
+    """An override of a command line with a long float in short."""
+    name, equals, value = override.partition("=")
+    return (
+        f"{name}={neat(float(value))}" if re.fullmatch(r"-?\d+(\.\d*e.*|\.\d*|e.*)", value) else name + equals + value
+    )
+
+
+def _lacking(documents: Sequence[Mapping[str, Any]]) -> str:
+    """The first setting or id that a comparison can't do without and the documents do not have; else empty."""
+    for document in documents:
+        for name in ESSENTIAL:
+            value: Any = document
+            for key in name.split("."):
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if value is None:
+                return name
+    return ""
+
+
+def _reason(point: Point | None) -> str | None:
+    """What a ledger says of a point's end."""
+    return endings.untimed(point.reason) if point and point.reason else None
 
 
 def _nothing(state: State, point: Point | None) -> str:
@@ -198,7 +250,7 @@ def _nothing(state: State, point: Point | None) -> str:
 
 
 def _state(
-    directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], point: Point | None
+    directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], point: Point | None, steps: Steps
 ) -> tuple[State, str | None]:
     """How a run stands: its own files first, then what a ledger says."""
     wanted = int(last["config"]["training"]["steps"])
@@ -206,18 +258,20 @@ def _state(
         return "finished", None
     if endings.held(directory):
         return "running", None
-    own = _ended(directory, last, result)
+    own = _ended(directory, last, result, steps)
     if point and point.state in ("failed", "stopped", "queued", "running"):
-        return point.state, point.reason or (None if point.state == "running" else own[1])
+        return point.state, _reason(point) or (None if point.state == "running" else own[1])
     return own
 
 
-def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[State, str]:
+def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], steps: Steps) -> tuple[State, str]:
     """How the last life of a run ended that did not finish."""
     if result.get("life") == last["life"] and result.get("finished") is False:
         return "stopped", f"a signal ended it at step {result.get('step')}; the same command goes on with it"
     if told := _told(directory / "log" / "launcher.log", str(last.get("began") or "")):
         return "failed", told
+    if len(steps) and steps.odd()[-1]:
+        return "stopped", f"it ended after step {steps.step[-1]}, which was not finite"
     return "stopped", "it ended without a word; the same command goes on with it"
 
 

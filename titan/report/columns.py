@@ -55,6 +55,14 @@ class Steps:
     def __len__(self) -> int:
         return len(self.step)
 
+    def odd(self) -> NDArray[np.bool_]:
+        """Which steps were not finite, in loss or gradient norm, and so left the weights as they were; [lines].
+
+        A gradient norm that is missing from all lines was not measured.
+        """
+        norms = np.isfinite(self.norm)
+        return np.asarray(~np.isfinite(self.loss) | (~norms & norms.any()))
+
     def at(self, where: NDArray[Any]) -> Steps:
         """The lines that a mask or indices choose."""
         return Steps(**{f.name: getattr(self, f.name)[where] for f in dataclasses.fields(self)})

@@ -53,7 +53,8 @@ def validation(comparison: Comparison) -> Chart | None:
         points = thinned(run.curves.validation_tokens, values, _points(comparison), share=0)
         lines.append(Line(i, run.label, points))
     name, unit = ("Validation, bits a byte", "bits a byte") if bits else ("Validation loss", "loss, nats a token")
-    return _losses(comparison, lines, name, unit, "On the fixed rows that no run trains on. ", "validation")
+    once = "A dash is a run's only validation. " if any(line.points[0].size == 1 for line in lines) else ""
+    return _losses(comparison, lines, name, unit, f"On the fixed rows that no run trains on. {once}", "validation")
 
 
 def differences(comparison: Comparison) -> Chart | None:

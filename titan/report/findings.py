@@ -239,6 +239,7 @@ class Arm:
         speed: tokens a second a device, and its ratio to the baseline's with an interval; None where none was timed.
         speed_ratio: see `speed`.
         validation, bits: mean over its finished runs, with an interval where there are several.
+        few: whether the interval of `speed_ratio` is from the steps of few runs, and says little of how runs differ.
         learning: for an arm of the baseline's science other than the baseline.
         quality: for arms of another science: at the end, at equal tokens, at equal device-hours, as far as they apply.
         reached: where there is a target loss.
@@ -258,11 +259,12 @@ class Arm:
     quality: tuple[Quality, ...] = ()
     reached: Reached | None = None
     notes: tuple[str, ...] = ()
+    few: bool = False
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A point that has no figures, or a run that ended badly: which, how and why."""
+    """A point that has no figures, perhaps none yet, or a run that ended badly: which, how and why."""
 
     label: str
     directory: str

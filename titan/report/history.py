@@ -75,6 +75,14 @@ class History:
             spent += span.devices * span.seconds / HOUR
         return np.maximum.accumulate(of_line[self._kept]) if len(self._kept) else of_line[self._kept]
 
+    @property
+    def last_validation(self) -> float:
+        """The loss of the last validation; infinite where it is not finite, 0 where there was none at all."""
+        if not self.validations:
+            return 0.0
+        value = self.validations[-1].get("validation_loss")
+        return float(value) if value is not None and math.isfinite(value) else math.inf
+
     def cost(self) -> Cost:
         """What the run took."""
         total = sum(span.seconds for span in self.spans)

@@ -16,7 +16,7 @@ from titan.report.figures import Cell, Column, answer, columns, few, number
 from titan.report.findings import Arm, Comparison, RunFound
 from titan.report.front import pareto
 from titan.report.markdown import by_source
-from titan.report.sentences import answers, lead, notes, question
+from titan.report.sentences import answers, lead, missing, notes, question
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """The page may load nothing from anywhere."""
@@ -76,7 +76,7 @@ def _body(comparison: Comparison) -> str:
         _section("Figures", _figures(comparison)),
         _section("By source", _sources(comparison)),
         _section("Charts", _charts(comparison)),
-        _section("Failures", _failures(comparison)),
+        _section(missing(comparison), _failures(comparison)),
         _section("Notes", "".join(f"<li>{escape(note)}</li>" for note in notes(comparison)), "ul"),
         _section("Settings", _settings(comparison)),
         _section("Runs", _runs(comparison)),

@@ -98,7 +98,15 @@ def _judged(groups: Sequence[Group], members: Sequence[Sequence[Member]], asked:
     ]
     opened = [quality.judged(members[i], members[against]) for i in others]
     judged = dict(zip(others, quality.corrected(opened, asked.margin), strict=True))
+    if against:
+        judged = {i: tuple(_named(each, groups[against].label) for each in found) for i, found in judged.items()}
     return [_arm(i, groups, members, tuned[i], judged.get(i, ()), asked) for i in range(len(groups))]
+
+
+def _named(found: Quality, against: str) -> Quality:
+    """With what the arm was held against in its text, where that is not the baseline itself."""
+    text = found.text.removeprefix(f"{found.answer}: ")
+    return replace(found, text=f"{found.answer}: against {against} (the baseline's best learning rate): {text}")
 
 
 def _best_of_baseline(groups: Sequence[Group], members: Sequence[Sequence[Member]], tuned: Sequence[Tuned]) -> int:
@@ -117,7 +125,8 @@ def _arm(
 ) -> Arm:
     group, own, baseline = groups[index], members[index], members[0]
     same = group.group_id == groups[0].group_id
-    rates = speed.rates([m.raw for m in own])
+    rates, theirs = (speed.rates([m.raw for m in side]) for side in (own, baseline))
+    few = bool(index) and speed.from_blocks(rates, theirs)
     return Arm(
         label=group.label,
         settings=group.settings,
@@ -125,13 +134,14 @@ def _arm(
         same_science=same,
         runs=tuple(m.run for m in own),
         speed=speed.of_arm(rates),
-        speed_ratio=speed.ratio(rates, speed.rates([m.raw for m in baseline])) if index else None,
+        speed_ratio=speed.ratio(rates, theirs) if index else None,
         validation=statistics.mean(list(quality.by_seed(own, lambda m: m.run.validation).values())),
         bits=statistics.mean(list(quality.by_seed(own, lambda m: m.run.bits).values())),
+        few=few,
         learning=learning.judged(own, baseline, asked.margin) if same and index else None,
         quality=judged,
         reached=_reached(own, asked.target) if _in_nats(own, baseline) else None,
-        notes=_arm_notes(own, baseline, tuned, speed.from_blocks(rates, speed.rates([m.raw for m in baseline]))),
+        notes=_arm_notes(own, baseline, tuned, few),
     )
 
 
@@ -142,15 +152,17 @@ def _in_nats(own: Sequence[Member], baseline: Sequence[Member]) -> bool:
 
 
 def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
-    """When the runs came to the target, those that have not as censored."""
+    """When the runs came to the target; those that have not are censored, those that failed will never."""
     validated = [m for m in members if len(m.run.curves.validation)]
     if target is None or not validated:
         return None
     times: list[tuple[float, float, bool]] = []
     for m in validated:
+        failed = m.run.state == "failed"  # it will never come there: to leave it out would flatter those that did
         below = [i for i, value in enumerate(m.run.curves.validation) if value <= target]
         at = below[0] if below else -1
-        times.append((float(m.run.curves.validation_tokens[at]), float(hour_axis(m)[at]), bool(below)))
+        tokens_hours = float(m.run.curves.validation_tokens[at]), float(hour_axis(m)[at])
+        times.append((*((math.inf, math.inf) if failed and not below else tokens_hours), bool(below)))
     tokens, hours, came = (list(column) for column in zip(*times, strict=True))
     return Reached(
         runs=len(times),
@@ -166,16 +178,50 @@ def _arm_notes(own: Sequence[Member], baseline: Sequence[Member], tuned: Tuned, 
     notes = [tuned.note] if tuned.note else []
     if open_runs:
         lost = sum(run.state == "failed" for run in open_runs)
-        failed = f", {lost} of them failed" if lost else ""
+        failed = f" ({lost} failed)" if lost else ""
+        rest = "; the final figures are of the others alone" if len(open_runs) < len(own) else ""
         notes.append(
-            f"{len(open_runs)} of {len(own)} runs not finished{failed}: their decay is not done and they are not ranked"
+            f"{len(open_runs)} of {len(own)} runs not finished{failed}: their decay is not done, they are not ranked"
+            + rest
         )
-    if len({str(d.get("layout")) for m in own for d in m.raw.documents}) > 1:
-        notes.append("its layout changed between lives: its speed is that of the last layout")
+    notes += _odd(own)
+    if own[0].raw.continued:
+        steps = ", then ".join(f"{number:,}" for number in own[0].raw.continued)
+        notes.append(f"continued: its schedule was one of {steps} steps before; it counts as other science")
+    if any(len({speed.way(d) for d in m.raw.documents}) > 1 for m in own):
+        notes.append("its layout changed between lives, or its use of memory: its speed is that of the last life's")
     if own is not baseline:
-        notes += _other(own, baseline)
+        notes += [*_other(own, baseline), *_texts(own, baseline)]
         notes += ["its speed ratio is from blocks of steps of few runs: it says little of how runs differ"] * blocks
     return tuple(notes)
+
+
+def _odd(own: Sequence[Member]) -> list[str]:
+    """What was not finite in an arm's runs."""
+    counts = [int(m.history.steps.odd().sum()) for m in own]
+    notes = []
+    if any(counts):
+        of, steps = f"{sum(map(bool, counts))} of {len(own)} runs", f"{sum(counts):,} step{'s' * (sum(counts) > 1)}"
+        notes.append(f"not finite in {of}: {steps}, which left the weights as they were")
+    if lost := sum(not math.isfinite(m.history.last_validation) for m in own if m.run.state == "finished"):
+        notes.append(f"the final validation of {lost} of {len(own)} runs is not finite: these are left out of its mean")
+    return notes
+
+
+def _texts(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
+    """Whether fixed rows of as many tokens hold another length of text, where bits a byte are compared."""
+    one, two = (_bytes_a_token(side[0]) for side in (own, baseline))
+    measure = quality.measure_of(own[0], baseline[0])
+    if one is None or two is None or measure is None or measure.name != "bits a byte" or abs(one / two - 1) < 0.02:
+        return []
+    return [
+        f"its fixed rows hold {one / two:.2f} times the baseline's text: bits a byte are not of quite the same text"
+    ]
+
+
+def _bytes_a_token(member: Member) -> float | None:
+    nats, bits = member.run.validation, member.run.bits
+    return nats / math.log(2) / bits if nats and bits else None
 
 
 def _other(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
@@ -257,6 +303,8 @@ def _notes(
     if groups and asked.baseline and options.baseline is None and not arms.fits(groups[0], asked.baseline):
         wanted = " ".join(f"{name}={value}" for name, value in asked.baseline.items())
         notes.append(f"the sweep's baseline ({wanted}) has no figures: {groups[0].label} stands in for it")
+    if asked.baseline and options.baseline is None and (many := len(arms.fitting(groups, asked.baseline))) > 1:
+        notes.append(f"the sweep's baseline fits {many} arms: {groups[0].label}, found first, is taken")
     against = _best_of_baseline(groups, members, tuning.tuned(groups, members))
     if against:
         notes.append(f"quality is held against {groups[against].label}: the baseline's best learning rate")

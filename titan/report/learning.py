@@ -64,7 +64,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
         return Learning("undecided", text, None, None, None, None, margin, 0, None)
     parities = [parity(*pair) for pair in pairs]
     ends = [pair for pair in pairs if _end(pair) is not None]
-    found = statistics.paired([_end(pair) or 0.0 for pair in ends]) if ends else None
+    found = statistics.paired([_end(pair) or 0.0 for pair in distinct(ends)]) if ends else None
     answer, text, needed = _answer(pairs, parities, ends, found, margin, _repeated(baseline))
     compared = [p for p in parities if p.common]
     return Learning(
@@ -75,16 +75,29 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
         first_norm_gap=_largest([p.norm_gap for p in parities]),
         difference=found.interval(EQUIVALENT) if found else None,
         margin=margin,
-        pairs=len(ends),
+        pairs=found.count if found else 0,
         needed=needed,
     )
 
 
 def paired(arm: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
-    """Pairs of runs of equal seed and repeat; of runs of which nothing has been done there are none."""
-    others = {(m.raw.seed, m.raw.repeat): m for m in baseline if m.run.step}
+    """Pairs of runs of equal seed and repeat, each run in one; runs of which nothing has been done are in none."""
+    others: dict[tuple[int, int], list[Member]] = {}
+    for m in baseline:
+        if m.run.step:
+            others.setdefault((m.raw.seed, m.raw.repeat), []).append(m)
     keys = [((m.raw.seed, m.raw.repeat), m) for m in arm if m.run.step]
-    return [(m, others[key]) for key, m in keys if key in others]
+    return [(m, others[key].pop(0)) for key, m in keys if others.get(key)]
+
+
+def distinct(pairs: Sequence[tuple[Member, Member]]) -> list[tuple[Member, Member]]:
+    """Without pairs of a seed that came to the very losses of an earlier pair: a thing done twice tells it once."""
+    found = {(a.raw.seed, *_losses(a), *_losses(b)): (a, b) for a, b in reversed(pairs)}
+    return list(reversed(found.values()))
+
+
+def _losses(member: Member) -> tuple[float | None, float | None]:
+    return member.run.loss, member.run.validation
 
 
 def parity(a: Member, b: Member) -> Parity:
@@ -143,8 +156,15 @@ def _answer(
         return "yes", f"all losses are the same bits, in {_count(len(pairs), 'pair')}", None
     if found is None:
         begun = "batches and first steps agree" if any(p.loss_gap is not None for p in parities) else "nothing differs"
-        return "undecided", f"{begun} so far, but no pair of runs has finished", None
-    return _of_ends(found, margin, noise, _measure(ends))
+        return "undecided", f"{begun} so far, but no pair of runs has finished{_odd(pairs)}", None
+    once = " (repeats with the very same losses count once)" if len(ends) > found.count else ""
+    return _of_ends(found, margin, noise, _measure(ends) + once)
+
+
+def _odd(pairs: Sequence[tuple[Member, Member]]) -> str:
+    """What else is to be said of pairs without a difference of final losses."""
+    done = any(a.run.state == b.run.state == "finished" for a, b in pairs)
+    return " with a final loss on both sides (one is missing or not finite)" if done else ""
 
 
 def _share(parities: Sequence[Parity]) -> str:
@@ -170,7 +190,7 @@ def _of_ends(found: Difference, margin: float, noise: float | None, what: str) -
         known = f", by the spread of the baseline's repeats {needed}" if noise else ""
         return "undecided", f"{said} in the only pair; it takes at least 2 pairs{known}", needed
     within = found.interval(EQUIVALENT)
-    said += f" {span(within)} over {_count(found.count, 'pair')}, margin {margin:g}"
+    said += f" {span(within)} (90% interval) over {_count(found.count, 'pair')}, margin {margin:g}"
     p = found.p_equivalent(margin)
     if p is not None and p < ALPHA:
         return "yes", said, None
@@ -192,8 +212,8 @@ def _end(pair: tuple[Member, Member]) -> float | None:
     a, b = pair[0].run, pair[1].run
     if a.state != "finished" or b.state != "finished":
         return None
-    if a.validation is not None and b.validation is not None and _one_set(pair):
-        return a.validation - b.validation
+    if (a.validation is not None or b.validation is not None) and _one_set(pair):
+        return None if a.validation is None or b.validation is None else a.validation - b.validation
     return None if a.loss is None or b.loss is None else a.loss - b.loss
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from titan.report.figures import between, columns, number
 from titan.report.findings import Comparison
-from titan.report.sentences import answers, lead, notes, question
+from titan.report.sentences import answers, lead, missing, notes, question
 
 
 def text(comparison: Comparison) -> str:
@@ -18,7 +18,7 @@ def text(comparison: Comparison) -> str:
         ),
         _section("Figures", _figures(comparison)),
         _section("By source", _sources(comparison)),
-        _section("Failures", _failures(comparison)),
+        _section(missing(comparison), _failures(comparison)),
         _section("Notes", [f"- {_plain(note)}" for note in notes(comparison)]),
         _section("Settings", _settings(comparison)),
     ]

@@ -26,6 +26,8 @@ READ_AS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", 
 """Settings of a dataset that say how its text is read, not which text is held out."""
 HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
 
+NOWHERE = "a run has no validation as early as the shortest one ended (metrics.validate_every makes some on the way)"
+
 Measured = Callable[[Member], float | None]
 """What is compared of a run; None where it has none."""
 
@@ -242,7 +244,7 @@ def _on_the_way(
     of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
     found = difference(by_seed(arm, of), by_seed(baseline, of)) if point > 0 else None
     if found is None:
-        return _nothing(measure.name, at, "undecided: there is no validation up to a common point")
+        return _nothing(measure.name, at, f"undecided: {NOWHERE}")
     where = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
     text = f"undecided: at {where} {_said(found, measure)}; not ranked, as not all had come to the end of their decay"
     shown = found.difference.interval()
@@ -267,16 +269,28 @@ def corrected(arms: Sequence[Sequence[Open]], margin: float) -> list[tuple[Quali
         margin: difference in validation loss, nats, that counts as none.
     """
     adjusted: dict[tuple[int, int], float | None] = {}
+    tests: dict[str, int] = {}
     places = [(i, j, each) for i, found in enumerate(arms) for j, each in enumerate(found)]
     for at in {each.quality.at for _, _, each in places}:
         here = [(i, j, each.quality.p) for i, j, each in places if each.quality.at == at]
+        tests[at] = sum(p is not None for _, _, p in here)
         for (i, j, _), p in zip(here, statistics.holm([p for _, _, p in here]), strict=True):
             adjusted[i, j] = p
-    return [tuple(_decided(each, adjusted[i, j], margin) for j, each in enumerate(a)) for i, a in enumerate(arms)]
+    return [
+        tuple(_decided(each, adjusted[i, j], margin, tests[each.quality.at]) for j, each in enumerate(found))
+        for i, found in enumerate(arms)
+    ]
 
 
-def _decided(each: Open, p_holm: float | None, margin: float) -> Quality:
-    """The answer: yes by the corrected test, no by equivalence, else undecided with the pairs that would decide."""
+def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Quality:
+    """The answer: yes by the corrected test, no by equivalence, else undecided with the pairs that would decide.
+
+    Args:
+        each: the comparison.
+        p_holm: its corrected p-value.
+        margin: in nats.
+        tests: how many comparisons the correction is over.
+    """
     quality, found = each.quality, each.difference
     if found is None:
         return quality
@@ -286,16 +300,19 @@ def _decided(each: Open, p_holm: float | None, margin: float) -> Quality:
     p_none = found.p_equivalent(margin) if nats else None
     small = p_none is not None and p_none < ALPHA
     answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
-    needed = _needed(found, margin if nats else None) if answer == "undecided" else None
+    needed = _needed(found, margin if nats else None, tests) if answer == "undecided" else None
     text = _sentence(answer, quality, p_holm, needed, margin, small)
     return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=needed)
 
 
-def _needed(found: Difference, margin: float | None) -> int | None:
-    """Pairs that would decide: that show a difference as large as the one seen, or that there is none."""
+def _needed(found: Difference, margin: float | None, tests: int) -> int | None:
+    """Pairs that would decide: that show a difference as large as the one seen, or that there is none.
+
+    A difference has to hold at the strictest level of Holm's correction, so that as many pairs surely do.
+    """
     if margin is not None and abs(found.estimate) < margin:
         return statistics.pairs_to_equal(margin, found.spread, found.estimate)
-    return statistics.seeds_needed(found.estimate, found.spread)
+    return statistics.seeds_needed(found.estimate, found.spread, alpha=ALPHA / tests)
 
 
 def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, margin: float, small: bool) -> str:

@@ -8,6 +8,17 @@ from titan.metrics.plot import short
 from titan.report.figures import answer, at_the_end, few, ratio
 from titan.report.findings import Arm, Comparison, Interval, Quality, Reached
 
+WAITING = ("planned", "queued", "running")
+"""States of points that have no figures yet and did not fail."""
+
+
+def missing(comparison: Comparison) -> str:
+    """What the list of points and runs that have no figures or ended badly is called."""
+    waiting = {failed.state in WAITING for failed in comparison.failed}
+    return {(True,): "Without figures yet", (False, True): "Failures, and points without figures yet"}.get(
+        tuple(sorted(waiting)), "Failures"
+    )
+
 
 def question(comparison: Comparison) -> str:
     """What was asked; without a sweep's question, that there was none."""
@@ -52,7 +63,7 @@ def _whose(labels: Sequence[str], comparison: Comparison) -> str:
 
 def _of_arm(arm: Arm, target: float | None) -> list[str]:
     learned = [] if arm.learning is None else [_sentence(arm.learning.text)]
-    speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio)]
+    speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio, arm.few)]
     return [*learned, *_judged(arm.quality), *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
 
 
@@ -66,14 +77,20 @@ def _judged(qualities: Sequence[Quality]) -> list[str]:
     return [_sentence(f"{' and '.join(at)}: {text[:1].lower()}{text[1:]}") for text, at in points.items()]
 
 
-def speed_sentence(times: Interval) -> str:
-    """How fast against the baseline; that nothing can be told where the interval spans 1."""
+def speed_sentence(times: Interval, few: bool = False) -> str:
+    """How fast against the baseline; that nothing can be told where the interval spans 1.
+
+    Args:
+        times: the ratio.
+        few: whether it speaks of few runs, of which no claim about others follows.
+    """
     if times.low is None or times.high is None:
         return f"Its tokens a second are {ratio(times.estimate)} of the baseline's; there is no interval yet."
     said = f"(95% interval {ratio(times.low)} to {ratio(times.high)})"
     if times.low <= 1 <= times.high:
         return f"No difference in speed can be told: {ratio(times.estimate)} of the baseline's {said}."
     word = "Faster" if times.estimate > 1 else "Slower"
+    word = f"{word}, as far as so few runs can tell" if few else word
     return f"{word}: {ratio(times.estimate)} of the baseline's tokens a second {said}."
 
 
@@ -114,7 +131,7 @@ def _fastest(arms: Sequence[Arm]) -> list[str]:
         return [f"{which} shown to be faster than the baseline."]
     times, arm = max(sure, key=lambda item: item[0])
     which = "It is faster:" if len(arms) == 1 else f"Fastest of those that do: {arm.label},"
-    of = ", by one run" if len(arm.runs) == 1 else ""
+    of = ", by one run" if len(arm.runs) == 1 else ", by few runs" if arm.few else ""
     return [f"{which} {ratio(times)} times the baseline's tokens a second{of}."]
 
 
@@ -145,17 +162,22 @@ def _best(arms: Sequence[Arm]) -> list[str]:
     ]
     if not better:
         return []
-    difference, label, measure = min(better)
     if len(arms) == 1:
-        return [f"Its {measure} is {-difference:.4f} below the baseline's."]
-    return [f"Best: {label}, whose {measure} is {-difference:.4f} below the baseline's."]
+        return [f"Its {measure} is {-difference:.4f} below the baseline's." for difference, _, measure in better]
+    most = [min(each for each in better if each[2] == measure) for measure in dict.fromkeys(m for _, _, m in better)]
+    rivals = " The better ones were not held against each other." if len(better) > 1 else ""
+    told = [f"Best: {label}, whose {measure} is {-d:.4f} below the baseline's." for d, label, measure in most]
+    return [*told[:-1], told[-1] + rivals]
 
 
 def _standing(comparison: Comparison) -> list[str]:
     runs = [run for arm in comparison.arms for run in arm.runs]
     going = sum(run.state in ("running", "queued", "planned", "stopped") for run in runs)
     told = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
-    failed = len(comparison.failed)
+    without = [failed for failed in comparison.failed if failed.state in WAITING]
+    failed = len(comparison.failed) - len(without)
+    if without:
+        told.append(f"{len(without)} point{'s' * (len(without) > 1)} without figures yet.")
     return told + ([f"{failed} failure{'s' * (failed > 1)}, listed below with reasons."] if failed else [])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,16 +31,24 @@ def of_lives(raw: Raw) -> tuple[Speed, ...]:
 
 
 def of_run(raw: Raw) -> Speed | None:
-    """The speed over all lives that had the last one's layout; None where no step was timed."""
+    """The speed over all lives that went the last one's way; None where no step was timed."""
     steps = alike(raw)
     return _speed(steps, attentionless(raw)) if len(steps) else None
 
 
 def alike(raw: Raw) -> Steps:
-    """The timed lines of all lives that had the last one's layout."""
-    lines, same = raw.metrics.steps, [d for d in raw.documents if d.get("layout") == raw.last.get("layout")]
+    """The timed lines of all lives that went the last one's way."""
+    lines, same = raw.metrics.steps, [d for d in raw.documents if way(d) == way(raw.last)]
     where = [np.flatnonzero(lines.life == int(d["life"]))[WARM:] for d in same]
     return lines.at(np.concatenate(where))
+
+
+def way(document: Mapping[str, Any]) -> str:
+    """What decides most of a life's speed, as one text: its layout, micro-batches, use of memory and compilation."""
+    config = document["config"]
+    return repr(
+        [document.get(key) for key in ("layout", "microbatches")] + [config.get(k) for k in ("memory", "compile")]
+    )
 
 
 def model_of(raw: Raw) -> Llama | None:
@@ -130,8 +139,12 @@ def ratio(arm: Rates, baseline: Rates) -> Interval | None:
 
 
 def from_blocks(arm: Rates, baseline: Rates) -> bool:
-    """Whether `ratio` has too few runs and goes by blocks of their steps."""
-    return len([key for key in arm if key in baseline]) < FEW and min(len(arm), len(baseline)) < FEW
+    """Whether `ratio` has too few runs and goes by blocks of their steps; not where one side has no speed."""
+    return (
+        bool(arm and baseline)
+        and len([key for key in arm if key in baseline]) < FEW
+        and min(len(arm), len(baseline)) < FEW
+    )
 
 
 def _logs(runs: Rates) -> list[float]:

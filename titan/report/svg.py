@@ -20,6 +20,8 @@ LINE = 15.0
 """Height of a line of text."""
 LETTER = 6.6
 """Width of a letter, roughly: browsers differ."""
+DASH = 12.0
+"""Length of what stands for a single point."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,14 @@ def clip(frame: Frame, name: str, body: str) -> str:
 
 
 def line(frame: Frame, xs: ArrayLike, ys: ArrayLike, marks: str, title: str) -> str:
-    """A line through points, [points] each; `marks` are its attributes, `title` is shown where it is pointed at."""
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(frame.x(xs), frame.y(ys), strict=True))
+    """A line through points, [points] each; `marks` are its attributes, `title` is shown where it is pointed at.
+
+    One point alone is a dash that ends there, since nothing would be seen of it.
+    """
+    places = [*zip(frame.x(xs), frame.y(ys), strict=True)]
+    if len(places) == 1:
+        places.insert(0, (places[0][0] - DASH, places[0][1]))
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     return f'<polyline {marks} points="{points}"><title>{escape(title)}</title></polyline>'
 
 

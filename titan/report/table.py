@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from titan.report.figures import Cell, Column, Mood, columns
 from titan.report.findings import Comparison
-from titan.report.sentences import answers, lead, notes, question
+from titan.report.sentences import answers, lead, missing, notes, question
 
 GAP = "  "
 NARROWEST = 20
 """Columns that labels of arms get at least, where they need them."""
+VALUES = 12
+"""Values of a setting that differs are named up to so many."""
 STYLES: dict[str, str] = {"head": "1", "good": "32", "bad": "31", "open": "33", "faint": "2"}
 
 
@@ -36,7 +38,7 @@ def text(comparison: Comparison, width: int, colour: bool = False) -> str:
 
 def _head(comparison: Comparison, width: int, colour: bool) -> list[str]:
     common = "; ".join(f"{name}: {value}" for name, value in comparison.common.items())
-    differs = "; ".join(f"{name} ({', '.join(values)})" for name, values in comparison.differs.items())
+    differs = "; ".join(f"{name} ({_some(values)})" for name, values in comparison.differs.items())
     return [
         *(_style(line, "head", colour) for line in _wrapped(comparison.title, width)),
         *_wrapped(question(comparison), width),
@@ -45,6 +47,12 @@ def _head(comparison: Comparison, width: int, colour: bool) -> list[str]:
         "",
         *_wrapped(" ".join(lead(comparison)), width),
     ]
+
+
+def _some(values: Sequence[str]) -> str:
+    """The first values in a line, and how many more there are."""
+    more = [f"and {len(values) - VALUES:,} more"] if len(values) > VALUES else []
+    return ", ".join([*values[:VALUES], *more])
 
 
 def _arms(comparison: Comparison, width: int, colour: bool) -> list[str]:
@@ -151,7 +159,7 @@ def _answers(comparison: Comparison, width: int, colour: bool) -> list[str]:
 
 def _failed(comparison: Comparison, width: int, colour: bool) -> list[str]:
     items = [f"{failed.label} ({failed.directory}): {failed.state}: {failed.reason}" for failed in comparison.failed]
-    return _list("Failures", items, width, colour)
+    return _list(missing(comparison), items, width, colour)
 
 
 def _list(name: str, items: Sequence[str], width: int, colour: bool) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan.report.arms import Group
+from titan.report.collect import neat
 from titan.report.runs import Member
 from titan.settings import show
 
@@ -67,12 +68,12 @@ def _family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[Tuned]:
         return [Tuned(True, "learning rate not tuned for this arm")]
     losses = [[m.run.validation for m in members if m.run.validation is not None] for _, members in family]
     means = [float(np.mean(values)) if values else float("inf") for values in losses]
+    if not np.isfinite(means).any():
+        return [Tuned(True, f"of its {len(family)} learning rates none has come to an end")] * len(family)
     best = int(np.argmin(means))
     rates = sorted(rate for rate, _ in family)
     edge = family[best][0] in (rates[0], rates[-1])
-    note = (
-        f"best of {len(family)} learning rates ({', '.join(f'{rate:g}' for rate in rates)}), chosen by these same runs"
-    )
+    note = f"best of {len(family)} learning rates ({', '.join(map(neat, rates))}), chosen by these same runs"
     note += ", but at the edge of them: a better one may lie beyond" if edge else ""
-    lost = f"not compared: of its learning rates {family[best][0]:g} was best"
+    lost = f"not compared: of its learning rates {neat(family[best][0])} was best"
     return [Tuned(True, note) if index == best else Tuned(False, lost) for index in range(len(family))]

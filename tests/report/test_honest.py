@@ -1,0 +1,243 @@
+"""What a comparison must not claim: of runs done twice, continued, diverged, of other versions, not begun, or few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.report import shown
+from tests.report.made import Life, Story, made, read_lines, swept, write_lines
+from titan import endings
+from titan.ledger import Asked
+from titan.report import sentences, svg, table
+from titan.report.collect import collect, neat
+from titan.report.findings import Arm, Interval
+from titan.report.judge import Options, compare
+
+S = Story()
+SINGLE, FSDP = "parallelism=single", "parallelism=fsdp"
+
+
+def rewritten(run: Path, number: int, **changes: Any) -> Path:
+    """A run of which a document in run.yaml is changed; None takes a key away."""
+    documents = list(yaml.safe_load_all((run / "run.yaml").read_text()))
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        at = documents[number]
+        for key in path:
+            at = at[key]
+        at.pop(last) if value is None else at.update({last: value})
+    (run / "run.yaml").write_text(yaml.safe_dump_all(documents, sort_keys=False))
+    return run
+
+
+def held(tmp_path: Path, stories: Sequence[Story], *overrides: str, against: Sequence[Story] = (S,)) -> Arm:
+    for index, story in enumerate(against):
+        made(tmp_path / f"a{index}", story)
+    for index, story in enumerate(stories):
+        made(tmp_path / f"b{index}", story, *overrides)
+    return compare([tmp_path]).arms[1]
+
+
+def test_runs_done_twice_are_one_pair(tmp_path: Path) -> None:
+    learning = held(tmp_path, [replace(S, off=0.01)] * 2, FSDP).learning
+    assert learning is not None and (learning.answer, learning.pairs) == ("undecided", 1)
+
+
+def test_repeats_with_the_very_same_losses_count_once(tmp_path: Path) -> None:
+    repeats = [replace(S, repeat=r) for r in range(2)]
+    learning = held(tmp_path, [replace(story, off=0.01) for story in repeats], FSDP, against=repeats).learning
+    assert learning is not None and (learning.answer, learning.pairs) == ("undecided", 1)
+    assert "repeats with the very same losses count once" in learning.text
+
+
+def test_a_final_loss_that_is_not_finite_is_not_replaced_by_another_figure(tmp_path: Path) -> None:
+    stories = [replace(S, seed=seed, off=1e-4 * (seed + 1)) for seed in range(2)]
+    held(tmp_path, stories, FSDP, against=[replace(S, seed=seed) for seed in range(2)])
+    for seed in range(2):
+        spoilt(tmp_path / f"b{seed}", 40, "validation_loss")
+    arm = compare([tmp_path]).arms[1]
+    assert arm.learning is not None and arm.learning.answer == "undecided"
+    assert "one is missing or not finite" in arm.learning.text
+    assert any("the final validation of 2 of 2 runs is not finite" in note for note in arm.notes)
+
+
+def spoilt(run: Path, step: int, *keys: str) -> None:
+    """Let a run's lines from a step on have no finite value of some keys."""
+    lines = read_lines(run)
+    for line in lines:
+        line.update({key: math.nan for key in keys if key in line and line["step"] >= step})
+    write_lines(run, lines)
+
+
+def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
+    held(tmp_path, [S], "optimizer.lr=0.1")
+    spoilt(tmp_path / "b0", 31, "grad_norm")
+    assert (
+        "not finite in 1 of 1 runs: 10 steps, which left the weights as they were" in compare([tmp_path]).arms[1].notes
+    )
+
+
+def test_a_run_that_ended_after_such_a_step_says_so(tmp_path: Path) -> None:
+    spoilt(made(tmp_path / "a", replace(S, lives=(Life(0, 20),))), 20, "grad_norm")
+    assert collect([tmp_path]).runs[0].reason == "it ended after step 20, which was not finite"
+
+
+def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
+    made(tmp_path / "a", S)
+    rewritten(made(tmp_path / "b", replace(S, lives=(Life(0, 20), Life(20, 40)))), 0, config__training__steps=20)
+    found = compare([tmp_path])
+    assert [arm.label for arm in found.arms] == ["continued_from=no", "continued_from=20"]
+    assert not found.arms[1].same_science and found.arms[1].learning is None
+    assert any(note.startswith("continued: its schedule was one of 20 steps") for note in found.arms[1].notes)
+
+
+def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
+    made(tmp_path / "a", replace(S, level=2.0))
+    for seed in (1, 2):
+        failed = made(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, lives=(Life(0, 10),)))
+        (failed / "log").mkdir()
+        (failed / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 steps in a row were not finite\n")
+    reached = compare([tmp_path], Options(target=2.3)).arms[0].reached
+    assert reached is not None and (reached.reached, reached.runs, reached.median_tokens) == (1, 3, None)
+
+
+def test_arms_without_any_speed_have_no_note_of_it(tmp_path: Path) -> None:
+    arm = held(tmp_path, [replace(S, lives=(Life(0, 2),))], "optimizer.lr=0.1")
+    assert arm.speed_ratio is None and not arm.few and not any("speed ratio" in note for note in arm.notes)
+
+
+def test_few_runs_are_faster_only_as_far_as_they_tell(tmp_path: Path) -> None:
+    arm = held(tmp_path, [replace(S, seconds=0.2)], "optimizer.lr=0.1")
+    assert arm.few
+    said = sentences.speed_sentence(Interval(2.0, 1.9, 2.1), few=True)
+    assert said.startswith("Faster, as far as so few runs can tell: 2.000")
+
+
+def test_as_many_seeds_as_are_said_to_decide_hold_after_holms_correction(tmp_path: Path) -> None:
+    for seed, level in enumerate((0.0, 0.02, -0.01, 0.01)):
+        made(tmp_path / f"a{seed}", replace(S, seed=seed, level=3 + level))
+    for arm in (2, 3, 4, 5):
+        for seed, level in enumerate((-0.045, 0.002, -0.05, -0.01)):
+            made(tmp_path / f"b{arm}{seed}", replace(S, seed=seed, level=3 + level), f"optimizer.weight_decay=0.{arm}")
+    found = compare([tmp_path]).arms[1].quality[0]
+    assert found.answer == "undecided" and found.p is not None and found.p < 0.05
+    assert found.needed is not None and found.needed > found.pairs
+
+
+def test_what_is_not_held_against_the_baseline_says_against_what(tmp_path: Path) -> None:
+    for letter, level, more in (
+        ("a", 3.3, ("optimizer.lr=1e-3",)),
+        ("b", 3.1, ("optimizer.lr=3e-3",)),
+        ("c", 3.3, ("optimizer.lr=1e-3", FSDP)),
+        ("d", 3.0, ("optimizer.lr=1e-3", "optimizer.weight_decay=0.2")),
+    ):
+        for seed in range(2):
+            made(tmp_path / f"{letter}{seed}", replace(S, seed=seed, level=level + seed / 1000), *more)
+    arms = compare([tmp_path]).arms
+    assert arms[2].learning is not None and arms[2].learning.answer == "yes"
+    said = "against parallelism=single lr=0.003 weight_decay=0.1 (the baseline's best learning rate): validation loss"
+    for arm in arms[2:]:
+        assert said in arm.quality[0].text and arm.quality[0].text.startswith(f"{arm.quality[0].answer}: against")
+
+
+def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: Path) -> None:
+    made(tmp_path / "a", S)
+    for rate in ("1e-3", "1e9"):
+        made(tmp_path / f"b{rate}", replace(S, lives=(Life(0, 20),)), f"optimizer.lr={rate}", "training.bad_steps=2")
+    arms = compare([tmp_path]).arms
+    assert all("of its 2 learning rates none has come to an end" in arm.notes for arm in arms[1:])
+    assert all(arm.quality for arm in arms[1:])
+
+
+def test_points_that_have_not_begun_are_no_failures(tmp_path: Path) -> None:
+    swept(tmp_path, Asked("?"), {"a": ("optimizer.lr=1000000000.0",), "b": ("optimizer.lr=0.1",)})
+    found = compare([tmp_path])
+    assert sentences.lead(found) == ["No run has figures.", "2 points without figures yet."]
+    assert found.failed[0].label == "optimizer.lr=1e9"
+    assert "Without figures yet\n- optimizer.lr=1e9" in table.text(found, 160)
+
+
+def test_a_run_of_another_version_of_titan_is_listed(tmp_path: Path) -> None:
+    made(tmp_path / "good")
+    rewritten(made(tmp_path / "bad"), 0, ids__group=None)
+    (failed,) = compare([tmp_path]).failed
+    assert failed.reason.startswith("its run.yaml does not say ids.group")
+
+
+def test_an_execution_setting_that_an_older_titan_lacked_splits_no_arm(tmp_path: Path) -> None:
+    made(tmp_path / "a", S)
+    rewritten(made(tmp_path / "b", replace(S, seed=1)), 0, config__checkpoint__minutes=None)
+    (arm,) = compare([tmp_path]).arms
+    assert len(arm.runs) == 2
+
+
+def test_a_sweeps_baseline_that_fits_several_arms_is_said(tmp_path: Path) -> None:
+    asked = Asked(baseline={"parallelism": "single"})
+    for name, rate in (("a", "1e-3"), ("b", "3e-3")):
+        made(tmp_path / name, S, SINGLE, f"optimizer.lr={rate}")
+    swept(tmp_path, asked, {"a": (SINGLE, "optimizer.lr=1e-3"), "b": (SINGLE, "optimizer.lr=3e-3")})
+    assert any(note.startswith("the sweep's baseline fits 2 arms: lr=0.001") for note in compare([tmp_path]).notes)
+
+
+def test_speed_is_of_the_lives_that_used_memory_as_the_last(tmp_path: Path) -> None:
+    made(tmp_path / "a", replace(S, lives=(Life(0, 20), Life(20, 40, ("memory=full",)))))
+    (arm,) = compare([tmp_path]).arms
+    assert arm.runs[0].speed is not None and arm.runs[0].speed.steps == 17
+    assert any("its layout changed between lives, or its use of memory" in note for note in arm.notes)
+
+
+def test_as_many_tokens_of_another_tokenizer_are_another_length_of_text(tmp_path: Path) -> None:
+    arm = held(tmp_path, [replace(S, digest="e" * 64, ratio=0.5)], "dataset.tokenizer=other")
+    assert any(note.startswith("its fixed rows hold 0.80 times the baseline's text") for note in arm.notes)
+
+
+def test_a_single_validation_is_seen() -> None:
+    frame = svg.Frame(svg.Scale(0, 10, 0, 100), svg.Scale(0, 10, 100, 0), 100, 100)
+    assert 'points="38.0,50.0 50.0,50.0"' in svg.line(frame, [5], [5], "", "")
+
+
+def test_better_arms_are_the_best_only_by_one_measure_and_not_against_each_other() -> None:
+    arms = [
+        shown.arm(f"x={number}", quality=(replace(shown.quality(difference=by), measure=measure),), same_science=False)
+        for number, (by, measure) in enumerate(
+            [(-0.2, "bits a byte"), (-0.5, "validation loss"), (-0.1, "bits a byte")]
+        )
+    ]
+    told = " ".join(sentences.lead(shown.comparison(shown.arm("base", baseline=True), *arms)))
+    assert "x=0, whose bits a byte is 0.2000" in told and "x=1, whose validation loss is 0.5000" in told
+    assert told.endswith("The better ones were not held against each other.")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        pytest.param(1e9, "1e9", id="large"),
+        pytest.param(1e30, "1e30", id="larger"),
+        pytest.param(1e-5, "1e-5", id="small"),
+        pytest.param(0.0003, "0.0003", id="as-typed"),
+        pytest.param(0.12345678, "0.12345678", id="no-digit-lost"),
+        pytest.param(1000000000, "1000000000", id="whole"),
+        pytest.param(None, "null", id="nothing"),
+    ],
+)
+def test_values_in_short(value: Any, text: str) -> None:
+    assert neat(value) == text
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        pytest.param("2026-11-21T19:01:00+00:00 rank 1 was killed", "rank 1 was killed", id="launcher"),
+        pytest.param("2026-11-21 19:01:00,387 INFO built", "INFO built", id="log"),
+        pytest.param("step 3 of 2026-11-21", "step 3 of 2026-11-21", id="no-time-at-its-beginning"),
+    ],
+)
+def test_reasons_begin_with_no_time(line: str, text: str) -> None:
+    assert endings.untimed(line) == text
