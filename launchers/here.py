@@ -19,7 +19,7 @@ from launchers import points as grid
 from launchers.local import STOPPING
 from launchers.points import Chosen
 from launchers.standing import standing
-from titan import compose, ledger
+from titan import compose, endings, ledger
 from titan.ledger import Asked, Point
 from titan.run import Run
 from titan.settings import setting
