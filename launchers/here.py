@@ -52,7 +52,10 @@ class Grid:
         grid.enter(self.root, self.points, self.asked)
         todo = self._to_do()
         codes = dict.fromkeys(range(len(self.points)), 0)
-        codes |= self._in_turn(todo) if self.how.at_once == 1 else self._together(todo)
+        try:
+            codes |= self._in_turn(todo) if self.how.at_once == 1 else self._together(todo)
+        finally:
+            self._say_what_next()
         return [codes[index] for index in range(len(self.points))]
 
     def _to_do(self) -> list[int]:
@@ -63,6 +66,14 @@ class Grid:
         for state, count in Counter(kept.values()).items():
             print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
         return [index for index in range(len(self.points)) if index not in kept]
+
+    def _say_what_next(self) -> None:
+        """How many points are done, and the command for what comes then."""
+        root = self.root.relative_to(Path.cwd()) if self.root.is_relative_to(Path.cwd()) else self.root
+        done = sum(endings.finished(Path(p.run.directory), p.run.training.steps) for p in self.points)
+        then = f"python -m titan.compare {root} compares them" if done else f"python -m titan.status {root} tells more"
+        more = "" if done == len(self.points) else "; the same command goes on"
+        print(f"\n{done} of {len(self.points)} points are finished{more}; {then}.", flush=True)
 
     def _in_turn(self, todo: list[int]) -> dict[int, int]:
         """One point after the other, each with this terminal to itself."""

@@ -6,7 +6,8 @@ import os
 import pickle
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,11 +57,14 @@ def choose(
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
     shared = [o for o, count in Counter(o for point in overrides for o in point).items() if count == len(overrides)]
+    if (root / "run.yaml").exists():
+        raise Refusal(f"hydra.sweep.dir={root}: holds a single run; choose another name for a grid.")
     kept = {point.id: Path(point.directory) for point in sweep.points} if (sweep := ledger.read(root)) else {}
     found: dict[str, Chosen] = {}
     for number, one in enumerate(overrides):
         varied = tuple(o for o in one if o not in shared)
-        run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
+        with _pointing(number, varied):
+            run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
         point = identity.point(run)
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
@@ -79,12 +83,18 @@ def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int
             cfg.hydra.sweep.subdir = name
         folder = Path(cfg.hydra.sweep.dir)
         cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
+    compose.check_optional(loader, cfg)
+    return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere)
+
+
+@contextmanager
+def _pointing(number: int, varied: Sequence[str]) -> Iterator[None]:
+    """Let a refusal say which point it is about."""
     try:
-        compose.check_optional(loader, cfg)
-        return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere)
+        yield
     except Refusal as refusal:
-        point = f"point {number + 1} of the sweep, {' '.join(overrides)}; nothing was started"
-        raise Refusal(f"{str(refusal).rstrip('.')} ({point}).") from None
+        which = ", ".join([f"point {number + 1} of the sweep", *([" ".join(varied)] if varied else [])])
+        raise Refusal(f"{str(refusal).rstrip('.')} ({which}; nothing was started).") from None
 
 
 def _named(varied: Sequence[str]) -> str:

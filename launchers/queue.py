@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titan.settings import Failure
 
@@ -61,7 +61,11 @@ def jobs(wanted: Iterable[str]) -> dict[str, Job]:
     wanted = set(wanted)
     if not wanted:
         return {}
-    found = {job.id: job for job in _known(sorted({job.partition("_")[0] for job in wanted})) if job.id in wanted}
+    there = _known(sorted({job.partition("_")[0] for job in wanted}))
+    # an array that was cancelled before it began is told in one line, under its own number
+    whole = {job.id.partition("_")[0]: job for job in there if "_" not in job.id or "[" in job.id}
+    found = {name: replace(whole[first], id=name) for name in wanted if (first := name.partition("_")[0]) in whole}
+    found |= {job.id: job for job in there if job.id in wanted}
     return found | _accounts(wanted - found.keys())
 
 

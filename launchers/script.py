@@ -171,7 +171,7 @@ def command(shape: Shape, work: Work) -> str:
 def _site(shape: Shape) -> list[str]:
     """What the site wants to have run before."""
     cluster = shape.cluster
-    lines = [f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []
+    lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
     return [
         *lines,
         *cluster.setup,

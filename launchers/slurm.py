@@ -116,6 +116,8 @@ class Grid:
                 "hydra/launcher=slurm: Slurm's commands are not here; run this where sbatch is, or give "
                 "hydra.launcher.dry_run=true."
             )
+        if not self.how.dry_run:
+            queue.ask("scontrol", "ping")  # before anything is written
         if "%" in str(self.root):
             raise Refusal(f"hydra.run.dir={self.root}: Slurm would read the % in it; choose another name.")
         longest = max(one.cluster.chain for one in self.shapes.values())
@@ -222,7 +224,7 @@ class Grid:
             with _outside():
                 first = executor._submit_command(script.command(one, work)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
-            raise _failure(_own_words(error), self._next()) from error
+            raise _failure(_own_words(error)) from error
         return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
 
     def _wait(self, left: list[Chosen]) -> list[int]:
@@ -280,7 +282,9 @@ class Grid:
         jobs = sorted(
             {job.partition("_")[0] for p in self._now().values() if p.state in ("queued", "running") for job in p.jobs}
         )
-        cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else f"; python -m titan.compare {shown} compares them"
+        cancel = f"; scancel {' '.join(jobs)} ends them" if jobs else ""
+        if not jobs and len(self.points) > 1:
+            cancel = f"; python -m titan.compare {shown} compares them"
         return f"python -m titan.status {shown} shows how they stand{cancel}."
 
     def _show(self) -> list[int]:
@@ -329,10 +333,12 @@ def _own_words(error: Exception) -> str:
     )
 
 
-def _failure(said: str, then: str) -> Failure:
+def _failure(said: str) -> Failure:
     """What became of a submission, by what sbatch said."""
-    text = f"sbatch: {said}; what was submitted goes on. {then}"
-    if re.search(r"MaxSubmit|submit job limit|job submit limit", said, re.IGNORECASE):
+    text = f"sbatch: {said.rstrip('.')}."
+    if re.search(r"MaxSubmit|job submit limit", said, re.IGNORECASE):
         return NoRoom(text)
-    unsure = re.search(r"timed out|unable to contact|connection|zero bytes|communication", said, re.IGNORECASE)
-    return Failure(text) if unsure else Refused(text)
+    unsure = re.search(r"timed out|connection|zero bytes|communication", said, re.IGNORECASE)
+    return (
+        Failure(f"{text} Whether it took the job will show; give the same command again.") if unsure else Refused(text)
+    )

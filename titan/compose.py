@@ -41,7 +41,7 @@ from titan.cluster import devices
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW
-from titan.run import Recipe, Run, resolve
+from titan.run import Recipe, Run, check_name, resolve
 from titan.settings import Failure, Refusal, nearest
 from titan.sweep import Sweep
 
@@ -216,16 +216,23 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
             return _hand_to_hydra(args, parser)
         with _Session(args) as hydra:
             cfg = _compose(hydra, args.overrides, args.config_name)
+            _check_no_grid(cfg)
             launcher = plugin.alone(cfg) if ranks is None else None
             run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
     return plugin.one(launcher, run, cfg) if launcher else job(run)
 
 
+def _check_no_grid(cfg: DictConfig) -> None:
+    """Refuse a named grid where one run was asked for, which would pass over all that it varies."""
+    sweep = cfg.hydra.runtime.choices.get("sweep")
+    if sweep not in (None, "null"):
+        raise Refusal(f"sweep={sweep}: is a grid of runs; add -m.")
+
+
 def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
-    if args.multirun and named and not re.fullmatch(r"[\w./+-]+", named[-1]):
-        raise Refusal(f"name={named[-1]}: a grid has one name; give one folder's name.")
     if args.multirun and named:
+        _check_grid_name(named[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     from launchers import plugin
 
@@ -241,6 +248,15 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     finally:
         plugin.tidy()
     return plugin.exit_code() if args.multirun else 0
+
+
+def _check_grid_name(name: str, overrides: Sequence[str]) -> None:
+    """Refuse what is no name of one folder under runs/, and a second place for the same grid."""
+    if not re.fullmatch(r"[\w./+-]+", name):
+        raise Refusal(f"name={name}: a grid has one name; give one folder's name.")
+    check_name(name)
+    if place := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
+        raise Refusal(f"{place[0]}: name={name} says where the grid is already; leave one out.")
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -355,7 +371,7 @@ class _plainly:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.warnings.__exit__(None, None, None)
         if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
-            raise Refusal(self._sentence(error)) from error
+            raise Refusal(_own_refusal(error) or self._sentence(error)) from error
 
     def _sentence(self, error: BaseException) -> str:
         if isinstance(error, MissingConfigException) and error.options is not None:
@@ -419,6 +435,15 @@ class _plainly:
         content = OmegaConf.to_container(cfg, resolve=False)
         names = _names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
         return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
+
+
+def _own_refusal(error: BaseException | None) -> str | None:
+    """The refusal of titan's own that Hydra has wrapped, if that is what happened."""
+    while error is not None:
+        if isinstance(error, Refusal):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _key(override: str) -> str:

@@ -121,7 +121,7 @@ def resolve(
     Raises:
         Refusal: for what can't work.
     """
-    _check_name(recipe.name)
+    check_name(recipe.name)
     recipe.model.check()
     recipe.training.check()
     recipe.parallelism.check()
@@ -204,7 +204,7 @@ def _check_ranks(cluster: Cluster, ranks: int) -> None:
         )
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     """Refuse a name that is no folder of its own under runs/."""
     if not name.strip("/. ") or ".." in name.split("/"):
         raise Refusal(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")

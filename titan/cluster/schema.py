@@ -83,7 +83,10 @@ class Cluster:
         10, "how often Slurm may start a job again: preempted, out of time, or its node lost", at_least=0
     )
     chain: int = _job(
-        0, "for sites that forbid requeueing: so many jobs, each after the one before; 0: requeue", at_least=0
+        0,
+        "for sites that forbid requeueing: so many jobs, each after the one before; 0: requeue",
+        at_least=0,
+        at_most=100,
     )
 
     def check(self) -> None:
@@ -98,6 +101,8 @@ class Cluster:
                 f"cluster.time={self.time}: no longer than cluster.signal_seconds={self.signal_seconds}, so a run "
                 "would be told to end as it begins; give more time, or a smaller cluster.signal_seconds."
             )
+        if odd := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
+            raise Refusal(f"cluster.environment={{{odd[0]}:...}}: no variable can have this name; correct it.")
         if taken := sorted(set(self.sbatch or {}) & TAKEN):
             raise Refusal(f"cluster.sbatch={{{taken[0]}:...}}: titan gives this option itself; leave it out.")
         if self.container != "none" and self.image is None:
@@ -123,6 +128,8 @@ def minutes(time: str | None) -> int | None:
         raise Refusal(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
     days, *rest = (None if g is None else int(g) for g in match.groups())
     given = [part for part in rest if part is not None]
+    if any(part > 59 for part in given[1:]) or (days is not None and given[0] > 23):
+        raise Refusal(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
     seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, units, strict=False))
     if seconds == 0:
