@@ -50,6 +50,12 @@ def test_runs_done_twice_are_one_pair(tmp_path: Path) -> None:
     assert learning is not None and (learning.answer, learning.pairs) == ("undecided", 1)
 
 
+def test_of_a_seed_run_twice_the_run_that_ended_is_paired(tmp_path: Path) -> None:
+    unfinished = replace(S, lives=(Life(0, 10),))
+    learning = held(tmp_path, [S], FSDP, against=[unfinished, S]).learning
+    assert learning is not None and (learning.answer, learning.pairs) == ("yes", 1)
+
+
 def test_repeats_with_the_very_same_losses_count_once(tmp_path: Path) -> None:
     repeats = [replace(S, repeat=r) for r in range(2)]
     learning = held(tmp_path, [replace(story, off=0.01) for story in repeats], FSDP, against=repeats).learning

@@ -81,13 +81,20 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
 
 
 def paired(arm: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
-    """Pairs of runs of equal seed and repeat, each run in one; runs of which nothing has been done are in none."""
+    """Pairs of runs of equal seed and repeat, each run in one; runs of which nothing has been done are in none.
+
+    Where a seed was run several times, those that came furthest are paired first.
+    """
     others: dict[tuple[int, int], list[Member]] = {}
-    for m in baseline:
+    for m in _furthest_first(baseline):
         if m.run.step:
             others.setdefault((m.raw.seed, m.raw.repeat), []).append(m)
-    keys = [((m.raw.seed, m.raw.repeat), m) for m in arm if m.run.step]
+    keys = [((m.raw.seed, m.raw.repeat), m) for m in _furthest_first(arm) if m.run.step]
     return [(m, others[key].pop(0)) for key, m in keys if others.get(key)]
+
+
+def _furthest_first(members: Sequence[Member]) -> list[Member]:
+    return sorted(members, key=lambda m: (m.run.state != "finished", -m.run.step))
 
 
 def distinct(pairs: Sequence[tuple[Member, Member]]) -> list[tuple[Member, Member]]:
