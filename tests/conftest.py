@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import torch
 
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # started in a shell's background, and so would be what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # tiny tensors gain nothing from more, and ranks fork from this process
 hypothesis.settings.register_profile("titan", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("titan")

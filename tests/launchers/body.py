@@ -41,8 +41,16 @@ def stubborn(folder: Path, rank: int) -> int:
     return 1
 
 
+def raises(folder: Path, rank: int) -> int:
+    (folder / "raised").touch()
+    raise ZeroDivisionError(f"by rank {rank}")
+
+
 def consequence(folder: Path, rank: int) -> int:
     """Fails because another one does, a little later."""
+    deadline = time.monotonic() + 30
+    while not (folder / "raised").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
     time.sleep(0.1)
     raise ConnectionError("another rank is gone")
 
@@ -58,7 +66,7 @@ def die() -> int:
 
 ACTIONS: dict[str, Callable[[Path, int], int]] = {
     "ends": lambda folder, rank: 0,
-    "raises": lambda folder, rank: fail(ZeroDivisionError(f"by rank {rank}")),
+    "raises": raises,
     "fails": lambda folder, rank: fail(Failure("the loss is lost; find it.")),
     "refuses": lambda folder, rank: fail(Refusal("a=b: can't be; give a=c.")),
     "dies": lambda folder, rank: die(),
