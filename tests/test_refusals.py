@@ -274,6 +274,21 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("-m training.step=1,2", "did you mean 'training.steps'"),
     ("-m 'training.steps=glob(*)'", "-m|no points|optimizer.lr=1e-3,3e-3"),
     ("-m optimizer.lr=1e-3,[", "not understood"),
+    ("-m training.seed=1,1", "point 2 of the sweep|the same as another"),
+    ("-m training.seed=1,2 hydra.sweeper.max_batch_size=1", "max_batch_size=1|hydra.launcher.at_once"),
+    ("-m training.seed=1,2 hydra.launcher.at_once=0", "hydra.launcher.at_once=0|at least 1"),
+    ("-m training.seed=1,2 +hydra.launcher.wait=true", "hydra.launcher.wait=true|no such setting"),
+    ("-m name=a,b training.seed=1,2", "name=a,b|one name"),
+    ("-m name=../a training.seed=1,2", "name=../a|a folder under runs/"),
+    ("-m name=a hydra.sweep.dir=b training.seed=1,2", "hydra.sweep.dir=b|leave one out"),
+    ("-m sweep=nope", "sweep=nope|Choices: batch_size"),
+    ("sweep=memory", "sweep=memory|add -m"),
+    ("-m sweep=memory sweep.margin=0", "sweep.margin=0|above 0"),
+    ("hydra/launcher=slrum", "did you mean 'slurm'"),
+    ("hydra/launcher=slurm hydra.launcher.poll_seconds=0", "hydra.launcher.poll_seconds=0|above 0"),
+    ("hydra/launcher=slurm hydra.launcher.dry_run=true cluster.chain=1000", "cluster.chain=1000|at most 100"),
+    ("cluster.time=1:99:00", "cluster.time=1:99:00|at 59"),
+    ("cluster.environment={1BAD:x}", "1BAD|no variable"),
 ]
 CASES = [("cpu", *case) for case in LAPTOP] + [("gpu", *case) for case in SERVER]
 

@@ -168,7 +168,7 @@ def _check_machine(run: Run) -> None:
     if run.cluster.nodes > 1:
         raise Refusal(
             f"cluster.nodes={run.cluster.nodes}: titan itself starts ranks on one machine only; "
-            "start this command on each node with torchrun or srun, or give cluster.nodes=1."
+            "give hydra/launcher=slurm, start this command on each node with torchrun or srun, or give cluster.nodes=1."
         )
     if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
         layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"

@@ -70,7 +70,7 @@ def test_time_limits(time: str | None, expected: int | None) -> None:
         pytest.param("cluster.time=2", "no longer than cluster.signal_seconds=120", id="shorter-than-the-signal"),
         pytest.param("cluster.container=pyxis", "needs an image", id="no-image"),
         pytest.param("cluster.image=x", "no container is chosen", id="no-container"),
-        pytest.param("cluster.sbatch={output:x}", "titan gives this option itself", id="taken"),
+        pytest.param("cluster.sbatch={output:x}", "titan gives output itself", id="taken"),
     ],
 )
 def test_jobs_that_no_site_can_run(override: str, sentence: str) -> None:

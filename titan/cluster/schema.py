@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titan.settings import Refusal, setting
+from titan.settings import Refusal, setting, show
 
 TAKEN = {
     "array",
@@ -102,9 +102,11 @@ class Cluster:
                 "would be told to end as it begins; give more time, or a smaller cluster.signal_seconds."
             )
         if odd := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
-            raise Refusal(f"cluster.environment={{{odd[0]}:...}}: no variable can have this name; correct it.")
+            raise Refusal(
+                f"cluster.environment={show(self.environment)}: no variable can be named {odd[0]}; correct it."
+            )
         if taken := sorted(set(self.sbatch or {}) & TAKEN):
-            raise Refusal(f"cluster.sbatch={{{taken[0]}:...}}: titan gives this option itself; leave it out.")
+            raise Refusal(f"cluster.sbatch={show(self.sbatch)}: titan gives {taken[0]} itself; leave it out.")
         if self.container != "none" and self.image is None:
             raise Refusal(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
         if self.container == "none" and (self.image or self.mounts):
