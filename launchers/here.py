@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from launchers import points as grid
-from launchers.local import STOPPING
+from launchers.local import STOPPING, hearing
 from launchers.points import Chosen
 from launchers.standing import standing
-from titan import compose, endings, ledger
+from titan import compose, console, endings, ledger
 from titan.ledger import Asked, Point
 from titan.run import Run
 from titan.settings import setting
@@ -69,7 +69,7 @@ class Grid:
 
     def _say_what_next(self) -> None:
         """How many points are done, and the command for what comes then."""
-        root = self.root.relative_to(Path.cwd()) if self.root.is_relative_to(Path.cwd()) else self.root
+        root = console.short(str(self.root))
         done = sum(endings.finished(Path(p.run.directory), p.run.training.steps) for p in self.points)
         then = f"python -m titan.compare {root} compares them" if done else f"python -m titan.status {root} tells more"
         more = "" if done == len(self.points) else "; the same command goes on"
@@ -82,7 +82,7 @@ class Grid:
         codes = {}
         for number, index in enumerate(todo, 1):
             point = self.points[index]
-            print(f"\n[{number}/{len(todo)}] {self._named(point)}", flush=True)
+            print(f"\n[{number}/{len(todo)}] {point.label}", flush=True)
             self._begins(point)
             codes[index] = compose.exit_code(partial(start.here, point.run, apart=True))
             self._ended(point, codes[index])
@@ -119,7 +119,7 @@ class Grid:
                 stdout=log,
                 stderr=log,
             )
-        print(f"{time.strftime('%H:%M:%S')}  begins    {self._named(point)}", flush=True)
+        print(f"{time.strftime('%H:%M:%S')}  begins    {point.label}", flush=True)
 
     def _collect(self, index: int) -> int:
         """Take note of a point that has ended; gives its exit code."""
@@ -127,14 +127,8 @@ class Grid:
         code = 1 if code < 0 else code
         reason = self._ended(point, code)
         said = {0: "finished", 130: "stopped "}.get(code, "failed  ")
-        print(
-            f"{time.strftime('%H:%M:%S')}  {said}  {self._named(point)}{f'  ({reason})' if reason else ''}", flush=True
-        )
+        print(f"{time.strftime('%H:%M:%S')}  {said}  {point.label}{f'  ({reason})' if reason else ''}", flush=True)
         return code
-
-    @staticmethod
-    def _named(point: Chosen) -> str:
-        return " ".join(point.varied) or point.run.name
 
     def _begins(self, point: Chosen) -> None:
         ledger.add(self.root, {"event": "started", "id": point.id})
@@ -157,12 +151,8 @@ class Grid:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
 
-        old = {s: signal.signal(s, hand_on) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with hearing(hand_on):
             yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
 
 def _kept(point: Point) -> bool:

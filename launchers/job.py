@@ -125,7 +125,7 @@ def _write_to(log: Path) -> None:
 def _train(run: Run, place: Place) -> int:
     from launchers import start
 
-    if place.size == 1 or int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) == 1:
+    if int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves to nothing would stop gloo
     return start.lead(run, place) if place.rank == 0 else start.follow(place)
 

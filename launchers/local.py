@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -172,9 +172,16 @@ def _signals(ranks: Ranks) -> Iterator[None]:
             os.write(2, STOPPING.encode())
         ranks.send(signal.SIGTERM)
 
-    old = {s: signal.signal(s, hand_on) for s in (signal.SIGINT, signal.SIGTERM)}
+    with hearing(hand_on):
+        yield
+
+
+@contextmanager
+def hearing(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within it, Ctrl-C and SIGTERM call `handler`."""
+    old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        for number, before in old.items():
+            signal.signal(number, before)

@@ -23,13 +23,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import here, points, slurm
 from launchers.points import Chosen
-from titan import endings, identity, ledger, settings
+from titan import endings, ledger, settings
 from titan.ledger import Asked
 from titan.run import Run
 from titan.settings import Refusal
 from titan.sweep import Sweep
 
 NAMESPACE = "hydra_plugins.titan"
+ALONE = "run"
+"""The id of the one point in a single run's own ledger."""
 
 
 class GridLauncher(Launcher):
@@ -139,11 +141,12 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
     from titan import console, lives  # only now: --help need not wait for what reads data
 
     directory = Path(run.directory)
-    lives.check_directory(run)
+    sweep = ledger.read(directory)
+    lives.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.points)))
     if endings.finished(directory, run.training.steps):
         console.show_finished(lives.finished(run))
         return 0
-    point = Chosen(identity.digest(["directory", run.name]), run.overrides, (), run)
+    point = Chosen(ALONE, (), run)
     return launcher.grid(directory, [point], asked_of(cfg))[0]
 
 

@@ -30,15 +30,18 @@ class Chosen:
 
     Attributes:
         id: see `titan.identity.point`.
-        overrides: what the command line says of it, those included that all points share.
-        varied: those that not all share.
+        varied: what the command line says of it, but for what all points share.
         run: the frozen run.
     """
 
     id: str
-    overrides: tuple[str, ...]
     varied: tuple[str, ...]
     run: Run
+
+    @property
+    def label(self) -> str:
+        """What people know it by."""
+        return " ".join(self.varied) or self.run.name
 
 
 def choose(
@@ -69,7 +72,7 @@ def choose(
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
         run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
-        found[point] = Chosen(point, tuple(one), varied, run)
+        found[point] = Chosen(point, varied, run)
     return list(found.values())
 
 

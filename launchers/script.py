@@ -17,7 +17,7 @@ from typing import Any
 
 from launchers.shape import Shape
 from titan.cluster.schema import minutes
-from titan.endings import AGAIN
+from titan.endings import AGAIN, DIED
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,9 @@ AFTER = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
 case $code in 140) code=AGAIN ;; 143) code=130 ;; esac
-died=': (Out Of Memory|Killed|Segmentation fault|Aborted|Bus error)'
 if [ -e "$life.again" ]; then
   code=AGAIN
-elif compgen -G "$life.*.error" >/dev/null || grep -qsE "$died" "$life.out"; then
+elif compgen -G "$life.*.error" >/dev/null || grep -qsE ": (DIED)" "$life.out"; then
   case $code in AGAIN | 130) code=1 ;; esac
 elif [ -e "$life.stop" ]; then
   code=130
@@ -164,7 +163,7 @@ def text(shape: Shape, work: Work) -> str:
 
 def command(shape: Shape, work: Work) -> str:
     """What the script runs, as lines of bash."""
-    before, after = (part.strip().replace("AGAIN", str(AGAIN)) for part in (BEFORE, AFTER))
+    before, after = (part.strip().replace("AGAIN", str(AGAIN)).replace("DIED", DIED) for part in (BEFORE, AFTER))
     return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
 
 

@@ -23,7 +23,7 @@ from launchers.points import Chosen
 from launchers.script import Work
 from launchers.shape import Shape, shape
 from launchers.standing import adopt, numbered, standing
-from titan import ledger
+from titan import console, ledger
 from titan.ledger import Asked, Point
 from titan.settings import Failure, Refusal, setting
 
@@ -97,7 +97,7 @@ class Grid:
             grid.enter(self.root, self.points, self.asked)
             adopt(self.root)
             self.code = snapshot.take(self.folder) if self.how.snapshot else snapshot.ROOT
-            left = self._submit(self._to_do())
+            left = self._submit_first(self._to_do())
         if not self.how.wait:
             self._leave(left)
             return [0] * len(self.points)
@@ -126,6 +126,15 @@ class Grid:
                 f"hydra.launcher.max_jobs={self.how.max_jobs}: a chain of cluster.chain={longest} jobs never has room; "
                 "give as many at least."
             )
+
+    def _submit_first(self, todo: list[Chosen]) -> list[Chosen]:
+        """As `_submit`; of what was submitted before one was refused, say how to go on."""
+        try:
+            return self._submit(todo)
+        except Failure:
+            if any(state == "queued" for state in self.said.values()):
+                print(f"What was submitted goes on. {self._next()}", flush=True)
+            raise
 
     def _to_do(self) -> list[Chosen]:
         """The points that are neither finished nor with Slurm."""
@@ -265,8 +274,7 @@ class Grid:
         """Say how a point stands, when that is another way than before."""
         if self.said.get(point.id) != state:
             self.said[point.id] = state
-            name = " ".join(point.varied) or point.run.name
-            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {name}{f'  ({more})' if more else ''}", flush=True)
+            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {point.label}{f'  ({more})' if more else ''}", flush=True)
 
     def _leave(self, left: list[Chosen]) -> None:
         if left:
@@ -278,7 +286,7 @@ class Grid:
 
     def _next(self) -> str:
         """The commands that one may want next."""
-        shown = self.root.relative_to(Path.cwd()) if self.root.is_relative_to(Path.cwd()) else self.root
+        shown = console.short(str(self.root))
         jobs = sorted(
             {job.partition("_")[0] for p in self._now().values() if p.state in ("queued", "running") for job in p.jobs}
         )
@@ -301,7 +309,7 @@ class Grid:
                 len(chunk),
                 self.how.at_once,
             )
-            print(f"# {len(chunk)} x {one}: {', '.join(' '.join(p.varied) or p.run.name for p in chunk)}")
+            print(f"# {len(chunk)} x {one}: {', '.join(p.label for p in chunk)}")
             print(script.text(one, work))
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
         cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"

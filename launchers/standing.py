@@ -34,15 +34,14 @@ def standing(directory: Path) -> Sweep | None:
     Raises:
         Failure: when Slurm does not answer.
     """
-    sweep = ledger.read(directory)
-    if sweep is None or not queue.available():
-        return sweep
-    known = queue.jobs(
-        job for point in sweep.points if point.state not in ("finished", "planned") for job in point.jobs
-    )
+    if not queue.available():
+        return ledger.read(directory)
+    known = queue.jobs(job for point in ledger.noted(directory) for job in point.jobs)
     with contextlib.suppress(OSError):
         os.listdir(directory / ledger.SLURM)  # so that a shared folder's client looks again
-    sweep = ledger.read(directory) or sweep  # what ended meanwhile has left its words by now
+    sweep = ledger.read(directory)  # only now: what ended before has left its words
+    if sweep is None:
+        return None
     points = (reconciled(sweep.directory, point, known) if point.jobs else point for point in sweep.points)
     return replace(sweep, points=tuple(points))
 

@@ -29,7 +29,7 @@ def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
     memory = capacity.demand(run, run.layout, run.microbatches).gib + process
     table(
         {
-            "run": f"{_short(run.directory)}  ({_life(life)}, science {life.ids.science})",
+            "run": f"{short(run.directory)}  ({_life(life)}, science {life.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(life.notes)},
             "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
             f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
@@ -120,9 +120,9 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         "loss": _loss(result),
         **_by_source(result),
         "speed": _speed(result),
-        "checkpoint": _short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
-        "metrics": _short(f"{run.directory}/metrics.jsonl"),
-        "loss curve": _short(result["plot"]) if result.get("plot") else "not drawn",
+        "checkpoint": short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
+        "metrics": short(f"{run.directory}/metrics.jsonl"),
+        "loss curve": short(result["plot"]) if result.get("plot") else "not drawn",
         **_generate(run, result),
         **_next(run, result),
     }
@@ -145,7 +145,7 @@ def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
     """The command that lets the model speak, where there is one that can."""
     if not result.get("checkpoint") or not result.get("sample"):
         return {}
-    return {"generate": f'python -m titan.generate from={shlex.quote(_short(run.directory))} prompt="..."'}
+    return {"generate": f'python -m titan.generate from={shlex.quote(short(run.directory))} prompt="..."'}
 
 
 def _loss(result: Mapping[str, Any]) -> str:
@@ -173,11 +173,11 @@ def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
 def show_finished(finished: Finished) -> None:
     """Say that there is nothing to do, and what came out when it was done."""
     result = finished.result
-    print(f"{_short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
+    print(f"{short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
     rows = {
         "loss": _loss(result),
         "speed": _speed(result),
-        "checkpoint": str(_short(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
+        "checkpoint": str(short(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
         "continue": f"the same command with training.steps={result['step'] * 2}",
     }
     table(rows)
@@ -287,6 +287,7 @@ def _clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def _short(path: str) -> str:
+def short(path: str) -> str:
+    """A path as one would type it here."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

@@ -15,6 +15,8 @@ from typing import Any
 
 AGAIN = 75
 """Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
+DIED = "Out Of Memory|Killed|Segmentation fault|Aborted|Bus error"
+"""What srun says of a task that a signal ended; an extended regular expression."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,7 @@ def _killed(output: Path) -> str | None:
         text = output.read_text(errors="replace")
     except OSError:
         return None
-    found = re.search(
-        r"error: (\S+): tasks? (\d+)[^:]*: (Out Of Memory|Killed|Segmentation fault|Aborted|Bus error)", text
-    )
+    found = re.search(rf"error: (\S+): tasks? (\d+)[^:]*: ({DIED})", text)
     if not found:
         return None
     node, rank, how = found.groups()

@@ -27,7 +27,7 @@ SCHEMA = 1
 """Raised when a setting changes its meaning, so that old and new runs are told apart."""
 SCIENCE = ("model", "dataset", "optimizer", "training", "precision")
 ROOT = Path(__file__).resolve().parent.parent
-FROZEN = "code.json"
+FROZEN = "titan-code.json"
 """In a launcher's copy of the code: what the checkout that it was made from said of itself."""
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "tokenizers", "torchao")
 

@@ -30,6 +30,7 @@ State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
 LEDGER, SWEEP, SLURM = "ledger.jsonl", "sweep.yaml", "slurm"
 """Names in a sweep's directory."""
+ENDED: tuple[State, ...] = ("finished", "stopped", "failed")
 UNCONFIRMED = "its submission is not confirmed yet"
 
 
@@ -99,10 +100,15 @@ def read(directory: Path) -> Sweep | None:
     """
     if not (directory / LEDGER).is_file():
         return None
+    return Sweep(directory, asked(directory), tuple(_standing(directory, point) for point in noted(directory)))
+
+
+def noted(directory: Path) -> list[Point]:
+    """The points as the ledger alone has them."""
     points: dict[str, Point] = {}
     for event in events(directory):
         _take(points, event, directory)
-    return Sweep(directory, asked(directory), tuple(_standing(directory, point) for point in points.values()))
+    return list(points.values())
 
 
 def asked(directory: Path) -> Asked:

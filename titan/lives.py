@@ -241,14 +241,18 @@ def check_data(run: Run, mix: Mix) -> None:
     corpora.check_epochs(run.dataset, run.training, mix)
 
 
-def check_directory(run: Run) -> None:
+def check_directory(run: Run, own_job: bool) -> None:
     """Before a run is handed to a scheduler: refuse what its directory shows, without its data, to be another's.
+
+    Args:
+        run: the run.
+        own_job: it was handed over before, so that the process in its directory may be its own.
 
     Raises:
         Refusal: when it holds no run, another experiment, one with more steps, or a process is running in it.
     """
     before = read_lives(Path(run.directory))
-    if endings.held(Path(run.directory)):
+    if not own_job and endings.held(Path(run.directory)):
         raise Refusal(
             f"hydra.run.dir={run.directory}: a process is running in it; wait for it, or choose another name."
         )

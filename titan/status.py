@@ -16,13 +16,12 @@ from typing import Any
 from launchers.standing import standing
 from titan import compose
 from titan.arguments import arguments, describe
-from titan.ledger import Point, Sweep
+from titan.ledger import ENDED, Point, Sweep
 from titan.settings import Refusal, setting
 
 CLEAR = "\x1b[H\x1b[J"
 """To the terminal's first line, and clear what is below."""
 TAIL_BYTES = 1 << 16
-ENDED = ("finished", "stopped", "failed")
 HEAD = """\
 How the points of a sweep stand: python -m titan.status DIRECTORY [KEY=VALUE ...]
 
@@ -44,13 +43,19 @@ class Status:
 def main(argv: Sequence[str] | None = None) -> int:
     """Show how a sweep stands; gives the exit code."""
     told = list(sys.argv[1:] if argv is None else argv)
-    if not told or told[0] in ("-h", "--help"):
+    return compose.exit_code(lambda: _main(told))
+
+
+def _main(told: list[str]) -> int:
+    if {"-h", "--help"} & set(told):
         print(f"{HEAD}\n{describe(Status)}")
-        return 0 if told else 2
-    return compose.exit_code(lambda: _main(Path(told[0]), arguments(Status, told[1:])))
+        return 0
+    if not told:
+        raise Refusal("no directory given: give that of a grid, as in python -m titan.status runs/NAME.")
+    return _show(Path(told[0]), arguments(Status, told[1:]))
 
 
-def _main(directory: Path, how: Status) -> int:
+def _show(directory: Path, how: Status) -> int:
     watch = sys.stdout.isatty() if how.watch is None else how.watch
     while True:
         sweep = standing(directory)

@@ -119,6 +119,26 @@ def limited(bytes_: int) -> None:
 
 
 class TestFailedSaves:
+    @pytest.mark.parametrize("when", ["before", "after"])
+    def test_what_counts_already_is_not_removed(
+        self, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As when a rank is lost just before, or just after, rank 0 makes the checkpoint count."""
+        write = manifest.write
+
+        def lost(folder: Path, about: Manifest) -> None:
+            if when == "after":
+                write(folder, about)
+            raise OSError("connection reset by peer")
+
+        monkeypatch.setattr(manifest, "write", lost)
+        run = tiny(tmp_path / "run", "training.steps=2", "checkpoint.every=0")
+        train(run)
+        left = manifest.complete(tmp_path / "run")
+        assert [f.name for f in left] == (["step-2"] if when == "after" else [])
+        assert when == "before" or manifest.verify(left[0], manifest.read(left[0]).files) is None  # type: ignore[union-attr]
+        assert (tmp_path / "run/checkpoints/step-2").exists() == (when == "after")
+
     @pytest.mark.parametrize("mode", ["sync", "async"])
     @pytest.mark.parametrize("layout", ["single", "fsdp2"])
     def test_the_run_goes_on_and_saves_when_it_can_again(

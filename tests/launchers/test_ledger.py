@@ -204,7 +204,7 @@ def test_status_shows_points_and_reasons(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "holds no sweep"), (["x", "wach=true"], "did you mean 'watch'"),
+        (["nowhere"], "holds no sweep"), ([], "no directory given"), (["x", "wach=true"], "did you mean 'watch'"),
         (["x", "seconds=0"], "must be above 0"),
     ],
 )  # fmt: skip

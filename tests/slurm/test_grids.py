@@ -56,7 +56,8 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
     found = points(tmp_path, "grid")
     assert {p.state for p in found.values()} == {"finished"} and len(found) == 4
     arrays = {p.job.partition("_")[0] for p in found.values() if p.job}
-    assert len(arrays) == 2 and {slurm.jobs()[str(p.job)] for p in found.values()} == {"COMPLETED"}
+    assert len(arrays) == 2
+    until(lambda: {slurm.jobs()[str(p.job)] for p in found.values()} == {"COMPLETED"}, "Slurm to know that all ended")
     assert len(list((tmp_path / "runs/grid/slurm/code").iterdir())) == 1
     for word, point in found.items():
         layout = "fsdp2" if "fsdp" in word else "single"
@@ -260,6 +261,9 @@ def test_waiting_ends_with_the_jobs_or_before_them(slurm: Slurm, tmp_path: Path,
     assert code == 130
     if by == "launcher":
         assert "The jobs go on" in out and f"scancel {job}" in out and slurm.jobs()[job] == "RUNNING"
+        before = slurm.jobs()
+        code, out, err = titan(tmp_path, *run[2:], "hydra.launcher.wait=false")
+        assert (code, err) == (0, "") and "1 of 1 points: running" in out and slurm.jobs().keys() == before.keys()
     else:
         assert "stopped" in out and "(cancelled)" in out
 

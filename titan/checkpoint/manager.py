@@ -167,7 +167,7 @@ class Manager:
             job.bytes = sum(file.bytes for file in about.files.values())
         except BaseException as error:  # DCP's own is no Exception
             job.error = reason(error)
-            if self.talk.rank == 0:
+            if self.talk.rank == 0 and manifest.read(folder) is None:  # else a rank went as it was told of success
                 shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         job.seconds = time.monotonic() - job.began
         job.written.set()
