@@ -25,8 +25,9 @@ from titan.run import Run
 from titan.settings import Refusal
 from titan.trainer import Trainer
 
-with low_precision._quiet():
-    pass  # type: ignore[import-untyped]
+with low_precision._quiet():  # so that ranks need not, each for itself
+    for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):
+        importlib.import_module(f"torchao.{name}")
 
 SMALL = ("float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8")
 SHAPE = (
@@ -212,8 +213,8 @@ BOUNDS = {
     "float8_rowwise": (0.12, 4e-4, 1e-3), "float8_rowwise_hp": (0.12, 4e-4, 1e-3), "mxfp8": (0.12, 4e-4, 1e-3),
 }  # fmt: skip
 """First gradients (largest difference over largest value), losses and norms of three steps: some times what was
-measured, 1.1e-2, 8e-6, 2e-4 in bf16, 0.13, 1.4e-4, 8e-4 in float8, 3.7e-2, 9e-5, 2e-4 in the others. With one scale a tensor
-another part of the batch, or of a weight, has another scale, and every value is rounded anew."""
+measured, 1.1e-2, 8e-6, 2e-4 in bf16, 0.13, 1.4e-4, 8e-4 in float8, 3.7e-2, 9e-5, 2e-4 in the others. With one scale a
+tensor another part of the batch, or of a weight, has another scale, and every value is rounded anew."""
 FEW = [("bf16_pure", "fsdp"), ("bf16_pure", "3d"), ("float8", "fsdp_tp"), ("float8", "pp"), ("float8", "3d"),
        ("float8_rowwise", "fsdp_tp"), ("float8_rowwise_hp", "tp"), ("mxfp8", "fsdp_tp"), ("mxfp8", "pp")]  # fmt: skip
 ALL = [(p, y) for p in BOUNDS for y in ("fsdp", "tp", "fsdp_tp", "pp", "3d")]
