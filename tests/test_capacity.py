@@ -221,3 +221,22 @@ def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatc
         composed(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=16777216"], 64
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "matrices", "others"),
+    [
+        pytest.param(["optimizer.moments=bf16"], 4, 4, id="bf16"),
+        pytest.param(["optimizer=muon"], 4, 8, id="muon"),
+        pytest.param(["optimizer=muon", "optimizer.moments=bf16"], 2, 4, id="muon-bf16"),
+        pytest.param(["optimizer=sgd"], 0, 0, id="sgd"),
+    ],
+)
+@pytest.mark.parametrize("layout", [Layout(), Layout(shard=4), Layout(tensor=2)], ids=str)
+def test_state_of_optimizers(changes: list[str], matrices: int, others: int, layout: Layout) -> None:
+    """Against AdamW's 8 bytes a parameter."""
+    other, model = dataclasses.replace(BASE, optimizer=recipe(*changes).optimizer), BASE.model
+    in_blocks = model.layers * model.block_matmul_parameters()
+    less = (8 - matrices) * in_blocks + (8 - others) * (model.parameters() - in_blocks)
+    saved = demand(BASE, layout, 1).state - demand(other, layout, 1).state
+    assert saved == pytest.approx(less / layout.sharded / layout.tensor)

@@ -55,7 +55,9 @@ def demand(recipe: Recipe, layout: Layout, microbatches: int) -> Demand:
     parameters = model.parameters()
     if layout.pipeline > 1:
         parameters = layers * model.block_parameters() + max(model.embedding_parameters(), model.head_parameters())
-    state = parameters * model.state_bytes(recipe.optimizer.state_bytes) / model.parameters()
+    matrices = layers * model.block_matmul_parameters()
+    state = parameters * model.state_bytes(0) / model.parameters()
+    state += recipe.optimizer.state_bytes(matrices, parameters - matrices)
     if recipe.memory.offload:
         state = 0.0
     state /= layout.sharded * layout.tensor
@@ -125,8 +127,9 @@ def _copied(recipe: Recipe, layout: Layout) -> float:
     """GiB of a rank's copy of its state, which `checkpoint=async` writes from."""
     if recipe.checkpoint.mode != "async":
         return 0.0
-    each = 4 + recipe.optimizer.state_bytes
-    return each * recipe.model.parameters() / layout.sharded / layout.tensor / layout.pipeline / GIB
+    parameters, matrices = recipe.model.parameters(), recipe.model.layers * recipe.model.block_matmul_parameters()
+    whole = 4 * parameters + recipe.optimizer.state_bytes(matrices, parameters - matrices)
+    return whole / layout.sharded / layout.tensor / layout.pipeline / GIB
 
 
 def microbatches(recipe: Recipe, layout: Layout, gib: float) -> int:

@@ -90,6 +90,20 @@ class Decoder:
         """The exact number of parameters of one block."""
         return self.block_matmul_parameters() + 2 * self.dim
 
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of all parameters, a tied weight's once: under the embedding's."""
+        blocks = (f"layers.{i}.{name}.weight" for i in range(self.layers) for name in self.block_modules())
+        return ("tok_embeddings.weight", *blocks, "norm.weight", *(() if self.tied else ("head.weight",)))
+
+    def block_modules(self) -> tuple[str, ...]:
+        """The names of a block's modules that have a weight, in order."""
+        attention = tuple(f"attention.{name}" for name in ("wq", "wk", "wv", "wo", *self.head_norms()))
+        return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
+
+    def head_norms(self) -> tuple[str, ...]:
+        """The names of the norms of queries and keys in attention, where there are any."""
+        return ()
+
     def embedding_parameters(self) -> int:
         """The exact number of parameters of the embedding."""
         return self.vocab * self.dim
@@ -247,6 +261,10 @@ class Qwen3(Decoder):
     def block_parameters(self) -> int:
         """The exact number of parameters of one block, the weights of the two norms of heads included."""
         return super().block_parameters() + 2 * self.head_size
+
+    def head_norms(self) -> tuple[str, ...]:
+        """The norms of queries and keys."""
+        return ("q_norm", "k_norm")
 
     def block_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
         """As for every decoder, and what autograd keeps of the norms of queries and keys; rotation keeps no more."""
