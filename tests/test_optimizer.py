@@ -18,8 +18,14 @@ from titan.optimizer.muon import orthogonalise, scale
 from titan.optimizer.owners import coordinate
 from titan.settings import Refusal
 
-NAMES = {"tok_embeddings.weight": (6, 4), "layers.0.attention.wq.weight": (8, 4), "layers.0.attention.wo.weight": (4, 8),
-         "layers.0.ffn_norm.weight": (4,), "norm.weight": (4,), "head.weight": (6, 4)}  # fmt: skip
+NAMES = {
+    "tok_embeddings.weight": (6, 4),
+    "layers.0.attention.wq.weight": (8, 4),
+    "layers.0.attention.wo.weight": (4, 8),
+    "layers.0.ffn_norm.weight": (4,),
+    "norm.weight": (4,),
+    "head.weight": (6, 4),
+}
 MATRICES = [name for name in NAMES if name.startswith("layers.") and "norm" not in name]
 IMPLEMENTATIONS = ["fused", "foreach", "for-loop"]
 BF16 = torch.bfloat16

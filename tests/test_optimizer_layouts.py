@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 EXACT, ONE_ROUNDING = 1e-5, 1e-4
 """Law 3's bound in fp32; and what a moment that is rounded up here and down there may change a weight by."""
 NEWTON_SCHULZ = 4e-3
-"""Several times what was measured (1.2e-3): a number of a momentum that is rounded to bf16 differently turns all of its matrix."""
+"""Several times what was measured (1.2e-3): where a momentum is rounded differently all of its matrix is another."""
 
 
 def tensors(seen: list[Seen]) -> Tensors:
@@ -124,4 +124,4 @@ def test_groups_have_their_own_rate_and_metrics_the_optimizers(tmp_path: Path) -
         for name, tensor in weights(rank.last).items():
             still = name.startswith(("model.tok_", "model.layers.0."))
             assert torch.equal(tensor, rank.first[name]) == still
-    assert [line["lr"] for line in steps(run)][0] == run.optimizer.lr
+    assert steps(run)[0]["lr"] == run.optimizer.lr
