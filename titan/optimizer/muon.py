@@ -41,6 +41,8 @@ class Muon(mixed.AdamW):
         common = {"betas": how.betas, "eps": how.eps}
         super().__init__(groups, common, how.moments, how.implementation)
         self.how = how
+        cut = (p for group in groups if group["orthogonal"] for p in group["params"] if isinstance(p, DTensor))
+        self.boxes: dict[Tensor, owners.Box] = {p: owners.box_of(p) for p in cut}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -65,7 +67,8 @@ class Muon(mixed.AdamW):
             if mesh is None:
                 parts: Iterable[Tensor] = map(compute, directions)
             else:
-                parts = owners.shared([m.parameter for m in batch], directions, mesh, compute)
+                cut = [matrix.parameter for matrix in batch]
+                parts = owners.shared(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
             for matrix, part in zip(batch, parts, strict=True):
                 self._apply(matrix, part)
 

@@ -17,9 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+Box = tuple[slice, ...]
+
 
 def shared(
-    likes: Sequence[Any], parts: Sequence[Tensor], mesh: DeviceMesh, compute: Callable[[Tensor], Tensor]
+    likes: Sequence[Any],
+    boxes: Sequence[Box],
+    parts: Sequence[Tensor],
+    mesh: DeviceMesh,
+    compute: Callable[[Tensor], Tensor],
 ) -> Iterator[Tensor]:
     """This rank's parts of what `compute` makes of each matrix, one when it is asked for.
 
@@ -27,6 +33,7 @@ def shared(
 
     Args:
         likes: DTensors over the mesh that are cut as the matrices are, at most as many as it has ranks.
+        boxes: of each matrix where this rank's part is, see `box_of`.
         parts: of each matrix what this rank holds.
         mesh: the ranks.
         compute: what an owner does with a whole matrix; gives one of the same shape and type.
@@ -40,10 +47,10 @@ def shared(
         mine = whole if owner == place else mine
     if place in owners:  # after all gathers, so that no owner waits for another's work
         mine = compute(mine)
-    for like, part, owner in zip(likes, parts, owners, strict=True):
+    for like, box, part, owner in zip(likes, boxes, parts, owners, strict=True):
         whole = mine if owner == place else torch.empty(like.shape, dtype=part.dtype, device=device)
         _broadcast(whole, place, owner, mesh)
-        yield whole[_box(like)].to(part.device)
+        yield whole[box].to(part.device)
 
 
 def coordinate(rank: int, shape: tuple[int, ...]) -> list[int]:
@@ -71,7 +78,7 @@ def _broadcast(whole: Tensor, place: list[int], owner: list[int], mesh: DeviceMe
             dist.broadcast(whole, group=mesh.get_group(dimension), group_src=source)
 
 
-def _box(like: DTensor) -> tuple[slice, ...]:
-    """Which part of a matrix this rank has."""
+def box_of(like: DTensor) -> Box:
+    """Which part of a matrix this rank has; it takes the host some work, and stays."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
