@@ -132,6 +132,27 @@ def test_state_is_16_bytes_a_parameter_and_is_cut_by_sharding() -> None:
     assert demand(fp32, Layout(shard=8), 1).state == pytest.approx(whole / 8 + gathered)
 
 
+@pytest.mark.parametrize(
+    ("precision", "kept", "alone", "gathered"),
+    [
+        pytest.param("fp32", 16, 0, 4, id="fp32"),
+        pytest.param("bf16", 16, 2, 2, id="bf16"),
+        pytest.param("bf16_pure", 8, 0, 2, id="pure"),
+        pytest.param("float8", 16, 0, 1, id="float8"),
+        pytest.param("float8_rowwise", 16, 2, 2, id="rowwise"),
+        pytest.param("mxfp8", 16, 2, 2, id="mx"),
+    ],
+)
+def test_weights_take_what_their_types_do(precision: str, kept: int, alone: int, gathered: int) -> None:
+    """Bytes of a parameter: kept with gradient and state; cast on one device; gathered by FSDP, two blocks at a time."""
+    how = composed([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
+    chosen, model = with_(precision=how), BASE.model
+    state = kept * model.parameters()
+    assert demand(chosen, Layout(), 1).state == state + alone * model.matmul_parameters()
+    used = gathered * model.matmul_parameters() * 2 / model.layers
+    assert demand(chosen, Layout(shard=8), 1).state == pytest.approx(state / 8 + used)
+
+
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 64))
 @budget(max_examples=40)
 def test_needed_is_the_smallest_that_carries(heads: int, layers: int, width: int) -> None:
@@ -221,3 +242,22 @@ def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatc
         composed(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=16777216"], 64
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "matrices", "others"),
+    [
+        pytest.param(["optimizer.moments=bf16"], 4, 4, id="bf16"),
+        pytest.param(["optimizer=muon"], 4, 8, id="muon"),
+        pytest.param(["optimizer=muon", "optimizer.moments=bf16"], 2, 4, id="muon-bf16"),
+        pytest.param(["optimizer=sgd"], 0, 0, id="sgd"),
+    ],
+)
+@pytest.mark.parametrize("layout", [Layout(), Layout(shard=4), Layout(tensor=2)], ids=str)
+def test_state_of_optimizers(changes: list[str], matrices: int, others: int, layout: Layout) -> None:
+    """Against AdamW's 8 bytes a parameter."""
+    other, model = dataclasses.replace(BASE, optimizer=recipe(*changes).optimizer), BASE.model
+    in_blocks = model.layers * model.block_matmul_parameters()
+    less = (8 - matrices) * in_blocks + (8 - others) * (model.parameters() - in_blocks)
+    saved = demand(BASE, layout, 1).state - demand(other, layout, 1).state
+    assert saved == pytest.approx(less / layout.sharded / layout.tensor)

@@ -127,6 +127,16 @@ def test_a_rank_of_a_big_job_computes_its_share(
     assert 0 < did.parameters <= run.model.parameters()
 
 
+def test_muon_orthogonalises_a_ranks_share_only(on_gpus: None, tmp_path: Path) -> None:
+    """Of 14 matrices each of 16 ranks has one at most; five products of squares of the shorter side, and of both."""
+    job = ["model=llama8b", "model.layers=2", "parallelism=fsdp_tp", "parallelism.tensor=8", "optimizer=muon"]
+    run = cluster(tmp_path, *job, "training.seq_len=4096", "training.global_batch=4194304", nodes=2)
+    dim, ffn = run.model.dim, run.model.ffn
+    last, first = (simulate(run, rank).flops - stage_flops(run, rank) for rank in (15, 0))
+    assert last == 0
+    assert first == 5 * 2 * dim**2 * ffn
+
+
 @pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
 def test_rows_of_262144_tokens(method: str, on_gpus: None, tmp_path: Path) -> None:
     settings = ["model=llama8b", "model.layers=2", "parallelism=4d", "parallelism.context=4", "parallelism.tensor=2"]

@@ -16,7 +16,7 @@ from titan import identity, settings
 from titan.cluster import devices
 from titan.compose import composed
 from titan.dataset.schema import KINDS as DATASETS
-from titan.optimizer import SGD, AdamW
+from titan.optimizer import SGD, AdamW, Muon
 from titan.run import Recipe, Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,11 +24,11 @@ EXECUTION = {  # in an axis of science, but without a say in what is learned
     "training.gc_every", "training.repeat",
     "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
     "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "dataset.name", "dataset.revision",
-    "optimizer.fused",
+    "optimizer.implementation", "precision.emulate", "precision.float8_gather",
 }  # fmt: skip
 HINTS = typing.get_type_hints(Recipe)
 KINDS: dict[str, list[type]] = {axis: [HINTS[axis]] for axis in Recipe.axes()}
-KINDS |= {"dataset": list(DATASETS.values()), "optimizer": [AdamW, SGD]}
+KINDS |= {"dataset": list(DATASETS.values()), "optimizer": [AdamW, SGD, Muon]}
 FIELDS = [
     pytest.param(axis, kind, field.name, id=f"{kind.__name__}.{field.name}")
     for axis, kinds in KINDS.items()

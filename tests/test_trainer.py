@@ -56,12 +56,12 @@ def poison(bad: set[int], rank: int, loss_only: bool) -> Callable[[Trainer], lis
 POISON = [
     pytest.param("single", ["optimizer=adamw"], True, id="adamw-loss"),
     pytest.param("single", ["optimizer=adamw"], False, id="adamw-gradients"),
-    pytest.param("single", ["optimizer=adamw", "optimizer.fused=false"], True, id="adamw-loop"),
+    pytest.param("single", ["optimizer=adamw", "optimizer.implementation=for-loop"], True, id="adamw-loop"),
     pytest.param("single", ["optimizer=sgd", "optimizer.momentum=0.9"], False, id="sgd-momentum"),
     pytest.param("single", ["optimizer=sgd"], True, id="sgd"),
     pytest.param("fsdp2", ["optimizer=adamw"], True, id="adamw-loss-fsdp2"),
     pytest.param("fsdp2", ["optimizer=adamw"], False, id="adamw-gradients-fsdp2"),
-    pytest.param("fsdp2", ["optimizer=adamw", "optimizer.fused=false"], False, id="adamw-loop-fsdp2"),
+    pytest.param("fsdp2", ["optimizer=adamw", "optimizer.implementation=for-loop"], False, id="adamw-loop-fsdp2"),
     pytest.param("fsdp2", ["optimizer=sgd", "optimizer.momentum=0.9"], True, id="sgd-momentum-fsdp2"),
     pytest.param("ddp2", ["optimizer=adamw"], True, id="adamw-loss-ddp2"),
 ]

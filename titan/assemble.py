@@ -55,7 +55,7 @@ def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
     return Engine(
         stages=tuple(stages.values()),
         runner=_runner(stages, run, world),
-        optimizer=run.optimizer.build(p for stage in stages.values() for p in stage.parameters()),
+        optimizer=run.optimizer.build(named for stage in stages.values() for named in stage.named()),
         world=world,
         scales=_scales(stages, run, world),
         places=_places(run, world),

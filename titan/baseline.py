@@ -39,7 +39,7 @@ class BareLoop:
         memory.apply(self.model.blocks(), run.memory)
         compiling.apply(self.model.blocks(), run.compile)
         rng.materialise(self.model, self.model.initial(), run.training.seed, device)
-        self.optimizer = run.optimizer.build(self.model.parameters())
+        self.optimizer = run.optimizer.build(self.model.named_parameters())
         self.batches = _preload(run, mix, device, preloaded)
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)

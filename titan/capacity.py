@@ -44,25 +44,25 @@ def rank_rows(recipe: Recipe, layout: Layout) -> int:
 def demand(recipe: Recipe, layout: Layout, microbatches: int) -> Demand:
     """Memory on the fullest device, in closed form.
 
-    State (fp32 weights and gradients, optimizer) is cut by shard, context, tensor and pipeline. Weights in use take
-    more: a sharded block is whole, two at a time or all where they are not freed, in the compute type; on one device
-    autograd keeps the copies that were cast to it until backward, of all blocks or, with full checkpointing, of two.
+    State (weights, gradients, optimizer) is cut by shard, context, tensor and pipeline. Weights in use take more: a
+    sharded block is whole, two at a time or all where they are not freed, in the type in which it is gathered; on one
+    device autograd keeps the copies that were cast until backward, of all blocks or, with full checkpointing, of two.
     Activations are those of one micro-batch, cut by context and tensor; in a pipeline those of as many micro-batches as
     the schedule has under way, of a part of the layers each.
     """
-    model, compute = recipe.model, recipe.precision.bytes
+    model, weight, used = recipe.model, recipe.precision.weight_bytes, recipe.precision.used_bytes(layout.sharded > 1)
     layers = math.ceil(model.layers / layout.pipeline)
     parameters = model.parameters()
     if layout.pipeline > 1:
         parameters = layers * model.block_parameters() + max(model.embedding_parameters(), model.head_parameters())
-    state = parameters * model.state_bytes(recipe.optimizer.state_bytes) / model.parameters()
+    matrices = layers * model.block_matmul_parameters()
+    state: float = 2 * weight * parameters + recipe.optimizer.state_bytes(matrices, parameters - matrices, weight)
     if recipe.memory.offload:
         state = 0.0
     state /= layout.sharded * layout.tensor
-    if layout.sharded > 1 or compute < 4:
-        freed = recipe.parallelism.reshards(layout) if layout.sharded > 1 else recipe.memory.checkpointing != "none"
-        used = min(2, layers) if freed else layers
-        state += compute * model.matmul_parameters() * used / model.layers / layout.tensor
+    freed = recipe.parallelism.reshards(layout) if layout.sharded > 1 else recipe.memory.checkpointing != "none"
+    blocks = min(2, layers) if freed else layers
+    state += used * model.matmul_parameters() * blocks / model.layers / layout.tensor
     return Demand(state, _activations(recipe, layout, microbatches, layers))
 
 
@@ -125,8 +125,10 @@ def _copied(recipe: Recipe, layout: Layout) -> float:
     """GiB of a rank's copy of its state, which `checkpoint=async` writes from."""
     if recipe.checkpoint.mode != "async":
         return 0.0
-    each = 4 + recipe.optimizer.state_bytes
-    return each * recipe.model.parameters() / layout.sharded / layout.tensor / layout.pipeline / GIB
+    parameters, matrices = recipe.model.parameters(), recipe.model.layers * recipe.model.block_matmul_parameters()
+    weight = recipe.precision.weight_bytes
+    whole = weight * parameters + recipe.optimizer.state_bytes(matrices, parameters - matrices, weight)
+    return whole / layout.sharded / layout.tensor / layout.pipeline / GIB
 
 
 def microbatches(recipe: Recipe, layout: Layout, gib: float) -> int:

@@ -40,7 +40,7 @@ from titan import settings
 from titan.cluster import devices
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
-from titan.optimizer import SGD, AdamW
+from titan.optimizer import SGD, AdamW, Muon
 from titan.run import Recipe, Run, check_name, resolve
 from titan.settings import Failure, Refusal, nearest
 from titan.sweep import Sweep
@@ -54,7 +54,7 @@ OPTIONAL = ("recipe", "sweep")
 PLUGGABLE: dict[str, dict[str, Any]] = {
     "model": {"llama": Llama, "qwen3": Qwen3},
     "dataset": {**KINDS, "base": Dataset},
-    "optimizer": {"adamw": AdamW, "sgd": SGD},
+    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
 }
 """Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A dataset of a
 class of one's own takes those that all have in common from `/schema/dataset/base`."""

@@ -42,6 +42,10 @@ class Stage(nn.Module):
         hidden: Tensor = self.model(x, positions, document_ids)
         return hidden if self.model.head is None else self.model.head(hidden, targets)
 
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters here under the names that they have in the whole model; a copy has the original's."""
+        return ((self.model.aliases.get(name, name), p) for name, p in self.model.named_parameters())
+
 
 class Rows(NamedTuple):
     """Rows on a rank's device, or of each the part that the rank has: T tokens.
@@ -191,8 +195,7 @@ class Engine:
         """The parameters here under the names that they have in the whole model, each name once."""
         seen: set[str] = set()
         for stage in self.stages:
-            for name, parameter in stage.model.named_parameters():
-                name = stage.model.aliases.get(name, name)
+            for name, parameter in stage.named():
                 if name not in seen:
                     seen.add(name)
                     yield name, parameter

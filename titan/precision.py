@@ -81,6 +81,12 @@ class Precision:
         """Bytes of a weight, and of its gradient."""
         return 2 if self.weights == "bf16" else 4
 
+    def used_bytes(self, sharded: bool) -> int:
+        """Bytes of a weight while it is used, beside those that are kept: as FSDP gathers it, or as it was cast."""
+        if self.products == "float8" and (self.float8_gather or not sharded):
+            return 1 if sharded else 0  # on one device it is rounded when it is multiplied
+        return self.bytes if sharded or self.bytes < self.weight_bytes else 0
+
     @property
     def dtype(self) -> torch.dtype:
         """The torch type of products and activations."""

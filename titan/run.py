@@ -123,6 +123,7 @@ def resolve(
     """
     check_name(recipe.name)
     recipe.model.check()
+    recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
     recipe.parallelism.check()
     recipe.dataset.check()

@@ -124,8 +124,11 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
 
 
 def _values_of(kind: Any) -> Any:
-    """The schema that the values of a mapping have; None where `kind` is no mapping of schemas."""
+    """The schema that the values of a mapping (or null) have; None where `kind` is no mapping of schemas."""
     arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = [k for k in arguments if k is not type(None)]
+        return _values_of(kinds[0]) if len(kinds) == 1 else None
     if typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1]):
         return arguments[1]
     return None

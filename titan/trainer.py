@@ -197,7 +197,7 @@ class Trainer:
         batch = next(self.loader)
         lr = self.run.optimizer.lr * lr_factor(self.run.training, self.step)
         for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("factor", 1.0)
         tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
         loss = self.engine.backward(self._rows(batch), 1 / tokens)
         figures = self.world.sum(self._figures(loss, batch))

@@ -15,7 +15,7 @@ from tests.runs import Seen, learned, same, saved, steps, tiny, train
 from titan import lives
 from titan.checkpoint import manifest
 from titan.checkpoint.manager import prime
-from titan.optimizer import SGD, AdamW, Optimizer
+from titan.optimizer import SGD, AdamW, Muon, Optimizer
 from titan.run import Run
 from titan.settings import Refusal
 from titan.trainer import Trainer
@@ -23,11 +23,17 @@ from titan.trainer import Trainer
 OPTIMIZERS = {
     "sgd": ["optimizer=sgd"],
     "sgd-momentum": ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.weight_decay=0.1"],
-    "sgd-momentum-loop": ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.fused=false"],
+    "sgd-momentum-loop": ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.implementation=for-loop"],
     "adamw": ["optimizer=adamw"],
-    "adamw-loop": ["optimizer=adamw", "optimizer.fused=false"],
+    "adamw-bf16": ["optimizer.moments=bf16"],
+    "muon": ["optimizer=muon"],
+    "adamw-loop": ["optimizer=adamw", "optimizer.implementation=for-loop"],
 }
-KINDS: list[Optimizer] = [AdamW(), AdamW(fused=False), SGD(), SGD(momentum=0.9, weight_decay=0.1), SGD(fused=False)]
+LOOP = "for-loop"
+KINDS: list[Optimizer] = [
+    AdamW(), AdamW(implementation=LOOP), AdamW(moments="bf16"), SGD(), SGD(momentum=0.9, weight_decay=0.1),
+    SGD(implementation=LOOP), Muon(),
+]  # fmt: skip
 
 
 class Killed(Exception):
@@ -188,11 +194,13 @@ def test_a_fork_goes_on_from_its_parents_checkpoint(tmp_path: Path) -> None:
     assert [(line["step"], line["rows"][0]) for line in steps(fork)] == [(4, 24), (5, 32)]
 
 
-@pytest.mark.parametrize("settings", KINDS, ids=["adamw", "adamw-loop", "sgd", "sgd-momentum", "sgd-loop"])
+@pytest.mark.parametrize(
+    "settings", KINDS, ids=["adamw", "adamw-loop", "adamw-bf16", "sgd", "sgd-momentum", "sgd-loop", "muon"]
+)
 def test_prime_changes_no_weight_and_leaves_the_optimizer_as_new(settings: Optimizer) -> None:
     def made() -> tuple[nn.Parameter, torch.optim.Optimizer]:
         weight = nn.Parameter(torch.tensor([0.5, -0.0, 0.0, -3e-39, 1e30]))
-        return weight, settings.build([weight])
+        return weight, settings.build([("norm.weight", weight)])
 
     (weight, optimizer), (other, fresh) = made(), made()
     start = weight.detach().clone()
@@ -209,7 +217,7 @@ def test_prime_changes_no_weight_and_leaves_the_optimizer_as_new(settings: Optim
 
 def test_prime_keeps_the_state_that_there_is() -> None:
     weight = nn.Parameter(torch.ones(3))
-    optimizer = AdamW().build([weight])
+    optimizer = AdamW().build([("norm.weight", weight)])
     weight.grad = torch.ones(3)
     optimizer.step()
     moment = optimizer.state[weight]["exp_avg"].clone()

@@ -170,12 +170,6 @@ def test_flops_are_those_counted_in_a_step(family: type[Decoder]) -> None:
     assert config.head_flops() * 32 == whole.get_total_flops() - blocks.get_total_flops()
 
 
-def test_state_bytes() -> None:
-    config = Llama()
-    assert config.state_bytes() == 16 * config.parameters()
-    assert config.state_bytes(optimizer_bytes_per_parameter=2) == 10 * config.parameters()
-
-
 class Live(TorchDispatchMode):
     """Bytes of all storages that operations made, the model's own aside: as they are now, and at most."""
 

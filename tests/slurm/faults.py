@@ -24,7 +24,7 @@ SLOW_SECONDS = {"slow": 0.1, "slower": 0.4}
 class Harmful(AdamW):
     """AdamW, with what $FAULTS says."""
 
-    def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def build(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
         """The torch optimizer over `parameters`, with a hook."""
         optimizer, steps = super().build(parameters), [0]
         faults = [f.split(":") for f in os.environ.get("FAULTS", "").split(",") if f]

@@ -120,6 +120,20 @@ class Decoder:
         """The exact number of parameters of one block."""
         return self.block_matmul_parameters() + 2 * self.dim
 
+    def parameter_names(self) -> tuple[str, ...]:
+        """The names of all parameters, a tied weight's once: under the embedding's."""
+        blocks = (f"layers.{i}.{name}.weight" for i in range(self.layers) for name in self.block_modules())
+        return ("tok_embeddings.weight", *blocks, "norm.weight", *(() if self.tied else ("head.weight",)))
+
+    def block_modules(self) -> tuple[str, ...]:
+        """The names of a block's modules that have a weight, in order."""
+        attention = tuple(f"attention.{name}" for name in ("wq", "wk", "wv", "wo", *self.head_norms()))
+        return ("attention_norm", *attention, "ffn_norm", *(f"feed_forward.{name}" for name in ("w1", "w2", "w3")))
+
+    def head_norms(self) -> tuple[str, ...]:
+        """The names of the norms of queries and keys in attention, where there are any."""
+        return ()
+
     def embedding_parameters(self) -> int:
         """The exact number of parameters of the embedding."""
         return self.vocab * self.dim
@@ -148,10 +162,6 @@ class Decoder:
         halved for causality and without recomputation (arXiv:2204.02311, appendix B). The embedding takes none.
         """
         return self.layers * self.block_flops(seq_len) + self.head_flops()
-
-    def state_bytes(self, optimizer_bytes_per_parameter: int = 8) -> int:
-        """Bytes of all weights and gradients in float32 and of the optimizer's state (8 a parameter: Adam's two)."""
-        return self.parameters() * (4 + 4 + optimizer_bytes_per_parameter)
 
     def block_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
         """Bytes that autograd keeps of one block, its input included, with flash attention.
@@ -277,6 +287,10 @@ class Qwen3(Decoder):
     def block_parameters(self) -> int:
         """The exact number of parameters of one block, the weights of the two norms of heads included."""
         return super().block_parameters() + 2 * self.head_size
+
+    def head_norms(self) -> tuple[str, ...]:
+        """The norms of queries and keys."""
+        return ("q_norm", "k_norm")
 
     def block_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
         """As for every decoder, and what autograd keeps of the norms of queries and keys; rotation keeps no more."""

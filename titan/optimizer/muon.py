@@ -1,0 +1,134 @@
+"""Muon (Jordan et al. 2024): the update of a matrix is its momentum, orthogonalised by Newton-Schulz iterations.
+
+Momentum is kept by the parts that ranks hold. A matrix that is cut has to be whole to be orthogonalised: the ranks
+share that work, see `titan.optimizer.owners`. A whole one is orthogonalised by every rank that has it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titan import optimizer
+from titan.optimizer import mixed, owners
+from titan.parallelism.norm import local
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of Jordan's quintic polynomial: steepest at zero, singular values end up between about 0.7 and 1.2."""
+EPS = 1e-7
+"""The least norm to divide by."""
+
+
+class Matrix(NamedTuple):
+    """A parameter that Muon updates, and its group."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+
+
+class Muon(mixed.AdamW):
+    """Muon for the groups that say `orthogonal`, AdamW for the others."""
+
+    def __init__(self, how: optimizer.Muon, groups: list[dict[str, Any]]) -> None:
+        """Take the settings and torch's parameter groups."""
+        common = {"betas": how.betas, "eps": how.eps}
+        super().__init__(groups, common, how.moments, how.implementation)
+        self.how = how
+        cut = (p for group in groups if group["orthogonal"] for p in group["params"] if isinstance(p, DTensor))
+        self.boxes: dict[Tensor, owners.Box] = {p: owners.box_of(p) for p in cut}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient; the ranks of a mesh call it together."""
+        matrices = []
+        for group in self.param_groups:
+            if group["orthogonal"]:
+                matrices += [Matrix(p, group) for p in group["params"] if p.grad is not None]
+            else:
+                self.adam(group)
+        for mesh, those in _by_mesh(matrices).items():
+            self._orthogonal(those, mesh)
+
+    def _orthogonal(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
+        """Update matrices of one mesh (None: whole ones), as many at a time as it has ranks."""
+        size = 1 if mesh is None else mesh.size()
+        matrices = sorted(matrices, key=lambda m: -m.parameter.numel())  # so that the owners have the same to do
+        for first in range(0, len(matrices), size):
+            batch = matrices[first : first + size]
+            directions = [self._direction(matrix.parameter) for matrix in batch]
+            compute = partial(orthogonalise, iterations=self.how.iterations)
+            if mesh is None:
+                parts: Iterable[Tensor] = map(compute, directions)
+            else:
+                cut = [matrix.parameter for matrix in batch]
+                parts = owners.shared(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
+            for matrix, part in zip(batch, parts, strict=True):
+                self._apply(matrix, part)
+
+    def _direction(self, parameter: Tensor) -> Tensor:
+        """Take the gradient into the momentum; what to go along, of the local part, in the type of Newton-Schulz."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = self.zeros(parameter)
+        held, gradient = local(state["momentum_buffer"]), local(parameter.grad).float()  # type: ignore[arg-type]
+        momentum = held.float().lerp(gradient, 1 - self.how.momentum)
+        held.copy_(momentum if self._bad is None else torch.where(self._bad > 0, held.float(), momentum))
+        if self.how.nesterov:
+            momentum = gradient.lerp(momentum, self.how.momentum)
+        return momentum.to(self._dtype(parameter))
+
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
+        """The type in which Newton-Schulz computes; offloaded weights are orthogonalised on their mesh's device."""
+        device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
+        auto = torch.bfloat16 if device == "cuda" else torch.float32
+        return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16}[self.how.newton_schulz]
+
+    def _apply(self, matrix: Matrix, part: Tensor) -> None:
+        """Decay the local part of a matrix and go along its orthogonalised direction; round once."""
+        weight, rate = local(matrix.parameter.detach()), matrix.group["lr"]
+        new = weight.float() * (1 - rate * matrix.group["weight_decay"])
+        new.add_(part, alpha=-rate * scale(self.how.adjust, tuple(matrix.parameter.shape)))
+        weight.copy_(new if self._bad is None else torch.where(self._bad > 0, weight.float(), new))
+
+
+def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
+    """The nearest matrix with orthogonal rows (or columns), roughly: singular values end up around one.
+
+    Args:
+        matrix: [rows, columns]; its type is that of the computation.
+        iterations: steps of the quintic Newton-Schulz iteration.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPS)  # the largest singular value is at most the norm, so now at most one
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if tall else x).contiguous()
+
+
+def scale(adjust: str, shape: tuple[int, ...]) -> float:
+    """What a matrix's shape scales its update by.
+
+    match_rms_adamw: 0.2 * sqrt(max(rows, columns)), so that the root mean square is that of AdamW's updates
+    (arXiv:2502.16982, section 2.2). original: sqrt(max(1, rows / columns)), Jordan's.
+    """
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
+
+
+def _by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matrix]]:
+    """Matrices by the mesh that they are cut over; under None those that this rank has whole."""
+    found: dict[DeviceMesh | None, list[Matrix]] = {}
+    for matrix in matrices:
+        tensor = matrix.parameter
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(matrix)
+    return found
