@@ -144,7 +144,7 @@ def test_state_is_16_bytes_a_parameter_and_is_cut_by_sharding() -> None:
     ],
 )
 def test_weights_take_what_their_types_do(precision: str, kept: int, alone: int, gathered: int) -> None:
-    """Bytes of a parameter: kept with gradient and state; cast on one device; gathered by FSDP, two blocks at a time."""
+    """Bytes of a parameter: kept, with gradient and state; cast on one device; gathered by FSDP, two blocks at once."""
     how = composed([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
     chosen, model = with_(precision=how), BASE.model
     state = kept * model.parameters()
