@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan import compile as compiling
 from titan import memory, precision, rng
+from titan.compile import Compile
 from titan.dataset.loader import Loader, Shape, Share
 from titan.dataset.mix import Mix
 from titan.run import Run
@@ -19,7 +19,7 @@ from titan.run import Run
 class BareLoop:
     """The shortest loop that trains the same model on the same rows: nothing is logged, checked or loaded in it.
 
-    Fused optimizer, torch's own clipping, rows preloaded on the device, no reading of results in between.
+    Fused optimizer, torch's own clipping and compiling, rows preloaded on the device, no reading of results in between.
     """
 
     def __init__(self, run: Run, mix: Mix, device: torch.device, preloaded: int = 8, autocast: bool = False) -> None:
@@ -37,12 +37,24 @@ class BareLoop:
         if not autocast:
             precision.apply(self.model, run.precision)
         memory.apply(self.model.blocks(), run.memory)
-        compiling.apply(self.model.blocks(), run.compile)
+        self.loss = self._compiled(run.compile)
         rng.materialise(self.model, self.model.initial(), run.training.seed, device)
         self.optimizer = run.optimizer.build(self.model.parameters())
         self.batches = _preload(run, mix, device, preloaded)
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
+
+    def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Tensor]:
+        """The summed loss of tokens and targets, as torch compiles it: blocks and head, all as one graph, or nothing."""
+
+        def loss(x: Tensor, y: Tensor) -> Tensor:
+            summed: Tensor = self.model.head(self.model(x), y)
+            return summed
+
+        if how.scope == "block":
+            for module in (*self.model.blocks(), self.model.head):
+                module.compile(backend=how.backend, fullgraph=True)
+        return torch.compile(loss, backend=how.backend, fullgraph=True) if how.scope == "model" else loss
 
     def steps(self, count: int) -> None:
         """Train `count` steps."""
@@ -50,7 +62,7 @@ class BareLoop:
             tokens, targets = self.batches[self.step % len(self.batches)]
             for x, y in zip(tokens, targets, strict=True):
                 with self.cast:
-                    loss = self.model.head(self.model(x), y) * self.scale
+                    loss = self.loss(x, y) * self.scale
                 loss.backward()
             if self.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
