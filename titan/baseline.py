@@ -45,7 +45,7 @@ class BareLoop:
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
 
     def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Tensor]:
-        """The summed loss of tokens and targets, as torch compiles it: blocks and head, all as one graph, or nothing."""
+        """The summed loss of tokens and targets, compiled: blocks and head, all as one graph, or nothing."""
 
         def loss(x: Tensor, y: Tensor) -> Tensor:
             summed: Tensor = self.model.head(self.model(x), y)
