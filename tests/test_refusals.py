@@ -236,7 +236,7 @@ LAPTOP = [  # on a CPU with 16 GiB
         "parallelism=pp parallelism.schedule=ZBVZeroBubble memory=selective",
         "memory=selective|ZBVZeroBubble|memory=full",
     ),
-    ("memory=budget", "memory=budget|compile=block"),
+    ("memory=budget compile=off", "memory=budget|compile=block"),
     ("parallelism=tp debug.detect_anomaly=true", "debug.detect_anomaly=true|parallelism.tensor"),
     ("parallelism.prefetch=3", "parallelism.prefetch=3|parallelism=fsdp"),
     ("parallelism=ddp parallelism.reshard=always", "parallelism.reshard=always|parallelism=fsdp"),

@@ -44,12 +44,11 @@ class BareLoop:
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
 
-    def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Tensor]:
+    def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Any]:
         """The summed loss of tokens and targets, compiled: blocks and head, all as one graph, or nothing."""
 
-        def loss(x: Tensor, y: Tensor) -> Tensor:
-            summed: Tensor = self.model.head(self.model(x), y)
-            return summed
+        def loss(x: Tensor, y: Tensor) -> Any:
+            return self.model.head(self.model(x), y)
 
         if how.scope == "block":
             for module in (*self.model.blocks(), self.model.head):
