@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titan import compile as compiling
-from titan import memory, precision, rng
+from titan import low_precision, memory, precision, rng
 from titan.engine import Accumulate, Engine, Runner, Stage
 from titan.model.schema import Decoder
 from titan.parallelism import context, data, tensor
@@ -57,6 +57,7 @@ def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
         runner=_runner(stages, run, world),
         optimizer=run.optimizer.build(p for stage in stages.values() for p in stage.parameters()),
         world=world,
+        scales=_scales(stages, run, world),
         places=_places(run, world),
         twins=_twins(stages, run, world),
         multiple=run.parallelism.multiple(run.layout),
@@ -82,7 +83,8 @@ def _split(run: Run, world: World, note: Note) -> dict[int, Stage]:
 def _transform(stage: Stage, run: Run, world: World) -> None:
     """Apply to one stage what the axes ask for, in the one order that works."""
     model, how = stage.model, run.parallelism
-    _compute(model, run.precision, how, world)
+    taken = run.precision.choose(run.model.products(), run.layout.tensor).taken
+    _compute(model, run.precision, how, world, taken)
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
     memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
@@ -95,6 +97,8 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
         keep_buffers=run.staging.splits_backward,
     )
     if sharding is not None:
+        if _gathers_small(run):
+            low_precision.gather_small(model, taken)
         data.shard(
             stage,
             sharding,
@@ -105,9 +109,21 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
         )
 
 
-def _compute(model: Any, how: Precision, parallelism: Parallelism, world: World) -> None:
+def _gathers_small(run: Run) -> bool:
+    return run.precision.products == "float8" and run.precision.float8_gather
+
+
+def _scales(stages: dict[int, Stage], run: Run, world: World) -> low_precision.Scales | None:
+    """What follows the scales of weights that are gathered in float8; offloaded ones are scaled where they are used."""
+    mesh = _sharding(world)
+    if mesh is None or run.memory.offload or not _gathers_small(run):
+        return None
+    return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
+
+
+def _compute(model: Any, how: Precision, parallelism: Parallelism, world: World, taken: tuple[str, ...] = ()) -> None:
     """Say in which type a model computes, and cut its products: what comes first in training and in generation."""
-    precision.apply(model, how)
+    precision.apply(model, how, taken)
     if (mesh := world.dimensions("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.overlap(mesh)
@@ -140,7 +156,13 @@ def _sharding(world: World) -> Any:
 def _tell(run: Run, world: World, note: Note) -> None:
     """Say what was applied, in its order."""
     how, layout = run.parallelism, run.layout
-    note(f"precision {run.precision.compute}")
+    note(f"precision {run.precision.describe()}")
+    if run.precision.small:
+        choice = run.precision.choose(run.model.products(), layout.tensor)
+        left = f"; in {run.precision.compute}: {choice.left_alone()}" if choice.left else ""
+        note(f"{len(choice.taken)} of {len(run.model.products())} products in {run.precision.products}{left}")
+        if _sharding(world) is not None:
+            note(f"weights gathered in {'float8' if _gathers_small(run) else run.precision.compute}")
     if layout.tensor > 1:
         sequence = "with" if how.sequence_parallel else "without"
         loss = "parts" if how.loss_parallel else "whole rows"

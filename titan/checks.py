@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from titan import capacity
 from titan import compile as compiling
 from titan.model.schema import Llama
 from titan.parallelism.staging import staging
+from titan.precision import CAPABILITY, HARDWARE, SMALL
 from titan.settings import Refusal
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ def check(run: Run, started: bool = False) -> None:
     Raises:
         Refusal: for what can't work.
     """
-    for part in (_check_growth, _check_tensor, _check_context, _check_sharding, _check_memory):
+    for part in (_check_growth, _check_precision, _check_tensor, _check_context, _check_sharding, _check_memory):
         part(run)
     if not started:
         _check_machine(run)
@@ -77,6 +79,53 @@ def _check_growth(run: Run) -> None:
             ) from refusal
         larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
         capacity.check(larger, run.layout, run.machine, count)
+
+
+def _check_precision(run: Run) -> None:
+    """Refuse types that do not go together, and products in eight bits where nothing computes them."""
+    how = run.precision
+    if how.weights == "bf16" and how.compute != "bf16":
+        raise Refusal(f"precision.weights=bf16: goes with precision.compute=bf16, not {how.compute}; give that.")
+    if how.emulate and not how.small:
+        raise Refusal("precision.emulate=true: nothing is computed in eight bits; give precision=float8, or false.")
+    if not how.small:
+        return
+    if how.compute != "bf16":
+        raise Refusal(f"precision.products={how.products}: goes with precision.compute=bf16; give that.")
+    if importlib.util.find_spec("torchao") is None:
+        raise Refusal(f"precision.products={how.products}: needs torchao; pip install 'titan[float8]'.")
+    _check_formats(run)
+    _check_products(run)
+
+
+def _check_formats(run: Run) -> None:
+    """Refuse formats that the device does not have."""
+    how, machine = run.precision, run.machine
+    least = CAPABILITY[how.products]
+    other = machine.capability is None  # AMD's, or not known before the job has its node
+    if how.emulate or (machine.device == "cuda" and (other or (machine.capability or 0) >= least)):
+        return
+    raise Refusal(
+        f"precision.products={how.products}: takes {HARDWARE[least]}, and here is {machine.name}; give "
+        "precision.emulate=true to compute the same slowly, or precision=bf16."
+    )
+
+
+def _check_products(run: Run) -> None:
+    """Refuse sizes that no kernel takes."""
+    how, products = run.precision, run.model.products()
+    choice, multiple = how.choose(products, run.layout.tensor), SMALL[how.products]
+    if not choice.taken:
+        raise Refusal(
+            f"precision.products={how.products}: no product of the model is left for it: {choice.left_alone()}; "
+            "change these, or give precision=bf16."
+        )
+    tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
+    if tokens % multiple:
+        raise Refusal(
+            f"precision.products={how.products}: a micro-batch of a rank has {tokens} tokens, and gradients of weights "
+            f"take a multiple of {multiple}; give another training.seq_len or training.global_batch."
+        )
 
 
 def _check_tensor(run: Run) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan.low_precision import Scales
 from titan.parallelism import data, norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline import Twins
@@ -115,6 +116,7 @@ class Engine:
         runner: takes micro-batches through them.
         optimizer: over their parameters.
         world: the ranks.
+        scales: to be updated after the weights are, where some are gathered in float8.
         places: this rank's places of a row, int64 on its device, for its length; None where ranks have whole rows.
         twins: a tied weight of which this rank has one of two, or both; see `titan.parallelism.pipeline.Twins`.
         multiple: rows have to be a multiple of so many tokens.
@@ -125,6 +127,7 @@ class Engine:
     runner: Runner
     optimizer: torch.optim.Optimizer
     world: World
+    scales: Scales | None = None
     places: Callable[[int], Tensor] | None = None
     twins: Twins | None = None
     multiple: int = 1

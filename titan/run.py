@@ -131,7 +131,7 @@ def resolve(
     recipe.dataset.check()
     recipe.cluster.check()
     if recipe.precision.compute == "auto":
-        precision = Precision(compute="bf16" if machine.bf16_fast else "fp32")
+        precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)
     layout = _layout(recipe, machine, ranks, elsewhere)
     microbatches = _microbatches(recipe, layout, machine)

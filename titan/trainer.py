@@ -240,6 +240,8 @@ class Trainer:
             optimizer.step()
         elif not bad.item():
             optimizer.step()
+        if self.engine.scales is not None:
+            self.engine.scales.update()
         optimizer.zero_grad(set_to_none=True)
 
     def _send(self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, clock: Clock) -> Sent:

@@ -36,6 +36,7 @@ from titan.checkpoint.staging import Staging
 from titan.checkpoint.talk import Talk, Unsaved, reason
 from titan.checkpoint.writer import Writer
 from titan.engine import Engine
+from titan.low_precision import stored
 from titan.parallelism import data
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a single process
@@ -294,7 +295,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     for stage in engine.stages:
         data.part(stage)  # the optimizer's state goes by the parts
     parameters = dict(engine.named_parameters())
-    state = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    state = {f"model.{name}": stored(parameter) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

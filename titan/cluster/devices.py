@@ -114,6 +114,7 @@ class Machine:
         memory_gib: of one GPU, or of the machine as far as its control group allows; None where it can't be read.
         bf16_fast: whether the hardware multiplies bf16 faster than fp32.
         note: why GPUs that are here are not used, or nothing.
+        capability: CUDA's compute capability of the least of the GPUs; None where it isn't known, or not NVIDIA's.
     """
 
     device: Literal["cpu", "cuda"]
@@ -123,6 +124,7 @@ class Machine:
     memory_gib: float | None
     bf16_fast: bool
     note: str = ""
+    capability: float | None = None
 
     def describe(self) -> str:
         """One line for people, such as "8 x NVIDIA H200, 140.4 GiB each, bf16, 64 CPU cores"."""
@@ -148,6 +150,7 @@ class Gpu:
     name: str
     memory_gib: float | None
     bf16: bool
+    capability: float | None = None
 
 
 def _command(arguments: Sequence[str]) -> str | None:
@@ -340,8 +343,8 @@ def _slice(uuid: str, gpus: list[Gpu], probe: Probe) -> Gpu:
         if whole := re.match(r"GPU \d+: (.+?) \(UUID", line):
             parent = whole[1]
         elif (part := re.search(r"MIG (\S*?(\d+)gb)\b", line)) and uuid in line:
-            return Gpu(uuid, f"{parent} MIG {part[1]}", float(part[2]), gpus[0].bf16)
-    return Gpu(uuid, f"{parent} MIG", None, gpus[0].bf16)
+            return Gpu(uuid, f"{parent} MIG {part[1]}", float(part[2]), gpus[0].bf16, gpus[0].capability)
+    return Gpu(uuid, f"{parent} MIG", None, gpus[0].bf16, gpus[0].capability)
 
 
 def _gpu_machine(gpus: list[Gpu], probe: Probe) -> Machine:
@@ -353,6 +356,7 @@ def _gpu_machine(gpus: list[Gpu], probe: Probe) -> Machine:
         cores=_usable_cores(probe),
         memory_gib=min(sizes, default=None),  # the smallest decides what fits
         bf16_fast=all(gpu.bf16 for gpu in gpus),
+        capability=min((gpu.capability for gpu in gpus if gpu.capability is not None), default=None),
     )
 
 
@@ -369,8 +373,9 @@ def _nvidia_line(line: str) -> Gpu | None:
         return None
     uuid, name, mebibytes, capability = parts
     memory = _number(mebibytes)
-    bf16 = (_number(capability) or 0.0) >= 8.0
-    return Gpu(uuid, name, memory / 1024 if memory else _tabled_memory(name), bf16)
+    version = _number(capability)
+    bf16 = (version or 0.0) >= 8.0
+    return Gpu(uuid, name, memory / 1024 if memory else _tabled_memory(name), bf16, version)
 
 
 def _driver_gpus(probe: Probe) -> list[Gpu]:

@@ -4,8 +4,9 @@ Precision follows the activations: the embedding's output sets the compute type,
 type of its input where it uses it (which changes nothing when the weight already has that type), and what loses
 most in low precision - norms, rotary embedding, loss - is computed in float32 and cast back.
 
-Where a technique may take the place of something it is a plain attribute: how a layer takes its weight (`use`), looks
-up (`lookup`), attends (`core`), measures the loss (`loss`) or hands out logits (`whole`).
+Where a technique may take the place of something it is a plain attribute: how a layer takes its weight (`use`), in
+which type (`operand`), multiplies (`product`), looks up (`lookup`), attends (`core`), measures the loss (`loss`) or
+hands out logits (`whole`).
 
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
@@ -56,13 +57,15 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
         self.use: Use = cast
+        self.operand: torch.dtype | None = None  # the type in which `product` takes the weight; None: the input's
+        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def reset_parameters(self) -> None:
         """Draw nothing: `titan.rng.materialise` does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
-        return F.linear(x, self.use(self.weight, x.dtype))
+        return self.product(x, self.use(self.weight, self.operand or x.dtype))
 
 
 class RMSNorm(nn.Module):

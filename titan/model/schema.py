@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from titan.settings import Refusal, setting
 
@@ -18,6 +18,21 @@ if TYPE_CHECKING:
 
 Checkpointing = Literal["none", "full", "every_n", "selective", "budget"]
 """What autograd keeps; see `Decoder.stage_activation_bytes`."""
+
+
+class Product(NamedTuple):
+    """A product with a weight [outputs, inputs]; tensor parallelism cuts its inputs (`rowwise`) or its outputs."""
+
+    inputs: int
+    outputs: int
+    rowwise: bool = False
+
+    def part(self, tensor: int) -> Product:
+        """What one of `tensor` ranks computes of it."""
+        inputs, outputs = (
+            (self.inputs // tensor, self.outputs) if self.rowwise else (self.inputs, self.outputs // tensor)
+        )
+        return Product(inputs, outputs, self.rowwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +91,21 @@ class Decoder:
             raise Refusal(
                 f"model.rope_high={self.rope_high:g}: must be above model.rope_low={self.rope_low:g}; raise it."
             )
+
+    def products(self) -> dict[str, Product]:
+        """All products with a weight, by the name of their module."""
+        queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
+        block = {
+            "attention.wq": Product(self.dim, queries),
+            "attention.wk": Product(self.dim, keys),
+            "attention.wv": Product(self.dim, keys),
+            "attention.wo": Product(queries, self.dim, rowwise=True),
+            "feed_forward.w1": Product(self.dim, self.ffn),
+            "feed_forward.w2": Product(self.ffn, self.dim, rowwise=True),
+            "feed_forward.w3": Product(self.dim, self.ffn),
+        }
+        blocks = {f"layers.{i}.{name}": product for i in range(self.layers) for name, product in block.items()}
+        return blocks | {"head": Product(self.dim, self.vocab)}
 
     def block_matmul_parameters(self) -> int:
         """Weights of one block that enter matrix products: query, key, value, output and three of SwiGLU."""

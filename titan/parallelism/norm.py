@@ -58,9 +58,9 @@ def _square(parts: list[Tensor]) -> Tensor:
     On a CPU a norm adds up element after element, which loses five digits on a large matrix: there rows come first.
     """
     if parts[0].device.type == "cpu":
-        norms = torch.cat([torch.linalg.vector_norm(part, dim=-1).view(-1) for part in parts])
+        norms = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in parts])
     else:
-        norms = torch.stack(torch._foreach_norm(parts))
+        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
     return norms.float().square().sum()
 
 
