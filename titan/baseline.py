@@ -35,7 +35,7 @@ class BareLoop:
         with torch.device("meta"):
             self.model: Any = run.model.build()
         if not autocast:
-            precision.apply(self.model, run.precision)
+            precision.apply(self.model, run.precision, run.precision.choose(run.model.products()).taken)
         memory.apply(self.model.blocks(), run.memory)
         self.loss = self._compiled(run.compile)
         rng.materialise(self.model, self.model.initial(), run.training.seed, device)
@@ -91,6 +91,19 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: 
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = a @ b
     best = min(seconds(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
+    return 3 * 2 * size**3 / best / 1e12
+
+
+def float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
+    """The best speed of a square product of float8 matrices with a scale each, TFLOP/s; CUDA only."""
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def product() -> None:
+        torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    product()
+    best = min(seconds(lambda: _repeat(product, 3), device) for _ in range(repeats))
     return 3 * 2 * size**3 / best / 1e12
 
 
