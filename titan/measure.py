@@ -157,12 +157,12 @@ def _started(side: Side, how: Sequence[str], overrides: Sequence[str]) -> Alone:
 
 def alone(side: Side, overrides: Sequence[str], rounds: int, steps: int, autocast: bool = False) -> int:
     """Train one side only, and print what it took, as JSON, in the last line; returns the exit code."""
+    run = compose.composed(overrides)
     import torch
 
     from titan.baseline import seconds
     from titan.metrics.recorder import peak_memory_gib
 
-    run = compose.composed(overrides)
     device = torch.device(run.machine.device)
     with _side(side, run, device, autocast) as work:
         work(WARM)
