@@ -206,7 +206,7 @@ LAPTOP = [  # on a CPU with 16 GiB
         "parallelism=tp training.seq_len=257 training.global_batch=2056",
         "training.seq_len=257|multiple of 2|over tensor 2",
     ),
-    ("parallelism=tp parallelism.async_tensor=true", "async_tensor=true|compile=block and a CUDA device"),
+    ("parallelism=tp parallelism.async_tensor=true compile=off", "async_tensor=true|compile=block and a CUDA device"),
     ("parallelism.async_tensor=true", "async_tensor=true|parallelism.tensor above 1"),
     ("parallelism=cp training.seq_len=254 training.global_batch=2032", "training.seq_len=254|multiple of 4|head and"),
     ("parallelism=cp parallelism.context=8 parallelism.context_method=ulysses", "ulysses|context 8|4 heads|ring"),
