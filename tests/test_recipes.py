@@ -6,6 +6,7 @@ import dataclasses
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -50,6 +51,7 @@ class Published:
         microbatches: that a data rank's rows are cut into.
         overlapped: whether tensor parallelism is asynchronous.
         schedule: of the pipeline.
+        precision: choice on this axis; bf16 where it was published too.
     """
 
     model: str
@@ -61,6 +63,7 @@ class Published:
     microbatches: int = 1
     overlapped: bool = False
     schedule: str = "1F1B"
+    precision: str = "bf16"
 
     @property
     def training(self) -> tuple[float, int, int]:
@@ -72,14 +75,15 @@ class Published:
 
 def llama405b(rows: int, microbatches: int, seq_len: int = 8192, schedule: str = "1F1B", **degrees: int) -> Published:
     layout = Layout(tensor=8, **degrees)
-    return Published("llama405b", layout, rows, seq_len, microbatches=microbatches, overlapped=True, schedule=schedule)
+    how: Any = {"overlapped": True, "precision": "float8" if layout.devices == 512 else "bf16"}
+    return Published("llama405b", layout, rows, seq_len, microbatches=microbatches, schedule=schedule, **how)
 
 
 PUBLISHED = {
     "bench_8b_8": Published("llama8b", Layout(shard=8), 2, memory="selective"),
     "bench_8b_128": Published("llama8b", Layout(shard=128), 2, memory="selective"),
     "bench_8b_64": Published("llama8b", Layout(shard=8, tensor=8), 12, memory="selective", overlapped=True),
-    "bench_70b_256": Published("llama70b", Layout(shard=32, tensor=8), 16),
+    "bench_70b_256": Published("llama70b", Layout(shard=32, tensor=8), 16, precision="float8"),
     "bench_405b_512": llama405b(32, 8, shard=8, pipeline=8),
     "bench_405b_512_interleaved": llama405b(32, 8, shard=8, pipeline=8, schedule="Interleaved1F1B"),
     "bench_405b_512_mb32": llama405b(32, 32, shard=8, pipeline=8),
@@ -88,9 +92,11 @@ PUBLISHED = {
     "bench_405b_16384_long": llama405b(16, 16, 131_072, "Interleaved1F1B", shard=8, pipeline=16, context=16),
     "shipped_8b": Published("llama8b", Layout(shard=8), 1, memory="selective", compile="off"),
     "shipped_70b": Published("llama70b", Layout(shard=8, tensor=8), 8, compile="off"),
-    "shipped_405b": Published("llama405b", Layout(shard=64, tensor=8), 2, overlapped=True),
+    "shipped_405b": Published("llama405b", Layout(shard=64, tensor=8), 2, overlapped=True, precision="float8"),
     **{
-        f"bench_8b_long_{name}": Published("llama8b", Layout(shard=shard, context=context), 1, length)
+        f"bench_8b_long_{name}": Published(
+            "llama8b", Layout(shard=shard, context=context), 1, length, precision="float8"
+        )
         for name, (shard, context, length) in LONG.items()
     },
     **{
@@ -119,7 +125,7 @@ def test_a_published_recipe_is_what_was_published(name: str) -> None:
     assert (run.optimizer.lr, run.training.warmup_steps, run.training.steps) == said.training
     assert (run.parallelism.async_tensor, run.parallelism.schedule) == (said.overlapped, said.schedule)
     axes = ("model", "memory", "compile", "dataset", "precision", "checkpoint")
-    expected = [said.model, said.memory, said.compile, "c4", "bf16", "off"]
+    expected = [said.model, said.memory, said.compile, "c4", said.precision, "off"]
     assert [run.choices[axis] for axis in axes] == expected
     assert run.staging.idle == pytest.approx(IDLE.get(name, run.staging.idle), abs=0.005)
     check_what_all_share(run)

@@ -86,8 +86,6 @@ def _check_precision(run: Run) -> None:
     how = run.precision
     if how.weights == "bf16" and how.compute != "bf16":
         raise Refusal(f"precision.weights=bf16: goes with precision.compute=bf16, not {how.compute}; give that.")
-    if how.emulate and not how.small:
-        raise Refusal("precision.emulate=true: nothing is computed in eight bits; give precision=float8, or false.")
     if not how.small:
         return
     if how.compute != "bf16":
