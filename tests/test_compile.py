@@ -31,7 +31,7 @@ from titan.sample import continuation
 SHAPE = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(2))
 X, Y = TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous()
-OFF, NONE = Compile(), Memory()
+OFF, NONE = Compile("off"), Memory()
 EXACT = 1e-5
 """Law 3's bound in fp32."""
 ROUNDED = 3e-2

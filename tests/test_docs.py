@@ -147,7 +147,7 @@ def test_command(
 
 def train_small(run: Run, apart: bool = False) -> int:
     """Train what a command composed, at a size that takes no time; what needs several ranks is composed only."""
-    if run.layout.devices > 1 or run.compile.scope != "off":
+    if run.layout.devices > 1 or (run.compile.scope != "off" and not run.compile_why.endswith("of work")):
         return 0
     replaced = (
         "name",

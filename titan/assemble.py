@@ -173,7 +173,7 @@ def _tell(run: Run, world: World, note: Note) -> None:
         balance = ", head and tail balanced" if how.balance else ""
         note(f"context parallel over {layout.context} ranks by {how.context_method}{balance}")
     note(f"activation checkpointing {run.memory.checkpointing}")
-    note(f"compile {run.compile.scope}")
+    note(f"compile {run.compile.scope}" + (f" (auto: {run.compile_why})" if run.compile_why else ""))
     if (mesh := _sharding(world)) is not None:
         copies = f", {layout.replicate} copies" if layout.replicate > 1 else ""
         note(f"sharded over {mesh.size(-1)} ranks{copies}, resharded after forward: {how.reshards(layout)}")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan import compile as compiling
 from titan import memory, precision, rng
+from titan.compile import Compile
 from titan.dataset.loader import Loader, Shape, Share
 from titan.dataset.mix import Mix
 from titan.run import Run
@@ -19,7 +19,7 @@ from titan.run import Run
 class BareLoop:
     """The shortest loop that trains the same model on the same rows: nothing is logged, checked or loaded in it.
 
-    Fused optimizer, torch's own clipping, rows preloaded on the device, no reading of results in between.
+    Fused optimizer, torch's own clipping and compiling, rows preloaded on the device, no reading of results in between.
     """
 
     def __init__(self, run: Run, mix: Mix, device: torch.device, preloaded: int = 8, autocast: bool = False) -> None:
@@ -35,14 +35,25 @@ class BareLoop:
         with torch.device("meta"):
             self.model: Any = run.model.build()
         if not autocast:
-            precision.apply(self.model, run.precision)
+            precision.apply(self.model, run.precision, run.precision.choose(run.model.products()).taken)
         memory.apply(self.model.blocks(), run.memory)
-        compiling.apply(self.model.blocks(), run.compile)
+        self.loss = self._compiled(run.compile)
         rng.materialise(self.model, self.model.initial(), run.training.seed, device)
         self.optimizer = run.optimizer.build(self.model.named_parameters())
         self.batches = _preload(run, mix, device, preloaded)
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
+
+    def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Any]:
+        """The summed loss of tokens and targets, compiled: blocks and head, all as one graph, or nothing."""
+
+        def loss(x: Tensor, y: Tensor) -> Any:
+            return self.model.head(self.model(x), y)
+
+        if how.scope == "block":
+            for module in (*self.model.blocks(), self.model.head):
+                module.compile(backend=how.backend, fullgraph=True)
+        return torch.compile(loss, backend=how.backend, fullgraph=True) if how.scope == "model" else loss
 
     def steps(self, count: int) -> None:
         """Train `count` steps."""
@@ -50,7 +61,7 @@ class BareLoop:
             tokens, targets = self.batches[self.step % len(self.batches)]
             for x, y in zip(tokens, targets, strict=True):
                 with self.cast:
-                    loss = self.model.head(self.model(x), y) * self.scale
+                    loss = self.loss(x, y) * self.scale
                 loss.backward()
             if self.clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
@@ -80,6 +91,19 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: 
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = a @ b
     best = min(seconds(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
+    return 3 * 2 * size**3 / best / 1e12
+
+
+def float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
+    """The best speed of a square product of float8 matrices with a scale each, TFLOP/s; CUDA only."""
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def product() -> None:
+        torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    product()
+    best = min(seconds(lambda: _repeat(product, 3), device) for _ in range(repeats))
     return 3 * 2 * size**3 / best / 1e12
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titan import capacity
+from titan import compile as compiling
 from titan.model.schema import Llama
 from titan.parallelism.staging import staging
 from titan.precision import CAPABILITY, HARDWARE, SMALL
@@ -198,7 +198,7 @@ def _check_memory(run: Run) -> None:
             "give fewer."
         )
     if memory.checkpointing == "budget" and run.compile.scope == "off":
-        raise Refusal("memory=budget: the compiler is what keeps to it; give compile=block too, or memory=selective.")
+        raise Refusal("memory=budget: the compiler is what keeps to it; give compile=block, or memory=selective.")
     if memory.checkpointing == "budget" and run.compile.backend == "eager":
         raise Refusal(
             "compile.backend=eager: keeps everything, whatever memory=budget says; give inductor or aot_eager."
@@ -227,7 +227,7 @@ def _check_machine(run: Run) -> None:
 
 
 def _check_compiler(run: Run) -> None:
-    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+    if not compiling.compiler():
         raise Refusal(
             f"compile={run.choices.get('compile', 'block')}: torch.compile needs a C++ compiler on CPU, and there is "
             "none in PATH; install g++, or give compile=off."

@@ -1,8 +1,11 @@
-"""The compile axis: torch.compile of each block, or of the whole model."""
+"""The compile axis: torch.compile of each block, or of the whole model; `choose` is what `compile=auto` comes to."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import inspect
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -13,19 +16,77 @@ from titan.settings import setting
 if TYPE_CHECKING:
     import torch
 
+    from titan.run import Run
+
+PAYS = 180
+"""Seconds of work, not compiled, from which on compiling pays on a CPU; see docs/benchmarks.md."""
+CORE_FLOPS = {"fp32": 55e9}
+"""FLOPs that a CPU core does in a second of training, by the type to compute in; `FAST` in others."""
+FAST = 90e9
+
 
 @dataclass(frozen=True)
 class Compile:
     """What torch.compile compiles."""
 
-    scope: Literal["off", "block", "model"] = setting(
-        "off",
-        "off; block: each block as one graph that all blocks share, and the head with the loss; "
-        "model: all from tokens to loss at once",
+    scope: Literal["auto", "off", "block", "model"] = setting(
+        "auto",
+        "auto: block where it works and pays, else off; block: each block as one graph that all share, and the "
+        "head with the loss; model: all from tokens to loss at once; off",
     )
     backend: Literal["inductor", "aot_eager", "eager"] = setting(
         "inductor", "the compiler: inductor, or aot_eager and eager to look for errors"
     )
+
+
+def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block"], str]:
+    """What `compile=auto` comes to, and why, in a few words.
+
+    Args:
+        run: with all that a machine decides; its own scope does not matter.
+        elsewhere: its machine is a node of those that a scheduler will give, where other programs may be installed.
+    """
+    if run.debug.detect_anomaly:
+        return "off", "debug.detect_anomaly"
+    if run.staging.splits_backward and _torch() < (2, 13):
+        return "off", f"{run.staging.schedule} before torch 2.13"
+    if run.memory.checkpointing == "budget" or run.parallelism.async_tensor:
+        return "block", "memory=budget" if run.memory.checkpointing == "budget" else "parallelism.async_tensor"
+    if run.machine.device == "cuda":
+        there = elsewhere or importlib.util.find_spec("triton") is not None
+        return ("block", "on a GPU") if there else ("off", "triton is not installed")
+    if run.compile.backend == "inductor" and not compiler():
+        return "off", "no C++ compiler in PATH"
+    seconds, pays = eager_seconds(run), PAYS * max(1.0, run.layout.devices / run.machine.cores)
+    if seconds < pays:
+        return "off", f"about {_span(seconds)} of work, and it pays from {_span(pays)} on"
+    return "block", f"about {_span(seconds)} of work"
+
+
+def eager_seconds(run: Run) -> float:
+    """About how long the whole run computes on a CPU if nothing is compiled, whose cores its ranks share."""
+    flops = run.training.tokens * run.model.flops_per_token(run.training.seq_len)
+    return flops / CORE_FLOPS.get(run.precision.compute, FAST) / run.machine.cores
+
+
+def compiler() -> str | None:
+    """The C++ compiler in PATH, which inductor needs on a CPU."""
+    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _torch() -> tuple[int, ...]:
+    """The installed torch's version, without loading it; nothing where there is none."""
+    try:
+        return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return ()
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ def point(run: Run) -> str:
     The data's digest is not in it: they need not be prepared yet.
     """
     execution = {k: v for k, v in settings_of(run, science=False).items() if not k.startswith("cluster.")}
+    if run.compile_why:  # what was asked for is "auto", whatever it comes to on this machine
+        execution.pop("compile.scope", None)
     where = {"devices": run.layout.degrees(), "device": run.cluster.device}
     return digest(settings_of(run, science=True) | execution | where)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan import capacity, checks
+from titan import compile as compiling
 from titan.checkpoint.schema import Checkpoint
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
@@ -66,6 +67,7 @@ class Run(Recipe):
         layout: all degrees as numbers.
         microbatches: micro-batches that each rank's rows are cut into.
         staging: the pipeline's stages.
+        compile_why: why `compile=auto` came to the scope that it has here; empty where the user has said it.
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
@@ -76,6 +78,7 @@ class Run(Recipe):
     layout: Layout
     microbatches: int
     staging: Staging
+    compile_why: str = ""
     directory: str
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
@@ -144,12 +147,14 @@ def resolve(
         overrides=overrides,
         hydra=hydra or {},
     )
+    if run.compile.scope == "auto":
+        run = _scoped(run, elsewhere)
     checks.check(run, started=ranks is not None or elsewhere)
     return run
 
 
 def moved(run: Run, machine: Machine) -> Run:
-    """The same run on the machine that it has got; its layout stays, its micro-batches follow where they say "auto".
+    """The same run on the machine that it has got; its layout stays, what says "auto" follows the machine.
 
     Raises:
         Refusal: when it does not fit.
@@ -157,8 +162,15 @@ def moved(run: Run, machine: Machine) -> Run:
     count = _microbatches(run, run.layout, machine)
     stages = staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
     here = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
+    here = _scoped(here) if here.compile_why else here
     checks.check(here, started=True)
     return here
+
+
+def _scoped(run: Run, elsewhere: bool = False) -> Run:
+    """The run with the scope of compilation that "auto" comes to."""
+    scope, why = compiling.choose(run, elsewhere)
+    return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=why)
 
 
 def billions(count: float) -> str:

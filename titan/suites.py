@@ -1,0 +1,52 @@
+"""The cases that `titan.bench` measures speed in: overrides only, composed when their turn comes. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table of speeds; with `autocast` the bare loop computes through torch.autocast."""
+
+    title: str
+    overrides: tuple[str, ...]
+    autocast: bool = False
+
+
+def cpu_cases() -> list[Case]:
+    """Each precision, compiled and not; in bf16 also against the other form of the bare loop."""
+    cases = [_case(f"precision={p}", f"compile={c}") for p in PRECISIONS for c in COMPILES]
+    forms = [_case("precision=bf16", f"compile={c}") for c in COMPILES]
+    return [*cases, *(Case(f"{case.title}, bare: autocast", case.overrides, autocast=True) for case in forms)]
+
+
+def gpu_cases() -> list[Case]:
+    """The 1B in each precision and scope, and the whole 8B with what makes it fit one device of 141 GB."""
+    small = [
+        *(("precision=bf16", f"compile={scope}") for scope in ("off", "block", "model")),
+        ("precision=bf16", "compile=block", "training.loss_chunk=2048"),
+        *((f"precision={p}", "compile=block") for p in ("float8", "float8_rowwise")),
+    ]
+    frugal = ("optimizer.moments=bf16", "training.loss_chunk=2048")
+    large = [
+        *(("precision=bf16", f"compile={scope}", "memory=full") for scope in ("off", "block", "model")),
+        ("precision=bf16", "compile=block", "memory=none"),
+        *((f"precision={p}", "compile=block", "memory=full") for p in ("float8", "float8_rowwise")),
+        ("precision=float8", "compile=block", "memory=none"),
+    ]
+    cases = [_case("model=llama1b", *choices) for choices in small]
+    return [*cases, *(_case("model=llama8b", *choices, hidden=frugal) for choices in large)]
+
+
+def _case(*overrides: str, hidden: tuple[str, ...] = ()) -> Case:
+    """A case whose title says the choices, but not `hidden` ones."""
+    return Case(", ".join(map(_words, overrides)), (*overrides, *hidden))
+
+
+def _words(override: str) -> str:
+    """A choice as a title says it: the value alone where that says enough."""
+    name, _, value = override.partition("=")
+    return value if name in ("model", "precision") else f"{name.rpartition('.')[2]} {value}"
