@@ -7,7 +7,7 @@ stages, precision, tensor, context, activation checkpointing, compile, sharding,
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titan import compile as compiling
 from titan import memory, precision, rng
 from titan.engine import Accumulate, Engine, Runner, Stage
+from titan.model import loss
 from titan.model.schema import Decoder
 from titan.parallelism import context, data, tensor
 from titan.parallelism.mesh import World
@@ -82,7 +83,7 @@ def _split(run: Run, world: World, note: Note) -> dict[int, Stage]:
 def _transform(stage: Stage, run: Run, world: World) -> None:
     """Apply to one stage what the axes ask for, in the one order that works."""
     model, how = stage.model, run.parallelism
-    _compute(model, run.precision, how, world)
+    _compute(model, run.precision, how, world, run.training.loss_chunk)
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
     memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
@@ -105,13 +106,16 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
         )
 
 
-def _compute(model: Any, how: Precision, parallelism: Parallelism, world: World) -> None:
-    """Say in which type a model computes, and cut its products: what comes first in training and in generation."""
+def _compute(model: Any, how: Precision, parallelism: Parallelism, world: World, chunk: int | None = None) -> None:
+    """Say how a model computes and what at a time, and cut its products: first in training and in generation."""
     precision.apply(model, how)
+    if chunk is not None and model.head is not None:
+        model.head.chunked = partial(loss.chunked, chunk=chunk)
     if (mesh := world.dimensions("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.overlap(mesh)
-        tensor.apply(model, mesh, sequence=parallelism.sequence_parallel, loss=parallelism.loss_parallel)
+        sequence, parts = parallelism.sequence_parallel, parallelism.loss_parallel
+        tensor.apply(model, mesh, sequence=sequence, loss=parts, chunk=chunk)
 
 
 def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
@@ -143,13 +147,13 @@ def _tell(run: Run, world: World, note: Note) -> None:
     note(f"precision {run.precision.compute}")
     if layout.tensor > 1:
         sequence = "with" if how.sequence_parallel else "without"
-        loss = "parts" if how.loss_parallel else "whole rows"
-        note(
-            f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {loss} of the logits"
-        )
+        of = "parts" if how.loss_parallel or run.training.loss_chunk else "whole rows"
+        note(f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {of} of the logits")
     if layout.context > 1:
         balance = ", head and tail balanced" if how.balance else ""
         note(f"context parallel over {layout.context} ranks by {how.context_method}{balance}")
+    if run.training.loss_chunk:
+        note(f"logits and loss of {run.training.loss_chunk:,} tokens at a time")
     note(f"activation checkpointing {run.memory.checkpointing}")
     note(f"compile {run.compile.scope}")
     if (mesh := _sharding(world)) is not None:

@@ -5,7 +5,7 @@ type of its input where it uses it (which changes nothing when the weight alread
 most in low precision - norms, rotary embedding, loss - is computed in float32 and cast back.
 
 Where a technique may take the place of something it is a plain attribute: how a layer takes its weight (`use`), looks
-up (`lookup`), attends (`core`), measures the loss (`loss`) or hands out logits (`whole`).
+up (`lookup`), attends (`core`), measures the loss (`loss`, or `chunked` without logits) or hands out logits (`whole`).
 
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
@@ -96,6 +96,7 @@ class Head(Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+        self.chunked: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.whole: Callable[[Tensor], Tensor] = as_is
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -108,6 +109,8 @@ class Head(Linear):
         Returns:
             Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar.
         """
+        if self.chunked is not None and targets is not None:
+            return self.chunked(hidden, self.use(self.weight, hidden.dtype), targets)
         logits = super().forward(hidden)
         return self.whole(logits) if targets is None else self.loss(logits, targets)
 

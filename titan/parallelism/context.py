@@ -22,7 +22,6 @@ Shapes: B rows, H query and K key heads of width d (H / K query heads share a ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -31,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.model.layers import CausalAttention
+from titan.operation import register
 from titan.parallelism.collectives import all_gather, gather, wait
 
 Method = Literal["allgather", "ulysses", "ring"]
@@ -472,15 +472,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     return dq, dkv, None, None, None, None, None
 
 
-def _register(name: str, function: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    # Not torch.library.custom_op, which loads the compiler when it is first called.
-    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
-    torch.library.impl(name, "default", function)
-    torch.library.register_fake(name, shapes)
-
-
-_register("titan::ring_attention", _round, _round_shapes)
-_register("titan::ring_attention_backward", _round_back, _round_back_shapes)
+register("titan::ring_attention", _round, _round_shapes)
+register("titan::ring_attention_backward", _round_back, _round_back_shapes)
 torch.library.register_autograd("titan::ring_attention", _differentiate, setup_context=_remember)
 
 
