@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan.parallelism.schema import Layout, Parallelism
 from titan.parallelism.staging import least_microbatches, stages_of_a_rank
@@ -73,10 +73,8 @@ def _activations(recipe: Recipe, layout: Layout, microbatches: int, layers: int)
     tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
 
     def of(head: bool) -> int:
-        kept = model.stage_activation_bytes(
-            layers, head, tokens, compute, memory.checkpointing, every=memory.every, budget=memory.budget
-        )
-        return kept + gathered
+        how: dict[str, Any] = {"every": memory.every, "budget": memory.budget, "chunk": recipe.training.loss_chunk}
+        return model.stage_activation_bytes(layers, head, tokens, compute, memory.checkpointing, **how) + gathered
 
     gathered = 0
     if recipe.dataset.mask_documents:  # a mask of a row by a row, as the kernel keeps it

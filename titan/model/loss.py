@@ -107,12 +107,10 @@ class _Loss(torch.autograd.Function):
     """The loss, whose gradients are ready before anyone asks; nothing is changed in backward, which may run twice."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, operation: Operation, graded: bool
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, by: Operation, graded: bool) -> Tensor:
         wants = graded and ctx.needs_input_grad[0], graded and ctx.needs_input_grad[1]
-        loss, *gradients = how(hidden.flatten(0, -2), weight, targets.flatten(), *wants)
-        ctx.save_for_backward(*gradients)
+        loss, of_hidden, of_weight = by(hidden.flatten(0, -2), weight, targets.flatten(), *wants)
+        ctx.save_for_backward(of_hidden, of_weight)
         ctx.shape = hidden.shape
         return loss
 
