@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan import compile as compiling
 from titan import memory, precision, rng
 from titan.engine import Accumulate, Engine, Runner, Stage
-from titan.model import loss
+from titan.model import attention, loss
 from titan.model.schema import Decoder
 from titan.parallelism import context, data, tensor
 from titan.parallelism.mesh import World
@@ -24,6 +24,7 @@ from titan.parallelism.pipeline import Pipeline, Plan, Twins
 from titan.parallelism.schema import Parallelism
 from titan.precision import Precision
 from titan.run import Run
+from titan.settings import Refusal
 
 Note = Callable[[str], None]
 
@@ -84,6 +85,7 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     """Apply to one stage what the axes ask for, in the one order that works."""
     model, how = stage.model, run.parallelism
     _compute(model, run.precision, how, world, run.training.loss_chunk)
+    attention.apply(model, run.training.attention, world.device, blocks=_by_blocks(run, world))
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
     memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
@@ -136,6 +138,38 @@ def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
     return model.requires_grad_(False)
 
 
+def _by_blocks(run: Run, world: World) -> bool:
+    """Whether FlexAttention attends: where it is chosen, and for documents wherever it can."""
+    documents = run.dataset.mask_documents and world.device.type == "cuda" and world.context is None
+    return run.training.attention == "flex" or (run.training.attention == "auto" and documents)
+
+
+def _attention(run: Run, world: World) -> str:
+    """What attends, as torch says, and how documents are kept apart.
+
+    Raises:
+        Refusal: when the kernel that was chosen can't.
+    """
+    choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
+    if _by_blocks(run, world):
+        return f"flex, in blocks of {attention.BLOCK} tokens"
+    model, dtype, cut = run.model, run.precision.dtype, run.layout.tensor
+    kernel, q = None, torch.empty(1, 1, 1, model.head_size, dtype=dtype, device=device)
+    if world.context is not None:
+        kernel = context.attends(run.parallelism.context_method, q, documents)
+    shape, allowed = (model.heads // cut, model.kv_heads // cut, model.head_size), attention.kernels(choice, device)
+    try:
+        kernel = kernel or attention.chosen(shape, dtype, device, allowed, documents)
+    except RuntimeError as error:
+        masked = ", with a mask for documents" if documents else ""
+        raise Refusal(
+            f"training.attention={choice}: torch has no such kernel for heads of {model.head_size} in "
+            f"{run.precision.compute} on this {device.type} device{masked}; give auto."
+        ) from error
+    named = f"torch's {kernel} kernel for {device.type.upper()}" if kernel != "formula" else "the formula"
+    return f"{named}, documents by a mask of tokens by tokens" if documents else named
+
+
 def _sharding(world: World) -> Any:
     """The mesh that FSDP cuts weights over; None where they are whole."""
     return None if world.layout.copies else world.dimensions("replicate", "shard")
@@ -152,6 +186,7 @@ def _tell(run: Run, world: World, note: Note) -> None:
     if layout.context > 1:
         balance = ", head and tail balanced" if how.balance else ""
         note(f"context parallel over {layout.context} ranks by {how.context_method}{balance}")
+    note(f"attention by {_attention(run, world)}")
     if run.training.loss_chunk:
         note(f"logits and loss of {run.training.loss_chunk:,} tokens at a time")
     note(f"activation checkpointing {run.memory.checkpointing}")

@@ -40,6 +40,12 @@ class Training:
         science=False,
         at_least=1,
     )
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = setting(
+        "auto",
+        "the kernel of attention: flash, cudnn, efficient, math or flex; auto: the fastest that can; on CUDA "
+        "flex for documents that are kept apart",
+        science=False,
+    )
     gc_every: int = setting(50, "steps between collections of Python's garbage", science=False, at_least=1)
 
     @property
