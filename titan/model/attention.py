@@ -124,9 +124,13 @@ def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtyp
     full = one & earlier
     part = overlap & (order[:, None] >= order) & ~full
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return query >= key  # the ids made up above are of one row
+
+    def inside(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[row, query] == ids[row, key])
 
+    sees = causal if document_ids is None else inside
     length = ids.shape[1]
     lists = (*_listed(part), *_listed(full))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
