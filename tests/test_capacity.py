@@ -221,3 +221,14 @@ def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatc
         composed(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=16777216"], 64
         )
+
+
+def test_logits_in_chunks_and_one_mask_are_counted() -> None:
+    chunked = with_(training=dataclasses.replace(BASE.training, loss_chunk=256))
+    masked = with_(dataset=dataclasses.replace(BASE.dataset, mask_documents=True))
+    flex = with_(dataset=masked.dataset, training=dataclasses.replace(BASE.training, attention="flex"))
+    plain, one = demand(BASE, Layout(shard=8), 1).activations, Layout(shard=8)
+    assert demand(chunked, one, 1).activations < plain
+    tokens = rank_rows(BASE, one) * BASE.training.seq_len
+    assert demand(masked, one, 1).activations - plain == 2 * tokens * BASE.training.seq_len
+    assert demand(flex, one, 1).activations == plain
