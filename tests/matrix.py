@@ -159,6 +159,32 @@ def techniques() -> Iterator[Case]:
         yield replace(case, quick=case.id in QUICK_TECHNIQUES)
 
 
+CHUNKED = {
+    "one device": (),
+    "one device model": ("compile=model", "compile.backend=aot_eager"),
+    "ddp": ("parallelism.replicate=2",),
+    "fsdp of 3": ("parallelism.shard=3",),
+    "tp whole sequence and logits": (
+        "parallelism.tensor=2", "parallelism.sequence_parallel=false", "parallelism.loss_parallel=false"
+    ),
+    "fsdp cp tp pp": ("parallelism.shard=2", "parallelism.context=2", *COMPILED["pp"], "parallelism.tensor=2"),
+    "zbv tp": (*COMPILED["zbv"], "parallelism.tensor=2"),
+    "block zbv fsdp": ("compile=block", "compile.backend=aot_eager", *COMPILED["zbv"], "parallelism.shard=2"),
+    "block tp": ("compile=block", "compile.backend=aot_eager", "parallelism.tensor=2"),
+    "model fsdp": ("compile=model", "compile.backend=aot_eager", "parallelism.shard=2"),
+    "model tp pp": ("compile=model", "compile.backend=aot_eager", "parallelism.tensor=2", *COMPILED["pp"]),
+    "budget model": ("compile=model", "compile.backend=aot_eager", "memory=budget"),
+}  # fmt: skip
+QUICK_CHUNKED = {"chunked-fsdp-cp-tp-pp", "chunked-block-zbv-fsdp-tied", "chunked-model-tp-pp"}
+
+
+def chunked() -> Iterator[Case]:
+    """Head and loss of some tokens at a time, in each kind of layout; untied and tied."""
+    for name, settings in CHUNKED.items():
+        for case in _both(f"chunked {name}", ("training.loss_chunk=7", *settings)):
+            yield replace(case, quick=case.id in QUICK_CHUNKED)
+
+
 DOCUMENTS = ("dataset.mask_documents=true", "dataset.longest=12")
 GROWING = ("training.grow=[[128,256],[384,384]]", "training.steps=4", "dataset.skip=[[20,29]]")
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
@@ -206,7 +232,7 @@ def reading() -> Iterator[Case]:
 
 def cases() -> list[Case]:
     """All of them."""
-    return [*layouts(), *schedules(), *variants(), *techniques(), *reading()]
+    return [*layouts(), *schedules(), *variants(), *techniques(), *chunked(), *reading()]
 
 
 def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:

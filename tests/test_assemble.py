@@ -35,6 +35,7 @@ def test_says_each_transformation_in_order(tmp_path: Path) -> None:
     starts = [
         "built on meta: ",
         "precision fp32",
+        "attention by torch's flash kernel for CPU",
         "activation checkpointing full",
         "compile block",
         "initial weights from",

@@ -261,3 +261,14 @@ def test_state_of_optimizers(changes: list[str], matrices: int, others: int, lay
     less = (8 - matrices) * in_blocks + (8 - others) * (model.parameters() - in_blocks)
     saved = demand(BASE, layout, 1).state - demand(other, layout, 1).state
     assert saved == pytest.approx(less / layout.sharded / layout.tensor)
+
+
+def test_logits_in_chunks_and_one_mask_are_counted() -> None:
+    chunked = with_(training=dataclasses.replace(BASE.training, loss_chunk=256))
+    masked = with_(dataset=dataclasses.replace(BASE.dataset, mask_documents=True))
+    flex = with_(dataset=masked.dataset, training=dataclasses.replace(BASE.training, attention="flex"))
+    plain, one = demand(BASE, Layout(shard=8), 1).activations, Layout(shard=8)
+    assert demand(chunked, one, 1).activations < plain
+    tokens = rank_rows(BASE, one) * BASE.training.seq_len
+    assert demand(masked, one, 1).activations - plain == 2 * tokens * BASE.training.seq_len
+    assert demand(flex, one, 1).activations == plain

@@ -21,7 +21,7 @@ from titan.run import Recipe, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
-    "training.gc_every", "training.repeat",
+    "training.attention", "training.gc_every", "training.loss_chunk", "training.repeat",
     "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
     "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "dataset.name", "dataset.revision",
     "optimizer.implementation", "precision.emulate", "precision.float8_gather",

@@ -7,7 +7,7 @@ stages, precision, tensor, context, activation checkpointing, compile, sharding,
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from titan import compile as compiling
 from titan import low_precision, memory, precision, rng
 from titan.engine import Accumulate, Engine, Runner, Stage
+from titan.model import attention, loss
 from titan.model.schema import Decoder
 from titan.parallelism import context, data, tensor
 from titan.parallelism.mesh import World
@@ -23,6 +24,7 @@ from titan.parallelism.pipeline import Pipeline, Plan, Twins
 from titan.parallelism.schema import Parallelism
 from titan.precision import Precision
 from titan.run import Run
+from titan.settings import Refusal
 
 Note = Callable[[str], None]
 
@@ -84,7 +86,8 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     """Apply to one stage what the axes ask for, in the one order that works."""
     model, how = stage.model, run.parallelism
     taken = run.precision.choose(run.model.products(), run.layout.tensor).taken
-    _compute(model, run.precision, how, world, taken)
+    _compute(model, run.precision, how, world, taken, run.training.loss_chunk)
+    attention.apply(model, run.training.attention, world.device, blocks=_by_blocks(run, world))
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
     memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
@@ -121,13 +124,32 @@ def _scales(stages: dict[int, Stage], run: Run, world: World) -> low_precision.S
     return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
 
-def _compute(model: Any, how: Precision, parallelism: Parallelism, world: World, taken: tuple[str, ...] = ()) -> None:
-    """Say in which type a model computes, and cut its products: what comes first in training and in generation."""
+def _compute(
+    model: Any,
+    how: Precision,
+    parallelism: Parallelism,
+    world: World,
+    taken: tuple[str, ...] = (),
+    chunk: int | None = None,
+) -> None:
+    """Say how a model computes and what at a time, and cut its products: first in training and in generation.
+
+    Args:
+        model: on meta.
+        how: the types.
+        parallelism: how products are cut.
+        world: the ranks.
+        taken: modules whose products are computed in eight bits.
+        chunk: tokens whose logits exist at a time; None: all.
+    """
     precision.apply(model, how, taken)
+    if chunk is not None and model.head is not None:
+        model.head.chunked = partial(loss.chunked, chunk=chunk)
     if (mesh := world.dimensions("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.overlap(mesh)
-        tensor.apply(model, mesh, sequence=parallelism.sequence_parallel, loss=parallelism.loss_parallel)
+        sequence, parts = parallelism.sequence_parallel, parallelism.loss_parallel
+        tensor.apply(model, mesh, sequence=sequence, loss=parts, chunk=chunk)
 
 
 def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
@@ -148,6 +170,38 @@ def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
     return model.requires_grad_(False)
 
 
+def _by_blocks(run: Run, world: World) -> bool:
+    """Whether FlexAttention attends: where it is chosen, and for documents wherever it can."""
+    documents = run.dataset.mask_documents and world.device.type == "cuda" and world.context is None
+    return run.training.attention == "flex" or (run.training.attention == "auto" and documents)
+
+
+def _attention(run: Run, world: World) -> str:
+    """What attends, as torch says, and how documents are kept apart.
+
+    Raises:
+        Refusal: when the kernel that was chosen can't.
+    """
+    choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
+    if _by_blocks(run, world):
+        return f"flex, in blocks of {attention.BLOCK} tokens"
+    model, dtype, cut = run.model, run.precision.dtype, run.layout.tensor
+    kernel, q = None, torch.empty(1, 1, 1, model.head_size, dtype=dtype, device=device)
+    if world.context is not None:
+        kernel = context.attends(run.parallelism.context_method, q, documents)
+    shape, allowed = (model.heads // cut, model.kv_heads // cut, model.head_size), attention.kernels(choice, device)
+    try:
+        kernel = kernel or attention.chosen(shape, dtype, device, allowed, documents)
+    except RuntimeError as error:
+        masked = ", with a mask for documents" if documents else ""
+        raise Refusal(
+            f"training.attention={choice}: torch has no such kernel for heads of {model.head_size} in "
+            f"{run.precision.compute} on this {device.type} device{masked}; give auto."
+        ) from error
+    named = f"torch's {kernel} kernel for {device.type.upper()}" if kernel != "formula" else "the formula"
+    return f"{named}, documents by a mask of tokens by tokens" if documents else named
+
+
 def _sharding(world: World) -> Any:
     """The mesh that FSDP cuts weights over; None where they are whole."""
     return None if world.layout.copies else world.dimensions("replicate", "shard")
@@ -165,13 +219,14 @@ def _tell(run: Run, world: World, note: Note) -> None:
             note(f"weights gathered in {'float8' if _gathers_small(run) else run.precision.compute}")
     if layout.tensor > 1:
         sequence = "with" if how.sequence_parallel else "without"
-        loss = "parts" if how.loss_parallel else "whole rows"
-        note(
-            f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {loss} of the logits"
-        )
+        of = "parts" if how.loss_parallel or run.training.loss_chunk else "whole rows"
+        note(f"tensor parallel over {layout.tensor} ranks, {sequence} sequence parallel, loss from {of} of the logits")
     if layout.context > 1:
         balance = ", head and tail balanced" if how.balance else ""
         note(f"context parallel over {layout.context} ranks by {how.context_method}{balance}")
+    note(f"attention by {_attention(run, world)}")
+    if run.training.loss_chunk:
+        note(f"logits and loss of {run.training.loss_chunk:,} tokens at a time")
     note(f"activation checkpointing {run.memory.checkpointing}")
     note(f"compile {run.compile.scope}" + (f" (auto: {run.compile_why})" if run.compile_why else ""))
     if (mesh := _sharding(world)) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titan.parallelism.schema import Layout, Parallelism
 from titan.parallelism.staging import least_microbatches, stages_of_a_rank
@@ -73,15 +73,10 @@ def _activations(recipe: Recipe, layout: Layout, microbatches: int, layers: int)
     tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
 
     def of(head: bool) -> int:
-        kept = model.stage_activation_bytes(
-            layers, head, tokens, compute, memory.checkpointing, every=memory.every, budget=memory.budget
-        )
-        return kept + gathered
+        how: dict[str, Any] = {"every": memory.every, "budget": memory.budget, "chunk": recipe.training.loss_chunk}
+        return model.stage_activation_bytes(layers, head, tokens, compute, memory.checkpointing, **how) + gathered
 
-    gathered = 0
-    if recipe.dataset.mask_documents:  # a mask of a row by a row, as the kernel keeps it
-        length = recipe.training.seq_len if recipe.parallelism.context_method != "ring" else 0
-        gathered = compute * tokens * length * (1 if memory.checkpointing == "full" else layers) * layout.tensor
+    gathered = _mask(recipe, layout, tokens, layers)
     if layout.context > 1 and recipe.parallelism.context_method == "allgather":
         rows_whole = 2 * model.kv_heads * model.head_size * compute * tokens * layout.context
         gathered += rows_whole * (1 if memory.checkpointing == "full" else layers)
@@ -96,6 +91,22 @@ def _activations(recipe: Recipe, layout: Layout, microbatches: int, layers: int)
     first = flight * (of(False) - again + uncut * (layout.tensor - 1)) + again
     last = of(True) + uncut * (layout.tensor - 1)
     return max(first, last) / layout.tensor
+
+
+def _mask(recipe: Recipe, layout: Layout, tokens: int, layers: int) -> int:
+    """Bytes of the mask of a row by a row that keeps documents apart, on all tensor ranks together.
+
+    All layers share one; with context each makes its own, which backward needs again. A ring and flex have none.
+    """
+    if not recipe.dataset.mask_documents or recipe.training.attention == "flex":
+        return 0
+    if layout.context == 1:
+        copies = 1
+    elif recipe.parallelism.context_method == "ring":
+        copies = 0
+    else:
+        copies = 1 if recipe.memory.checkpointing == "full" else layers
+    return recipe.precision.bytes * tokens * recipe.training.seq_len * copies * layout.tensor
 
 
 def in_flight(parallelism: Parallelism, ranks: int, microbatches: int) -> float:

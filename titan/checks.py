@@ -28,7 +28,8 @@ def check(run: Run, started: bool = False) -> None:
     Raises:
         Refusal: for what can't work.
     """
-    for part in (_check_growth, _check_precision, _check_tensor, _check_context, _check_sharding, _check_memory):
+    checked = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
+    for part in (*checked, _check_memory):
         part(run)
     if not started:
         _check_machine(run)
@@ -118,6 +119,11 @@ def _check_products(run: Run) -> None:
             f"precision.products={how.products}: no product of the model is left for it: {choice.left_alone()}; "
             "change these, or give precision=bf16."
         )
+    if "head" in choice.taken and run.training.loss_chunk is not None:
+        raise Refusal(
+            f"training.loss_chunk={run.training.loss_chunk}: computes the head in {how.compute}, and "
+            f"precision.products={how.products} would have it too; give precision.skip=[head], or null."
+        )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
     if tokens % multiple:
         raise Refusal(
@@ -165,6 +171,20 @@ def _check_context(run: Run) -> None:
         raise Refusal(
             f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} heads; "
             "give allgather or ring, or another parallelism.context."
+        )
+
+
+def _check_attention(run: Run) -> None:
+    """Refuse kernels that a device has not, and those that ranks with parts of rows don't use."""
+    choice, how = run.training.attention, run.parallelism
+    if run.machine.device == "cpu" and choice == "flex":
+        raise Refusal("training.attention=flex: its backward pass needs a GPU; give auto.")
+    if run.machine.device == "cpu" and choice in ("cudnn", "efficient"):
+        raise Refusal(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
+    if run.layout.context > 1 and choice != "auto" and (choice == "flex" or how.context_method != "ulysses"):
+        raise Refusal(
+            f"training.attention={choice}: parallelism.context_method={how.context_method} over {run.layout.context} "
+            "ranks attends in its own way; give training.attention=auto."
         )
 
 

@@ -145,6 +145,7 @@ def _elementwise(run: Run) -> float:
 
 def _update(run: Run) -> float:
     """Bytes a step: the norm reads gradients, clipping scales them, the optimizer reads all and writes all but them."""
-    kinds, state = run.precision, run.optimizer.state_bytes
+    kinds, blocks = run.precision, run.model.layers * run.model.block_matmul_parameters()
+    state = run.optimizer.state_bytes(blocks, run.model.parameters() - blocks, kinds.weight_bytes)
     clipping = 3 * kinds.weight_bytes if run.training.clip_norm is not None else kinds.weight_bytes
-    return float(run.model.parameters() * (clipping + 3 * kinds.weight_bytes + 2 * state))
+    return float(run.model.parameters() * (clipping + 3 * kinds.weight_bytes) + 2 * state)

@@ -34,6 +34,18 @@ class Training:
     final_lr: float = setting(0.0, "learning rate at the end, as a share of optimizer.lr", at_least=0, at_most=1)
     clip_norm: float | None = setting(1.0, "largest norm of the gradient; null: no clipping", above=0)
     bad_steps: int = setting(3, "steps in a row with a loss or gradient that is not finite, to give up at", at_least=1)
+    loss_chunk: int | None = setting(
+        None,
+        "tokens whose logits there are at a time, in head and loss: less memory; null: those of all",
+        science=False,
+        at_least=1,
+    )
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = setting(
+        "auto",
+        "the kernel of attention: flash, cudnn, efficient, math or flex; auto: the fastest that can; on CUDA "
+        "flex for documents that are kept apart",
+        science=False,
+    )
     gc_every: int = setting(50, "steps between collections of Python's garbage", science=False, at_least=1)
 
     @property

@@ -23,7 +23,8 @@ from titan import identity, memory, settings
 from titan.cluster import devices
 from titan.compose import composed
 from titan.memory import Memory
-from titan.model.schema import Decoder, Llama, Qwen3
+from titan.model.loss import in_chunks
+from titan.model.schema import Decoder, Llama, Qwen3, norm_bytes
 from titan.rng import materialise
 from titan.settings import Refusal
 
@@ -245,6 +246,21 @@ def test_backward_takes_no_more_than_stated(family: type[Decoder], checkpointing
     _, peak, gradients = step(config, checkpointing, torch.float32, "cpu")
     most = stated(config, checkpointing, torch.float32, "cpu")
     assert most / 2 < peak <= most + gradients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chunk", [32, 100, 1000])
+def test_a_head_in_chunks_takes_what_is_stated(chunk: int, dtype: torch.dtype) -> None:
+    config = Llama(dim=64, vocab=1024)
+    hidden, weight = torch.randn(256, config.dim).to(dtype), torch.randn(config.vocab, config.dim).to(dtype)
+    with Live(torch.nn.ParameterList([hidden, weight])) as live:
+        in_chunks(hidden, weight, torch.zeros(256, dtype=torch.int64), chunk, (True, True))
+    norm = 256 * norm_bytes(config.dim, dtype.itemsize, True)
+    stated = config.head_peak(256, dtype.itemsize, chunk=chunk) - norm
+    assert live.peak <= stated * 1.05
+    assert live.peak >= stated * 0.5
+    if chunk < 256:
+        assert config.head_peak(256, dtype.itemsize, chunk=chunk) < config.head_peak(256, dtype.itemsize)
 
 
 def bytes_of(config: Decoder) -> Callable[..., int]:

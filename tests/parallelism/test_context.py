@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from titan.model.layers import Block, CausalAttention, inverse_frequencies, rotation
+from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
 from titan.parallelism import context
 from titan.parallelism.context import ContextAttention, apply, positions
@@ -75,7 +75,8 @@ def error(ours: list[Tensor], exact: list[Tensor]) -> float:
 def case_error(case: Case, group: dist.ProcessGroup) -> float:
     """How far this rank's part is from attention to whole rows in float32."""
     tensors, ids = inputs(case)
-    exact = attend(CausalAttention(), [x.float() for x in tensors], ids)
+    seen = None if ids is None else document_mask(ids, torch.float32)
+    exact = attend(CausalAttention(), [x.float() for x in tensors], seen)
     mine = positions(SEQ, group.size(), group.rank(), case.balance)
     core = ContextAttention(case.method, group, case.balance)
     ours = attend(core, [x[:, :, mine] for x in tensors], None if ids is None else ids[:, mine])

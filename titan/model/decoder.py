@@ -6,13 +6,13 @@ A family of models is a subclass that says what its blocks are and how their wei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from titan.model.layers import Embedding, Head, RMSNorm, inverse_frequencies, rotation, stretch_frequencies
+from titan.model.layers import Embedding, Head, RMSNorm, inverse_frequencies, rotation, seen_by, stretch_frequencies
 from titan.rng import Initial, Normal, Ones
 
 Cut = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
@@ -30,7 +30,12 @@ RESIDUAL = ("attention.wo", "feed_forward.w2")
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. Build it under `torch.device("meta")`, then `titan.rng.materialise` it."""
+    """Embedding, blocks, norm and head. Build it under `torch.device("meta")`, then `titan.rng.materialise` it.
+
+    Attributes:
+        mask: makes, once a micro-batch, of document ids [B, T] (or None), positions [1 or B, T] and the compute type
+            what every block's attention takes to know which keys a query sees.
+    """
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]]
     """Hugging Face's name of each module of a block that has a weight."""
@@ -47,6 +52,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): self.block() for i in range(config.layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
+        self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = seen_by
         self.aliases: dict[str, str] = {}  # parameters that are known by the name of another, whose copy they are
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
@@ -90,10 +96,12 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        cos, sin = rotation(self.inv_freq, positions.view(-1, positions.shape[-1]))
+        positions = positions.view(-1, positions.shape[-1])
+        cos, sin = rotation(self.inv_freq, positions)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
+        seen = self.mask(document_ids, positions, hidden.dtype)
         for block in self.blocks():
-            hidden = block(hidden, cos, sin, document_ids)
+            hidden = block(hidden, cos, sin, seen)
         return hidden if self.norm is None else self.norm(hidden)
 
     def blocks(self) -> list[nn.Module]:

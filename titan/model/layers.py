@@ -5,8 +5,8 @@ type of its input where it uses it (which changes nothing when the weight alread
 most in low precision - norms, rotary embedding, loss - is computed in float32 and cast back.
 
 Where a technique may take the place of something it is a plain attribute: how a layer takes its weight (`use`), in
-which type (`operand`), multiplies (`product`), looks up (`lookup`), attends (`core`), measures the loss (`loss`) or
-hands out logits (`whole`).
+which type (`operand`), multiplies (`product`), looks up (`lookup`), attends (`core`), measures the loss (`loss`, or
+`chunked` without logits) or hands out logits (`whole`).
 
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 IGNORED = -100
 """A target that is no part of the loss."""
@@ -99,6 +102,7 @@ class Head(Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
+        self.chunked: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         self.whole: Callable[[Tensor], Tensor] = as_is
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -111,6 +115,8 @@ class Head(Linear):
         Returns:
             Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar.
         """
+        if self.chunked is not None and targets is not None:
+            return self.chunked(hidden, self.use(self.weight, hidden.dtype), targets)
         logits = super().forward(hidden)
         return self.whole(logits) if targets is None else self.loss(logits, targets)
 
@@ -145,19 +151,59 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """True where a query may see a key, [B, 1, T, T]: not later, and of the same document. Quadratic in T."""
+def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores, [B, 1, T, T]: 0 where a query may see a key, not later and of the same document.
+
+    Minus infinity elsewhere. In the type of the queries, in which every layer can keep it: one that says true or false
+    is turned into this in each. Quadratic in T.
+    """
     same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return same.tril()
+    return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(), -torch.inf)
+
+
+def seen_by(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """What `CausalAttention` takes for documents; see `titan.model.decoder.Decoder.mask`."""
+    return None if document_ids is None else document_mask(document_ids, dtype)
+
+
+Kernels = tuple[SDPBackend, ...]
+"""Which of torch's kernels of attention may be used: the first of them that can is; none: as torch thinks best."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor | None,
+    kernels: Kernels = (),
+    by: Callable[..., Tensor] = F.scaled_dot_product_attention,
+) -> Tensor:
+    """Attention by one of torch's kernels.
+
+    Args:
+        q: [B, H, t, d].
+        k, v: [B, H_kv, s, d].
+        seen: [B, 1, t, s], added to scores; None: causal.
+        kernels: to choose from.
+        by: what is called; another than torch's to ask what it would do.
+
+    Returns:
+        [B, H, t, d].
+    """
+    with sdpa_kernel(list(kernels), set_priority=True) if kernels else nullcontext():
+        return by(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True)
 
 
 class CausalAttention(nn.Module):
-    """Softmax attention without weights; a module, so that context parallelism can take its place."""
+    """Softmax attention without weights; a module, so that other ways to attend can take its place."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
-        """q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, inside documents where ids [B, T] say so."""
-        mask = None if document_ids is None else document_mask(document_ids)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: Kernels = ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        """q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or as a `document_mask` says."""
+        return attend(q, k, v, seen, self.kernels)
 
 
 class Attention(nn.Module):
@@ -176,16 +222,16 @@ class Attention(nn.Module):
         self.wo = Linear(heads * head_dim, dim)
         self.q_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
         self.k_norm = None if norm_eps is None else RMSNorm(head_dim, norm_eps)
-        self.core = CausalAttention()
+        self.core: nn.Module = CausalAttention()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_ids: Tensor | None) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any) -> Tensor:
+        """[B, T, D] to [B, T, D]; `seen` is for the core."""
         # -1: as many heads as the weights have here, so that a rank may own some of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), document_ids)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), seen)
         projected: Tensor = self.wo(out.transpose(1, 2).flatten(-2))
         return projected
 
@@ -217,8 +263,8 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps)
         self.feed_forward = FeedForward(dim, ffn)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, document_ids: Tensor | None = None) -> Tensor:
-        """x [B, T, D]; cos and sin [1 or B, T, 1, d / 2] float32; document_ids [B, T], None for plain causal."""
-        x = x + self.attention(self.attention_norm(x), cos, sin, document_ids)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None) -> Tensor:
+        """x [B, T, D]; cos and sin [1 or B, T, 1, d / 2] float32; seen: what the core takes, None for plain causal."""
+        x = x + self.attention(self.attention_norm(x), cos, sin, seen)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out

@@ -189,6 +189,23 @@ class Decoder:
         """Bytes that autograd keeps of the final norm, the head and the loss (log-probabilities in float32)."""
         return tokens * (norm_bytes(self.dim, compute_bytes, fused_norm) + compute_bytes * self.dim + 4 * self.vocab)
 
+    def head_peak(self, tokens: int, compute_bytes: int, fused_norm: bool = True, chunk: int | None = None) -> int:
+        """Bytes of the final norm, the head and the loss where they take most.
+
+        All logits at once: what autograd keeps and the logits' gradient. `chunk` tokens at a time: what is kept of the
+        norm, the gradient of the hidden states, a chunk's logits in the compute type and in float32, and the weight's
+        gradient in float32 and in the compute type, which ranks that share rows have whole.
+
+        Args:
+            tokens, compute_bytes, fused_norm: as for `activation_bytes`.
+            chunk: `training.loss_chunk`.
+        """
+        if chunk is None:
+            return self.head_bytes(tokens, compute_bytes, fused_norm) + 4 * tokens * self.vocab
+        kept = tokens * (norm_bytes(self.dim, compute_bytes, fused_norm) + compute_bytes * self.dim)
+        logits = min(chunk, tokens) * self.vocab * (4 + compute_bytes % 4)
+        return kept + logits + self.vocab * self.dim * (4 + compute_bytes)
+
     def activation_bytes(
         self,
         tokens: int,
@@ -224,11 +241,12 @@ class Decoder:
         *,
         every: int = 2,
         budget: float = 0.5,
+        chunk: int | None = None,
     ) -> int:
         """Bytes of activations of one micro-batch in a part of the model, at the peak of backward.
 
-        Without a document mask, weights and copies of them not counted. The head brings the log-probabilities and the
-        logits' gradient. Blocks keep, by `checkpointing`:
+        Without a document mask, weights and copies of them not counted. The head brings `head_peak`. Blocks keep, by
+        `checkpointing`:
 
         - none: all, `block_bytes`;
         - full: their input; each is recomputed in backward, when one whole block comes on top;
@@ -240,6 +258,7 @@ class Decoder:
             layers: blocks in this part; 0 where there is none.
             head: whether the final norm, the head and the loss are in this part.
             tokens, compute_bytes, fused_norm, every, budget: as for `activation_bytes`.
+            chunk: tokens whose logits there are at a time; None: all.
         """
         block = self.block_bytes(tokens, compute_bytes, fused_norm)
         inputs, most = tokens * compute_bytes * self.dim, layers * block
@@ -255,8 +274,7 @@ class Decoder:
         blocks = min(most, kept[checkpointing] + block)
         if checkpointing == "budget":
             blocks = math.ceil(blocks + budget * (most - blocks))
-        logits_gradient = 4 * tokens * self.vocab
-        return blocks + (self.head_bytes(tokens, compute_bytes, fused_norm) + logits_gradient if head else 0)
+        return blocks + (self.head_peak(tokens, compute_bytes, fused_norm, chunk) if head else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,12 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, how: str = "sum") -> Tensor:
     """The sum (or "max") over ranks, in a new tensor. No gradient."""
-    return wait(_OPS.all_reduce(x.contiguous(), how, group.group_name))
+    return reduced(x, group.group_name, how)
+
+
+def reduced(x: Tensor, group: str, how: str = "sum") -> Tensor:
+    """`all_reduce` over a group that is given by its name, as operations are that the compiler takes as they are."""
+    return wait(_OPS.all_reduce(x.contiguous(), how, group))
 
 
 class _Gather(torch.autograd.Function):

@@ -22,15 +22,14 @@ Shapes: B rows, H query and K key heads of width d (H / K query heads share a ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.model.layers import CausalAttention
+from titan.model.layers import CausalAttention, Kernels, attend, document_mask
+from titan.operation import register
 from titan.parallelism.collectives import all_gather, gather, wait
 
 Method = Literal["allgather", "ulysses", "ring"]
@@ -144,6 +143,16 @@ def _kernel(q: Tensor, ids: Ids) -> str | None:
     return "cuda" if q.device.type == "cuda" and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256 else None
 
 
+def attends(method: str, q: Tensor, documents: bool) -> str | None:
+    """By which kernel a method attends to blocks of keys, for queries like `q`; None: as a rank with whole rows would.
+
+    The formula holds some scores at a time, in float32, and serves where no flash kernel can.
+    """
+    if method == "ulysses" or (method == "allgather" and documents):
+        return None
+    return "flash" if _kernel(q, (q, q) if documents else None) else "formula"
+
+
 def _tiles(q: Tensor, k: Tensor) -> list[slice]:
     """Parts of a block's queries that have at most SCORES scores."""
     rows = max(1, SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
@@ -242,7 +251,7 @@ class _Last(torch.autograd.Function):
         return dq.to(q.dtype), dkv
 
 
-def _last(q: Tensor, kv: Tensor, ids: Tensor | None) -> Tensor:
+def _last(q: Tensor, kv: Tensor, ids: Tensor | None, kernels: Kernels) -> Tensor:
     """Causal attention of the last t of s tokens, inside documents where `ids` [B, s] say so: [B, H, t, d]."""
     if ids is None:
         out: Tensor = _Last.apply(q, kv)  # type: ignore[no-untyped-call]
@@ -250,11 +259,11 @@ def _last(q: Tensor, kv: Tensor, ids: Tensor | None) -> Tensor:
     k, v = kv.unbind()
     before = k.shape[2] - q.shape[2]
     seen = (ids[:, before:, None] == ids[:, None]).tril(before)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], enable_gqa=True)
+    return attend(q, k, v, seen[:, None], kernels)
 
 
 def _by_allgather(
-    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, group: dist.ProcessGroup, balance: bool
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, group: dist.ProcessGroup, balance: bool, kernels: Kernels
 ) -> Tensor:
     """This rank's chunks attend to the gathered keys up to each chunk's end."""
     kv = _in_order(gather(torch.stack((k, v))[None], 0, group), -2, balance)
@@ -262,7 +271,8 @@ def _by_allgather(
     mine = chunks(group.size(), group.rank(), balance)
     ends = [(chunk + 1) * q.shape[2] // len(mine) for chunk in mine]
     parts = zip(q.chunk(len(mine), 2), ends, strict=True)
-    return torch.cat([_last(x, kv[:, :, :, :end], None if ids is None else ids[:, :end]) for x, end in parts], 2)
+    seen = {end: None if ids is None else ids[:, :end] for end in ends}
+    return torch.cat([_last(x, kv[:, :, :, :end], seen[end], kernels) for x, end in parts], 2)
 
 
 # --- ulysses
@@ -301,16 +311,20 @@ def _repeats(heads: int, size: int) -> int:
     return copies
 
 
-def _by_ulysses(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, group: dist.ProcessGroup, balance: bool) -> Tensor:
+def _by_ulysses(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, group: dist.ProcessGroup, balance: bool, kernels: Kernels
+) -> Tensor:
     """Each rank attends with some of the heads, over whole rows."""
     size, copies = group.size(), _repeats(k.shape[1], group.size())
     if copies > 1:
         k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
     by_rank = [x.reshape(x.shape[0], size, -1, *x.shape[2:]).transpose(0, 1) for x in (q, k, v)]
     heads, pairs = q.shape[1] // size, k.shape[1] // size
-    whole = _in_order(all_to_all(torch.cat(by_rank, 2), group), -2, balance)
+    rows = _in_order(all_to_all(torch.cat(by_rank, 2), group), -2, balance)
     ids = None if ids is None else _in_order(all_gather(ids[None], 0, group), -1, balance)
-    out = CausalAttention()(*whole.tensor_split((heads, heads + pairs), 1), ids)
+    seen = None if ids is None else document_mask(ids, q.dtype)
+    q, k, v = rows.tensor_split((heads, heads + pairs), 1)
+    out = attend(q, k, v, seen, kernels)
     return all_to_all(_dealt(out, size, -2, balance), group).transpose(0, 1).flatten(1, 2)
 
 
@@ -472,19 +486,14 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
     return dq, dkv, None, None, None, None, None
 
 
-def _register(name: str, function: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    # Not torch.library.custom_op, which loads the compiler when it is first called.
-    torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
-    torch.library.impl(name, "default", function)
-    torch.library.register_fake(name, shapes)
-
-
-_register("titan::ring_attention", _round, _round_shapes)
-_register("titan::ring_attention_backward", _round_back, _round_back_shapes)
+register("titan::ring_attention", _round, _round_shapes)
+register("titan::ring_attention_backward", _round_back, _round_back_shapes)
 torch.library.register_autograd("titan::ring_attention", _differentiate, setup_context=_remember)
 
 
-def _by_ring(q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, group: dist.ProcessGroup, balance: bool) -> Tensor:
+def _by_ring(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor | None, group: dist.ProcessGroup, balance: bool, kernels: Kernels
+) -> Tensor:
     """Keys and values travel round; documents' ids, which are few, are gathered."""
     ids = None if ids is None else all_gather(ids[None], 0, group)
     place = (group.group_name, group.rank(), group.size(), balance)
@@ -501,13 +510,14 @@ _METHODS = {"allgather": _by_allgather, "ulysses": _by_ulysses, "ring": _by_ring
 class ContextAttention(nn.Module):
     """`CausalAttention` for ranks that have parts of each row."""
 
-    def __init__(self, method: str, group: dist.ProcessGroup, balance: bool) -> None:
+    def __init__(self, method: str, group: dist.ProcessGroup, balance: bool, kernels: Kernels = ()) -> None:
         """Attend over the ranks of `group`.
 
         Args:
             method: "allgather", "ulysses" (the number of query heads must be a multiple of the ranks) or "ring".
             group: the ranks that have a row's parts, in the order of its chunks.
             balance: whether `positions` deals rows head to tail.
+            kernels: what to attend with where nothing has to be put together: to whole rows, and with documents.
 
         Raises:
             ValueError: when there is no such method.
@@ -516,6 +526,7 @@ class ContextAttention(nn.Module):
         if method not in get_args(Method):
             raise ValueError(f"method {method!r}: must be one of {', '.join(get_args(Method))}")
         self.method, self.group, self.balance = method, group, balance
+        self.kernels = kernels
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
         """Attention of this rank's tokens to all of the row that they may see.
@@ -534,12 +545,20 @@ class ContextAttention(nn.Module):
         """
         if self.balance and q.shape[2] % 2:
             raise ValueError(f"{q.shape[2]} tokens on a rank: can't be a head and a tail of equal length")
-        return _METHODS[self.method](q, k, v, document_ids, self.group, self.balance)
+        return _METHODS[self.method](q, k, v, document_ids, self.group, self.balance, self.kernels)
 
 
-def apply(model: nn.Module, method: str, group: dist.ProcessGroup, balance: bool) -> None:
-    """Replace every `CausalAttention` inside `model` by a `ContextAttention`; the arguments are its own."""
+def apply(model: Any, method: str, group: dist.ProcessGroup, balance: bool) -> None:
+    """Replace every `CausalAttention` inside `model` by a `ContextAttention`; the arguments are its own.
+
+    It takes document ids as they are, of this rank's tokens: what can be seen depends on those of others.
+    """
+    model.mask = _ids
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
-                setattr(module, name, ContextAttention(method, group, balance))
+                setattr(module, name, ContextAttention(method, group, balance, child.kernels))
+
+
+def _ids(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return document_ids

@@ -23,13 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from titan.model.layers import IGNORED, cross_entropy
+from titan.model.loss import Results, in_chunks, linear_cross_entropy, shapes, slopes
+from titan.operation import register
 from titan.parallelism import collectives
 
 SEQUENCE = 1
 """The dimension of tokens in hidden states [B, T, D]."""
 
 
-def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
+def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool, chunk: int | None = None) -> None:
     """Cut a model, built on meta, over a mesh of one dimension as its `tensor_plan` says.
 
     Args:
@@ -37,6 +39,7 @@ def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
         mesh: the ranks that share each product.
         sequence: whether they share the sequence between products too.
         loss: whether the loss is computed from the parts of the logits, which are then never whole.
+        chunk: tokens whose logits there are at a time, from parts whatever `loss` says; None: those of all.
     """
     tied = _tied(model)
     for name, cut in model.tensor_plan().items():
@@ -47,6 +50,7 @@ def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
         group = mesh.get_group()
         model.head.whole = partial(collectives.join, dim=-1, group=group)
         model.head.loss = partial(_parts_loss if loss else _whole_loss, group=group)
+        model.head.chunked = None if chunk is None else partial(_chunked_loss, chunk=chunk, group=group)
 
 
 def overlap(mesh: DeviceMesh) -> None:
@@ -183,3 +187,32 @@ def _parts_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Te
 def _whole_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The summed cross-entropy from whole logits on every rank."""
     return cross_entropy(collectives.join(logits, -1, group), targets)
+
+
+def _chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, group: dist.ProcessGroup) -> Tensor:
+    """The summed cross-entropy from parts of the logits of `chunk` tokens at a time."""
+
+    def operation(*args: Any) -> Results:
+        results: Results = torch.ops.titan.chunked_parts_loss(*args, chunk, group.group_name, group.rank())
+        return results
+
+    return linear_cross_entropy(hidden, weight, targets, operation)
+
+
+def _in_parts(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    wants_hidden: bool,
+    wants_weight: bool,
+    chunk: int,
+    group: str,
+    rank: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `in_chunks` gives, where the weight has the `rank`-th part of the vocabulary; all parts have one size."""
+    largest, total = (partial(collectives.reduced, group=group, how=how) for how in ("max", "sum"))
+    measure = partial(slopes, first=rank * len(weight), largest=largest, total=total)
+    return in_chunks(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
+
+
+register("titan::chunked_parts_loss", _in_parts, shapes)

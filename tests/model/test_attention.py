@@ -1,0 +1,266 @@
+"""How attention is computed: every kernel gives the same, documents cost one mask or blocks, and torch says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launchers.place import Place
+from tests.machines import detector
+from tests.runs import tiny
+from titan import memory
+from titan.assemble import assemble
+from titan.cluster import devices
+from titan.compose import composed
+from titan.memory import Memory
+from titan.model import attention
+from titan.model.attention import BLOCK, FlexAttention, block_mask
+from titan.model.layers import CausalAttention, attend, document_mask
+from titan.model.schema import Llama
+from titan.parallelism import mesh
+from titan.settings import Refusal
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+EXACT = 1e-5  # law 3
+CPU = torch.device("cpu")
+
+
+def documents(rows: int, length: int, share: float, seed: int = 0) -> Tensor:
+    """Ids [rows, length]; they need not grow."""
+    starts = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < share
+    return (starts.cumsum(1) * 7919) % 104729
+
+
+def visible(mask: flex.BlockMask, ids: Tensor) -> Tensor:
+    """What a block mask lets queries see, [B, T, T]: whole blocks, and what its function says in the others."""
+    length = ids.shape[1]
+    place = torch.arange(length)
+    inner = mask.mask_mod(torch.arange(len(ids))[:, None, None], torch.zeros(1), place[:, None], place)
+
+    def spread(counts: Any, indices: Any) -> Tensor:
+        some = torch.zeros(len(ids), counts.shape[-1], counts.shape[-1], dtype=torch.bool)
+        for row, query in torch.cartesian_prod(torch.arange(len(ids)), torch.arange(counts.shape[-1])).tolist():
+            some[row, query, indices[row, 0, query, : counts[row, 0, query]].long()] = True
+        return some.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :length, :length]
+
+    whole = spread(mask.full_kv_num_blocks, mask.full_kv_indices)
+    return (spread(mask.kv_num_blocks, mask.kv_indices) & inner) | whole
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 2), st.integers(1, 5 * BLOCK), st.sampled_from([0, 0.002, 0.01, 0.3]), st.integers(0, 9))
+def test_blocks_show_what_a_mask_of_tokens_shows(rows: int, length: int, share: float, seed: int) -> None:
+    ids = documents(rows, length, share, seed)
+    mask = block_mask(ids, torch.arange(length)[None], torch.float32)
+    assert torch.equal(visible(mask, ids), document_mask(ids, torch.float32)[:, 0] == 0)
+    assert mask.shape[-2:] == (length, length)
+
+
+def test_blocks_that_hide_all_are_passed_over() -> None:
+    """As many blocks are looked at as torch finds, which makes a mask of tokens by tokens to find them."""
+    length = 8 * BLOCK
+    ids = (torch.arange(length) // (2 * BLOCK))[None]
+    mask = block_mask(ids, torch.arange(length)[None], torch.float32)
+    seen = lambda b, h, i, j: (i >= j) & (ids[b, i] == ids[b, j])
+    theirs = flex.create_block_mask(seen, 1, None, length, length, device="cpu")
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(mask, name), getattr(theirs, name))
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that any operation gives, and the names of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.names = 0, set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.names.add(func._schema.name)
+        self.numbers = max([self.numbers, *(t.numel() for t in [out] if isinstance(t, Tensor))])
+        return out
+
+
+def test_blocks_are_found_without_tokens_by_tokens_and_without_the_host() -> None:
+    ids = documents(1, 16 * BLOCK, 0.01)
+    with Largest() as largest:
+        block_mask(ids, torch.arange(16 * BLOCK)[None], torch.float32)
+    assert largest.numbers <= 16 * BLOCK
+    assert not largest.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
+
+
+def qkv(length: int, heads: int, pairs: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [torch.randn(2, n, length, 16, generator=generator) for n in (heads, pairs, pairs)]
+
+
+@pytest.mark.parametrize(("heads", "pairs"), [pytest.param(4, 4, id="heads"), pytest.param(4, 2, id="grouped")])
+@pytest.mark.parametrize("share", [0, 0.02, None], ids=["one", "documents", "none"])
+def test_flex_gives_what_the_mask_gives(heads: int, pairs: int, share: float | None) -> None:
+    tensors = qkv(300, heads, pairs)
+    ids = None if share is None else documents(2, 300, share)
+    mask = block_mask(ids, torch.arange(300)[None], torch.float32)
+    found = FlexAttention(fused=False)(*tensors, mask)
+    expected = attend(*tensors, None if ids is None else document_mask(ids, torch.float32))  # type: ignore[misc]
+    assert (found - expected).abs().max() <= EXACT * expected.abs().max()
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    built = Llama(dim=32, layers=3, heads=4, kv_heads=2, ffn=48, vocab=64).build()
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+def train(built: Any, ids: Tensor | None) -> list[Tensor]:
+    """The loss and all gradients."""
+    tokens = torch.randint(64, (2, 150), generator=torch.Generator().manual_seed(1))
+    loss = built.head(built(tokens, document_ids=ids), tokens)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in built.parameters())]
+
+
+def far(ours: list[Tensor], exact: list[Tensor]) -> float:
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(ours, exact, strict=True))
+
+
+def plain(built: Any) -> None:
+    pass
+
+
+def checkpointed(built: Any) -> None:
+    memory.apply(built.blocks(), Memory(checkpointing="full"))
+
+
+def compiled(built: Any) -> None:
+    for block in built.blocks():
+        block.compile(backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
+@pytest.mark.parametrize("ids", [None, documents(2, 150, 0.03)], ids=["one", "documents"])
+def test_a_model_learns_the_same_by_flex(how: Callable[[Any], Any], ids: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU a guard of torch's is in the way of the backward pass, and the formula behind it is right."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
+    built = model()
+    attention.apply(built, "flex", CPU, blocks=True)
+    assert {type(block.attention.core) for block in built.blocks()} == {FlexAttention}
+    how(built)
+    assert far(train(built, ids), train(model(), ids)) <= EXACT
+
+
+@pytest.mark.parametrize("how", [plain, checkpointed, compiled], ids=["plain", "full", "block"])
+def test_a_mask_is_made_once_for_all_layers(how: Callable[[Any], Any]) -> None:
+    built, seen, ids = model(), list[Any](), documents(2, 150, 0.03)
+    make = built.mask
+    built.mask = lambda *args: seen.append(make(*args)) or seen[-1]
+    how(built)
+    found = train(built, ids)
+    assert [(x.shape, x.dtype) for x in seen] == [((2, 1, 150, 150), torch.float32)]
+    assert far(found, train(model(), ids)) <= EXACT
+    assert far(found, train(model(), None)) > 1e-2
+
+
+FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("how", [plain, compiled], ids=["plain", "block"])
+@pytest.mark.parametrize(
+    ("choice", "flash"),
+    [pytest.param("auto", True), pytest.param("flash", True), pytest.param("math", False)],
+)
+def test_the_chosen_kernel_attends(choice: str, flash: bool, how: Callable[[Any], Any]) -> None:
+    built = model()
+    attention.apply(built, choice, CPU, blocks=False)
+    how(built)
+    with profile(activities=[ProfilerActivity.CPU]) as watch:
+        found = train(built, None)
+    assert (FLASH in {event.name for event in watch.events()}) is flash
+    assert far(found, train(model(), None)) <= EXACT
+    said = attention.chosen((4, 2, 8), torch.float32, CPU, built.layers["0"].attention.core.kernels, masked=False)
+    assert said == ("flash" if flash else "math")
+
+
+@pytest.mark.parametrize(
+    ("capability", "names"),
+    [
+        pytest.param((9, 0), ["cudnn", "flash", "efficient", "math"], id="hopper"),
+        pytest.param((8, 0), ["flash", "efficient", "math"], id="ampere"),
+    ],
+)
+def test_on_gpus_the_fastest_comes_first(
+    capability: tuple[int, int], names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    assert attention.kernels("auto", cuda) == tuple(attention.NAMED[name] for name in names)
+    assert attention.kernels("flash", cuda) == (attention.NAMED["flash"],)
+
+
+def test_no_kernel_that_can_is_said() -> None:
+    with pytest.raises(RuntimeError):
+        attention.chosen((4, 2, 8), torch.float32, CPU, (attention.NAMED["efficient"],), masked=False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        pytest.param([], "attention by torch's flash kernel for CPU", id="auto"),
+        pytest.param(["training.attention=math"], "attention by torch's math kernel for CPU", id="math"),
+        pytest.param(
+            ["dataset.mask_documents=true", "dataset.longest=12"],
+            "attention by torch's flash kernel for CPU, documents by a mask of tokens by tokens",
+            id="documents",
+        ),
+    ],
+)
+def test_the_kernel_is_said(overrides: list[str], line: str, tmp_path: Path) -> None:
+    run = tiny(tmp_path, *overrides)
+    assert line in assemble(run, mesh.connect(Place(), run.layout, "cpu", 30)).notes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        pytest.param(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
+        pytest.param(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
+        pytest.param(["training.attention=efficient"], "efficient|no such kernel for CPUs|math", id="efficient"),
+        pytest.param(["training.attention=math", "parallelism=cp"], "math|context_method=|auto", id="context"),
+        pytest.param(["training.attention=quick"], "quick|choose one of|flash", id="unknown"),
+        pytest.param(["training.loss_chunk=0"], "loss_chunk=0|at least 1", id="chunk"),
+    ],
+)
+def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refusal:
+        tiny(tmp_path, *overrides)
+    assert [word for word in words.split("|") if word not in str(refusal.value)] == []
+
+
+def test_flex_is_for_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    overrides = ["training.attention=flex", "cluster.memory_gib=1e6", "cluster.devices=2"]
+    composed([*overrides, "parallelism=fsdp"])
+    with pytest.raises(Refusal, match=r"training.attention=flex: parallelism.context_method=ulysses"):
+        composed([*overrides, "parallelism=cp", "parallelism.context_method=ulysses"])
+
+
+def test_kernels_reach_ranks_that_share_rows() -> None:
+    """Where a core is replaced by one for parts of rows, what it may use stays."""
+    from titan.parallelism import context
+
+    built: Any = model()
+    attention.apply(built, "math", CPU, blocks=False)
+    assert all(isinstance(block.attention.core, CausalAttention) for block in built.blocks())
+    context.apply(built, "ulysses", None, balance=True)  # type: ignore[arg-type]
+    assert {block.attention.core.kernels for block in built.blocks()} == {(attention.NAMED["math"],)}
