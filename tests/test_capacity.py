@@ -135,21 +135,22 @@ def test_state_is_16_bytes_a_parameter_and_is_cut_by_sharding() -> None:
 @pytest.mark.parametrize(
     ("precision", "kept", "alone", "gathered"),
     [
-        pytest.param("fp32", 16, 0, 4, id="fp32"),
-        pytest.param("bf16", 16, 2, 2, id="bf16"),
-        pytest.param("bf16_pure", 8, 0, 2, id="pure"),
-        pytest.param("float8", 16, 0, 1, id="float8"),
-        pytest.param("float8_rowwise", 16, 2, 2, id="rowwise"),
-        pytest.param("mxfp8", 16, 2, 2, id="mx"),
+        pytest.param("fp32", 16, (0, 0), (4, 4), id="fp32"),
+        pytest.param("bf16", 16, (2, 2), (2, 2), id="bf16"),
+        pytest.param("bf16_pure", 8, (0, 0), (2, 2), id="pure"),
+        pytest.param("float8", 16, (0, 2), (1, 2), id="float8"),
+        pytest.param("float8_rowwise", 16, (2, 2), (2, 2), id="rowwise"),
+        pytest.param("mxfp8", 16, (2, 2), (2, 2), id="mx"),
     ],
 )
-def test_weights_take_what_their_types_do(precision: str, kept: int, alone: int, gathered: int) -> None:
-    """Bytes of a parameter: kept, with gradient and state; cast on one device; gathered by FSDP, two blocks at once."""
+def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any, gathered: Any) -> None:
+    """Bytes of a parameter: kept, with gradient and state; of blocks and head, cast on one device; gathered by FSDP."""
     how = composed([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
     chosen, model = with_(precision=how), BASE.model
     state = kept * model.parameters()
-    assert demand(chosen, Layout(), 1).state == state + alone * model.matmul_parameters()
-    used = gathered * model.matmul_parameters() * 2 / model.layers
+    blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
+    assert demand(chosen, Layout(), 1).state == state + alone[0] * blocks + alone[1] * head
+    used = (gathered[0] * blocks + gathered[1] * head) * 2 / model.layers
     assert demand(chosen, Layout(shard=8), 1).state == pytest.approx(state / 8 + used)
 
 

@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 from tests.runs import Seen, difference, learned, same, saved, steps, tiny, train
 from titan import low_precision
 from titan.checkpoint import manifest
+from titan.compose import composed
 from titan.low_precision import Scales, _product
 from titan.model.layers import Linear
 from titan.model.schema import Decoder, Llama, Product, Qwen3
-from titan.precision import Precision
+from titan.precision import Cut, Precision
 from titan.run import Run
 from titan.settings import Refusal
 from titan.trainer import Trainer
@@ -39,6 +40,8 @@ LAYOUTS = {
     "single": ("parallelism=single",),
     "twice": ("parallelism=single", "parallelism.microbatches=2"),
     "ddp": ("parallelism=ddp",),
+    "fsdp3": ("parallelism=fsdp", "cluster.devices=3"),
+    "reshard2": ("parallelism=fsdp", "cluster.devices=4", "parallelism.reshard=2"),
     "fsdp": ("parallelism=fsdp",),
     "tp": ("parallelism=tp", "parallelism.tensor=2"),
     "fsdp_tp": ("parallelism=fsdp_tp", "parallelism.shard=2", "parallelism.tensor=2"),
@@ -71,7 +74,6 @@ class TestChoice:
             pytest.param("float8", {"skip": ()}, 2, {"c": "24 is no multiple of 16"}, id="inputs-of-a-rank"),
             pytest.param("float8", {"skip": (), "smallest": 64}, 1, {"c": "48 is below precision.smallest"}, id="size"),
             pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is no multiple of 32"}, id="blocks-of-32"),
-            pytest.param("compute", {}, 1, dict.fromkeys(("a.wk", "b", "c", "head"), BY_NAME), id="none"),
         ],
     )
     def test_what_is_left_alone(self, products: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
@@ -80,6 +82,29 @@ class TestChoice:
         choice = Precision("bf16", products=products, **settings).choose(model, tensor)
         assert choice.left == left
         assert choice.taken == tuple(name for name in model if name not in left)
+
+    def test_nothing_is_taken_nor_left_where_all_is_as_computed(self) -> None:
+        assert Precision("bf16").choose(Llama().products()) == ((), {})
+
+    @pytest.mark.parametrize(
+        ("cut", "without"),
+        [
+            pytest.param(Cut(sharded=2), {"head"}, id="even"),
+            pytest.param(Cut(sharded=3), {"head", "a", "b"}, id="uneven"),
+            pytest.param(Cut(tensor=2, sharded=3), {"head", "a", "b"}, id="uneven-parts"),
+            pytest.param(Cut(), {"head", "a", "b", "c"}, id="one-rank"),
+            pytest.param(Cut(sharded=4, again=True), {"head", "a", "b", "c"}, id="cut-again"),
+        ],
+    )
+    def test_what_is_gathered_in_float8(self, cut: Cut, without: set[str]) -> None:
+        products = {
+            "a": Product(96, 64),
+            "b": Product(64, 128, rowwise=True),
+            "c": Product(64, 96),
+            "head": Product(64, 96),
+        }
+        found = Precision("bf16", products="float8", skip=()).gathered(products, cut)
+        assert set(found) == set(products) - without
 
     def test_what_is_left_alone_is_told_once_for_all_blocks(self) -> None:
         products = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).products()
@@ -215,9 +240,12 @@ BOUNDS = {
 """First gradients (largest difference over largest value), losses and norms of three steps: some times what was
 measured, 1.1e-2, 8e-6, 2e-4 in bf16, 0.13, 1.4e-4, 8e-4 in float8, 3.7e-2, 9e-5, 2e-4 in the others. With one scale a
 tensor another part of the batch, or of a weight, has another scale, and every value is rounded anew."""
-FEW = [("bf16_pure", "fsdp"), ("bf16_pure", "3d"), ("float8", "fsdp_tp"), ("float8", "pp"), ("float8", "3d"),
-       ("float8_rowwise", "fsdp_tp"), ("float8_rowwise_hp", "tp"), ("mxfp8", "fsdp_tp"), ("mxfp8", "pp")]  # fmt: skip
-ALL = [(p, y) for p in BOUNDS for y in ("fsdp", "tp", "fsdp_tp", "pp", "3d")]
+FEW = [
+    ("float8", "fsdp3"), ("float8", "reshard2"), ("bf16_pure", "fsdp"), ("bf16_pure", "3d"), ("float8", "fsdp_tp"),
+    ("float8", "pp"), ("float8", "3d"), ("float8_rowwise", "fsdp_tp"), ("float8_rowwise_hp", "tp"),
+    ("mxfp8", "fsdp_tp"), ("mxfp8", "pp"),
+]  # fmt: skip
+ALL = [(p, y) for p in BOUNDS for y in ("fsdp", "fsdp3", "reshard2", "tp", "fsdp_tp", "pp", "3d")]
 
 
 @pytest.mark.parametrize(
@@ -250,6 +278,36 @@ def test_low_precision_is_not_fp32(runs: Runs) -> None:
 
 
 class TestGathering:
+    @pytest.mark.parametrize("tied", ["false", "true"])
+    def test_a_head_in_float8_is_gathered_as_computed(self, tied: str, runs: Runs) -> None:
+        how = ("precision.skip=[]", f"model.tied={tied}")
+        (_, (alone,)), (_, ranks) = runs("single", "float8", *how), runs("fsdp", "float8", *how)
+        assert difference(ranks[0].gradients, alone.gradients) <= BOUNDS["float8"][0]
+
+    @pytest.mark.parametrize("gather", ["true", "false"])
+    def test_backward_keeps_no_weight_in_fp32(self, gather: str, tmp_path: Path) -> None:
+        def watch(trainer: Trainer) -> list[str]:
+            kept: list[str] = []
+            shapes = {tuple(p.shape) for p in trainer.engine.parameters() if p.dim() > 1}
+
+            def pack(tensor: Tensor) -> Tensor:
+                if tuple(tensor.shape) in shapes or tuple(tensor.shape[::-1]) in shapes:
+                    kept.append(str(tensor.dtype))
+                return tensor
+
+            backward = trainer.engine.runner.backward
+
+            def hooked(*args: Any) -> Tensor:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                    return backward(*args)
+
+            trainer.engine.runner.backward = hooked  # type: ignore[method-assign]
+            return kept
+
+        how = ("precision=float8", f"precision.float8_gather={gather}", "model.ffn=160", "model.vocab=80")
+        kept = train(tiny(tmp_path, *SHAPE, *how, *LAYOUTS["fsdp"], "training.steps=1"), watch)[0].extra
+        assert kept and "torch.float32" not in kept
+
     def test_scales_beforehand_change_no_bit(self, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
         _, ranks = runs("fsdp", "float8")
         monkeypatch.setattr(Scales, "update", lambda self: None)
@@ -358,6 +416,12 @@ REFUSED = [
     pytest.param(["precision=float8", "precision.compute=fp32", EMULATE], OTHER, id="float8-fp32"),
     pytest.param(["precision=float8", EMULATE, "precision.skip=['*']"], "no product of the model", id="all-skipped"),
     pytest.param(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
+    pytest.param(
+        ["precision=float8", EMULATE, "precision.skip=[heads]"], "called heads; .* did you mean 'head'", id="skip"
+    ),
+    pytest.param(
+        ["precision=float8", EMULATE, "precision.skip=[]", "training.loss_chunk=8"], "give precision.skip", id="head"
+    ),
 ]
 
 
@@ -367,7 +431,39 @@ def test_refusals(settings: list[str], words: str, tmp_path: Path) -> None:
         tiny(tmp_path, *settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "precision", "fits"),
+    [
+        pytest.param("NVIDIA A100-SXM4-80GB", "float8", False, id="a100"),
+        pytest.param("NVIDIA H100 80GB HBM3", "float8_rowwise", True, id="h100"),
+        pytest.param("NVIDIA H100 80GB HBM3", "mxfp8", False, id="h100-mx"),
+        pytest.param("NVIDIA B200", "mxfp8", True, id="b200-mx"),
+        pytest.param("AMD Instinct MI300X", "float8", True, id="amd"),
+    ],
+)
+def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fits: bool) -> None:
+    said = [
+        "cluster.device=cuda",
+        f"cluster.device_name={name}",
+        "cluster.devices_per_node=1",
+        f"precision={precision}",
+    ]
+    if fits:
+        assert composed(said, elsewhere=True).precision.products == precision
+    else:
+        with pytest.raises(Refusal, match=f"and here is {name}"):
+            composed(said, elsewhere=True)
+
+
+def test_settings_of_eight_bits_do_not_count_where_there_are_none(tmp_path: Path) -> None:
+    plain, told = (
+        tiny(tmp_path, "precision=bf16", *more) for more in ((), ("precision.skip=[x]", "precision.smallest=9"))
+    )
+    assert plain.precision == told.precision
+
+
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(Refusal, match=r"pip install 'titan\[float8\]'"):
         tiny(tmp_path, "precision=float8", "precision.emulate=true")
+    composed(["cluster=h100", "precision=float8"], elsewhere=True)  # there it may be installed

@@ -86,12 +86,12 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     """Apply to one stage what the axes ask for, in the one order that works."""
     model, how = stage.model, run.parallelism
     taken = run.precision.choose(run.model.products(), run.layout.tensor).taken
-    _compute(model, run.precision, how, world, taken, run.training.loss_chunk)
-    attention.apply(model, run.training.attention, world.device, blocks=_by_blocks(run, world))
+    sharding = _sharding(world)
+    _compute(model, run.precision, how, world, taken, run.training.loss_chunk, sharded=sharding is not None)
+    attention.apply(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance)
     memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
-    sharding = _sharding(world)
     compiling.apply(
         stage,
         run.compile,
@@ -100,8 +100,8 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
         keep_buffers=run.staging.splits_backward,
     )
     if sharding is not None:
-        if _gathers_small(run):
-            low_precision.gather_small(model, taken)
+        if small := run.precision.gathered(run.model.products(), run.cut):
+            low_precision.gather_small(model, small)
         data.shard(
             stage,
             sharding,
@@ -112,14 +112,10 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
         )
 
 
-def _gathers_small(run: Run) -> bool:
-    return run.precision.products == "float8" and run.precision.float8_gather
-
-
 def _scales(stages: dict[int, Stage], run: Run, world: World) -> low_precision.Scales | None:
     """What follows the scales of weights that are gathered in float8; offloaded ones are scaled where they are used."""
     mesh = _sharding(world)
-    if mesh is None or run.memory.offload or not _gathers_small(run):
+    if mesh is None or run.memory.offload or not run.precision.gathered(run.model.products(), run.cut):
         return None
     return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
@@ -131,6 +127,7 @@ def _compute(
     world: World,
     taken: tuple[str, ...] = (),
     chunk: int | None = None,
+    sharded: bool = False,
 ) -> None:
     """Say how a model computes and what at a time, and cut its products: first in training and in generation.
 
@@ -141,8 +138,9 @@ def _compute(
         world: the ranks.
         taken: modules whose products are computed in eight bits.
         chunk: tokens whose logits exist at a time; None: all.
+        sharded: whether FSDP gathers weights.
     """
-    precision.apply(model, how, taken)
+    precision.apply(model, how, taken, sharded)
     if chunk is not None and model.head is not None:
         model.head.chunked = partial(loss.chunked, chunk=chunk)
     if (mesh := world.dimensions("tensor")) is not None:
@@ -170,12 +168,6 @@ def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
     return model.requires_grad_(False)
 
 
-def _by_blocks(run: Run, world: World) -> bool:
-    """Whether FlexAttention attends: where it is chosen, and for documents wherever it can."""
-    documents = run.dataset.mask_documents and world.device.type == "cuda" and world.context is None
-    return run.training.attention == "flex" or (run.training.attention == "auto" and documents)
-
-
 def _attention(run: Run, world: World) -> str:
     """What attends, as torch says, and how documents are kept apart.
 
@@ -183,7 +175,7 @@ def _attention(run: Run, world: World) -> str:
         Refusal: when the kernel that was chosen can't.
     """
     choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
-    if _by_blocks(run, world):
+    if choice == "flex":
         return f"flex, in blocks of {attention.BLOCK} tokens"
     model, dtype, cut = run.model, run.precision.dtype, run.layout.tensor
     kernel, q = None, torch.empty(1, 1, 1, model.head_size, dtype=dtype, device=device)
@@ -192,7 +184,7 @@ def _attention(run: Run, world: World) -> str:
     shape, allowed = (model.heads // cut, model.kv_heads // cut, model.head_size), attention.kernels(choice, device)
     try:
         kernel = kernel or attention.chosen(shape, dtype, device, allowed, documents)
-    except RuntimeError as error:
+    except attention.NoKernel as error:
         masked = ", with a mask for documents" if documents else ""
         raise Refusal(
             f"training.attention={choice}: torch has no such kernel for heads of {model.head_size} in "
@@ -216,7 +208,12 @@ def _tell(run: Run, world: World, note: Note) -> None:
         left = f"; in {run.precision.compute}: {choice.left_alone()}" if choice.left else ""
         note(f"{len(choice.taken)} of {len(run.model.products())} products in {run.precision.products}{left}")
         if _sharding(world) is not None:
-            note(f"weights gathered in {'float8' if _gathers_small(run) else run.precision.compute}")
+            small = len(run.precision.gathered(run.model.products(), run.cut))
+            note(
+                f"weights of {small} products gathered in float8"
+                if small
+                else f"weights gathered in {run.precision.compute}"
+            )
     if layout.tensor > 1:
         sequence = "with" if how.sequence_parallel else "without"
         of = "parts" if how.loss_parallel or run.training.loss_chunk else "whole rows"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.parallelism.schema import Layout, Parallelism
 from titan.parallelism.staging import least_microbatches, stages_of_a_rank
+from titan.precision import Cut
 from titan.settings import Refusal
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def demand(recipe: Recipe, layout: Layout, microbatches: int) -> Demand:
     Activations are those of one micro-batch, cut by context and tensor; in a pipeline those of as many micro-batches as
     the schedule has under way, of a part of the layers each.
     """
-    model, weight, used = recipe.model, recipe.precision.weight_bytes, recipe.precision.used_bytes(layout.sharded > 1)
+    model, weight = recipe.model, recipe.precision.weight_bytes
     layers = math.ceil(model.layers / layout.pipeline)
     parameters = model.parameters()
     if layout.pipeline > 1:
@@ -62,8 +63,17 @@ def demand(recipe: Recipe, layout: Layout, microbatches: int) -> Demand:
     state /= layout.sharded * layout.tensor
     freed = recipe.parallelism.reshards(layout) if layout.sharded > 1 else recipe.memory.checkpointing != "none"
     blocks = min(2, layers) if freed else layers
-    state += used * model.matmul_parameters() * blocks / model.layers / layout.tensor
-    return Demand(state, _activations(recipe, layout, microbatches, layers))
+    used = recipe.precision.used_bytes(model.products(), cut(recipe.parallelism, layout))
+    state += used * blocks / model.layers / layout.tensor
+    largest = max(product.inputs * product.outputs for product in model.products().values())
+    update = recipe.optimizer.working_bytes(largest)  # once the activations are gone
+    return Demand(state, max(update, _activations(recipe, layout, microbatches, layers)))
+
+
+def cut(parallelism: Parallelism, layout: Layout) -> Cut:
+    """How a layout cuts weights."""
+    sharded = 1 if layout.copies else layout.sharded
+    return Cut(layout.tensor, sharded, again=isinstance(parallelism.reshard, int))
 
 
 def _activations(recipe: Recipe, layout: Layout, microbatches: int, layers: int) -> float:

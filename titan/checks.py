@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from titan import capacity
@@ -12,18 +13,19 @@ from titan import compile as compiling
 from titan.model.schema import Llama
 from titan.parallelism.staging import staging
 from titan.precision import CAPABILITY, HARDWARE, SMALL
-from titan.settings import Refusal
+from titan.settings import Refusal, nearest, show
 
 if TYPE_CHECKING:
     from titan.run import Run
 
 
-def check(run: Run, started: bool = False) -> None:
+def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
     """The checks across axes, in one place.
 
     Args:
         run: the run.
         started: its ranks are started by others, not on this machine by titan.
+        elsewhere: they run on a machine where other packages may be installed.
 
     Raises:
         Refusal: for what can't work.
@@ -48,6 +50,8 @@ def check(run: Run, started: bool = False) -> None:
         )
     if run.compile.scope != "off" and run.compile.backend == "inductor" and run.machine.device == "cpu":
         _check_compiler(run)
+    if run.precision.small and not elsewhere and importlib.util.find_spec("torchao") is None:
+        raise Refusal(f"precision.products={run.precision.products}: needs torchao; pip install 'titan[float8]'.")
     _check_checkpoint(run)
 
 
@@ -91,8 +95,6 @@ def _check_precision(run: Run) -> None:
         return
     if how.compute != "bf16":
         raise Refusal(f"precision.products={how.products}: goes with precision.compute=bf16; give that.")
-    if importlib.util.find_spec("torchao") is None:
-        raise Refusal(f"precision.products={how.products}: needs torchao; pip install 'titan[float8]'.")
     _check_formats(run)
     _check_products(run)
 
@@ -113,6 +115,12 @@ def _check_formats(run: Run) -> None:
 def _check_products(run: Run) -> None:
     """Refuse sizes that no kernel takes."""
     how, products = run.precision, run.model.products()
+    for pattern in how.skip:
+        if not any(fnmatchcase(name, pattern) for name in products):
+            raise Refusal(
+                f"precision.skip={show(how.skip)}: no product of the model is called {pattern}; names are such as "
+                f"{next(iter(products))} and head{nearest(pattern, products)}"
+            )
     choice, multiple = how.choose(products, run.layout.tensor), SMALL[how.products]
     if not choice.taken:
         raise Refusal(
@@ -125,7 +133,7 @@ def _check_products(run: Run) -> None:
             f"precision.products={how.products} would have it too; give precision.skip=[head], or null."
         )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
-    if tokens % multiple:
+    if tokens % multiple and how.products != "float8_rowwise_hp":  # whose gradients of weights are in bf16
         raise Refusal(
             f"precision.products={how.products}: a micro-batch of a rank has {tokens} tokens, and gradients of weights "
             f"take a multiple of {multiple}; give another training.seq_len or training.global_batch."

@@ -3,7 +3,8 @@
 Both operands of a product are scaled, rounded to a float of eight bits and multiplied, with sums in fp32 and results in
 the compute type; so are the two products of the backward pass. Scales come from the operand's own largest value at each
 use (dynamic scaling: Micikevicius et al. 2022, arXiv:2209.05433), of the whole tensor, of each row, or of each 32
-numbers (MXFP8: Rouhani et al. 2023, arXiv:2310.10537). Weights are rounded from the type that they are kept in.
+numbers (MXFP8: Rouhani et al. 2023, arXiv:2310.10537). With one scale a weight is rounded from the type that it is kept
+in, on one device and where FSDP gathers it in float8; else from the compute type.
 
 With tensor parallelism a rank scales the part of a product that it has.
 """
@@ -28,36 +29,39 @@ RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise", "float8_rowwise_
 """torchao's names of the ways to scale float8."""
 
 
-def apply(model: nn.Module, precision: Precision, taken: tuple[str, ...]) -> None:
+def apply(model: nn.Module, precision: Precision, taken: tuple[str, ...], sharded: bool) -> None:
     """Let the modules `taken` multiply in eight bits.
 
     Args:
         model: the model on meta, or a stage's part of it, which need not have all of them.
         precision: how.
         taken: names of modules.
+        sharded: whether FSDP gathers weights.
     """
     product = _product(precision.products, precision.emulate)
     for name, module in model.named_modules():
         if name in taken and isinstance(module, Linear):
             module.product = product
-            # A scale of the whole tensor is the same however FSDP cuts it, if taken before any cast.
-            module.operand = precision.weight_dtype if precision.products == "float8" else None
+            if precision.products == "float8" and not sharded:
+                module.operand = precision.weight_dtype  # as FSDP rounds it where it gathers in float8: before any cast
 
 
-def gather_small(model: nn.Module, taken: Iterable[str]) -> None:
-    """Let FSDP, applied next, gather the weights of the modules `taken` in float8, with a scale for the whole tensor.
+def gather_small(model: nn.Module, names: Iterable[str]) -> None:
+    """Let FSDP, applied next, gather the weights of the modules `names` in float8, with a scale for the whole tensor.
 
-    Half of what bf16 would take travels; each rank rounds its part before. A weight tied to the embedding stays as is.
+    Half of what bf16 would take travels; each rank rounds its part before.
+
+    Args:
+        model: a model, or a stage's part of it.
+        names: see `Precision.gathered`; those of other stages may be among them.
     """
     from torchao.float8.config import e4m3_dtype
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Small
 
-    tied = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n.startswith("tok_embeddings")}
     for name, module in model.named_modules():
-        if name in taken and isinstance(module, Linear) and id(module.weight) not in tied:
+        if name in names and isinstance(module, Linear):
             wrap = partial(Small, linear_mm_config=module.product.keywords["mm"], dtype=e4m3_dtype)  # type: ignore[attr-defined]
             module.weight = nn.Parameter(_with_local(module.weight.detach(), wrap))
-            module.operand = None
 
 
 class Scales:
@@ -76,7 +80,7 @@ class Scales:
         from torchao.float8.float8_utils import amax_to_scale
 
         parts: list[Any] = [p._local_tensor for p in self.parameters]  # type: ignore[attr-defined]
-        largest = torch.stack([p._tensor.abs().amax() if p.numel() else p._tensor.new_zeros(()) for p in parts]).float()
+        largest = torch.stack(torch._foreach_norm([p._tensor for p in parts], float("inf"))).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         scales = amax_to_scale(largest, parts[0]._dtype)
         for part, scale in zip(parts, scales.unbind(), strict=True):

@@ -47,6 +47,20 @@ class Choice(NamedTuple):
         )
 
 
+class Cut(NamedTuple):
+    """How weights are cut.
+
+    Attributes:
+        tensor: ranks that share each product.
+        sharded: ranks over which FSDP cuts what each of these has.
+        again: whether gathered weights are cut again among fewer ranks, which torch does for plain weights only.
+    """
+
+    tensor: int = 1
+    sharded: int = 1
+    again: bool = False
+
+
 @dataclass(frozen=True)
 class Precision:
     """In which type to compute."""
@@ -65,7 +79,7 @@ class Precision:
     )
     smallest: int = setting(0, "products with fewer inputs or outputs on a rank stay in `compute`", at_least=0)
     float8_gather: bool = setting(
-        True, "products=float8: FSDP gathers weights in float8, scaled beforehand, not in `compute`", science=False
+        True, "products=float8: FSDP gathers weights in float8, not in `compute`, where it can", science=False
     )
     emulate: bool = setting(
         False, "compute eight-bit products as if the hardware had them: slow, but the same rounding", science=False
@@ -80,12 +94,6 @@ class Precision:
     def weight_bytes(self) -> int:
         """Bytes of a weight, and of its gradient."""
         return 2 if self.weights == "bf16" else 4
-
-    def used_bytes(self, sharded: bool) -> int:
-        """Bytes of a weight while it is used, beside those that are kept: as FSDP gathers it, or as it was cast."""
-        if self.products == "float8" and (self.float8_gather or not sharded):
-            return 1 if sharded else 0  # on one device it is rounded when it is multiplied
-        return self.bytes if sharded or self.bytes < self.weight_bytes else 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,6 +114,10 @@ class Precision:
         """Whether any product is computed in eight bits."""
         return self.products != "compute"
 
+    def plain(self) -> Precision:
+        """The same without settings for eight bits where there are none, so that they tell no runs apart."""
+        return self if self.small else Precision(self.compute, self.weights)
+
     def describe(self) -> str:
         """One phrase for people."""
         words = [self.compute] + ["weights too"] * (self.weights == "bf16")
@@ -119,13 +131,37 @@ class Precision:
             products: a model's, by the name of their module.
             tensor: ranks that share each product.
         """
+        if not self.small:
+            return Choice((), {})
         reasons = {name: self._why_not(name, product.part(tensor)) for name, product in products.items()}
         left = {name: why for name, why in reasons.items() if why}
         return Choice(tuple(name for name in products if name not in left), left)
 
+    def gathered(self, products: Mapping[str, Product], cut: Cut) -> tuple[str, ...]:
+        """The products whose weights FSDP gathers in float8, not in `compute`.
+
+        Those in float8 with one scale, whose weights the ranks share evenly; but not the head, which is gathered alone,
+        or is tied to the embedding.
+        """
+        if self.products != "float8" or not self.float8_gather or cut.sharded == 1 or cut.again:
+            return ()
+        taken = (name for name in self.choose(products, cut.tensor).taken if name != "head")
+        return tuple(name for name in taken if products[name].part(cut.tensor).outputs % cut.sharded == 0)
+
+    def used_bytes(self, products: Mapping[str, Product], cut: Cut) -> int:
+        """Bytes of all products' weights while they are used, beside those kept: as FSDP gathers them, or as cast.
+
+        In float8 with one scale a weight that is not gathered is rounded where it is multiplied, and nothing is kept.
+        """
+        gathered, taken = set(self.gathered(products, cut)), set(self.choose(products, cut.tensor).taken)
+        cast = self.bytes if cut.sharded > 1 or self.bytes < self.weight_bytes else 0
+        at_once = taken if self.products == "float8" and cut.sharded == 1 else set()
+        each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in products}
+        return sum(each[name] * product.inputs * product.outputs for name, product in products.items())
+
     def _why_not(self, name: str, product: Product) -> str | None:
         """Why a product stays in `compute`; None where it does not."""
-        if not self.small or any(fnmatchcase(name, pattern) for pattern in self.skip):
+        if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return "precision.skip"
         sizes, multiple = (product.inputs, product.outputs), SMALL[self.products]
         if min(sizes) < self.smallest:
@@ -134,13 +170,14 @@ class Precision:
         return f"{odd[0]} is no multiple of {multiple}" if odd else None
 
 
-def apply(model: torch.nn.Module, precision: Precision, taken: tuple[str, ...] = ()) -> None:
+def apply(model: torch.nn.Module, precision: Precision, taken: tuple[str, ...] = (), sharded: bool = False) -> None:
     """Let `model`, on meta, compute in the chosen type: what the embedding gives, every later layer and stage follows.
 
     Args:
         model: the model, or a stage's part of it.
         precision: the types.
         taken: the modules whose products are computed in eight bits; those of other stages may be among them.
+        sharded: whether FSDP gathers the weights, in the type to compute in or in float8.
     """
     if precision.weights != "fp32":
         model.to(precision.weight_dtype)
@@ -149,4 +186,4 @@ def apply(model: torch.nn.Module, precision: Precision, taken: tuple[str, ...] =
     if taken:
         from titan import low_precision
 
-        low_precision.apply(model, precision, taken)
+        low_precision.apply(model, precision, taken, sharded)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +25,12 @@ from titan.model.schema import Llama
 from titan.optimizer import Optimizer
 from titan.parallelism.schema import Layout, Parallelism, Staging
 from titan.parallelism.staging import staging
-from titan.precision import Precision
+from titan.precision import Cut, Precision
 from titan.settings import Refusal, plain, setting
 from titan.training import Training
+
+FLEX_WIDTH = 16
+"""The least width of heads that FlexAttention's kernel takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,11 @@ class Run(Recipe):
     hydra: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
+    def cut(self) -> Cut:
+        """How weights are cut."""
+        return capacity.cut(self.parallelism, self.layout)
+
+    @property
     def rank_rows(self) -> int:
         """Rows of a global batch that a rank has room for."""
         return capacity.rank_rows(self, self.layout)
@@ -134,6 +143,9 @@ def resolve(
     if recipe.precision.compute == "auto":
         precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)
+    recipe = dataclasses.replace(recipe, precision=recipe.precision.plain())
+    if _by_blocks(recipe, machine, elsewhere):
+        recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
     layout = _layout(recipe, machine, ranks, elsewhere)
     microbatches = _microbatches(recipe, layout, machine)
     run = Run(
@@ -149,7 +161,7 @@ def resolve(
     )
     if run.compile.scope == "auto":
         run = _scoped(run, elsewhere)
-    checks.check(run, started=ranks is not None or elsewhere)
+    checks.check(run, started=ranks is not None or elsewhere, elsewhere=elsewhere)
     return run
 
 
@@ -179,6 +191,14 @@ def billions(count: float) -> str:
         if count >= size:
             return f"{count / size:.3g}{unit}"
     return f"{count:.0f}"
+
+
+def _by_blocks(recipe: Recipe, machine: Machine, elsewhere: bool) -> bool:
+    """Whether `training.attention=auto` is FlexAttention: for documents, on GPUs, where its kernel can be made."""
+    if recipe.training.attention != "auto" or not recipe.dataset.mask_documents or machine.device != "cuda":
+        return False
+    fits = recipe.parallelism.context == 1 and recipe.model.head_size >= FLEX_WIDTH
+    return fits and (elsewhere or importlib.util.find_spec("triton") is not None)
 
 
 def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool) -> Layout:

@@ -209,7 +209,7 @@ def test_on_gpus_the_fastest_comes_first(
 
 
 def test_no_kernel_that_can_is_said() -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(attention.NoKernel):
         attention.chosen((4, 2, 8), torch.float32, CPU, (attention.NAMED["efficient"],), masked=False)
 
 

@@ -49,6 +49,12 @@ def test_a_large_matrix_loses_no_digits() -> None:
     assert total_norm([big], CPU).item() == pytest.approx(exact([big]), rel=1e-6)
 
 
+def test_gradients_in_bf16_are_summed_in_fp32() -> None:
+    gradients = [t.bfloat16() for t in tensors()]
+    assert total_norm(gradients, CPU).dtype == torch.float32
+    assert total_norm(gradients, CPU).item() == pytest.approx(exact(gradients), rel=1e-6)
+
+
 def test_no_gradients_have_no_norm() -> None:
     assert total_norm([], CPU) == 0
 

@@ -102,6 +102,15 @@ PEAKS: tuple[Peak, ...] = (
 )
 
 
+# docs.nvidia.com/cuda/cuda-programming-guide, compute capabilities; the first pattern that matches holds.
+CAPABILITIES = (
+    (r"\bG?B300\b", 10.3), (r"\bG?B[12]00\b", 10.0), (r"\b(GH200|H[128]00|H20)\b", 9.0),
+    (r"\b(L4|L20|L40S?|RTX 40\d\d|RTX \d000 Ada)\b", 8.9), (r"\b(A40|A10G?|A16|A2|RTX A\d000|RTX 30\d\d)\b", 8.6),
+    (r"\b(A100|A30|A800)\b", 8.0), (r"\b(T4|RTX 20\d\d)\b", 7.5), (r"\bV100\b", 7.0), (r"\bP100\b", 6.0),
+)  # fmt: skip
+"""CUDA's compute capability by a regular expression for a GPU's name, where the driver does not say it."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """The devices of this machine that a run may use.
@@ -244,7 +253,7 @@ def elsewhere(cluster: Cluster) -> Machine:
     count = NODE_GPUS if cluster.devices_per_node == "auto" else int(cluster.devices_per_node)
     cores = cluster.cpus_per_rank or 1
     memory = cluster.memory_gib or _tabled_memory(name)
-    return Machine("cuda", name, count, cores * count, memory, bf16_fast=True)
+    return Machine("cuda", name, count, cores * count, memory, bf16_fast=True, capability=_tabled_capability(name))
 
 
 def peak_tflops(name: str, dtype: Literal["bf16", "fp32"]) -> float | None:
@@ -265,6 +274,11 @@ def _row(name: str) -> Peak | None:
 def _tabled_memory(name: str) -> float | None:
     row = _row(name)
     return row.memory_gib if row else None
+
+
+def _tabled_capability(name: str) -> float | None:
+    """CUDA's compute capability of a GPU by its name; None for others."""
+    return next((number for pattern, number in CAPABILITIES if re.search(pattern, name, re.IGNORECASE)), None)
 
 
 # GPUs
@@ -388,7 +402,8 @@ def _driver_gpus(probe: Probe) -> list[Gpu]:
         facts = _facts(_read(path))
         if (probe.root / f"dev/nvidia{facts.get('Device Minor', '-')}").exists():
             name = facts.get("Model", "NVIDIA GPU")
-            gpus.append(Gpu(facts.get("GPU UUID", ""), name, _tabled_memory(name), _tabled_bf16(name)))
+            capability = _tabled_capability(name)
+            gpus.append(Gpu(facts.get("GPU UUID", ""), name, _tabled_memory(name), _tabled_bf16(name), capability))
     return gpus
 
 

@@ -33,6 +33,10 @@ NAMED = {
 """torch's kernels by the names that `training.attention` gives them."""
 
 
+class NoKernel(Exception):
+    """torch has none of the kernels that it may use."""
+
+
 def kernels(choice: str, device: torch.device) -> Kernels:
     """What `training.attention` lets attention use on a device, in order; nothing: torch's own choice.
 
@@ -59,7 +63,7 @@ def chosen(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
         masked: whether there is a mask, as for documents.
 
     Raises:
-        RuntimeError: where none of them can.
+        NoKernel: where none of them can.
     """
     heads, pairs, width = shape
     q, kv = (torch.zeros(1, n, BLOCK, width, dtype=dtype, device=device, requires_grad=True) for n in (heads, pairs))
@@ -68,13 +72,16 @@ def chosen(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     found: list[str] = []
 
     def ask(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-        answer = SDPBackend(torch._fused_sdp_choice(q, k, v, **how))
+        try:
+            answer = SDPBackend(torch._fused_sdp_choice(q, k, v, **how))
+        except RuntimeError as error:
+            raise NoKernel from error
         found.extend(name for name, kernel in NAMED.items() if kernel == answer)
         return q
 
     attend(q, kv, kv, seen, of, by=ask)
     if not found:
-        raise RuntimeError("No available kernel")
+        raise NoKernel
     return found[0]
 
 

@@ -87,6 +87,10 @@ class Optimizer:
         """
         return 0
 
+    def working_bytes(self, matrix: int) -> int:
+        """Bytes that an update takes for a while, where the largest matrix has so many numbers."""
+        return 0
+
     def check(self, model: Decoder, weight_bytes: int = 4) -> None:
         """Refuse settings that fit neither each other nor the model.
 
@@ -99,6 +103,10 @@ class Optimizer:
         """
         names = model.parameter_names() if self.groups else ()
         for group, content in (self.groups or {}).items():
+            if not content.match:
+                raise Refusal(
+                    f"optimizer.groups.{group}.match=[]: names nothing; give patterns such as ['*norm.weight']."
+                )
             for pattern in content.match:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise Refusal(
@@ -133,15 +141,17 @@ class AdamW(Optimizer):
     )
 
     def build(self, parameters: Iterable[tuple[str, Parameter]]) -> torch.optim.Optimizer:
-        """The torch optimizer over `parameters`: torch's own where all is fp32."""
+        """The torch optimizer over `parameters`: torch's own where weights and moments are of one type."""
         import torch
 
         from titan.optimizer import mixed
 
         groups = self.param_groups(parameters)
         common: dict[str, Any] = {"betas": self.betas, "eps": self.eps}
-        plain = all(p.dtype == torch.float32 for group in groups for p in group["params"])
-        if plain and self.moments != "bf16":
+        kept = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
+        kinds = {p.dtype for group in groups for p in group["params"]}
+        alike = all(kind == (kept or kind) for kind in kinds)
+        if alike and (self.implementation == "fused" or kinds <= {torch.float32}):  # the fused one computes in fp32
             how: dict[str, Any] = flags(self.implementation)
             return torch.optim.AdamW(groups, **common, **how)
         return mixed.AdamW(groups, common, self.moments, self.implementation)
@@ -216,6 +226,10 @@ class Muon(AdamW):
     def part(self, name: str, dimensions: int) -> Part:
         """As for all optimizers; the blocks' matrices are orthogonal."""
         return super().part(name, dimensions)._replace(orthogonal=dimensions == 2 and name.startswith(BLOCKS))
+
+    def working_bytes(self, matrix: int) -> int:
+        """What a Newton-Schulz iteration has at once: five matrices, and the two that are gathered and sent."""
+        return 7 * matrix * (4 if self.newton_schulz == "fp32" else 2)
 
     def state_bytes(self, matrices: int, others: int, weight_bytes: int = 4) -> int:
         """One momentum of matrices and two moments of all others; see `Optimizer.state_bytes`."""

@@ -2,7 +2,8 @@
 
 As many matrices at a time as a mesh has ranks: each is gathered, and kept by the rank that owns it; the owners compute
 side by side; each broadcasts its result along one dimension of the mesh after the other, and every rank takes its part.
-So each matrix is gathered once and sent whole once a dimension, and a rank holds two whole matrices at most.
+So each matrix is gathered once and sent whole once a dimension, and beside what its own computation takes a rank holds
+two whole matrices at most.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def _square(parts: list[Tensor]) -> Tensor:
         norms = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in parts])
     else:
         norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
-    return norms.float().square().sum()
+    return norms.square().sum()
 
 
 def _cut(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
