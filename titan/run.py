@@ -149,7 +149,7 @@ def resolve(
     )
     if run.compile.scope == "auto":
         run = _scoped(run, elsewhere)
-    checks.check(run, started=ranks is not None or elsewhere)
+    checks.check(run, started=ranks is not None or elsewhere, elsewhere=elsewhere)
     return run
 
 
