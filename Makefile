@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUN    ?= $(VENV)/bin/python
 PIP     = $(VENV)/bin/python -m pip --disable-pip-version-check install -q -c constraints.txt
-ENV     = $(if $(findstring $(VENV),$(RUN)),$(VENV)/.titan,)
+OWN     = $(findstring $(VENV),$(RUN))
+ENV     = $(if $(OWN),$(VENV)/.titan,)
+GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
 
 .PHONY: train test test-all chaos lint bench modes gpu clean
@@ -28,7 +30,7 @@ lint: $(VENV)/.lint      ## ruff and mypy
 bench: $(ENV)            ## titan against the bare PyTorch loop
 	$(RUN) -m titan.bench $(ARGS)
 
-gpu: $(ENV)              ## the same on a GPU, for llama1b and 8B; RUN=python3 takes the Python that you have
+gpu: $(GPU_ENV)          ## the same on a GPU, for llama1b and 8B; RUN=python3 takes the Python that you have
 	$(RUN) -m titan.bench --suite gpu $(ARGS)
 	$(RUN) -m titan.bench --suite modes cluster.device=cuda model=llama1b dataset=synthetic training.seq_len=8192 \
 	  training.global_batch=8192 precision=bf16 $(ARGS)
@@ -49,10 +51,14 @@ $(VENV)/.titan: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[show,compare,slurm]'
 	@touch $@
 
+$(VENV)/.gpu: $(PINS) | $(VENV)/bin/python
+	$(PIP) -e '.[show,compare,slurm,float8]'
+	@touch $@ $(VENV)/.titan
+
 $(VENV)/.test: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[test]'
-	@touch $@ $(VENV)/.titan
+	@touch $@ $(VENV)/.titan $(VENV)/.gpu
 
 $(VENV)/.lint: $(PINS) | $(VENV)/bin/python
 	$(PIP) -e '.[test,lint]'
-	@touch $@ $(VENV)/.test $(VENV)/.titan
+	@touch $@ $(VENV)/.test $(VENV)/.titan $(VENV)/.gpu

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from titan.cluster import devices
 from titan.cluster.devices import GIB, Machine, Probe
 
 H100S = "".join(f"GPU-{i}{i}aa-bb, NVIDIA H100 80GB HBM3, 81559, 9.0\n" for i in range(8))
+H200 = "GPU-00aa-bb, NVIDIA H200, 143167, 9.0\n"  # 139.8 GiB
+SHOWN = {"cpu": None, "gpu": H100S, "h200": H200}
 REAL = devices.detect
 
 
-def _smi(arguments: Sequence[str]) -> str | None:
-    return H100S if arguments[0] == "nvidia-smi" else None
-
-
 def detector(kind: str) -> Callable[..., Machine]:
-    """`titan.cluster.devices.detect` on a machine of 16 GiB ("cpu") or one with 8 H100 of 80 GB ("gpu")."""
-    gpu = kind == "gpu"
+    """`titan.cluster.devices.detect` on a machine of 16 GiB ("cpu"), one with 8 H100 of 80 GB ("gpu"), or one H200."""
+    gpu, shown = kind != "cpu", SHOWN[kind]
     probe = Probe(
         root=Path("/nonexistent"),
         environ={},
-        run=_smi if gpu else lambda arguments: None,
+        run=lambda arguments: shown if arguments[0] == "nvidia-smi" else None,
         torch_version="cuda: str = '13.0'\n" if gpu else "cuda: str = None\n",
         cores=64 if gpu else 4,
         physical_bytes=(1024 if gpu else 16) * GIB,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -13,10 +14,10 @@ import torch
 
 from tests.machines import detector
 from titan import bench, measure
+from titan import compile as compiling
 from titan.cluster import devices
 from titan.measure import Alone
 from titan.run import Run
-from titan.settings import Refusal
 from titan.suites import Case, gpu_cases
 from titan.trainer import Trainer
 
@@ -43,22 +44,82 @@ def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert "command to first step" in out
     assert "fastest titan (fp32, compile off) / bare (fp32, compile off)" in out
+    assert out.endswith("1 cases: 0 left out, 0 with a side that failed\n")
 
 
-def test_gpu_cases_are_what_the_gpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "detect", detector("gpu"))
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200, on which torch.compile has what it takes, and the package for float8."""
+    monkeypatch.setattr(devices, "detect", detector("h200"))
+    monkeypatch.setattr(compiling, "why_not", lambda *rest: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or find(name, *rest))
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.title) for case in gpu_cases()])
+def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
+    run = bench.compose.composed([*bench.LONG, *bench._base("gpu"), *case.overrides])
+    assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
+    assert (run.layout.devices, run.training.seq_len, run.precision.compute) == (1, 8192, "bf16")
+    assert (run.microbatches, run.precision.emulate) == (1, False)
+
+
+def test_what_a_gpu_is_asked() -> None:
     titles = [case.title for case in gpu_cases()]
     assert len(titles) == len(set(titles))
-    assert {"llama1b, bf16, compile model", "llama8b, float8, compile block, memory none"} <= set(titles)
-    base = [*bench.LONG, *bench._base("gpu"), "cluster.memory_gib=1000000"]
-    for case in gpu_cases():
-        try:
-            run = bench.compose.composed([*base, *case.overrides])
-        except Refusal as refusal:
-            # settings that may not be there yet, and packages that need not be
-            assert re.search("there is no such setting|torchao", str(refusal)), case.title
-        else:
-            assert (run.layout.devices, run.training.seq_len, run.precision.compute) == (1, 8192, "bf16")
+    large = {f"llama8b, {p}, compile block, memory {m}" for p in ("bf16", "float8") for m in ("selective", "full")}
+    assert {"llama1b, bf16, compile model", "llama8b, bf16_pure, compile block, memory none", *large} <= set(titles)
+
+
+def test_waits_are_looked_for_in_each_kind_of_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def started(what: str, how: Any, overrides: Any) -> dict[str, Any]:
+        asked.append(" ".join(overrides))
+        return {"failure": "CUDA out of memory"} if "compile=off" in overrides else {"place": "x.py:1: y.item()"}
+
+    monkeypatch.setattr(measure, "_started", started)
+    monkeypatch.setattr(bench.compose, "composed", lambda overrides: None)
+    found = bench._waits(gpu_cases(), [])
+    assert len(asked) == len(found) == 6
+    assert (
+        sum("compile=block" in each for each in asked) == 4 and sum("precision=float8" in each for each in asked) == 2
+    )
+    assert found["llama1b, bf16, compile off"] == {"place": "", "failure": "CUDA out of memory"}
+
+
+ENDS = [
+    pytest.param(
+        "W1 a warning\ntorch.OutOfMemoryError: CUDA out of memory.\nSet X=1 for more", "torch.OutOf", id="advice"
+    ),
+    pytest.param("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no", id="rank"),
+    pytest.param("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup", id="compiler"),
+    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="refusal"),
+    pytest.param("loading\n", "exit code -9", id="killed"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), ENDS)
+def test_why_a_process_failed(text: str, reason: str) -> None:
+    assert measure.reason(text, -9).startswith(reason)
+
+
+@pytest.mark.parametrize("suite", ["tiny", "modes"])
+def test_a_case_that_there_is_not(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["--suite", suite, "--case", "fp23", "cluster.device=cpu"]) == 2
+    assert "titan: --case fp23: no case's title holds this; give a part of one of: " in capsys.readouterr().err
+
+
+def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
+    chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
+    run = bench.compose.composed([*chunk, *bench.QUIET, *SMALL])
+    with measure.trainer(run) as (_, bare_loop):
+        bare = bare_loop(False)
+    assert bare.model.head.chunked.keywords == {"chunk": 16}
+    before = bare.model.head.weight.detach().clone()
+    bare.steps(1)
+    assert not torch.equal(before, bare.model.head.weight)
 
 
 def one_fails(run: Run, *rest: Any) -> dict[Any, Alone]:
@@ -70,6 +131,7 @@ def test_a_side_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
     monkeypatch.setattr(measure, "apart", one_fails)
     overrides = [*bench.LONG, *bench._base("gpu")]
+    assert "compile=off" in gpu_cases()[0].overrides  # so that no compiler is looked for
     found = measure.speed(gpu_cases()[0], overrides, CEILINGS, 3, 1)
     assert (found.bare, found.titan, found.ratios) == (0, pytest.approx(8192 / 0.16), ())
     assert found.mfu is not None and 0.3 < found.mfu < 0.6  # of an H100
@@ -82,14 +144,14 @@ def test_a_side_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *bench.QUIET, *SMALL]
     how = ["--rounds", "2", "--steps", "1"]
     taken = measure._started("titan", how, overrides)
-    assert len(taken.seconds) == 2 and taken.memory_gib and not taken.failure
+    assert len(taken["seconds"]) == 2 and taken["memory_gib"] and not taken["failure"]
     wrong = measure._started("bare", how, ["training.sleep=1"])
-    assert "there is no such setting" in wrong.failure and not wrong.seconds
+    assert "there is no such setting" in wrong["failure"] and "seconds" not in wrong
 
 
 def test_a_case_that_can_not_be_composed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [Case("none", ("training.sleep=1",))]
-    assert bench._speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1)) == []
+    assert list(bench._speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
     assert "left out: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
@@ -105,17 +167,20 @@ def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     run = bench.compose.composed([*bench.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
-    assert measure.waits(run, steps=1) is None
+    assert measure.waiting(run, steps=1) == ""
 
-    def waiting(self: Trainer, before: Any = None) -> Any:
+    def failing(self: Trainer, before: Any = None) -> Any:
         if modes[-1] == "error":
-            raise RuntimeError("called a synchronizing CUDA operation\nand where")
+            raise RuntimeError(message)
         return step(self, before)
 
-    step = Trainer._step
-    monkeypatch.setattr(Trainer, "_step", waiting)
-    assert measure.waits(run, steps=1) == "called a synchronizing CUDA operation"
-    assert modes == ["error", "default"] * 2
+    step, message = Trainer._step, "called a synchronizing CUDA operation\nand where"
+    monkeypatch.setattr(Trainer, "_step", failing)
+    assert re.fullmatch(r"tests/test_bench\.py:\d+: raise RuntimeError\(message\)", measure.waiting(run, steps=1))
+    message = "CUDA out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure.waiting(run, steps=1)
+    assert modes == ["error", "default"] * 3
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,16 @@ ZBV = ("parallelism=pp", "parallelism.schedule=ZBVZeroBubble")
 
 @pytest.fixture(autouse=True)
 def where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty directory, a C++ compiler and triton."""
+    """An empty directory, all compilers and triton."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(compiling, "compiler", lambda: "/usr/bin/c++")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    programs("g++", "gcc", monkeypatch=monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name)
+
+
+def programs(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, *rest: f"/usr/bin/{name}" if name in names else None)
 
 
 def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Run:
@@ -34,7 +42,7 @@ def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) 
 
 
 CHOSEN = [
-    pytest.param("cpu", (SHORT,), "off", "it pays from 3 minutes on", id="short"),
+    pytest.param("cpu", (SHORT,), "off", "it pays from 5 minutes on", id="short"),
     pytest.param("cpu", (LONG,), "block", "hours of work", id="long"),
     pytest.param("cpu", (LONG, "compile.backend=aot_eager"), "block", "hours of work", id="other-backend"),
     pytest.param("cpu", (LONG, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="anomaly"),
@@ -57,19 +65,85 @@ def test_what_is_chosen(
     assert run.compile_why.endswith(why)
 
 
-def test_without_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "compiler", lambda: None)
-    assert on("cpu", LONG, monkeypatch=monkeypatch).compile_why == "no C++ compiler in PATH"
-    with pytest.raises(Refusal, match="install g\\+\\+"):
-        on("cpu", "memory=budget", monkeypatch=monkeypatch)
+NO_CXX = "no C++ compiler in PATH, which would be g++"
+NO_C = "no C compiler in PATH, which would be gcc or clang"
+LACKING = [
+    pytest.param("cpu", ("g++",), {}, None, id="g++"),
+    pytest.param("cpu", ("c++", "clang++", "gcc"), {}, NO_CXX, id="others-are-not-tried"),
+    pytest.param("cpu", ("clang++",), {"CXX": "clang++"}, None, id="CXX"),
+    pytest.param("cpu", ("g++",), {"CXX": "icpx"}, "no C++ compiler in PATH, which would be icpx", id="no-CXX"),
+    pytest.param("gpu", ("gcc",), {}, None, id="gcc"),
+    pytest.param("gpu", ("clang",), {}, None, id="clang"),
+    pytest.param("gpu", ("g++",), {}, NO_C, id="no-gcc"),
+    pytest.param("gpu", ("gcc",), {"CC": "icx"}, "no C compiler in PATH, which would be icx", id="no-CC"),
+]
+
+
+@pytest.mark.parametrize(("kind", "there", "variables", "why"), LACKING)
+def test_compilers_that_it_takes(
+    kind: str, there: tuple[str, ...], variables: dict[str, str], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(*there, monkeypatch=monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    machine = detector(kind)()
+    assert compiling.why_not(machine, "inductor") == why
+    for backend, elsewhere in (("inductor", True), ("aot_eager", False), ("eager", False)):
+        assert compiling.why_not(machine, backend, elsewhere) is None
+    run = on(kind, LONG, monkeypatch=monkeypatch)
+    assert (run.compile.scope, run.compile_why) == ("off", why) if why else run.compile.scope == "block"
+    if why:
+        with pytest.raises(Refusal, match=why.replace("+", "\\+")):
+            on(kind, LONG, "compile=block", monkeypatch=monkeypatch)
+
+
+def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = detector("gpu")()
+    for capability, why in ((6.1, "compute capability 6.1, and triton takes 7.0 or more"), (7.0, ""), (None, "")):
+        found = compiling.why_not(dataclasses.replace(machine, capability=capability), "inductor")
+        assert (found or "").endswith(why) and bool(found) == bool(why)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     assert on("gpu", monkeypatch=monkeypatch).compile_why == "triton is not installed"
+
+
+WAYS_OUT = [
+    pytest.param(("memory=budget",), ("memory=selective", "compile=off"), id="budget"),
+    pytest.param(("memory=budget", "compile=block"), ("memory=selective", "compile=off"), id="budget-said"),
+    pytest.param(("memory=budget", *ZBV), ("memory=full", "compile=off"), id="budget-zero-bubble"),
+    pytest.param(("compile=model",), ("compile=off",), id="said"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "ways"), WAYS_OUT)
+def test_a_refusal_without_a_compiler_has_a_way_out(
+    overrides: tuple[str, ...], ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(monkeypatch=monkeypatch)
+    with pytest.raises(Refusal, match=f"or give {' '.join(ways)}"):
+        on("cpu", LONG, *overrides, monkeypatch=monkeypatch)
+    kept = [o for o in overrides if o.partition("=")[0] not in {way.partition("=")[0] for way in ways}]
+    assert on("cpu", LONG, *kept, *ways, monkeypatch=monkeypatch).compile.scope == "off"
+
+
+ANOMALY = "debug.detect_anomaly="
+
+
+@pytest.mark.parametrize("scope", ["auto", "off", "block"])
+def test_a_budget_and_anomalies_have_a_way_out(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ("memory=budget", f"compile={scope}")
+    with pytest.raises(Refusal, match=f"give {ANOMALY}false, or memory=selective with compile=off"):
+        on("cpu", *both, f"{ANOMALY}true", monkeypatch=monkeypatch)
+    assert on("cpu", "memory=selective", "compile=off", f"{ANOMALY}true", monkeypatch=monkeypatch)
 
 
 def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_torch", lambda: (2, 11))
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "off"
     assert on("gpu", "parallelism=fsdp", monkeypatch=monkeypatch).compile.scope == "block"
+    job = on("cpu", *ZBV, "cluster=h100", "parallelism.pipeline=2", monkeypatch=monkeypatch, elsewhere=True)
+    assert job.compile.scope == "block"
+    monkeypatch.setattr(compiling, "_torch", tuple)  # there is none
+    assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "block"
 
 
 def test_ranks_that_share_cores_compile_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +157,26 @@ def test_the_measured_job_takes_about_as_long_as_it_took(monkeypatch: pytest.Mon
     assert compiling.eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
 
 
+def test_what_a_core_does_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(*overrides: str, fast: bool) -> float:
+        run = on("cpu", "precision=bf16", *overrides, monkeypatch=monkeypatch)
+        return compiling.eager_seconds(
+            dataclasses.replace(run, machine=dataclasses.replace(run.machine, bf16_fast=fast))
+        )
+
+    slow, fast = seconds(fast=False), seconds(fast=True)
+    assert slow / fast == pytest.approx(90 / 55)
+    assert seconds("precision=float8", "precision.emulate=true", fast=True) == pytest.approx(10 * fast)
+
+
+def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = ("parallelism=ddp", "cluster.devices=16", "cluster.nodes=4", "training.steps=8000")
+    run = on("cpu", *nodes, monkeypatch=monkeypatch, elsewhere=True)
+    alone = on("cpu", "training.steps=8000", monkeypatch=monkeypatch)
+    assert compiling.eager_seconds(run) == pytest.approx(compiling.eager_seconds(alone) / 4)
+    assert run.compile.scope == "block"  # a core for each rank, where one node has a core for four
+
+
 def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)  # none on the login node
     run = on("cpu", SHORT, "cluster=h100", monkeypatch=monkeypatch, elsewhere=True)
@@ -90,13 +184,16 @@ def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> 
     here = moved(run, detector("gpu")("cuda"))
     assert (here.compile.scope, here.compile_why) == ("off", "triton is not installed")
     said = on("cpu", SHORT, "cluster=h100", "compile=block", monkeypatch=monkeypatch, elsewhere=True)
-    assert moved(said, detector("gpu")("cuda")).compile.scope == "block"
+    with pytest.raises(Refusal, match="triton is not installed; mend that, or give compile=off"):
+        moved(said, detector("gpu")("cuda"))
 
 
 def test_a_point_of_a_grid_is_the_same_wherever_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = [on(kind, SHORT, "cluster.device=auto", monkeypatch=monkeypatch) for kind in ("cpu", "gpu")]
+    one = (SHORT, "cluster.device=auto", "precision=fp32")
+    runs = [on(kind, *one, monkeypatch=monkeypatch) for kind in ("cpu", "gpu")]
     assert [run.compile.scope for run in runs] == ["off", "block"]
-    said = [on("gpu", SHORT, f"compile={scope}", monkeypatch=monkeypatch) for scope in ("off", "block", "model")]
+    assert identity.point(runs[0]) == identity.point(runs[1])
+    said = [on("gpu", *one, f"compile={scope}", monkeypatch=monkeypatch) for scope in ("off", "block", "model")]
     points = {identity.point(run) for run in (runs[1], *said)}
     assert len(points) == 4
     settings = [identity.settings_of(run, science=True) for run in (*runs, *said)]

@@ -249,6 +249,7 @@ LAPTOP = [  # on a CPU with 16 GiB
         "memory=selective|ZBVZeroBubble|memory=full",
     ),
     ("memory=budget compile=off", "memory=budget|compile=block"),
+    ("memory=budget debug.detect_anomaly=true", "memory=budget|debug.detect_anomaly=false|memory=selective"),
     ("parallelism=tp debug.detect_anomaly=true", "debug.detect_anomaly=true|parallelism.tensor"),
     ("parallelism.prefetch=3", "parallelism.prefetch=3|parallelism=fsdp"),
     ("parallelism=ddp parallelism.reshard=always", "parallelism.reshard=always|parallelism=fsdp"),

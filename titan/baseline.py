@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from titan import memory, precision, rng
 from titan.compile import Compile
 from titan.dataset.loader import Loader, Shape, Share
 from titan.dataset.mix import Mix
+from titan.model import loss
 from titan.run import Run
 
 
@@ -36,6 +38,8 @@ class BareLoop:
             self.model: Any = run.model.build()
         if not autocast:
             precision.apply(self.model, run.precision, run.precision.choose(run.model.products()).taken)
+        if run.training.loss_chunk is not None and self.model.head is not None:
+            self.model.head.chunked = partial(loss.chunked, chunk=run.training.loss_chunk)
         memory.apply(self.model.blocks(), run.memory)
         self.loss = self._compiled(run.compile)
         rng.materialise(self.model, self.model.initial(), run.training.seed, device)
@@ -47,13 +51,13 @@ class BareLoop:
     def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Any]:
         """The summed loss of tokens and targets, compiled: blocks and head, all as one graph, or nothing."""
 
-        def loss(x: Tensor, y: Tensor) -> Any:
+        def summed(x: Tensor, y: Tensor) -> Any:
             return self.model.head(self.model(x), y)
 
         if how.scope == "block":
             for module in (*self.model.blocks(), self.model.head):
                 module.compile(backend=how.backend, fullgraph=True)
-        return torch.compile(loss, backend=how.backend, fullgraph=True) if how.scope == "model" else loss
+        return torch.compile(summed, backend=how.backend, fullgraph=True) if how.scope == "model" else summed
 
     def steps(self, count: int) -> None:
         """Train `count` steps."""

@@ -2,7 +2,8 @@
 
 Speed is a ratio: titan and the bare loop train the same model, on a CPU in one process, a few steps each in turn, and
 each round gives one ratio; the table shows their median and spread, and the share of what `titan.limit` says could be.
-Ceilings, data loading, start-up and memory follow.
+MFU is the share of the device's peak in the type to compute in, which is bf16 with products in float8 too. Ceilings,
+data loading, start-up and memory follow.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from titan import compose, identity, measure, modes
 from titan.checkpoint import measure as saving
@@ -29,6 +30,7 @@ from titan.suites import Case, cpu_cases, gpu_cases
 
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "metrics.validation_tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
+Titled = TypeVar("Titled", Case, modes.Mode)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", default="", help="only the cases whose title holds this text")
     parser.add_argument("--json", type=Path, help="write all figures to this file too")
     parser.add_argument("--profile", action="store_true", help="show where the steps of each case spend their time")
-    parser.add_argument("--alone", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--alone", choices=(*SIDES, "waits"), help=argparse.SUPPRESS)
     parser.add_argument("--autocast", action="store_true", help=argparse.SUPPRESS)
     args, overrides = parser.parse_known_args(argv)
     try:
+        if args.alone == "waits":
+            return measure.waits_alone(overrides)
         if args.alone:
             return measure.alone(args.alone, overrides, args.rounds, args.steps, args.autocast)
         return _suite(args, overrides)
@@ -70,39 +74,72 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
         return _checkpoint(run, args, base)
     if args.suite == "generate":
         return _generate(run, args)
-    cases = [c for c in (gpu_cases() if args.suite == "gpu" else cpu_cases()) if args.case in c.title]
+    cases = _named(args.case, gpu_cases() if args.suite == "gpu" else cpu_cases())
     if args.profile:
         return _profile(cases, [*LONG, *base], args.steps)
-    found["ceilings"] = _ceilings(run)
-    found["speed"] = _speeds(cases, [*LONG, *base], found["ceilings"], args)
+    _measured(found, cases, base, run, args)
+    failed = sum(bool(row["failure"]) for row in found["speed"])
+    print(f"{len(cases)} cases: {len(cases) - len(found['speed'])} left out, {failed} with a side that failed")
+    return 0
+
+
+def _measured(
+    found: dict[str, Any], cases: Sequence[Case], base: list[str], run: Run, args: argparse.Namespace
+) -> None:
+    """All that the suite of cases measures, part by part; what is found is written down as it comes."""
+    found["ceilings"], found["speed"] = _ceilings(run), []
+    print(f"\n{measure.HEADER}")
+    for speed in _speeds(cases, [*LONG, *base], found["ceilings"], args):
+        found["speed"].append(asdict(speed))
+        _keep(args.json, found)
     if args.suite == "gpu":
         found["waits"] = _waits(cases, [*LONG, *base])
+    elif found["speed"] and found["speed"][0]["title"] == cases[0].title:
+        _tell_fastest(found["speed"])
+    _keep(args.json, found)
     print()
     found["loading"] = _loading(run, found["speed"])
     found["start"] = _start(base, repeats=1 if args.suite == "tiny" else 3)
     found["memory"] = _memory(base)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
-    return 0
+    _keep(args.json, found)
+
+
+def _keep(path: Path | None, found: Any) -> None:
+    """Write down what was found so far, where that was asked for; an interruption leaves what was there."""
+    if path is not None:
+        part = path.with_name(f"{path.name}.part")
+        part.write_text(json.dumps(found, indent=1))
+        part.replace(path)
+
+
+def _named(text: str, cases: Iterable[Titled]) -> list[Titled]:
+    """The cases whose title holds a text."""
+    known = list(cases)
+    found = [case for case in known if text in case.title]
+    if not found:
+        titles = "; ".join(case.title for case in known)
+        raise Refusal(f"--case {text}: no case's title holds this; give a part of one of: {titles}.")
+    return found
 
 
 def _speeds(
     cases: Sequence[Case], base: Sequence[str], ceilings: Mapping[str, float], args: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """The table of speeds; a case that can't be composed here is told and left out."""
-    print(f"\n{measure.HEADER}")
-    found: list[Speed] = []
+) -> Iterator[Speed]:
+    """The rows of the table of speeds; a case that can't be composed here is told and left out."""
     for case in cases:
         try:
-            found.append(measure.speed(case, base, ceilings, args.rounds, args.steps))
-            print(found[-1].rows(), flush=True)
+            found = measure.speed(case, base, ceilings, args.rounds, args.steps)
         except Refusal as refusal:
             print(f"{case.title:<34} left out: {refusal}", flush=True)
-    if found and found[0].bare and found[0].title == cases[0].title:
-        fastest = max(found, key=lambda each: each.titan)
-        share = fastest.titan / found[0].bare
-        print(f"fastest titan ({fastest.title}) / bare ({found[0].title}): {share:.2f}")
-    return [asdict(each) for each in found]
+        else:
+            print(found.rows(), flush=True)
+            yield found
+
+
+def _tell_fastest(speeds: Sequence[Mapping[str, Any]]) -> None:
+    """Hold the fastest of titan's, which compute alike on a CPU, against the first of the bare loop's."""
+    fastest, first = max(speeds, key=lambda each: each["titan"]), speeds[0]
+    print(f"fastest titan ({fastest['title']}) / bare ({first['title']}): {fastest['titan'] / first['bare']:.2f}")
 
 
 def _profile(cases: Sequence[Case], base: Sequence[str], steps: int) -> int:
@@ -111,29 +148,34 @@ def _profile(cases: Sequence[Case], base: Sequence[str], steps: int) -> int:
     return 0
 
 
-def _waits(cases: Sequence[Case], base: Sequence[str]) -> dict[str, str | None]:
-    """Whether the host waits for the device within a step, for the first case of each model."""
+def _waits(cases: Sequence[Case], base: Sequence[str]) -> dict[str, Any]:
+    """Whether the host waits for the device within a step: of each model one case of each kind."""
     found = {}
-    for case in {case.overrides[0]: case for case in reversed(cases)}.values():
+    for case in {(case.overrides[0], _kind(case)): case for case in reversed(cases)}.values():
         try:
-            found[case.title] = measure.waits(compose.composed([*base, *case.overrides]))
-            print(f"{case.title}: the host waits for {found[case.title] or 'nothing within a step'}")
+            seen = measure.waits([*base, *case.overrides])
         except Refusal as refusal:
-            print(f"{case.title}: not looked at: {refusal}")
+            seen = measure.Waits(failure=str(refusal))
+        found[case.title] = asdict(seen)
+        print(f"{case.title}: {seen.describe()}", flush=True)
     return found
+
+
+def _kind(case: Case) -> tuple[bool, bool]:
+    """Whether a case compiles, and whether it has products in eight bits."""
+    return "compile=off" not in case.overrides, any(o.startswith("precision=float8") for o in case.overrides)
 
 
 def _modes(run: Run, args: argparse.Namespace, overrides: list[str]) -> int:
     """Peak memory and time of each way to keep activations, compiled and not."""
     print(f"\n{modes.HEADER}")
     found = []
-    for mode in (m for m in modes.modes(run) if args.case in m.title):
+    for mode in _named(args.case, modes.modes(run)):
         with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
             taken = modes.measure(mode, [*QUIET, *overrides], Path(folder) / "run", _train)
             print(taken.row() if taken else f"{mode.title:<36} failed", flush=True)
             found += [asdict(taken)] if taken else []
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+            _keep(args.json, found)
     return 0
 
 
@@ -142,8 +184,7 @@ def _data(args: argparse.Namespace) -> int:
     from titan.dataset import measure as data
 
     found = data.suite(args.rounds)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    _keep(args.json, found)
     return 0
 
 
@@ -151,8 +192,7 @@ def _checkpoint(run: Run, args: argparse.Namespace, base: list[str]) -> int:
     """What saving takes."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         found = saving.suite(run, [*base, *QUIET[1:]], args.rounds, Path(folder), _train)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    _keep(args.json, found)
     return 0
 
 
@@ -161,8 +201,7 @@ def _generate(run: Run, args: argparse.Namespace) -> int:
     from titan.generation import measure as generating
 
     found = generating.suite(run, args.rounds)
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+    _keep(args.json, found)
     return 0
 
 

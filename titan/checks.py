@@ -25,7 +25,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
     Args:
         run: the run.
         started: its ranks are started by others, not on this machine by titan.
-        elsewhere: they run on a machine where other packages may be installed.
+        elsewhere: its machine is a node of those that a scheduler will give, where other packages and programs may be installed.
 
     Raises:
         Refusal: for what can't work.
@@ -48,8 +48,8 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
             f"parallelism.microbatches={run.microbatches}: more than the rows that a rank takes in a step, "
             f"training.global_batch / training.seq_len over the ranks; give at most {run.rank_rows}."
         )
-    if run.compile.scope != "off" and run.compile.backend == "inductor" and run.machine.device == "cpu":
-        _check_compiler(run)
+    if run.compile.scope != "off":
+        _check_compiler(run, elsewhere)
     if run.precision.small and not elsewhere and importlib.util.find_spec("torchao") is None:
         raise Refusal(f"precision.products={run.precision.products}: needs torchao; pip install 'titan[float8]'.")
     _check_checkpoint(run)
@@ -219,14 +219,19 @@ def _check_sharding(run: Run) -> None:
 
 def _check_memory(run: Run) -> None:
     """Refuse ways of keeping activations that need something else."""
-    memory, schedule = run.memory, run.staging.schedule
+    memory, schedule, other = run.memory, run.staging.schedule, _instead_of_budget(run)
     if memory.checkpointing == "every_n" and memory.every > run.model.layers:
         raise Refusal(
             f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be computed again; "
             "give fewer."
         )
+    if memory.checkpointing == "budget" and run.debug.detect_anomaly:
+        raise Refusal(
+            "memory=budget: the compiler is what keeps to it, and compiled blocks hide the operation that anomalies "
+            f"are traced to; give debug.detect_anomaly=false, or {other} with compile=off."
+        )
     if memory.checkpointing == "budget" and run.compile.scope == "off":
-        raise Refusal("memory=budget: the compiler is what keeps to it; give compile=block, or memory=selective.")
+        raise Refusal(f"memory=budget: the compiler is what keeps to it; give compile=block, or {other}.")
     if memory.checkpointing == "budget" and run.compile.backend == "eager":
         raise Refusal(
             "compile.backend=eager: keeps everything, whatever memory=budget says; give inductor or aot_eager."
@@ -254,9 +259,19 @@ def _check_machine(run: Run) -> None:
         )
 
 
-def _check_compiler(run: Run) -> None:
-    if not compiling.compiler():
-        raise Refusal(
-            f"compile={run.choices.get('compile', 'block')}: torch.compile needs a C++ compiler on CPU, and there is "
-            "none in PATH; install g++, or give compile=off."
-        )
+def _instead_of_budget(run: Run) -> str:
+    """A way to keep activations that needs no compiler and goes with the schedule."""
+    return "memory=full" if run.staging.splits_backward else "memory=selective"
+
+
+def _check_compiler(run: Run, elsewhere: bool) -> None:
+    """Refuse to compile where what it takes is missing, and name a way out that asks for no compiler."""
+    lacking = compiling.why_not(run.machine, run.compile.backend, elsewhere)
+    if lacking is None:
+        return
+    others = [_instead_of_budget(run)] if run.memory.checkpointing == "budget" else []
+    others += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
+    raise Refusal(
+        f"compile={run.choices.get('compile', 'block')}: torch.compile makes no kernels here: {lacking}; "
+        f"mend that, or give {' '.join([*others, 'compile=off'])}."
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,13 +17,19 @@ from titan.settings import setting
 if TYPE_CHECKING:
     import torch
 
+    from titan.cluster.devices import Machine
     from titan.run import Run
 
-PAYS = 180
+PAYS = 300
 """Seconds of work, not compiled, from which on compiling pays on a CPU; see docs/benchmarks.md."""
-CORE_FLOPS = {"fp32": 55e9}
-"""FLOPs that a CPU core does in a second of training, by the type to compute in; `FAST` in others."""
+CORE_FLOPS = 55e9
+"""FLOPs that a CPU core does in a second of training."""
 FAST = 90e9
+"""The same in bf16, on a core that is fast at it."""
+EMULATED = 10
+"""So many times slower are products in eight bits that are emulated."""
+TRITON = 7.0
+"""The least compute capability of a GPU that triton makes kernels for."""
 
 
 @dataclass(frozen=True)
@@ -48,16 +55,15 @@ def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block"], 
     """
     if run.debug.detect_anomaly:
         return "off", "debug.detect_anomaly"
-    if run.staging.splits_backward and _torch() < (2, 13):
+    if run.staging.splits_backward and not elsewhere and () < _torch() < (2, 13):
         return "off", f"{run.staging.schedule} before torch 2.13"
     if run.memory.checkpointing == "budget" or run.parallelism.async_tensor:
         return "block", "memory=budget" if run.memory.checkpointing == "budget" else "parallelism.async_tensor"
+    if lacking := why_not(run.machine, run.compile.backend, elsewhere):
+        return "off", lacking
     if run.machine.device == "cuda":
-        there = elsewhere or importlib.util.find_spec("triton") is not None
-        return ("block", "on a GPU") if there else ("off", "triton is not installed")
-    if run.compile.backend == "inductor" and not compiler():
-        return "off", "no C++ compiler in PATH"
-    seconds, pays = eager_seconds(run), PAYS * max(1.0, run.layout.devices / run.machine.cores)
+        return "block", "on a GPU"
+    seconds, pays = eager_seconds(run), PAYS * max(1.0, run.layout.devices / _cores(run))
     if seconds < pays:
         return "off", f"about {_span(seconds)} of work, and it pays from {_span(pays)} on"
     return "block", f"about {_span(seconds)} of work"
@@ -65,13 +71,45 @@ def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block"], 
 
 def eager_seconds(run: Run) -> float:
     """About how long the whole run computes on a CPU if nothing is compiled, whose cores its ranks share."""
-    flops = run.training.tokens * run.model.flops_per_token(run.training.seq_len)
-    return flops / CORE_FLOPS.get(run.precision.compute, FAST) / run.machine.cores
+    how, flops = run.precision, run.training.tokens * run.model.flops_per_token(run.training.seq_len)
+    pace = FAST if how.compute == "bf16" and run.machine.bf16_fast else CORE_FLOPS
+    return flops * (EMULATED if how.small and how.emulate else 1) / pace / _cores(run)
 
 
-def compiler() -> str | None:
-    """The C++ compiler in PATH, which inductor needs on a CPU."""
-    return next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+def _cores(run: Run) -> int:
+    """Cores of all nodes, which are taken to be as this one."""
+    return run.machine.cores * run.cluster.nodes
+
+
+def why_not(machine: Machine, backend: str, elsewhere: bool = False) -> str | None:
+    """What keeps a backend from making kernels here; None where nothing does, or nothing is known.
+
+    Args:
+        machine: where it would compile.
+        backend: as in `Compile`; only inductor makes kernels.
+        elsewhere: `machine` is a node that a scheduler will give, with programs of its own.
+    """
+    if elsewhere or backend != "inductor":
+        return None
+    if machine.device == "cuda":
+        return _why_no_triton(machine)
+    return _missing("C++", os.environ.get("CXX", "g++"))  # all that it looks for
+
+
+def _why_no_triton(machine: Machine) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if machine.capability is not None and machine.capability < TRITON:
+        return f"{machine.name} has compute capability {machine.capability:g}, and triton takes {TRITON} or more"
+    named = os.environ.get("CC")
+    return _missing("C", named) if named else _missing("C", "gcc", "clang")
+
+
+def _missing(language: str, *programs: str) -> str | None:
+    """That none of these compilers is there; None where one is."""
+    if any(map(shutil.which, programs)):
+        return None
+    return f"no {language} compiler in PATH, which would be {' or '.join(programs)}"
 
 
 def _span(seconds: float) -> str:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +36,10 @@ Side = Literal["titan", "bare"]
 SIDES: tuple[Side, ...] = ("bare", "titan")
 WARM = 3
 """Steps before a measurement: allocations, compilation."""
+SYNCHRONIZING = "called a synchronizing CUDA operation"
+"""How torch's message begins when the host would wait for the device, and this was to be an error."""
+ERROR = re.compile(r"(\[rank\d+\]: )?(titan: |[\w.]*(Error|Exception|Exit|Interrupt)\b|[\w.]+\.exc\.\w+)")
+"""How a line begins that says why a process failed; warnings and advice may follow it."""
 HEADER = (
     f"{'tokens/s':<34} {'bare':>10} {'titan':>10} {'ratio':>7} {'(lowest to highest)':<18} {'MFU':>7} {'of limit':>8}"
 )
@@ -56,7 +62,8 @@ class Speed:
         title: the case's.
         bare, titan: tokens/s, the medians; 0 for a side that failed.
         ratios: titan's share of the bare loop's speed, round by round; none where a side failed.
-        mfu: titan's share of the device's peak, where that is known.
+        mfu: titan's share of the device's peak in the type to compute in, where that is known: with products in
+            float8 too it is that of bf16.
         limit: tokens/s that there could be, see `titan.limit`.
         parts: seconds of that limit's step.
         memory_gib: the peak of each side, where they were apart.
@@ -142,17 +149,23 @@ def together(run: Run, case: Case, overrides: Sequence[str], rounds: int, steps:
 def apart(run: Run, case: Case, overrides: Sequence[str], rounds: int, steps: int) -> dict[Side, Alone]:
     """Each side in a process of its own; arguments as for `speed`."""
     how = ["--rounds", str(rounds), "--steps", str(steps), *(["--autocast"] if case.autocast else [])]
-    return {side: _started(side, how, [*overrides, *case.overrides]) for side in SIDES}
+    return {side: Alone(**_started(side, how, [*overrides, *case.overrides])) for side in SIDES}
 
 
-def _started(side: Side, how: Sequence[str], overrides: Sequence[str]) -> Alone:
-    """What a side took in a process of its own."""
-    command = [sys.executable, "-m", "titan.bench", "--alone", side, *how, *overrides]
+def _started(what: str, how: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+    """What a process of its own found, which gets `--alone` and prints JSON last; or the `failure` that ended it."""
+    command = [sys.executable, "-m", "titan.bench", "--alone", what, *how, *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        return Alone(failure=lines[-1][:200] if lines else f"exit code {done.returncode}")
-    return Alone(**json.loads(done.stdout.strip().splitlines()[-1]))
+        return {"failure": reason(done.stderr, done.returncode)}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def reason(text: str, code: int) -> str:
+    """Why a process failed, in a line: the last one of its messages that tells an error, else its exit code."""
+    lines = [line for line in text.splitlines() if ERROR.match(line)]
+    return lines[-1][:200] if lines else f"exit code {code}"
 
 
 def alone(side: Side, overrides: Sequence[str], rounds: int, steps: int, autocast: bool = False) -> int:
@@ -228,11 +241,41 @@ def profile(case: Case, overrides: Sequence[str], steps: int, rows: int = 25) ->
     return str(seen.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=60))
 
 
-def waits(run: Run, steps: int = 3) -> str | None:
-    """What makes the host wait for a GPU within titan's own steps; None where nothing does.
+@dataclass(frozen=True)
+class Waits:
+    """Where the host waits for a GPU within titan's own steps; empty where it does not. How looking at it failed."""
+
+    place: str = ""
+    failure: str = ""
+
+    def describe(self) -> str:
+        """In a few words."""
+        if self.failure:
+            return f"not looked at: {self.failure}"
+        return f"the host waits for the device at {self.place}" if self.place else "the host waits nowhere in a step"
+
+
+def waits(overrides: Sequence[str]) -> Waits:
+    """Whether a recipe's steps wait, seen in a process of its own, which gives its memory back.
+
+    Raises:
+        Refusal: where the recipe can't be composed here.
+    """
+    compose.composed(overrides)
+    return Waits(**_started("waits", [], overrides))
+
+
+def waits_alone(overrides: Sequence[str]) -> int:
+    """Look in this process, and print what was found, as JSON, in the last line; returns the exit code."""
+    print(json.dumps(asdict(Waits(waiting(compose.composed(overrides))))))
+    return 0
+
+
+def waiting(run: Run, steps: int = 3) -> str:
+    """Where the host first waits for a GPU within titan's own steps: a file, a line and its operation, or nothing.
 
     torch raises at the first operation that waits (`torch.cuda.set_sync_debug_mode`). Reading a step's figures waits
-    for an event, one step late, which is no such operation.
+    for an event, one step late, which is no such operation. Other errors are the caller's.
     """
     import torch
 
@@ -242,10 +285,13 @@ def waits(run: Run, steps: int = 3) -> str | None:
         try:
             ours.loop(steps)
         except RuntimeError as error:
-            return str(error).splitlines()[0]
+            if not str(error).startswith(SYNCHRONIZING):
+                raise
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            return f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno}: {frame.line}"
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return None
+    return ""
 
 
 def environment() -> dict[str, str]:
