@@ -25,7 +25,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
     Args:
         run: the run.
         started: its ranks are started by others, not on this machine by titan.
-        elsewhere: its machine is a node of those that a scheduler will give, where other packages and programs may be installed.
+        elsewhere: its machine is a node that a scheduler will give, where other packages and programs may be installed.
 
     Raises:
         Refusal: for what can't work.
