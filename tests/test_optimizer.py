@@ -320,3 +320,18 @@ def test_state_takes_the_bytes_that_are_counted(how: Optimizer, dtype: torch.dty
     others = sum(weight.numel() for weight in weights.values()) - matrices
     counted = how.state_bytes(matrices, others, dtype.itemsize)
     assert sum(v.numel() * v.element_size() for v in held) == counted
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        pytest.param(AdamW(), "", id="plain"),
+        pytest.param(
+            AdamW(moments="bf16", decay="matrices"), "moments in bf16; weight decay of matrices only", id="bf16"
+        ),
+        pytest.param(SGD(groups={"norms": Group(match=("*norm*",))}), "groups norms", id="groups"),
+        pytest.param(Muon(), "muon for the blocks' matrices, adamw for the rest", id="muon"),
+    ],
+)
+def test_what_the_start_says(how: Optimizer, told: str) -> None:
+    assert how.describe() == told

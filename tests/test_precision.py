@@ -416,6 +416,7 @@ REFUSED = [
     pytest.param(["precision=float8", "precision.compute=fp32", EMULATE], OTHER, id="float8-fp32"),
     pytest.param(["precision=float8", EMULATE, "precision.skip=['*']"], "no product of the model", id="all-skipped"),
     pytest.param(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
+    pytest.param([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales"),
     pytest.param(
         ["precision=float8", EMULATE, "precision.skip=[heads]"], "called heads; .* did you mean 'head'", id="skip"
     ),

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from torch import Tensor
+from torch._inductor.exc import InductorError
 
 from tests.checkpoint.test_manager import stop_at
+from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
 from titan.checkpoint.manager import state_of
 from titan.engine import Engine, Rows
@@ -176,3 +178,17 @@ def test_training_needs_torch_numpy_hydra_and_tiktoken_only(tmp_path: Path) -> N
     assert result["finished"]
     assert result["plot"] is None
     assert result["sample"]["text"]
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["stopped", "by-itself"])
+def test_a_signal_that_ends_the_compiler_ends_the_run(asked: bool, tmp_path: Path) -> None:
+    def killed(trainer: Trainer) -> None:
+        trainer.stop.asked = asked
+        raise InductorError(RuntimeError("g++ died"), None)
+
+    run = tiny(tmp_path)
+    if asked:
+        assert train(run, killed)[0].code == 130
+    else:
+        with pytest.raises(RankFailed, match="died"):
+            train(run, killed)

@@ -53,6 +53,8 @@ def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
         with world.memory():
             rng.materialise(stage.model, how, run.training.seed, device)
             stage.model.init_buffers(world.device)  # which offloading does not concern
+    if told := run.optimizer.describe():
+        note(f"optimizer: {told}")
     note(f"initial weights from seed {run.training.seed} on {device}")
     return Engine(
         stages=tuple(stages.values()),

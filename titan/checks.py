@@ -90,11 +90,15 @@ def _check_precision(run: Run) -> None:
     """Refuse types that do not go together, and products in eight bits where nothing computes them."""
     how = run.precision
     if how.weights == "bf16" and how.compute != "bf16":
-        raise Refusal(f"precision.weights=bf16: goes with precision.compute=bf16, not {how.compute}; give that.")
+        raise Refusal(
+            f"precision.weights=bf16: goes with precision.compute=bf16, not {how.compute}; give precision=bf16_pure."
+        )
     if not how.small:
         return
     if how.compute != "bf16":
-        raise Refusal(f"precision.products={how.products}: goes with precision.compute=bf16; give that.")
+        raise Refusal(
+            f"precision.products={how.products}: goes with precision.compute=bf16, not {how.compute}; give that type."
+        )
     _check_formats(run)
     _check_products(run)
 
@@ -232,6 +236,11 @@ def _check_memory(run: Run) -> None:
         )
     if memory.checkpointing == "budget" and run.compile.scope == "off":
         raise Refusal(f"memory=budget: the compiler is what keeps to it; give compile=block, or {other}.")
+    if run.compile.scope != "off" and compiling.keeps_scales(run):
+        raise Refusal(
+            "memory=selective: would keep MXFP8's scales, which Inductor has no kernels for on CPUs; give compile=off, "
+            "memory=full or compile.backend=aot_eager."
+        )
     if memory.checkpointing == "budget" and run.compile.backend == "eager":
         raise Refusal(
             "compile.backend=eager: keeps everything, whatever memory=budget says; give inductor or aot_eager."

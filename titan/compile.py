@@ -63,10 +63,18 @@ def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block"], 
         return "off", lacking
     if run.machine.device == "cuda":
         return "block", "on a GPU"
+    if keeps_scales(run):
+        return "off", "Inductor has no kernels for MXFP8's scales on CPUs"
     seconds, pays = eager_seconds(run), PAYS * max(1.0, run.layout.devices / _cores(run))
     if seconds < pays:
         return "off", f"about {_span(seconds)} of work, and it pays from {_span(pays)} on"
     return "block", f"about {_span(seconds)} of work"
+
+
+def keeps_scales(run: Run) -> bool:
+    """Whether compiled blocks would keep MXFP8's scales, a type that Inductor (torch 2.13) has no CPU kernels for."""
+    kept = run.memory.checkpointing == "selective" and run.precision.products == "mxfp8"
+    return kept and run.machine.device == "cpu" and run.compile.backend == "inductor"
 
 
 def eager_seconds(run: Run) -> float:

@@ -29,8 +29,10 @@ SMALL = {"float8": 16, "float8_rowwise": 16, "float8_rowwise_hp": 16, "mxfp8": 3
 (`torch._scaled_mm`), or the numbers that share a scale (OCP Microscaling Formats, version 1.0)."""
 CAPABILITY = {"float8": 8.9, "float8_rowwise": 8.9, "float8_rowwise_hp": 8.9, "mxfp8": 10.0}
 """CUDA's compute capability that has kernels for it."""
-HARDWARE = {8.9: "an Ada, Hopper or newer GPU, such as H100 (compute capability 8.9)", 10.0: "a Blackwell GPU, such as "
-            "B200 (compute capability 10.0)"}  # fmt: skip
+HARDWARE = {
+    8.9: "an Ada, Hopper or newer GPU, such as H100 (compute capability 8.9 or higher)",
+    10.0: "a Blackwell GPU, such as B200 (compute capability 10.0 or higher)",
+}
 
 
 class Choice(NamedTuple):

@@ -21,7 +21,7 @@ from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import Run
 from titan.settings import Failure, Refusal
-from titan.stop import Stop
+from titan.stop import Stop, code
 from titan.trainer import Trainer
 
 log = logging.getLogger("titan")
@@ -55,8 +55,18 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
             return Trainer(run, life, world, engine, stop).train()
         except torch.OutOfMemoryError as error:
             raise Failure(_out_of_memory(run, error)) from error
+        except Exception as error:
+            if not (stop.asked and _of_the_compiler(error)):
+                raise
+            log.warning("stopped while compiling: the signal ended the compiler too")
+            return code(stop.again)
         finally:
             world.close()
+
+
+def _of_the_compiler(error: Exception) -> bool:
+    """Whether torch.compile failed: its compiler is a process of its own, to which a terminal's Ctrl-C goes as well."""
+    return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
 def _speaks_aside(run: Run, life: Life) -> bool:

@@ -36,18 +36,24 @@ def qualities(found: Comparison, arm: int = 1) -> dict[str, Quality]:
 
 
 CASES = [
-    pytest.param(seeds(-0.05, -0.03, -0.055, -0.04), "yes", "-0.0487", id="better"),
-    pytest.param(seeds(0.001, 0.021, -0.011, 0.011), "no", "less than the margin of 0.02", id="the-same"),
-    pytest.param(seeds(0.011, 0.03, 0.001, 0.02), "yes", "yet less than the margin of 0.02", id="worse-by-little"),
-    pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "seeds would decide", id="too-noisy"),
-    pytest.param(seeds(-0.05), "undecided", "one seed says nothing about the recipes", id="one-seed"),
+    pytest.param(seeds(-0.05, -0.03, -0.055, -0.04), "yes", "better", "-0.0487", id="better"),
+    pytest.param(
+        seeds(0.001, 0.021, -0.011, 0.011), "no", "no difference", "less than the margin of 0.02", id="the-same"
+    ),
+    pytest.param(
+        seeds(0.011, 0.03, 0.001, 0.02), "yes", "worse", "yet less than the margin of 0.02", id="worse-by-little"
+    ),
+    pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "undecided", "seeds would decide", id="too-noisy"),
+    pytest.param(seeds(-0.05), "undecided", "undecided", "one seed says nothing about the recipes", id="one-seed"),
 ]
 
 
-@pytest.mark.parametrize(("arm", "answer", "words"), CASES)
-def test_whether_an_arm_learned_more_or_less(arm: list[Story], answer: str, words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arm", "answer", "first", "words"), CASES)
+def test_whether_an_arm_learned_more_or_less(
+    arm: list[Story], answer: str, first: str, words: str, tmp_path: Path
+) -> None:
     found = qualities(compared(tmp_path, (BASE, ()), (arm, (WD,))))["the end"]
-    assert found.answer == answer and found.text.startswith(f"{answer}: ") and words in found.text
+    assert found.answer == answer and found.text.startswith(f"{first}: ") and words in found.text
     assert (found.measure, found.pairs) == ("validation loss", len(arm))
 
 

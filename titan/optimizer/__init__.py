@@ -87,6 +87,12 @@ class Optimizer:
         """
         return 0
 
+    def describe(self) -> str:
+        """What is out of the ordinary, in a few words for people; empty where nothing is."""
+        words = ["weight decay of matrices only"] * (self.decay != "all")
+        words += [f"groups {', '.join(self.groups)}"] if self.groups else []
+        return "; ".join(words)
+
     def working_bytes(self, matrix: int) -> int:
         """Bytes that an update takes for a while, where the largest matrix has so many numbers."""
         return 0
@@ -160,6 +166,12 @@ class AdamW(Optimizer):
         """Two moments of each number; see `Optimizer.state_bytes`."""
         return 2 * self.moment_bytes(weight_bytes) * (matrices + others)
 
+    def describe(self) -> str:
+        """As for all; the moments' type and the implementation where they are not torch's defaults."""
+        words = [f"moments in {self.moments}"] * (self.moments != "auto")
+        words += [self.implementation] * (self.implementation != "fused")
+        return "; ".join(filter(None, [*words, super().describe()]))
+
     def moment_bytes(self, weight_bytes: int) -> int:
         """Bytes of a number of a moment."""
         return {"auto": weight_bytes, "fp32": 4, "bf16": 2}[self.moments]
@@ -226,6 +238,10 @@ class Muon(AdamW):
     def part(self, name: str, dimensions: int) -> Part:
         """As for all optimizers; the blocks' matrices are orthogonal."""
         return super().part(name, dimensions)._replace(orthogonal=dimensions == 2 and name.startswith(BLOCKS))
+
+    def describe(self) -> str:
+        """As for AdamW, and what is whose."""
+        return "; ".join(filter(None, ["muon for the blocks' matrices, adamw for the rest", super().describe()]))
 
     def working_bytes(self, matrix: int) -> int:
         """What a Newton-Schulz iteration has at once: five matrices, and the two that are gathered and sent."""

@@ -105,8 +105,8 @@ def _judged(groups: Sequence[Group], members: Sequence[Sequence[Member]], asked:
 
 def _named(found: Quality, against: str) -> Quality:
     """With what the arm was held against in its text, where that is not the baseline itself."""
-    text = found.text.removeprefix(f"{found.answer}: ")
-    return replace(found, text=f"{found.answer}: against {against} (the baseline's best learning rate): {text}")
+    word, _, text = found.text.partition(": ")
+    return replace(found, text=f"{word}: against {against} (the baseline's best learning rate): {text}")
 
 
 def _best_of_baseline(groups: Sequence[Group], members: Sequence[Sequence[Member]], tuned: Sequence[Tuned]) -> int:
@@ -308,7 +308,17 @@ def _notes(
     against = _best_of_baseline(groups, members, tuning.tuned(groups, members))
     if against:
         notes.append(f"quality is held against {groups[against].label}: the baseline's best learning rate")
+    emulated = [m for m in every if _emulated(m)]
+    notes += ["eight bits are emulated in some arms: their speed says nothing of hardware that has them"] * bool(
+        emulated
+    )
     return (*notes, *_seeds(members, asked.margin))
+
+
+def _emulated(member: Member) -> bool:
+    """Whether a run computed products in eight bits as if the hardware had them."""
+    precision = member.raw.config.get("precision") or {}
+    return bool(precision.get("emulate")) and precision.get("products", "compute") != "compute"
 
 
 def _seeds(members: Sequence[Sequence[Member]], margin: float) -> list[str]:

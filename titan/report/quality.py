@@ -316,7 +316,9 @@ def _needed(found: Difference, margin: float | None, tests: int) -> int | None:
 
 
 def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, margin: float, small: bool) -> str:
-    said = f"{answer}: {quality.text}, p {p:.2g}"
+    better = quality.difference is not None and quality.difference.estimate < 0
+    word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, answer)
+    said = f"{word}: {quality.text}, p {p:.2g}"
     if answer == "no":
         return f"{said}: less than the margin of {margin:g}"
     if answer == "yes":
