@@ -206,16 +206,7 @@ def _tell(run: Run, world: World, note: Note) -> None:
     how, layout = run.parallelism, run.layout
     note(f"precision {run.precision.describe()}")
     if run.precision.small:
-        choice = run.precision.choose(run.model.products(), layout.tensor)
-        left = f"; in {run.precision.compute}: {choice.left_alone()}" if choice.left else ""
-        note(f"{len(choice.taken)} of {len(run.model.products())} products in {run.precision.products}{left}")
-        if _sharding(world) is not None:
-            small = len(run.precision.gathered(run.model.products(), run.cut))
-            note(
-                f"weights of {small} products gathered in float8"
-                if small
-                else f"weights gathered in {run.precision.compute}"
-            )
+        _tell_small(run, world, note)
     if layout.tensor > 1:
         sequence = "with" if how.sequence_parallel else "without"
         of = "parts" if how.loss_parallel or run.training.loss_chunk else "whole rows"
@@ -233,6 +224,17 @@ def _tell(run: Run, world: World, note: Note) -> None:
         note(f"sharded over {mesh.size(-1)} ranks{copies}, resharded after forward: {how.reshards(layout)}")
     elif layout.copies:
         note(f"copied on {layout.replicate} ranks")
+
+
+def _tell_small(run: Run, world: World, note: Note) -> None:
+    """Say which products are computed in eight bits, and which weights are gathered so."""
+    how, products = run.precision, run.model.products()
+    choice, gathered = how.choose(products, run.layout.tensor), how.gathered(products, run.cut)
+    left = f"; in {how.compute}: {choice.left_alone()}" if choice.left else ""
+    note(f"{len(choice.taken)} of {len(products)} products in {how.products}{left}")
+    if _sharding(world) is not None:
+        of = f" of {len(gathered)} products" if gathered else ""
+        note(f"weights{of} gathered in {'float8' if gathered else how.compute}")
 
 
 def _runner(stages: dict[int, Stage], run: Run, world: World) -> Runner:
