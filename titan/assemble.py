@@ -247,7 +247,7 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> Runner:
     stage: nn.Module = stages[0]
     copies = world.dimensions("replicate")
     wrapped = data.replicate(stage, copies) if world.layout.copies and copies is not None else stage
-    return Accumulate(stage, wrapped)
+    return Accumulate(stage, wrapped, run.parallelism.accumulates_whole(run.layout))
 
 
 def _plan(run: Run) -> Plan:

@@ -92,15 +92,15 @@ class Runner(Protocol):
 class Accumulate:
     """One stage, micro-batch after micro-batch; gradients are complete after the last."""
 
-    def __init__(self, stage: nn.Module, wrapped: nn.Module) -> None:
-        """Take the stage, and the same with whatever sums the gradients of copies."""
-        self.stage, self.wrapped = stage, wrapped
+    def __init__(self, stage: nn.Module, wrapped: nn.Module, whole: bool = False) -> None:
+        """Take the stage, the same with whatever sums the gradients of copies, and how FSDP accumulates gradients."""
+        self.stage, self.wrapped, self.whole = stage, wrapped, whole
 
     def backward(self, rows: Rows, scale: float) -> Tensor:
         """See `Runner`."""
         count, total = len(rows.tokens), torch.zeros((), device=rows.tokens.device)
         for i in range(count):
-            with data.defer(self.wrapped, last=i == count - 1):
+            with data.accumulating(self.wrapped, last=i == count - 1, whole=self.whole):
                 loss = self.wrapped(*rows.at(i))
                 (loss * scale).backward()
             total += loss.detach()

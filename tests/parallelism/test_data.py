@@ -30,13 +30,15 @@ def batch(count: int) -> tuple[Tensor, Tensor]:
 
 
 def build(config: Llama, wrap: str) -> Engine:
-    """The model of `config`, under the data parallelism `wrap` of all ranks."""
+    """The model of `config`, under the data parallelism `wrap` of all ranks: none, ddp, hsdp, fsdp, or fsdp that keeps
+    whole gradients, or weights."""
     with torch.device("meta"):
         model: Any = config.build()
     initial, stage = model.initial(), Stage(model)
-    if wrap in ("fsdp", "fsdp-kept"):
-        group = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-        data.shard(stage, group, torch.float32, reshard=wrap == "fsdp")
+    if "fsdp" in wrap or wrap == "hsdp":
+        sizes = (2, dist.get_world_size() // 2) if wrap == "hsdp" else (dist.get_world_size(),)
+        group = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        data.shard(stage, group, torch.float32, reshard=wrap != "fsdp-kept")
     rng.materialise(model, initial, 0, "cpu")
     wrapped: nn.Module = stage
     if wrap == "ddp":
@@ -44,7 +46,7 @@ def build(config: Llama, wrap: str) -> Engine:
             stage, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
         )
     world = mesh.World(Place(), Layout(), torch.device("cpu"))
-    return Engine((stage,), Accumulate(stage, wrapped), torch.optim.SGD(model.parameters()), world)
+    return Engine((stage,), Accumulate(stage, wrapped, wrap == "fsdp-whole"), torch.optim.SGD(model.parameters()), world)
 
 
 def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
@@ -53,18 +55,34 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
     mine = slice(rank * each, (rank + 1) * each)
     with torch.profiler.profile() as profile:
         engine.backward(Rows(tokens[mine], targets[mine]), 0.5)
-    sums = sum(e.count for e in profile.key_averages() if e.key in ("gloo:all_reduce", "gloo:reduce_scatter"))
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in engine.gradients()], sums
+    count = {e.key: e.count for e in profile.key_averages()}
+    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in engine.gradients()]
+    return gradients, count.get("c10d::allreduce_", 0), count.get("c10d::_reduce_scatter_base_", 0)
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "fsdp-kept"])
-def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: str) -> None:
+@pytest.mark.parametrize(
+    ("wrap", "ranks", "scatters"),
+    [
+        pytest.param("ddp", 2, 0, id="ddp"),
+        pytest.param("fsdp", 2, 2, id="fsdp"),
+        pytest.param("fsdp-kept", 2, 2, id="fsdp-kept"),
+        pytest.param("fsdp-whole", 2, 1, id="fsdp-whole"),
+        pytest.param("hsdp", 4, 2, id="hsdp"),
+    ],
+)
+def test_gradients_are_summed_over_ranks_and_micro_batches(
+    config: Llama, wrap: str, ranks: int, scatters: int
+) -> None:
+    """`scatters`: how often each gradient is reduced to parts in two micro-batches; copies are summed once."""
     alone = build(config, "none")
-    alone.backward(Rows(*batch(4)), 0.5)
-    (gradients, once), (others, _) = run_ranks(summed, 2, config, wrap, 2)
-    _, single = run_ranks(summed, 2, config, wrap, 1)[0]
-    assert once == single > 0
+    alone.backward(Rows(*batch(2 * ranks)), 0.5)
+    (gradients, reduced, scattered), (others, *_) = run_ranks(summed, ranks, config, wrap, 2)[:2]
+    _, reduced_once, scattered_once = run_ranks(summed, ranks, config, wrap, 1)[0]
+    assert reduced == reduced_once
+    assert scattered == scatters * scattered_once
+    assert bool(scattered) == (wrap != "ddp")
+    assert bool(reduced) == (wrap in ("ddp", "hsdp"))
     for gradient, other, expected in zip(gradients, others, alone.gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert torch.equal(gradient, other)

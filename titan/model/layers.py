@@ -36,22 +36,45 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
+class _LookUp(torch.autograd.Function):
+    """Rows of a weight in low precision. Their gradients are summed in float32 and rounded once, as a product's are."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.dtypes = weight.shape[0], (dtype, weight.dtype)
+        return F.embedding(tokens, weight).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (tokens,), (dtype, kept) = ctx.saved_tensors, ctx.dtypes
+        dweight = torch.ops.aten.embedding_dense_backward(grads[0].float(), tokens, ctx.rows, -1, False)
+        return None, dweight.to(dtype).to(kept), None
+
+
+def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [..., D] in `dtype` of a weight [V, D], at tokens [...]."""
+    if dtype == torch.float32:
+        return F.embedding(tokens, weight)
+    rows: Tensor = _LookUp.apply(tokens, weight, dtype)  # type: ignore[no-untyped-call]
+    return rows
+
+
 class Embedding(nn.Embedding):
-    """Token embedding; looks up in the weight's own type and gives `dtype`, the type to compute in (None: as is)."""
+    """Token embedding; gives `dtype`, the type to compute in (None: the weight's own)."""
 
     def __init__(self, vocab: int, dim: int) -> None:
         super().__init__(vocab, dim)
         self.dtype: torch.dtype | None = None
         self.use: Use = cast
-        self.lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
+        self.lookup: Callable[[Tensor, Tensor, torch.dtype], Tensor] = look_up
 
     def reset_parameters(self) -> None:
         """Draw nothing: `titan.rng.materialise` does, and torch's own way loads its compiler to do it on meta."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]."""
-        hidden = self.lookup(tokens, self.use(self.weight, self.weight.dtype))
-        return hidden if self.dtype is None else hidden.to(self.dtype)
+        return self.lookup(tokens, self.use(self.weight, self.weight.dtype), self.dtype or self.weight.dtype)
 
 
 class Linear(nn.Linear):

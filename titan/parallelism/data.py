@@ -20,8 +20,9 @@ def shard(
 ) -> None:
     """Cut the parameters of a stage over `mesh` (of one dimension: FSDP; of two, replicate and shard: HSDP).
 
-    Each block is gathered in the compute type, for use only. The embedding is looked up in fp32, so it is gathered in
-    fp32; a tied head shares its weight and stays with it in the root's group.
+    Each block, the embedding and the head are gathered in the compute type, for use only. Backward needs no weight of
+    an embedding. Tied, embedding and head are one group, which stays gathered from the one's forward pass to the
+    other's backward pass.
 
     Args:
         stage: holds a `model`; the module whose forward pass is the whole of it.
@@ -35,10 +36,17 @@ def shard(
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(offload, mesh.device_type)}
     cast = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    embedding, head = model.tok_embeddings, model.head
     for block in model.blocks():
         fully_shard(block, mp_policy=cast, reshard_after_forward=reshard, **common)
-    if model.head is not None and (model.tok_embeddings is None or not model.config.tied):
-        fully_shard(model.head, mp_policy=cast, reshard_after_forward=False, **common)
+    if embedding is not None and head is not None and model.config.tied:
+        fully_shard([embedding, head], mp_policy=cast, reshard_after_forward=False, **common)
+    else:
+        if head is not None:
+            fully_shard(head, mp_policy=cast, reshard_after_forward=False, **common)
+        if embedding is not None:
+            fully_shard(embedding, mp_policy=cast, reshard_after_forward=reshard, **common)
+            embedding.set_unshard_in_backward(False)
     fully_shard(stage, mp_policy=whole, reshard_after_forward=False, **common)
     _prefetch(model.blocks(), prefetch)
     for module in stage.modules():
@@ -71,11 +79,18 @@ def replicate(losses: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
     return module
 
 
-def defer(module: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Within this context gradients are summed over ranks only when `last`: of several micro-batches, once."""
+def accumulating(module: nn.Module, last: bool, whole: bool) -> AbstractContextManager[None]:
+    """Within this context the gradients of a micro-batch are summed over ranks as far as it takes.
+
+    Args:
+        module: what FSDP or DDP has wrapped.
+        last: whether it is the step's last micro-batch. What copies sum, they sum only then.
+        whole: FSDP keeps unsharded gradients until the last micro-batch; else it reduces those of each.
+    """
     if isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(last)
-        module.set_is_last_backward(last)
+        module.set_requires_gradient_sync(last or not whole)
+        module.set_requires_all_reduce(last)
+        module.set_is_last_backward(last or not whole)
     if isinstance(module, DistributedDataParallel) and not last:
         return module.no_sync()
     return nullcontext()

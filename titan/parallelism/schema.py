@@ -140,6 +140,11 @@ class Parallelism:
         words=("auto", "always", "never"),
         at_least=2,
     )
+    accumulate: Literal["auto", "sharded", "whole"] = setting(
+        "auto",
+        "gradients of several micro-batches (FSDP): sharded: reduced after each, so a rank keeps its part; whole: reduced "
+        "once, so a rank keeps all of its stage in fp32; auto: sharded, with a pipeline whole",
+    )
     prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one at work; 0: as torch does", at_least=0)
     sequence_parallel: bool = setting(True, "with tensor: cut the sequence too, between products")
     loss_parallel: bool = setting(True, "with tensor: compute the loss from parts of the logits, never whole ones")
@@ -178,6 +183,10 @@ class Parallelism:
         if self.reshard == "auto":
             return layout.pipeline == 1
         return self.reshard == "always" if isinstance(self.reshard, str) else self.reshard
+
+    def accumulates_whole(self, layout: Layout) -> bool:
+        """Whether gradients stay unsharded from micro-batch to micro-batch."""
+        return layout.pipeline > 1 if self.accumulate == "auto" else self.accumulate == "whole"
 
     def multiple(self, layout: Layout) -> int:
         """What the length of a row has to be a multiple of."""

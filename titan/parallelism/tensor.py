@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from titan.model.layers import IGNORED, cross_entropy
+from titan.model.layers import IGNORED, cross_entropy, look_up
 from titan.model.loss import Results, in_chunks, linear_cross_entropy, shapes, slopes
 from titan.operation import register
 from titan.parallelism import collectives
@@ -165,11 +164,11 @@ class _Leave:
         return collectives.total(out, self.group)
 
 
-def _look_up(tokens: Tensor, weight: Tensor, rank: int) -> Tensor:
+def _look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype, rank: int) -> Tensor:
     """Rows of a part of the vocabulary; zero for tokens of other parts. All parts have one size."""
     place = tokens - rank * weight.shape[0]
     elsewhere = (place < 0) | (place >= weight.shape[0])
-    return F.embedding(place.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+    return look_up(place.masked_fill(elsewhere, 0), weight, dtype).masked_fill(elsewhere[..., None], 0)
 
 
 def _parts_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
