@@ -117,6 +117,13 @@ def variants() -> Iterator[Case]:
     yield Case("tp of 4", ("parallelism.tensor=4",), model=("model.kv_heads=4",))
     yield Case("pp of 4", ("parallelism.pipeline=4", "parallelism.microbatches=8"), tied=True, quick=True)
     yield Case("fsdp of 3 tp uneven", ("parallelism.shard=3", *tensor), quick=True)
+    sharded, of_two = "parallelism.accumulate=sharded", ("parallelism.replicate=2", "parallelism.shard=2")
+    yield Case("ddp fsdp pp reduced", (sharded, *of_two, *pipeline[:1], "parallelism.microbatches=2"), quick=True)
+    interleaved = ("parallelism.schedule=Interleaved1F1B", sharded, "parallelism.shard=2", *pipeline)
+    yield Case("Interleaved1F1B fsdp reduced", interleaved, tied=True, quick=True)
+    for how in ("sharded", "whole"):
+        several = ("parallelism.microbatches=2", f"parallelism.accumulate={how}")
+        yield Case(f"ddp fsdp {how}", (*of_two, *several), quick=how == "whole")
     yield Case("fsdp of 3 pp uneven", ("parallelism.shard=3", "parallelism.pipeline=2", "parallelism.microbatches=2"))
     yield Case("fsdp pp resharded", ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.reshard=always"))
     yield Case("fsdp resharded to 2 of 4", ("parallelism.shard=4", "parallelism.reshard=2"), quick=True)

@@ -243,6 +243,11 @@ LAPTOP = [  # on a CPU with 16 GiB
         "parallelism=fsdp_pp parallelism.schedule=ZBVZeroBubble parallelism.reshard=always",
         "parallelism.reshard=always|ZBVZeroBubble|auto or never",
     ),
+    (
+        "parallelism=fsdp_pp parallelism.schedule=ZBVZeroBubble parallelism.accumulate=sharded",
+        "parallelism.accumulate=sharded|ZBVZeroBubble|auto or whole",
+    ),
+    ("parallelism=ddp parallelism.accumulate=whole", "parallelism.accumulate=whole|parallelism=fsdp"),
     ("parallelism=fsdp parallelism.reshard=3", "parallelism.reshard=3|2 ranks|divisor"),
     (
         "parallelism=pp parallelism.schedule=ZBVZeroBubble memory=selective",

@@ -259,6 +259,7 @@ def _plan(run: Run) -> Plan:
         width=run.model.dim,
         cut=run.layout.tensor if run.parallelism.sequence_parallel else 1,
         dtype=run.precision.dtype,
+        whole=run.parallelism.accumulates_whole(run.layout),
     )
 
 

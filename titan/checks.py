@@ -203,7 +203,7 @@ def _check_attention(run: Run) -> None:
 def _check_sharding(run: Run) -> None:
     """Refuse what FSDP can't do with this layout."""
     how, layout = run.parallelism, run.layout
-    for name, idle in (("reshard", "auto"), ("prefetch", 0)):
+    for name, idle in (("reshard", "auto"), ("accumulate", "auto"), ("prefetch", 0)):
         if (value := getattr(how, name)) != idle and (layout.sharded == 1 or layout.copies):
             raise Refusal(f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}.")
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
@@ -216,6 +216,11 @@ def _check_sharding(run: Run) -> None:
             f"parallelism.reshard={how.reshard}: parallelism.schedule={run.staging.schedule} computes gradients of "
             "weights apart from those of activations, which comes out wrong when weights are freed in between; "
             "give auto or never."
+        )
+    if how.accumulate == "sharded" and run.staging.splits_backward:
+        raise Refusal(
+            f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of weights "
+            "apart from those of activations, and FSDP reduces both together; give auto or whole."
         )
     if run.memory.offload and (layout.sharded == 1 or layout.copies):
         raise Refusal("memory.offload=true: only sharded weights can live in host memory; give parallelism=fsdp.")

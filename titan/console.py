@@ -25,8 +25,7 @@ WIPE = "\r\x1b[K"
 def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
     """Say what was composed, and what was `applied` to the model in which order, before the first step."""
     t, chosen = run.training, run.choices
-    process = capacity.PROCESS_GIB if run.machine.device == "cpu" else 0
-    memory = capacity.demand(run, run.layout, run.microbatches).gib + process
+    memory = capacity.demand(run, run.layout, run.microbatches, run.machine.device).gib
     table(
         {
             "run": f"{short(run.directory)}  ({_life(life)}, science {life.ids.science})",

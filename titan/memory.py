@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan.settings import setting
@@ -37,10 +38,10 @@ ATTENTION = frozenset(
 )
 """Kernels of attention, whose results selective checkpointing keeps."""
 COLLECTIVES = frozenset(
-    f"_c10d_functional::{name}"
-    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "wait_tensor")
+    f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 )
-"""What ranks say to each other, which selective checkpointing keeps too."""
+"""Messages between ranks, whose results selective checkpointing keeps too. What is gathered is not among them: it is as
+large as on one device, and the part of it that a rank has is kept anyway."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,14 @@ def apply(blocks: Sequence[torch.nn.Module], memory: Memory, first: int = 0) -> 
             block.forward = _recomputed(block.forward)
     elif memory.checkpointing == "selective":
         for block in blocks:
-            block.forward = _selected(block.forward)
+            block.forward = _selected(block.forward, _products(block))
+
+
+def _products(block: torch.nn.Module) -> int:
+    """Matrix products in a forward pass of a block."""
+    from torch.nn import Linear
+
+    return sum(isinstance(module, Linear) for module in block.modules())
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,41 +106,52 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _selected(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _selected(forward: Callable[..., Any], products: int) -> Callable[..., Any]:
     """As `_recomputed`, but results that are costly to compute are kept (arXiv:2205.05198, section 5)."""
     from torch.utils.checkpoint import checkpoint
 
+    contexts = _contexts(products)
+
     def run(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
     return run
 
 
-def _contexts() -> Any:
-    """What a forward pass of one block, and its recomputation, run under: both count from one.
+@cache
+def _contexts(products: int) -> Callable[[], Any]:
+    """What gives the contexts that a forward pass of one block, and its recomputation, run under: both count from one.
 
-    A plain function of the module, so that the compiler sees the same one in all blocks.
+    The same function for all blocks with so many products, so that the compiler sees one.
     """
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-    return create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
+    def contexts() -> Any:
+        from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+        return create_selective_checkpoint_contexts(_Policy(products))  # type: ignore[no-untyped-call]
+
+    return contexts
 
 
 class _Policy:
     """Says of each operation of one pass through a block whether to keep its results."""
 
-    def __init__(self) -> None:
+    def __init__(self, products: int) -> None:
+        self.last = products
         # By pass: torch before 2.13 asks again while it recomputes, and the same operation must get the same answer.
         self.products: Counter[bool] = Counter()
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Keep results of attention, of collectives and of the first, third, fifth... matrix product."""
+        """Keep results of attention, of messages and of the first, third, fifth... matrix product.
+
+        Not of the last product: it is added to the residual stream, and backward needs neither.
+        """
         from torch.utils.checkpoint import CheckpointPolicy
 
-        name = op.name().partition(".")[0]
+        name, again = op.name().partition(".")[0], context.is_recompute
         if name in PRODUCTS:
-            self.products[context.is_recompute] += 1
-            keep = self.products[context.is_recompute] % 2 == 1
+            self.products[again] += 1
+            keep = self.products[again] % 2 == 1 and self.products[again] != self.last
         else:
             keep = name in ATTENTION or name in COLLECTIVES
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

@@ -227,7 +227,7 @@ def _open(parallelism: Parallelism) -> bool:
 def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
-    return capacity.microbatches(recipe, layout, capacity.available(recipe, layout, machine))
+    return capacity.microbatches(recipe, layout, capacity.available(recipe, layout, machine), machine.device)
 
 
 def _check_ranks(cluster: Cluster, ranks: int) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.capacity import GIB, PROCESS_GIB, USABLE
+from titan.capacity import GIB, USABLE
+from titan.estimate.overhead import PROCESS_GIB
 from titan.dataset.tokenizer import Tokenizer, load_tokenizer
 from titan.generation.schema import Settings
 from titan.parallelism.schema import Layout

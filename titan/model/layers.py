@@ -48,8 +48,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,), (dtype, kept) = ctx.saved_tensors, ctx.dtypes
-        dweight = torch.ops.aten.embedding_dense_backward(grads[0].float(), tokens, ctx.rows, -1, False)
-        return None, dweight.to(dtype).to(kept), None
+        sums = torch.ops.aten.embedding_dense_backward  # no name for its result: the rounded one takes its place
+        return None, sums(grads[0].float(), tokens, ctx.rows, -1, False).to(dtype).to(kept), None
 
 
 def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,20 +5,16 @@ The shipped shapes are numbers in `conf/model/*.yaml`; another model is another 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from titan.model.activations import Block, Head, Share, block, head
 from titan.settings import Refusal, setting
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule
     from titan.model.llama import Llama as LlamaModule
     from titan.model.qwen3 import Qwen3 as Qwen3Module
-
-Checkpointing = Literal["none", "full", "every_n", "selective", "budget"]
-"""What autograd keeps; see `Decoder.stage_activation_bytes`."""
-
 
 class Product(NamedTuple):
     """A product with a weight [outputs, inputs]; tensor parallelism cuts its inputs (`rowwise`) or its outputs."""
@@ -163,118 +159,14 @@ class Decoder:
         """
         return self.layers * self.block_flops(seq_len) + self.head_flops()
 
-    def block_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
-        """Bytes that autograd keeps of one block, its input included, with flash attention.
-
-        A token: in each norm its input and the inverse root mean square; its output, input of the products that
-        follow; rotated queries and keys, values, attention's output and log-sum-exp; of SwiGLU both products, the
-        gate's activation and their product. Arguments as for `activation_bytes`.
-        """
+    def block_activations(self, share: Share, core: float = 0.0) -> Block:
+        """Bytes that a block's activations take; see `titan.model.activations.block`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = compute_bytes * (self.dim + 2 * queries + 2 * keys) + 4 * self.heads
-        feed_forward = compute_bytes * (self.dim + 4 * self.ffn)
-        return tokens * (2 * norm_bytes(self.dim, compute_bytes, fused_norm) + attention + feed_forward)
+        return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), core)
 
-    def selective_bytes(self, tokens: int, compute_bytes: int) -> int:
-        """Bytes that selective checkpointing keeps of one block, its input included.
-
-        Attention's output and log-sum-exp and the results of every other matrix product in the order of execution:
-        the queries', the values', w1's and w2's.
-        """
-        queries, values = self.heads * self.head_size, self.kv_heads * self.head_size
-        products = queries + values + self.ffn + self.dim
-        return tokens * (compute_bytes * (self.dim + products + queries) + 4 * self.heads)
-
-    def head_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
-        """Bytes that autograd keeps of the final norm, the head and the loss (log-probabilities in float32)."""
-        return tokens * (norm_bytes(self.dim, compute_bytes, fused_norm) + compute_bytes * self.dim + 4 * self.vocab)
-
-    def head_peak(self, tokens: int, compute_bytes: int, fused_norm: bool = True, chunk: int | None = None) -> int:
-        """Bytes of the final norm, the head and the loss where they take most.
-
-        All logits at once: what autograd keeps and the logits' gradient. `chunk` tokens at a time: what is kept of the
-        norm, the gradient of the hidden states, a chunk's logits in the compute type and in float32, and the weight's
-        gradient in float32 and in the compute type, which ranks that share rows have whole.
-
-        Args:
-            tokens, compute_bytes, fused_norm: as for `activation_bytes`.
-            chunk: `training.loss_chunk`.
-        """
-        if chunk is None:
-            return self.head_bytes(tokens, compute_bytes, fused_norm) + 4 * tokens * self.vocab
-        kept = tokens * (norm_bytes(self.dim, compute_bytes, fused_norm) + compute_bytes * self.dim)
-        logits = min(chunk, tokens) * self.vocab * (4 + compute_bytes % 4)
-        return kept + logits + self.vocab * self.dim * (4 + compute_bytes)
-
-    def activation_bytes(
-        self,
-        tokens: int,
-        compute_bytes: int,
-        checkpointing: Checkpointing,
-        fused_norm: bool = True,
-        *,
-        every: int = 2,
-        budget: float = 0.5,
-    ) -> int:
-        """Bytes of activations of one micro-batch on one rank that holds the whole model, at the peak of backward.
-
-        Args:
-            tokens: of the micro-batch on this rank.
-            compute_bytes: 4 for float32, 2 for bfloat16.
-            checkpointing: see `stage_activation_bytes`.
-            fused_norm: False for a device without a fused RMSNorm (CPU), where autograd keeps two float32 tensors.
-            every: with "every_n", which blocks are recomputed.
-            budget: with "budget", the share from 0 to 1 of what could be saved by recomputation that is kept.
-        """
-        return self.stage_activation_bytes(
-            self.layers, True, tokens, compute_bytes, checkpointing, fused_norm, every=every, budget=budget
-        )
-
-    def stage_activation_bytes(
-        self,
-        layers: int,
-        head: bool,
-        tokens: int,
-        compute_bytes: int,
-        checkpointing: Checkpointing,
-        fused_norm: bool = True,
-        *,
-        every: int = 2,
-        budget: float = 0.5,
-        chunk: int | None = None,
-    ) -> int:
-        """Bytes of activations of one micro-batch in a part of the model, at the peak of backward.
-
-        Without a document mask, weights and copies of them not counted. The head brings `head_peak`. Blocks keep, by
-        `checkpointing`:
-
-        - none: all, `block_bytes`;
-        - full: their input; each is recomputed in backward, when one whole block comes on top;
-        - every_n: all, but each `every`-th (of `layers`, layers // every) its input only;
-        - selective: what `selective_bytes` counts; the rest is recomputed, one whole block on top;
-        - budget: what torch's activation memory budget asks of the compiler, linear from full (0) to none (1).
-
-        Args:
-            layers: blocks in this part; 0 where there is none.
-            head: whether the final norm, the head and the loss are in this part.
-            tokens, compute_bytes, fused_norm, every, budget: as for `activation_bytes`.
-            chunk: tokens whose logits there are at a time; None: all.
-        """
-        block = self.block_bytes(tokens, compute_bytes, fused_norm)
-        inputs, most = tokens * compute_bytes * self.dim, layers * block
-        cut = layers // every
-        kept = {
-            "none": most,
-            "full": layers * inputs,
-            "every_n": (layers - cut) * block + cut * inputs,
-            "selective": layers * self.selective_bytes(tokens, compute_bytes),
-            "budget": layers * inputs,
-        }
-        # A block is recomputed after those behind it are done with, so that no mode holds more than "none".
-        blocks = min(most, kept[checkpointing] + block)
-        if checkpointing == "budget":
-            blocks = math.ceil(blocks + budget * (most - blocks))
-        return blocks + (self.head_peak(tokens, compute_bytes, fused_norm, chunk) if head else 0)
+    def head_activations(self, share: Share, *, parts: bool = True, chunk: int | None = None) -> Head:
+        """Bytes that the final norm, the head and the loss take; see `titan.model.activations.head`."""
+        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,13 +201,3 @@ class Qwen3(Decoder):
     def head_norms(self) -> tuple[str, ...]:
         """The norms of queries and keys."""
         return ("q_norm", "k_norm")
-
-    def block_bytes(self, tokens: int, compute_bytes: int, fused_norm: bool = True) -> int:
-        """As for every decoder, and what autograd keeps of the norms of queries and keys; rotation keeps no more."""
-        norms = (self.heads + self.kv_heads) * norm_bytes(self.head_size, compute_bytes, fused_norm)
-        return super().block_bytes(tokens, compute_bytes, fused_norm) + tokens * norms
-
-
-def norm_bytes(width: int, compute_bytes: int, fused: bool) -> int:
-    """Bytes that autograd keeps of the RMSNorm of `width` numbers, its output not included."""
-    return (compute_bytes * width if fused else 8 * width) + 4

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
     _PipelineScheduleRuntime,
@@ -38,6 +40,7 @@ class Plan:
         width: of the hidden states that travel.
         cut: parts of the sequence that hidden states are cut into between stages (sequence parallelism).
         dtype: of the hidden states.
+        whole: FSDP keeps unsharded gradients until the step's last micro-batch; else it reduces those of each.
     """
 
     schedule: str
@@ -47,6 +50,7 @@ class Plan:
     width: int
     cut: int
     dtype: torch.dtype
+    whole: bool = True
 
     def hidden(self, rows: int, length: int, device: torch.device | str) -> Tensor:
         """Room for the hidden states of rows of `length` tokens."""
@@ -140,7 +144,8 @@ class Pipeline:
         hidden = plan.hidden(plan.rows, plan.length, "meta").requires_grad_()
         tokens = torch.empty((plan.rows, plan.length), dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        stage = PipelineStage(
+        kind = PipelineStage if plan.whole else _ReducingStage
+        stage = kind(
             module,
             number,
             count,
@@ -154,6 +159,22 @@ class Pipeline:
         ):  # before torch 2.13 a stage greets the next one, and gloo can't greet its own rank
             stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
         return stage
+
+
+class _ReducingStage(PipelineStage):
+    """A stage whose gradients FSDP reduces after each micro-batch, so that a rank keeps its part of them only."""
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        """In place of torch's, which lets unsharded gradients add up until the end of the step."""
+        module = self.submod
+        if not isinstance(module, FSDPModule):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        module.set_is_last_backward(False)
+        module.set_reshard_after_backward(False)
+        module.set_requires_gradient_sync(True)
+        module.set_requires_all_reduce(last_backward)
+        inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+        return stage_backward(*inputs), None
 
 
 @dataclass(frozen=True)

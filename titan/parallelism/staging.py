@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from titan.parallelism import stages
@@ -25,7 +26,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
     """
     if _custom(parallelism):
         return [stages.read_csv(parallelism.schedule).microbatches]
-    ranks, each = layout.pipeline, _each(parallelism, layout)
+    ranks, each = layout.pipeline, stages_each(parallelism, layout.pipeline)
     least = stages.microbatches(parallelism.schedule, ranks, each, rows, parallelism.idle)
     if least is None:
         count = _count(parallelism, layout)
@@ -67,6 +68,21 @@ def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: i
     return Staging(schedule, layers, owners, stages.facts(schedule).splits_backward, idle)
 
 
+@lru_cache(256)
+def stage_layers(
+    parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int
+) -> tuple[tuple[int, range], ...]:
+    """The pipeline rank and the layers of each stage.
+
+    Raises:
+        Refusal: when there are too few layers.
+    """
+    table = stages.read_csv(parallelism.schedule) if _custom(parallelism) else None
+    count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    owners = table.owners if table else stages.placement(parallelism.schedule, layout.pipeline, count)
+    return tuple(zip(owners, _layers(parallelism, model, seq_len, count), strict=True))
+
+
 def _alone(parallelism: Parallelism, layers: int) -> Staging:
     """One stage that has all layers; what is said of others is refused."""
     if not _custom(parallelism):
@@ -93,15 +109,15 @@ def _custom(parallelism: Parallelism) -> bool:
 def _count(parallelism: Parallelism, layout: Layout) -> int:
     """Stages in all."""
     if parallelism.stages == "auto":
-        return layout.pipeline * _each(parallelism, layout)
+        return layout.pipeline * stages_each(parallelism, layout.pipeline)
     return int(parallelism.stages)
 
 
-def _each(parallelism: Parallelism, layout: Layout) -> int:
-    """Stages of a rank."""
+def stages_each(parallelism: Parallelism, ranks: int) -> int:
+    """Stages of each of so many pipeline ranks."""
     if parallelism.stages == "auto":
         return stages_of_a_rank(parallelism)
-    return max(1, int(parallelism.stages) // layout.pipeline)
+    return max(1, int(parallelism.stages) // ranks)
 
 
 def stages_of_a_rank(parallelism: Parallelism) -> int:

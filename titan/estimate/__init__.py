@@ -1,0 +1,1 @@
+"""What a run will take, from its schemas alone. Free of torch."""
