@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.model.activations import Block, Head, Share
 from titan.parallelism.orders import Action, actions_of, order
-from titan.parallelism.staging import stage_layers, stages_each
+from titan.parallelism.staging import splits_backward, stage_layers, stages_each
 from titan.parallelism.stages import read_csv
 from titan.precision import Cut
 
@@ -33,6 +33,10 @@ SUMS = 4
 """Bytes of an element of the embedding's gradient while a rank sums it."""
 PRODUCT = 0.3
 """Of a block's weights those of its largest product: their gradient is there first."""
+AGAIN = 1.5
+"""Blocks that are computed again, of each that a schedule has in flight whose backward has two parts: what the first
+part computes again and leaves stays until the second part, which computes it once more. So measured: more than is kept
+without checkpointing."""
 TOKEN = 8
 """Bytes of a token, of a target, of a position and of a document's number."""
 
@@ -130,14 +134,16 @@ class State(NamedTuple):
 
     Attributes:
         stage: the one at work.
-        kind: F forward, else backward.
-        flight: of each stage here, the micro-batches that have gone forward and not back, this one included.
+        kind: F forward, B backward, I and W its two parts.
+        flight: for each stage here the micro-batches that have gone forward and not back, this one included.
+        halfway: for each stage here those that have gone back but for the gradients of weights, this one included.
         begun: whether any stage here has gradients of an earlier micro-batch.
     """
 
     stage: int
     kind: str
     flight: tuple[tuple[int, int], ...]
+    halfway: tuple[tuple[int, int], ...]
     begun: bool
 
 
@@ -145,8 +151,8 @@ class State(NamedTuple):
 def _states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
     """The different states that each rank of a pipeline goes through."""
     if ranks == 1:
-        again = {State(0, "F", ((0, 1),), True), State(0, "B", ((0, 1),), True)} if microbatches > 1 else set()
-        return [{State(0, "F", ((0, 1),), False), State(0, "B", ((0, 1),), False)} | again]
+        begun = (False, True) if microbatches > 1 else (False,)
+        return [{State(0, kind, ((0, 1),), ((0, 0),), again) for kind in "FB" for again in begun}]
     if parallelism.schedule.endswith(".csv"):
         rows = [list(row) for row in read_csv(parallelism.schedule).order]
     else:
@@ -155,14 +161,16 @@ def _states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set
 
 
 def _replayed(actions: list[Action]) -> Iterator[State]:
-    """Each state of a rank; what a split backward keeps for the weights counts as in flight until they are done."""
+    """Each state of a rank."""
     flight, begun = dict.fromkeys(sorted({action.stage for action in actions}), 0), False
+    halfway = dict.fromkeys(flight, 0)
     for stage, kind, _ in actions:
-        flight[stage] += kind == "F"
-        yield State(stage, kind, tuple(flight.items()), begun)
-        if kind in "BW":
-            flight[stage] -= 1
-            begun = True
+        flight[stage] += (kind == "F") - (kind == "I")
+        halfway[stage] += kind == "I"
+        yield State(stage, kind, tuple(flight.items()), tuple(halfway.items()), begun)
+        flight[stage] -= kind == "B"
+        halfway[stage] -= kind == "W"
+        begun = begun or kind in "BW"
 
 
 class _Rank:
@@ -191,6 +199,7 @@ class _Rank:
         self.head: Head = model.head_activations(
             self.share, parts=recipe.parallelism.loss_parallel, chunk=recipe.training.loss_chunk
         )
+        self.splits = layout.pipeline > 1 and splits_backward(recipe.parallelism)
         self._count()
 
     def _count(self) -> None:
@@ -231,10 +240,13 @@ class _Rank:
         for state in states:
             stage = self.stages[state.stage]
             kept = sum(count * self.kept(self.stages[number]) for number, count in state.flight)
+            kept += sum(count * self.halfway(self.stages[number]) for number, count in state.halfway)
             if state.kind == "F":
                 yield from self._forward(stage, kept, state.begun)
-            else:
+            elif state.kind == "B":
                 yield from self._backward(stage, kept, state.begun)
+            else:
+                yield from self._split(stage, kept, state.begun)
         yield from self._ends()
 
     def kept(self, stage: Stage) -> float:
@@ -245,10 +257,17 @@ class _Rank:
         ends = self.head.kept + self.head_cast if stage.last else self.block.input
         return self._blocks(stage.layers) + ends + rotation
 
+    def halfway(self, stage: Stage) -> float:
+        """The same where the gradients of inputs are there and those of weights are not: all, and what comes back."""
+        blocks = len(stage.layers) * (self.block.kept + self.casts + self.block.outputs)
+        return blocks + self.kept(stage) - self._blocks(stage.layers)
+
     def _blocks(self, layers: range) -> float:
         """Bytes that blocks keep."""
         memory, block, whole = self.recipe.memory, self.block, self.block.kept + self.casts
         count, every = len(layers), memory.every
+        if self.splits and memory.checkpointing != "none":
+            return count * (AGAIN * whole + block.outputs)
         again = layers.stop // every - layers.start // every if memory.checkpointing == "every_n" else 0
         return {
             "none": count * whole,
@@ -271,7 +290,7 @@ class _Rank:
         fields = 3 if recipe.dataset.mask_documents else 2
         batch = TOKEN * fields * self.tokens * self.microbatches * layout.context
         hidden = self.microbatches * self.block.input * sum(
-            (not stage.first) + (not stage.last) for stage in self.stages.values()
+            (not stage.first) * (2 if self.splits else 1) + (not stage.last) for stage in self.stages.values()
         )
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
         return base.plus(activations=batch, messages=hidden)
@@ -360,6 +379,15 @@ class _Rank:
         if stage.first:
             yield from self._embedding(base, stage, begun)
 
+    def _split(self, stage: Stage, kept: float, begun: bool) -> Iterator[Usage]:
+        """A part of a backward pass whose gradients of inputs and of weights are computed apart: nothing is freed."""
+        base = self._base().plus(activations=kept, gathered=self._gathered(2, len(stage.layers)))
+        gradients = self._gradients(0.0, begun)
+        if stage.last:
+            logits = self.head.backward - self.head.kept
+            yield base.plus("head", logits=logits, gradients=gradients)
+        yield base.plus("backward", activations=self.block.backward, gradients=gradients + self._unsharded(self.block_elements))
+
     def _through_blocks(self, base: Usage, stage: Stage, head: float, begun: bool) -> Iterator[Usage]:
         """The two blocks that backward comes to first, and the two last: each at work, and its gradients reduced."""
         one, count, all_ = self.block_elements, len(stage.layers), self._blocks(stage.layers)
@@ -405,5 +433,5 @@ class _Rank:
             weights = self._gathered(0, 0)
             yield base.plus("gradients are summed", gradients=whole, messages=REDUCE * largest, gathered=weights)
         matrix = max(p.inputs * p.outputs for p in self.recipe.model.products().values())
-        update = self.recipe.optimizer.working_bytes(matrix)
+        update = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.parts))
         yield base.plus("update", gradients=self._gradients(self.elements, True), optimizer=update)

@@ -57,12 +57,14 @@ class Block(NamedTuple):
         kept: all that autograd keeps.
         selective: what selective checkpointing keeps, the input included.
         backward: the most that its backward pass takes beside what is kept.
+        outputs: gradients of the results of its products, from which those of weights are computed.
     """
 
     input: float
     kept: float
     selective: float
     backward: float
+    outputs: float
 
 
 class Head(NamedTuple):
@@ -113,9 +115,9 @@ def block(
     gradient = c * dim * s
     swiglu = c * n * max(2 * f, f + (dim if t > 1 and share.sequence else 0))
     norm = share.norm_backward(dim) * s - feed_forward
-    return Block(
-        c * dim * s, norms + gathered + attention + feed_forward, selective, gradient + max(swiglu, norm, c * dim * n)
-    )
+    backward = gradient + max(swiglu, norm, c * dim * n)
+    outputs = c * (q + 2 * k + 2 * f + 2 * dim) * n
+    return Block(gradient, norms + gathered + attention + feed_forward, selective, backward, outputs)
 
 
 def head(share: Share, dim: int, vocab: int, *, parts: bool, chunk: int | None) -> Head:

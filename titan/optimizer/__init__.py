@@ -93,9 +93,14 @@ class Optimizer:
         words += [f"groups {', '.join(self.groups)}"] if self.groups else []
         return "; ".join(words)
 
-    def working_bytes(self, matrix: int) -> int:
-        """Bytes that an update takes for a while, where the largest matrix has so many numbers."""
-        return 0
+    def working_bytes(self, matrix: int, elements: int) -> int:
+        """Bytes that an update takes for a while.
+
+        Args:
+            matrix: elements of the largest matrix, of which ranks may share the parts.
+            elements: of all weights on a rank.
+        """
+        return 4 * elements if getattr(self, "implementation", "fused") == "foreach" else 0
 
     def check(self, model: Decoder, weight_bytes: int = 4) -> None:
         """Refuse settings that fit neither each other nor the model.
@@ -243,7 +248,7 @@ class Muon(AdamW):
         """As for AdamW, and what is whose."""
         return "; ".join(filter(None, ["muon for the blocks' matrices, adamw for the rest", super().describe()]))
 
-    def working_bytes(self, matrix: int) -> int:
+    def working_bytes(self, matrix: int, elements: int) -> int:
         """What a Newton-Schulz iteration has at once: five matrices, and the two that are gathered and sent."""
         return 7 * matrix * (4 if self.newton_schulz == "fp32" else 2)
 

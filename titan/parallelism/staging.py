@@ -83,6 +83,13 @@ def stage_layers(
     return tuple(zip(owners, _layers(parallelism, model, seq_len, count), strict=True))
 
 
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights apart."""
+    if _custom(parallelism):
+        return stages.read_csv(parallelism.schedule).splits_backward
+    return stages.facts(parallelism.schedule).splits_backward
+
+
 def _alone(parallelism: Parallelism, layers: int) -> Staging:
     """One stage that has all layers; what is said of others is refused."""
     if not _custom(parallelism):
