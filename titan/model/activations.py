@@ -89,8 +89,8 @@ def block(
     """A pre-norm block of attention and SwiGLU.
 
     A token: in each norm what `Share.norm` says; its output, which tensor ranks gather; rotated queries and keys,
-    values, attention's output and log-sum-exp; of SwiGLU both products, the gate's activation and their product. What
-    is compiled computes the last two and the norms' outputs again.
+    values, attention's output and log-sum-exp; of SwiGLU both products, the gate's activation and their product. A
+    compiler computes the gate's activation again.
 
     Args:
         share: what the rank computes.
@@ -104,11 +104,11 @@ def block(
     c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
     q, k, f = queries / t, keys / t, ffn / t
     norms = 2 * share.norm(dim) * s
-    gathered = 2 * c * dim * n if t > 1 or not share.compiled else 0.0
+    inputs = 2 * c * dim * n
     attention = (c * (2 * q + 2 * k) + 4 * heads / t + core) * n
     if head_norms:
         attention += n * (share.norm(q) + share.norm(k))
-    feed_forward = (2 if share.compiled else 4) * c * f * n
+    feed_forward = (3 if share.compiled else 4) * c * f * n
     selective = c * dim * s + (c * (q + k + f + q) + 4 * heads / t) * n
     if t > 1:  # the sum over ranks behind each of the two products whose inputs are cut
         selective += 2 * c * dim * s
@@ -117,7 +117,7 @@ def block(
     norm = share.norm_backward(dim) * s - feed_forward
     backward = gradient + max(swiglu, norm, c * dim * n)
     outputs = c * (q + 2 * k + 2 * f + 2 * dim) * n
-    return Block(gradient, norms + gathered + attention + feed_forward, selective, backward, outputs)
+    return Block(gradient, norms + inputs + attention + feed_forward, selective, backward, outputs)
 
 
 def head(share: Share, dim: int, vocab: int, *, parts: bool, chunk: int | None) -> Head:
