@@ -78,7 +78,7 @@ ACTIONS: dict[str, Callable[[Path, int], int]] = {
 }
 
 
-def act(payload: Any, place: Place) -> int:
+def act(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:
     folder, words = payload
     return ACTIONS[words[place.rank]](Path(folder), place.rank)
 

@@ -273,9 +273,7 @@ def _along(sizes: Mapping[str, int], names: tuple[str, ...], timeout: float) -> 
     return dist.group.WORLD if len(lists) == 1 else split(lists, timeout)  # type: ignore[return-value]
 
 
-def split(
-    lists: Sequence[Sequence[int]], timeout: float, parent: dist.ProcessGroup | None = None
-) -> dist.ProcessGroup:
+def split(lists: Sequence[Sequence[int]], timeout: float, parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """This rank's group of those in `lists`; all ranks of `parent` call it together.
 
     However many groups there are, this is one operation. `new_group` for each of them would be as many with NCCL: each
