@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
 from titan import lives, worker
+from titan import train as training
 from titan.generation import worker as generation
 from titan.lives import Life
 from titan.settings import Failure
@@ -125,3 +126,15 @@ def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.Mon
     with pytest.raises(Failure, match="out of memory"):
         generation.work(job, worker.Place())  # type: ignore[arg-type]
     assert not world.closed
+
+
+def test_a_rank_under_torchrun_leaves_without_tidying_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = list[int]()
+    monkeypatch.setattr(training.place, "found", lambda env: worker.Place(1, 2))
+    monkeypatch.setattr(training, "main", lambda: 1 // 0)
+    monkeypatch.setattr(training, "leave", left.append)
+    training.cli()
+    assert left == [1]
+    assert "ZeroDivisionError" in capsys.readouterr().err
