@@ -20,10 +20,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
+from launchers.environment import before_torch
 from launchers.local import Ranks
 from launchers.place import Place
 from titan.cluster import devices
 from titan.endings import AGAIN
+from titan.rank import leave
 from titan.run import Run, moved
 from titan.settings import Failure, Refusal
 from titan.stop import code
@@ -51,6 +53,7 @@ def main(arguments: list[str]) -> int:
         return _node(arguments, ranks)
     place = _place(os.environ, ranks, life)
     _share_cores(ranks)
+    before_torch(os.environ)
     try:
         run = _run(Path(point), place)
         return _said(life, _train(run, place))
@@ -173,10 +176,7 @@ def _tell_of_signal(life: Path, rank: int, returned: int) -> None:
 
 def run(arguments: list[str]) -> NoReturn:
     """Carry out `main` and end."""
-    exit_code = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)  # threads of a broken process group must not delay the end
+    leave(main(arguments))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launchers.environment import before_torch
 from launchers.place import Place
 
 GRACE_SECONDS = 10.0
@@ -112,6 +113,7 @@ def _environment(size: int) -> dict[str, str]:
     """The ranks' environment: this process's own titan in reach, and the cores shared between them."""
     paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    before_torch(env)
     if size > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // size)))
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves to nothing would stop gloo

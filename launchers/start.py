@@ -128,10 +128,11 @@ def follow(place: Place) -> int:
 
 def _guarded(store: Any, place: Place, run: Run, life: lives.Life, work: Any) -> int:
     """Train; of an error that several ranks see, only the first to fail speaks."""
+    first: list[bool] = []
     try:
-        return int(work(run, life, place, store))
+        return int(work(run, life, place, store, lambda error: first.append(_first(store))))
     except Exception as error:
-        if not _first(store):
+        if not (first[0] if first else _first(store)):
             return 2 if isinstance(error, Refusal) else 1
         if not isinstance(error, (Refusal, Failure)):
             print(f"titan: rank {place.rank} failed:", file=sys.stderr)

@@ -20,7 +20,7 @@ from titan.model import attention, loss
 from titan.model.schema import Decoder
 from titan.parallelism import context, data, tensor
 from titan.parallelism.mesh import World
-from titan.parallelism.pipeline import Pipeline, Plan, Twins
+from titan.parallelism.pipeline import Pipeline, Plan, Twins, link
 from titan.parallelism.schema import Parallelism
 from titan.precision import Precision
 from titan.run import Run
@@ -243,7 +243,8 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> Runner:
         group = world.group("pipeline")
         if group is None:
             raise RuntimeError("stages without a pipeline")
-        return Pipeline(stages, _plan(run), group, world.device)
+        plan = _plan(run)
+        return Pipeline(stages, plan, group, world.device, link(plan, group, world.timeout))
     stage: nn.Module = stages[0]
     copies = world.dimensions("replicate")
     wrapped = data.replicate(stage, copies) if world.layout.copies and copies is not None else stage
@@ -284,4 +285,8 @@ def _twins(stages: dict[int, Stage], run: Run, world: World) -> Twins | None:
     first = ends[0].model.tok_embeddings.weight if ends[0] else None
     last = ends[1].model.head.weight if ends[1] else None
     other = staging.owners[-1] if first is not None else staging.owners[0]
-    return Twins(first, last, group, other, world.device) if first is not None or last is not None else None
+    if first is None and last is None:
+        return None
+    twins = Twins(first, last, group, other, world.device)
+    twins.greet()
+    return twins

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+from launchers.environment import before_torch
 from titan import compose, identity, measure, modes
 from titan.checkpoint import measure as saving
 from titan.measure import SIDES, Speed, environment
@@ -50,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--alone", choices=(*SIDES, "waits"), help=argparse.SUPPRESS)
     parser.add_argument("--autocast", action="store_true", help=argparse.SUPPRESS)
     args, overrides = parser.parse_known_args(argv)
+    before_torch(os.environ)
     try:
         if args.alone == "waits":
             return measure.waits_alone(overrides)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from launchers.environment import before_torch
 from titan import compose
 from titan.arguments import arguments, describe
 from titan.cluster import devices
@@ -33,6 +35,7 @@ _PREFIX = "parallelism."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
+    before_torch(os.environ)
     given = list(sys.argv[1:] if argv is None else argv)
     return compose.exit_code(lambda: _main(given))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from launchers.place import Place
 from titan.rank import run
 
 
-def work(payload: Any, place: Place) -> int:
+def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:
     """Generate: the payload is the job."""
     from titan.generation.worker import work as generate
 

@@ -11,34 +11,40 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers.place import Place
 from titan.settings import Failure, Refusal
 
+Body = Callable[[Any, Place, Callable[[BaseException], int]], int]
+"""What a rank does: with its payload, its place, and what it may tell of an error before it puts things in order."""
 
-def main(file: str, body: Callable[[Any, Place], int]) -> int:
-    """Run `body(payload, place)` with what the parent left in `file`; tell the parent of an error.
+
+def main(file: str, body: Body) -> int:
+    """Run `body` with what the parent left in `file`; tell the parent of an error.
 
     Returns:
         The rank's exit code.
     """
     payload, place, parent, errors = pickle.loads(Path(file).read_bytes())
     die_with(parent)
+    tell = partial(_tell, Path(errors), place.rank)
     try:
-        return body(payload, place)
-    except Refusal as refusal:
-        return _tell(Path(errors), place.rank, str(refusal), 2, plain=True)
-    except Failure as failure:
-        return _tell(Path(errors), place.rank, str(failure), 1, plain=True)
+        return body(payload, place, tell)
     except KeyboardInterrupt:
         return 130
-    except BaseException:
-        return _tell(Path(errors), place.rank, traceback.format_exc(), 1, plain=False)
+    except BaseException as error:
+        return tell(error)
 
 
-def _tell(file: Path, rank: int, text: str, code: int, plain: bool) -> int:
+def _tell(file: Path, rank: int, error: BaseException) -> int:
+    """Leave word of an error, once, with its time: the earliest of all ranks is the cause; returns the exit code."""
+    plain, code = isinstance(error, (Refusal, Failure)), 2 if isinstance(error, Refusal) else 1
+    if file.exists():
+        return code
+    text = str(error) if plain else "".join(traceback.format_exception(error))
     if rank > 0:
         print(text, file=sys.stderr)  # to this rank's own log
     temporary = file.with_suffix(".tmp")
@@ -55,20 +61,24 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-def work(payload: Any, place: Place) -> int:
+def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:
     """Train: the payload is the run and its life."""
     from titan.worker import work as train
 
     run, life = payload
-    return train(run, life, place)
+    return train(run, life, place, failed=tell)
 
 
-def run(body: Callable[[Any, Place], int]) -> NoReturn:
+def run(body: Body) -> NoReturn:
     """Be the rank that the command line's file describes, and end."""
-    code = main(sys.argv[1], body)
+    leave(main(sys.argv[1], body))
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once: threads and destructors of a broken process group must not delay it."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of a broken process group must not delay the end
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from launchers import place
+from launchers.environment import before_torch
 from titan import compose
+from titan.rank import leave
 from titan.run import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line in whatever role this process has; returns the exit code."""
+    before_torch(os.environ)
     mine = place.found(os.environ)
     if mine is None:
         return compose.command(argv, _here)
@@ -47,7 +51,14 @@ def _lead(argv: Sequence[str] | None, mine: place.Place) -> int:
 
 def cli() -> None:
     """The console script `titan-train`."""
-    sys.exit(main())
+    if place.found(os.environ) is None:
+        sys.exit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    leave(code)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from titan.saving import Saving
 from titan.settings import Failure
 from titan.stop import code
 from titan.training import lr_factor
-from titan.validation import Held, Interrupted, held_out, measure
+from titan.validation import Held, held_out, measure
 
 log = logging.getLogger("titan")
 
@@ -138,6 +138,7 @@ class Trainer:
         self.recorder: Recorder | None = None
         self.progress: console.Progress | None = None
         self.held: dict[str, Held] = {}
+        self.allowed = world.timeout
         self.loader = self._loader()
 
     def train(self) -> int:
@@ -145,27 +146,29 @@ class Trainer:
 
         Returns:
             0 when all steps are done, 130 when a signal ended them, 75 when they are to be started again.
+
+        Raises:
+            Interrupted: when a signal came while it waited for validation rows.
         """
         began = time.monotonic()
         self._begin()
         if self.world.speaks:
             console.show_run(self.run, self.life, self.mix, self.engine.notes)
             self.recorder = Recorder(self.run, self.life, self._warn)
-        try:
-            with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
-                self.progress = progress if self.world.speaks else None
-                self.held = held_out(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
-                with _collected_at_steps():
-                    self.loop()
-            self._finish(began)
-        except Interrupted:
-            return code(self.stop.again)
-        finally:
-            self.loader.close()
-            self.saving.close()
-            if self.recorder:
-                self.recorder.close()
+        with console.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
+            self.progress = progress if self.world.speaks else None
+            self.held = held_out(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
+            with _collected_at_steps():
+                self.loop()
+        self._finish(began)
         return code(self.again) if self.stopping else 0
+
+    def close(self) -> None:
+        """End what runs beside training, a save once it is done."""
+        self.loader.close()
+        self.saving.close()
+        if self.recorder:
+            self.recorder.close()
 
     def _begin(self) -> None:
         """Clear away what a killed life may have left, and take up the state of a checkpoint, or given weights."""
@@ -184,12 +187,29 @@ class Trainer:
         last = self.run.training.steps if steps is None else self.step + steps
         sent: Sent | None = None
         while self.step < last and not self.stopping:
+            self._allow(self._step_timeout())
             new = self._step(sent.clock if sent else None)
             if sent:
                 self._settle(sent)
             sent = self._between(new, last)
         if sent:
             self._settle(sent)
+
+    def _step_timeout(self) -> float:
+        """Seconds that ranks may wait for each other in the next step.
+
+        The first step, and the first of each batch size, may compile; and a rank that reads data while they are
+        prepared may have to wait for them.
+        """
+        new = self.step == self.life.step or self.run.training.phase(self.step + 1).step == self.step + 1
+        cluster = self.run.cluster
+        return cluster.timeout if new or self.run.dataset.stream else cluster.step_seconds
+
+    def _allow(self, seconds: float) -> None:
+        """Set how long ranks wait for each other; all ranks call it together."""
+        if seconds != self.allowed:
+            self.world.set_timeout(seconds, meet=seconds < self.allowed)
+            self.allowed = seconds
 
     def _step(self, before: Clock | None = None) -> Sent:
         """Start one update on the device; `before` is the clock of the step that it follows without a break."""
@@ -344,6 +364,7 @@ class Trainer:
                 gc.collect(1)
             return sent
         self._settle(sent)
+        self._allow(run.cluster.timeout)
         if validate:
             self.validate()
         if save:
@@ -375,6 +396,7 @@ class Trainer:
 
     def _finish(self, began: float) -> None:
         """After the last step: save, validate, sample, and say what came out."""
+        self._allow(self.run.cluster.timeout)
         if not self.stopping or self.run.checkpoint.on_stop:
             self._note(self.saving.finish(self.step, self.rows))
         else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,14 @@ from titan.run import Run
 from titan.settings import Failure, Refusal
 from titan.stop import Stop, code
 from titan.trainer import Trainer
+from titan.validation import Interrupted
 
 log = logging.getLogger("titan")
 
 
-def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
+def work(
+    run: Run, life: Life, place: Place, store: Any = None, failed: Callable[[Exception], object] = lambda error: None
+) -> int:
     """Train `run` as one of its ranks.
 
     Args:
@@ -35,6 +40,7 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
         life: which execution of it this is.
         place: this rank.
         store: what the ranks have met at already, under torchrun or srun.
+        failed: told of an error at once, before anything is put in order, which may take as long as a save does.
 
     Returns:
         0 when all steps are done, 130 when a signal ended them, 75 when a scheduler's did that is to start them again.
@@ -52,16 +58,50 @@ def work(run: Run, life: Life, place: Place, store: Any = None) -> int:
             life = _settled(run, life, world)
             log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
             engine = assemble(run, world, log.info)
-            return Trainer(run, life, world, engine, stop).train()
-        except torch.OutOfMemoryError as error:
-            raise Failure(_out_of_memory(run, error)) from error
-        except Exception as error:
-            if not (stop.asked and _of_the_compiler(error)):
-                raise
-            log.warning("stopped while compiling: the signal ended the compiler too")
+            ended = _trained(Trainer(run, life, world, engine, stop), failed)
+        except Interrupted:
             return code(stop.again)
-        finally:
-            world.close()
+        except Exception as error:
+            if stop.asked and _of_the_compiler(error):
+                log.warning("stopped while compiling: the signal ended the compiler too")
+                return code(stop.again)
+            plain = _plain(run, error)
+            if plain is error:
+                raise
+            raise plain from error
+        # At no other end: with NCCL that waits for operations that other ranks have begun or not (pytorch #141510).
+        world.close()
+        return ended
+
+
+def _trained(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
+    """Train, and close what the trainer has opened; of an error tell first."""
+    try:
+        return trainer.train()
+    except Interrupted:
+        raise
+    except Exception as error:
+        failed(_plain(trainer.run, error))
+        raise
+    finally:
+        trainer.close()
+
+
+def _plain(run: Run, error: Exception) -> Exception:
+    """An error as a sentence, where it is the user's to act on."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Failure(_out_of_memory(run, error))
+    if waited := re.search(r"Timed out waiting (\d+)ms", str(error)):  # gloo's words; NCCL ends the process itself
+        return Failure(_timed_out(run, int(waited[1]) / 1000))
+    return error
+
+
+def _timed_out(run: Run, seconds: float) -> str:
+    name = "step_timeout" if seconds == run.cluster.step_seconds else "timeout"
+    return (
+        f"waited {seconds:g} s for the other ranks: one of them stands still, or is slower than cluster.{name} allows; "
+        f"see what each did last in {run.directory}/log, or raise cluster.{name}."
+    )
 
 
 def _of_the_compiler(error: Exception) -> bool:

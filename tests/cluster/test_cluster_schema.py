@@ -30,9 +30,25 @@ def test_cpu_is_the_cpu() -> None:
         pytest.param({"device": "gpu"}, "cluster.device=gpu: choose one of auto, cpu, cuda", id="device"),
         pytest.param({"restarts": -1}, "cluster.restarts=-1: must be at least 0", id="restarts"),
         pytest.param({"timeout": 0}, "cluster.timeout=0: must be above 0", id="timeout"),
+        pytest.param({"step_timeout": 0}, "cluster.step_timeout=0: must be above 0 or auto", id="step-timeout"),
     ],
 )
 def test_refusals(given: dict[str, object], message: str) -> None:
     with pytest.raises(Refusal) as caught:
         build(Cluster, given, "cluster")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [({}, 600), ({"timeout": 60}, 60), ({"step_timeout": 90}, 90), ({"step_timeout": "auto"}, 600)],
+)
+def test_a_steps_timeout_is_the_shorter_one(given: dict[str, object], seconds: float) -> None:
+    cluster = build(Cluster, given, "cluster")
+    cluster.check()
+    assert cluster.step_seconds == seconds
+
+
+def test_a_steps_timeout_that_is_the_longer_one_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"cluster.step_timeout=90: longer than cluster.timeout=60, .*give a smaller one"):
+        build(Cluster, {"timeout": 60, "step_timeout": 90}, "cluster").check()

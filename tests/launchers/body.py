@@ -55,6 +55,15 @@ def consequence(folder: Path, rank: int) -> int:
     raise ConnectionError("another rank is gone")
 
 
+def tells(folder: Path, rank: int, tell: Callable[[BaseException], int]) -> int:
+    """Tells of its error before another rank fails, and ends after it."""
+    error = ZeroDivisionError(f"told by rank {rank}")
+    tell(error)
+    (folder / "raised").touch()
+    time.sleep(0.3)
+    raise error
+
+
 def fail(error: BaseException) -> int:
     raise error
 
@@ -78,8 +87,10 @@ ACTIONS: dict[str, Callable[[Path, int], int]] = {
 }
 
 
-def act(payload: Any, place: Place) -> int:
+def act(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:
     folder, words = payload
+    if words[place.rank] == "tells":
+        return tells(Path(folder), place.rank, tell)
     return ACTIONS[words[place.rank]](Path(folder), place.rank)
 
 

@@ -39,6 +39,9 @@ def pids(folder: Path, count: int) -> list[int]:
         pytest.param(
             ["consequence", "raises", "waits"], 1, ["rank 1 failed:", "ZeroDivisionError: by rank 1"], id="cause-first"
         ),
+        pytest.param(
+            ["consequence", "tells"], 1, ["rank 1 failed:", "ZeroDivisionError: told by rank 1"], id="told-first"
+        ),
         pytest.param(["waits", "dies"], 1, ["titan: rank 1 was killed by SIGKILL (out of memory?)"], id="killed"),
         pytest.param(
             ["consequence", "waits", "dies"], 1, ["rank 2 was killed by SIGKILL"], id="killed-and-consequence"

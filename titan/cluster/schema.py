@@ -24,6 +24,10 @@ TAKEN = {
 """Options of sbatch that titan gives itself, or that change what it reads."""
 
 
+STEP_SECONDS = 600.0
+"""How long ranks wait for each other within a step, by default: what torch gives NCCL."""
+
+
 def _job(default: Any, help: str, **limits: Any) -> Any:
     """A setting of what Slurm is asked for: no id depends on it."""
     return setting(default, help, told=False, **limits)
@@ -47,7 +51,17 @@ class Cluster:
         "auto", "auto: GPUs where there are any and torch is built for them, else the CPU"
     )
     restarts: int = setting(0, "restarts of all ranks on this machine after one of them died", at_least=0)
-    timeout: float = setting(1800.0, "seconds after which a collective operation gives up", above=0)
+    timeout: float = setting(
+        1800.0,
+        "seconds that ranks wait for each other before they give up: while they start, compile, validate and save",
+        above=0,
+    )
+    step_timeout: float | str = setting(
+        "auto",
+        "the same within a step after the first one of a batch size; auto: 600, at most cluster.timeout",
+        above=0,
+        words=("auto",),
+    )
     memory_gib: float | None = setting(None, "memory of one device in GiB; null: read it", above=0)
     peak_tflops: float | None = setting(
         None, "dense bf16 peak of one device in TFLOP/s, for MFU; null: from the table of known devices", above=0
@@ -89,12 +103,22 @@ class Cluster:
         at_most=100,
     )
 
+    @property
+    def step_seconds(self) -> float:
+        """`step_timeout` as a number."""
+        return min(STEP_SECONDS, self.timeout) if self.step_timeout == "auto" else float(self.step_timeout)
+
     def check(self) -> None:
         """Refuse what no job can have.
 
         Raises:
             Refusal: naming the setting to change.
         """
+        if self.step_seconds > self.timeout:
+            raise Refusal(
+                f"cluster.step_timeout={self.step_timeout:g}: longer than cluster.timeout={self.timeout:g}, which is "
+                "for what takes longer than a step; give a smaller one, or a larger cluster.timeout."
+            )
         limit = minutes(self.time)
         if limit is not None and 60 * limit <= self.signal_seconds:
             raise Refusal(

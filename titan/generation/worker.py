@@ -46,8 +46,7 @@ def work(job: Job, place: Place) -> int:
         first = str(error).split(". ")[0]
         ways = "a smaller batch or chunk, or a larger parallelism.tensor"
         raise Failure(f"out of memory: {first}. Give {ways}.") from error
-    finally:
-        world.close()
+    world.close()  # at no other end: see titan.worker
     if world.speaks:
         print(f"titan: {clock.line()}", file=sys.stderr)
     return 0

@@ -7,9 +7,10 @@ rows, who speaks. A single rank has neither process group nor mesh; every method
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from launchers.place import Place
@@ -28,6 +30,8 @@ from titan.settings import Failure
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
+TIMEOUT = 1800.0
+"""Seconds after which a collective operation gives up, where the caller gives no other number."""
 ASIDE_SECONDS = 3600.0
 """How long ranks wait for each other beside training: one may have gigabytes to write."""
 
@@ -46,6 +50,7 @@ class World:
         context: the ranks that share a row; None without context parallelism.
         sharers: the ranks that take the same rows, of which one reads them; None where each takes others.
         aside: all ranks over the host's network, for what a thread beside training has to say; None where nothing has.
+        timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
         memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
 
@@ -56,6 +61,7 @@ class World:
     context: dist.ProcessGroup | None = None
     sharers: dist.ProcessGroup | None = None
     aside: dist.ProcessGroup | None = None
+    timeout: float = TIMEOUT
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -121,8 +127,28 @@ class World:
         if self.place.size > 1:
             dist.barrier()
 
+    def set_timeout(self, seconds: float, meet: bool) -> None:
+        """Let operations that start from now on, on every group but `aside`, give up after `seconds`.
+
+        Only gloo's messages between two ranks (a pipeline's) keep the time-out that their group was created with.
+
+        Args:
+            seconds: the new time-out.
+            meet: wait for all ranks before: a rank may be late within the old time-out, and the others would start to
+                wait for it with a shorter one. All ranks call it together then.
+        """
+        if self.place.size == 1 or dist.get_backend() not in ("nccl", "gloo"):
+            return
+        if meet:
+            self.barrier()
+        if meet and self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for group in list(distributed_c10d._world.pg_map):
+            if group is not self.aside:
+                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process groups, at a normal end only: with NCCL this waits for the other ranks' operations."""
         if self.place.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -183,7 +209,7 @@ def connect(
         device_id=device if device_type == "cuda" else None,
         **meeting,
     )
-    world = lay_out(place, layout, device)
+    world = lay_out(place, layout, device, timeout)
     if not aside:
         return world
     patience = timedelta(seconds=max(timeout, ASIDE_SECONDS))
@@ -205,27 +231,68 @@ def _same_network() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = found[0]
 
 
-def lay_out(place: Place, layout: Layout, device: torch.device) -> World:
-    """The world of a rank whose process group is there already; all ranks call it together."""
-    degrees = layout.weights()
-    mesh = init_device_mesh(device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+def lay_out(place: Place, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
+    """The world of a rank whose process group is there already; all ranks call it together.
+
+    Args:
+        place, layout, device: see `World`.
+        timeout: seconds after which creating a group gives up, and an operation on it.
+    """
+    degrees, whole = layout.weights(), layout.degrees()
+    ranks = torch.arange(layout.devices, dtype=torch.int).view(tuple(degrees.values()))
+    groups = [_along(degrees, (name,), timeout) for name in degrees]
+    mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
     # Groups of their own, because in the weights' mesh context is a part of shard.
-    context = _groups(layout.groups("context")) if layout.context > 1 else None
-    world = World(place, layout, device, mesh, context)
+    context = _along(whole, ("context",), timeout) if layout.context > 1 else None
+    world = World(place, layout, device, mesh, context, timeout=timeout)
     return replace(world, sharers=_sharers(world))
 
 
 def _sharers(world: World) -> dist.ProcessGroup | None:
     """The ranks that take the same rows as this one; along a single dimension they have a group already."""
-    wide = [name for name in ("pipeline", "context", "tensor") if getattr(world.layout, name) > 1]
+    wide = tuple(name for name in ("pipeline", "context", "tensor") if getattr(world.layout, name) > 1)
     if len(wide) > 1:
-        return _groups(world.layout.sharers())
+        return _along(world.layout.degrees(), wide, world.timeout)
     if not wide:
         return None
-    return world.context if wide == ["context"] else world.group(wide[0])
+    return world.context if wide == ("context",) else world.group(wide[0])
 
 
-def _groups(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    lists = [list(ranks) for ranks in groups]
-    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(lists)[0]  # type: ignore[no-untyped-call]
+def _along(sizes: Mapping[str, int], names: tuple[str, ...], timeout: float) -> dist.ProcessGroup:
+    """The ranks whose coordinates differ from this one's along `names` only; all ranks call it together.
+
+    Args:
+        sizes: the size of every dimension, outermost first.
+        names: some of them.
+        timeout: see `split`.
+    """
+    ranks = torch.arange(math.prod(sizes.values())).view(tuple(sizes.values()))
+    inner = [list(sizes).index(name) for name in names]
+    outer = [dim for dim in range(len(sizes)) if dim not in inner]
+    lists = ranks.permute(*outer, *inner).reshape(-1, math.prod(sizes[name] for name in names)).tolist()
+    return dist.group.WORLD if len(lists) == 1 else split(lists, timeout)  # type: ignore[return-value]
+
+
+def split(lists: Sequence[Sequence[int]], timeout: float, parent: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """This rank's group of those in `lists`; all ranks of `parent` call it together.
+
+    However many groups there are, this is one operation. `new_group` for each of them would be as many with NCCL: each
+    one splits the communicator of all ranks, and ranks that are not in the group take part.
+
+    Args:
+        lists: of each group the ranks (of all ranks), ascending; each rank of `parent` is in one of them.
+        timeout: seconds after which the creation gives up, and an operation on the group.
+        parent: the group to split; None: all ranks.
+    """
+    limit, whole = timedelta(seconds=timeout), parent or dist.group.WORLD
+    if whole is None:
+        raise RuntimeError("there is no process group to split")
+    if whole.bound_device_id is not None:  # NCCL, whose communicator exists from the start
+        inside = {rank: i for i, rank in enumerate(dist.get_process_group_ranks(whole))}
+        group = dist.split_group(whole, [[inside[rank] for rank in ranks] for ranks in lists], timeout=limit)
+    else:
+        mine = next(ranks for ranks in lists if dist.get_rank() in ranks)
+        group = dist.new_group(list(mine), timeout=limit, use_local_synchronization=True)
+    if group is None:
+        raise RuntimeError("a rank is in none of the groups")
     return group

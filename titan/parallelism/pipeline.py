@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from titan.parallelism import mesh
 from titan.parallelism.norm import local
 
 if TYPE_CHECKING:
@@ -57,15 +59,80 @@ class Plan:
         return torch.empty((rows, length // self.cut, self.width), dtype=self.dtype, device=device)
 
 
+Links = Mapping[tuple[int, int], dist.ProcessGroup]
+"""The group over which one pipeline rank sends to another: by sender and receiver."""
+
+
+def neighbours(owners: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The pairs of ranks with consecutive stages, each as (lower, higher), in rounds: in a round no rank is twice.
+
+    Args:
+        owners: the pipeline rank of each stage.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    for low, high in sorted({(min(a, b), max(a, b)) for a, b in pairwise(owners) if a != b}):
+        free = (one for one in rounds if not {low, high} & {rank for pair in one for rank in pair})
+        found = next(free, None)
+        if found is None:
+            rounds.append(found := [])
+        found.append((low, high))
+    return rounds
+
+
+def link(plan: Plan, group: dist.ProcessGroup, timeout: float) -> Links:
+    """A group for each direction between neighbours, so that no message waits for one that goes another way.
+
+    With NCCL a group whose communicator exists from the start has one queue for all its messages: a receive that was
+    posted early holds up every later send, to whichever rank (pytorch #154132), and in looped schedules ranks may then
+    wait for each other in a circle (#195760). Without eager initialisation torch makes a communicator for each pair.
+    1F1B is the exception: it sends and receives in one batch, which only a single group makes one operation, and such
+    batches cannot block each other.
+
+    Args:
+        plan: the pipeline.
+        group: the ranks along it; all of them call this together.
+        timeout: see `titan.parallelism.mesh.split`.
+
+    Returns:
+        This rank's; none for 1F1B.
+    """
+    if plan.schedule == "1F1B":
+        return {}
+    ranks, me, links = dist.get_process_group_ranks(group), group.rank(), {}
+    for pairs in neighbours(plan.owners):
+        alone = [(rank,) for rank in range(len(ranks)) if not any(rank in pair for pair in pairs)]
+        lists = [[ranks[i] for i in part] for part in sorted([*pairs, *alone])]  # every rank makes as many groups
+        both = [mesh.split(lists, timeout, group) for _ in range(2)]
+        for low, high in pairs:
+            if me in (low, high):
+                links[low, high], links[high, low] = both
+    return links
+
+
 class Pipeline:
     """Takes micro-batches through the stages of this rank and, by way of its neighbours, through all."""
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], plan: Plan, group: dist.ProcessGroup, device: torch.device
+        self,
+        stages: Mapping[int, nn.Module],
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        links: Links | None = None,
     ) -> None:
-        """Take this rank's stages by their number, and the ranks along the pipeline."""
+        """Take this rank's stages by their number, and connect it with its neighbours; all ranks along it together.
+
+        Args:
+            stages: this rank's, by their number.
+            plan: the pipeline.
+            group: the ranks along it.
+            device: where messages are sent from.
+            links: see `link`; what has none goes over `group`.
+        """
         self.stages, self.plan, self.group, self.device = dict(sorted(stages.items())), plan, group, device
+        self.links = links or {}
         self.last = len(plan.owners) - 1
+        self._greet()
         self.losses: list[Tensor] = []
         self.scale = 1.0
         self._schedules: dict[int, Any] = {}
@@ -110,9 +177,23 @@ class Pipeline:
 
     def _carry(self, how: Any, hidden: Tensor, stage: int) -> None:
         """Send to, or receive from, the rank of another stage."""
-        message = dist.P2POp(how, hidden, group=self.group, group_peer=self.plan.owners[stage])
-        for work in dist.batch_isend_irecv([message]):
+        peer = dist.get_global_rank(self.group, self.plan.owners[stage])
+        for work in dist.batch_isend_irecv([linked(dist.P2POp(how, hidden, peer, self.group), self.links)]):
             work.wait()
+
+    def _greet(self) -> None:
+        """Send a message each way between neighbours, while nothing else is under way.
+
+        NCCL connects two ranks at their first message, which both of them wait for: amid a step, with other operations
+        under way on other groups, that came to a halt on several nodes (pytorch #160210).
+        """
+        me, word = self.group.rank(), torch.zeros(1, device=self.device)
+        pairs = [pair for one in neighbours(self.plan.owners) for pair in one if me in pair]
+        for sender, receiver in (way for low, high in pairs for way in ((low, high), (high, low))):
+            how, other = (dist.isend, receiver) if me == sender else (dist.irecv, sender)
+            message = dist.P2POp(how, word, dist.get_global_rank(self.group, other), self.group)
+            for work in dist.batch_isend_irecv([linked(message, self.links)]):
+                work.wait()
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         """What a schedule takes for the loss: the last stage has computed it."""
@@ -144,7 +225,7 @@ class Pipeline:
         hidden = plan.hidden(plan.rows, plan.length, "meta").requires_grad_()
         tokens = torch.empty((plan.rows, plan.length), dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
-        kind = PipelineStage if plan.whole else _ReducingStage
+        kind = _Linked if plan.whole else _Reducing
         stage = kind(
             module,
             number,
@@ -154,17 +235,35 @@ class Pipeline:
             output_args=loss if number == self.last else hidden,
             group=self.group,
         )
-        if (
-            self.device.type == "cpu"
-        ):  # before torch 2.13 a stage greets the next one, and gloo can't greet its own rank
-            stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+        stage.links = self.links
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]  # before torch 2.13; see `_greet`
         return stage
 
 
-class _ReducingStage(PipelineStage):
+class _Linked(PipelineStage):
+    """A stage whose messages go over the groups that `link` makes."""
+
+    links: Links
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [linked(op, self.links) for op in super().get_fwd_recv_ops(fwd_chunk_id)]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return [linked(op, self.links) for op in super().get_fwd_send_ops(fwd_chunk_id)]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return [linked(op, self.links) for op in super().get_bwd_recv_ops(bwd_chunk_id)]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return [linked(op, self.links) for op in super().get_bwd_send_ops(bwd_chunk_id)]
+
+
+class _Reducing(_Linked):
     """A stage whose gradients FSDP reduces after each micro-batch, so that a rank keeps its part of them only."""
 
-    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
         """In place of torch's, which lets unsharded gradients add up until the end of the step."""
         module = self.submod
         if not isinstance(module, FSDPModule):
@@ -175,6 +274,13 @@ class _ReducingStage(PipelineStage):
         module.set_requires_all_reduce(last_backward)
         inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*inputs), None
+
+
+def linked(op: dist.P2POp, links: Links) -> dist.P2POp:
+    """The same message over the group of its direction, where there is one."""
+    ranks = (op.group.rank(), op.group_peer)
+    group = links.get(ranks if op.op is dist.isend else ranks[::-1])
+    return op if group is None else dist.P2POp(op.op, op.tensor, op.peer, group, op.tag)
 
 
 @dataclass(frozen=True)
@@ -202,13 +308,21 @@ class Twins:
             two.copy_(one.add_(two))
         elif self.first is not None or self.last is not None:
             mine = _gradient(self.first if self.first is not None else self.last)
-            sent = mine.to(self.device)  # offloaded gradients live on the host
-            theirs = torch.empty_like(sent)
-            send = dist.P2POp(dist.isend, sent, group=self.group, group_peer=self.other)
-            receive = dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=self.other)
-            for work in dist.batch_isend_irecv([send, receive]):
-                work.wait()
-            mine.add_(theirs.to(mine.device))
+            mine.add_(self._exchange(mine.to(self.device)).to(mine.device))  # offloaded gradients live on the host
+
+    def greet(self) -> None:
+        """Connect the two ranks, where there are two; see `Pipeline`. Both call it together."""
+        if self.first is None or self.last is None:
+            self._exchange(torch.zeros(1, device=self.device))
+
+    def _exchange(self, mine: Tensor) -> Tensor:
+        """What the other rank gives in return for `mine`, which has the same shape."""
+        theirs = torch.empty_like(mine)
+        send = dist.P2POp(dist.isend, mine, group=self.group, group_peer=self.other)
+        receive = dist.P2POp(dist.irecv, theirs, group=self.group, group_peer=self.other)
+        for work in dist.batch_isend_irecv([send, receive]):
+            work.wait()
+        return theirs
 
     @torch.no_grad()
     def align(self, optimizer: torch.optim.Optimizer) -> None:
@@ -224,7 +338,8 @@ class Twins:
 def _told(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
     """In place of the vote that torch's schedules take on whether all stages know their shapes: they do.
 
-    The vote needs messages with values, which a simulation has not.
+    The vote needs messages with values, which a simulation has not. That it connects neighbours, `Pipeline` has done,
+    over the groups that its messages take.
     """
     from torch.distributed.pipelining._utils import InferenceMode
 

@@ -71,14 +71,6 @@ class Layout:
             range(first + i, first + i + width, step) for first in range(0, self.devices, width) for i in range(step)
         ]
 
-    def sharers(self) -> list[list[int]]:
-        """The ranks that take the same rows, group by group; the first of each reads them."""
-        found: dict[tuple[int, int], list[int]] = {}
-        for rank in range(self.devices):
-            at = self.coordinates(rank)
-            found.setdefault((at["replicate"], at["shard"]), []).append(rank)
-        return list(found.values())
-
     def __str__(self) -> str:
         parts = [f"{name} {degree}" for name, degree in self.degrees().items() if degree > 1]
         return " x ".join(parts) or "one device"

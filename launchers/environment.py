@@ -1,0 +1,20 @@
+"""What ranks need in their environment before torch starts. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where torch looks for its allocator's settings: the first is its own name for them, the others are older."""
+
+
+def before_torch(env: MutableMapping[str, str]) -> None:
+    """Add to `env` what torch and NCCL read when they start; what is set already stands.
+
+    - Segments of GPU memory that can grow: without them blocks of changing sizes leave gaps, and a run that fits runs
+      out of memory. On a CPU nothing changes.
+    - No warning that messages of a group wait for each other: `titan.parallelism.pipeline.link` sees to that.
+    """
+    if not any(name in env for name in ALLOCATOR):
+        env[ALLOCATOR[0]] = "expandable_segments:True"
+    env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")

@@ -1,0 +1,305 @@
+"""Process groups: who is in them, what making them takes, and how long operations on them wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, distributed_c10d
+from torch.distributed.pipelining import schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from launchers.place import Place
+from tests.parallelism.groups import LAYOUTS, count, now, store_traffic
+from tests.ranks import run_ranks
+from tests.runs import tiny, train
+from titan.compose import composed
+from titan.parallelism import mesh
+from titan.parallelism.pipeline import Pipeline, Plan, link, linked, neighbours
+from titan.parallelism.schema import Layout
+from titan.settings import Failure
+from titan.trainer import Trainer
+
+CPU = torch.device("cpu")
+STALL = 1.8
+"""Seconds: longer than the step's time-out of the runs here."""
+
+
+@pytest.fixture
+def fake() -> Iterator[Callable[[int, int], None]]:
+    """What makes this process a rank of a job, on a fake process group."""
+
+    def join(rank: int, size: int) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+
+    yield join
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def members(group: dist.ProcessGroup | None) -> list[int]:
+    assert group is not None
+    return dist.get_process_group_ranks(group)
+
+
+# --- who is in them
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(shard=4),
+        Layout(pipeline=2, replicate=2, shard=2, context=2, tensor=2),
+        Layout(pipeline=3, context=2, tensor=2),
+        Layout(replicate=2, shard=3, tensor=2),
+        Layout(context=4, tensor=2),
+    ],
+    ids=str,
+)
+def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
+    layout: Layout, fake: Callable[[int, int], None]
+) -> None:
+    at = [layout.coordinates(rank) for rank in range(layout.devices)]
+    for rank in range(layout.devices):
+        fake(rank, layout.devices)
+        world = mesh.lay_out(Place(rank, layout.devices, rank), layout, CPU)
+
+        def along(*names: str, here: dict[str, int] = at[rank]) -> list[int]:
+            fixed = here.keys() - set(names)
+            return [other for other, there in enumerate(at) if all(there[n] == here[n] for n in fixed)]
+
+        for name in layout.weights():
+            assert members(world.group(name)) == along(name, *(["context"] if name == "shard" else []))
+        if layout.context > 1:
+            assert members(world.context) == along("context")
+        if max(layout.pipeline, layout.context, layout.tensor) > 1:
+            assert members(world.sharers) == along("pipeline", "context", "tensor")
+
+
+def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
+    for recipe, name in (("bench_405b_16384", "16,384"), ("bench_405b_16384_long", "16,384, long rows")):
+        assert composed([f"recipe={recipe}"], elsewhere=True).layout == LAYOUTS[name]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> None:
+    """One split of all ranks for each kind of group, and four of a pipeline's for its links."""
+    layout = LAYOUTS[name]
+    for rank in (0, layout.devices - 1):
+        done = count(layout, now, rank)
+        kinds = len(layout.weights()) + (layout.context > 1) + 1
+        assert done.splits.count(layout.devices) == kinds
+        assert set(done.splits) <= {layout.devices, layout.pipeline}
+        assert len(done.splits) <= kinds + 4
+        assert done.messages < 6 * layout.devices
+
+
+class Counting(dist.Store):
+    """A store that counts what goes to and from it; ranks here are threads."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.messages, self.bytes = inner, 0, 0
+
+    def _note(self, messages: int, size: int) -> None:
+        self.messages, self.bytes = self.messages + messages, self.bytes + size
+
+    def set(self, key: str, value: Any) -> None:
+        self._note(1, len(key) + len(value))
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        value: bytes = self.inner.get(key)
+        self._note(1, len(key) + len(value))
+        return value
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        self._note(1, 0)
+        self.inner.wait(keys, *timeout)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    inner = dist.HashStore()  # type: ignore[attr-defined]
+    stores, groups = [Counting(inner) for _ in range(size)], [None] * size
+
+    def join(rank: int) -> None:
+        groups[rank] = ProcessGroupGloo(dist.PrefixStore("g/", stores[rank]), rank, size, timedelta(seconds=20))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    messages, expected = store_traffic(size)
+    assert [store.messages for store in stores] == [messages] * size
+    assert sum(store.bytes for store in stores) / size == pytest.approx(expected, rel=0.1)
+
+
+# --- a pipeline's links
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 16])
+@pytest.mark.parametrize("shape", ["chain", "looped", "v"])
+def test_neighbours_meet_in_few_rounds(ranks: int, shape: str) -> None:
+    once = list(range(ranks))
+    owners = once + {"chain": [], "looped": once, "v": once[::-1]}[shape]
+    rounds = neighbours(owners)
+    assert {pair for pairs in rounds for pair in pairs} == {(min(p), max(p)) for p in pairwise(owners) if p[0] != p[1]}
+    assert all(max(Counter(rank for pair in pairs for rank in pair).values()) == 1 for pairs in rounds)
+    assert len(rounds) <= 2 + (shape == "looped" and ranks % 2)
+
+
+def plan(schedule: str, owners: tuple[int, ...]) -> Plan:
+    return Plan(schedule, owners, 1, 4, 4, 1, torch.float32)
+
+
+def test_each_direction_between_neighbours_has_a_group(fake: Callable[[int, int], None]) -> None:
+    fake(1, 5)
+    world = dist.group.WORLD
+    links = link(plan("Interleaved1F1B", (0, 1, 2, 3, 4) * 2), world, 30)
+    assert set(links) == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    assert len({group.group_name for group in links.values()}) == 4
+    assert {ranks: members(group) for ranks, group in links.items()} == {r: sorted(r) for r in links}
+    tensor = torch.zeros(1)
+    for how, other, way in ((dist.isend, 2, (1, 2)), (dist.irecv, 2, (2, 1)), (dist.irecv, 0, (0, 1))):
+        op = linked(dist.P2POp(how, tensor, other, world), links)
+        assert (op.op, op.tensor is tensor, op.peer) == (how, True, other)
+        assert op.group is links[way]
+    assert link(plan("1F1B", (0, 1, 2, 3, 4)), world, 30) == {}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
+    def connected(rank: int, size: int) -> list[tuple[str, int, int]]:
+        owners, sent = (0, 1, 2) * (1 if schedule == "1F1B" else 2), []
+        real = dist.batch_isend_irecv
+
+        def noted(ops: Any) -> Any:
+            sent.extend((op.op.__name__, op.peer, op.group.size()) for op in ops)
+            return real(ops)
+
+        dist.batch_isend_irecv = noted
+        how = plan(schedule, owners)
+        Pipeline({}, how, dist.group.WORLD, CPU, link(how, dist.group.WORLD, 30))
+        return sent
+
+    found = run_ranks(connected, 3)
+    over = 3 if schedule == "1F1B" else 2
+    for rank, others in enumerate(([1], [0, 2], [1]) if schedule == "1F1B" else ([1, 2], [0, 2], [0, 1])):
+        assert sorted(found[rank]) == [(how, other, over) for how in ("irecv", "isend") for other in others]
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
+def test_messages_between_stages_go_over_the_links(schedule: str, tmp_path: Path) -> None:
+    run = tiny(
+        tmp_path / "run", "parallelism=pp", f"parallelism.schedule={schedule}", "parallelism.microbatches=4",
+        "model.layers=4", "training.steps=1", "checkpoint=off", "metrics.sample_tokens=0", layout="single",
+    )  # fmt: skip
+
+    def noting(trainer: Trainer) -> list[tuple[bool, bool]]:
+        runner, seen, real = trainer.engine.runner, [], schedules._batch_p2p
+        assert isinstance(runner, Pipeline)
+        me, other = trainer.world.place.rank, 1 - trainer.world.place.rank
+
+        def noted(ops: Any, desc: str | None = None) -> Any:
+            for op in ops:
+                way = (me, other) if op.op is dist.isend else (other, me)
+                seen.append((op.op is dist.isend, op.group is runner.links[way]))
+            return real(ops, desc)
+
+        schedules._batch_p2p = noted
+        return seen
+
+    for rank in train(run, noting):
+        assert rank.code == 0
+        assert set(rank.extra) == {(True, True), (False, True)}
+
+
+# --- how long they wait
+
+
+def timeouts() -> list[float]:
+    """Of every group."""
+    groups = list(distributed_c10d._world.pg_map)
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+def test_every_group_has_the_runs_timeout(tmp_path: Path) -> None:
+    layout = Layout(pipeline=2, shard=2, tensor=2)
+
+    def joined(rank: int, size: int) -> tuple[list[float], list[float], Any]:
+        world = mesh.connect(Place(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 77, aside=True)
+        group = world.group("pipeline")
+        assert group is not None
+        link(plan("GPipe", (0, 1)), group, world.timeout)
+        before = timeouts()
+        world.set_timeout(33, meet=True)
+        assert world.aside is not None
+        return before, timeouts(), world.aside._get_backend(CPU).options._timeout.total_seconds()
+
+    for before, after, aside in run_ranks(joined, 8, joined=False):
+        assert sorted(before) == [77.0] * 7 + [mesh.ASIDE_SECONDS]  # all, 3 of the mesh, sharers, 2 links
+        assert sorted(after) == [33.0] * 7 + [mesh.ASIDE_SECONDS]
+        assert aside == mesh.ASIDE_SECONDS
+
+
+def stalling(places: list[str]) -> Callable[[Trainer], None]:
+    """Rank 1 stands still in step-N, in validate-N or save-N after it, or in gone-N, the step that it ends in."""
+
+    def before(trainer: Trainer) -> None:
+        def slow(name: str) -> None:
+            real = getattr(trainer, name)
+
+            def method(*arguments: Any) -> Any:
+                number = trainer.step + 1
+                here = {f"step-{number}", f"gone-{number}"} if name == "_step" else {f"{name}-{trainer.step}"}
+                for place in here & set(places):
+                    places.remove(place)
+                    time.sleep(STALL)
+                    if place.startswith("gone"):
+                        raise Failure("awake")
+                return real(*arguments)
+
+            setattr(trainer, name, method)
+
+        for name in ("_step", "validate", "save") if trainer.world.place.rank == 1 else ():
+            slow(name)
+
+    return before
+
+
+STEPS = (
+    "training.steps=6", "cluster.step_timeout=1", "cluster.timeout=30", "training.grow=[[384,256]]",
+    "metrics.validation_tokens=64", "metrics.validate_every=2", "checkpoint.every=5",
+)  # fmt: skip
+
+
+def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None:
+    run = tiny(tmp_path / "run", *STEPS, layout="ddp2")
+    seen = train(run, stalling(["gone-3"]))
+    assert run.training.phase(3).step == 1
+    assert seen[0].failure is not None
+    assert seen[0].failure.startswith("waited 1 s for the other ranks: one of them stands still")
+    assert "raise cluster.step_timeout" in seen[0].failure
+
+
+def test_what_takes_longer_than_a_step_may(tmp_path: Path) -> None:
+    """The first step and the first of a batch size may compile; validation, saves and the end are no steps."""
+    run = tiny(tmp_path / "run", *STEPS, "checkpoint=async", layout="ddp2")
+    first = run.training.phases[1].step
+    assert 2 < first < 6
+    places = ["step-1", f"step-{first}", "validate-2", "save-5", "validate-6"]
+    assert [rank.code for rank in train(run, stalling(places))] == [0, 0]
