@@ -68,7 +68,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
         assert manager is not None
 
         def note(folder: Path, about: Manifest) -> None:
-            manager.talk.gather((folder / "note").touch())
+            manager.talk.each(lambda: (folder / "note").touch())
 
         manager.after = (fails_at(2, Refusal("x=1: no."))(trainer), fails_at(2, OSError(5, "I/O error"))(trainer), note)
         return heard(trainer)

@@ -33,6 +33,20 @@ class Writer(FileSystemWriter):
         """What `.metadata` say of the save: not where it was, as a path's class differs between Pythons."""
         return StorageMeta(save_id=self.save_id)
 
+    def metadata(self) -> bytes:
+        """The metadata as they were written."""
+        return Path(self._get_metadata_path()).read_bytes()
+
+    def finish_with(self, metadata: bytes) -> None:
+        """Write metadata that an earlier save has written: pickling those of many ranks takes a while."""
+        path = Path(self._get_metadata_path())
+        part = path.with_name(f"{path.name}.tmp")
+        with self.fs.create_stream(part, "wb") as stream:
+            stream.write(metadata)
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.fs.rename(part, path)
+
     @property
     def files(self) -> dict[str, File]:
         """Size and checksum of each file that was written, by its name."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,13 +22,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from launchers.place import Place
 from titan.dataset.loader import Share
+from titan.parallelism.exchange import Exchange
 from titan.parallelism.schema import Layout
 from titan.settings import Failure
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
-ASIDE_SECONDS = 3600.0
-"""How long ranks wait for each other beside training: one may have gigabytes to write."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class World:
             single rank.
         context: the ranks that share a row; None without context parallelism.
         sharers: the ranks that take the same rows, of which one reads them; None where each takes others.
-        aside: all ranks over the host's network, for what a thread beside training has to say; None where nothing has.
+        aside: messages between all ranks beside training, from any thread; None where there are none to be sent.
         memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
 
@@ -55,7 +53,7 @@ class World:
     mesh: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
     sharers: dist.ProcessGroup | None = None
-    aside: dist.ProcessGroup | None = None
+    aside: Exchange | None = None
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
@@ -167,13 +165,11 @@ def connect(
         device_type: "cpu" or "cuda".
         timeout: seconds after which a collective operation gives up.
         store: what the ranks have met at already; None to meet at `place.rendezvous`.
-        aside: whether the ranks need a group over the host's network beside training's (`World.aside`).
+        aside: whether the ranks have messages for each other beside training (`World.aside`).
     """
     device = _device(place, device_type)
     if place.size == 1:
         return World(place, layout, device)
-    if aside and device_type == "cuda":
-        _same_network()
     meeting = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -186,23 +182,7 @@ def connect(
     world = lay_out(place, layout, device)
     if not aside:
         return world
-    patience = timedelta(seconds=max(timeout, ASIDE_SECONDS))
-    return replace(world, aside=dist.new_group(backend="gloo", timeout=patience))
-
-
-def _same_network() -> None:
-    """Let gloo take the interface that NCCL is told to take, where that is one and nothing is said of gloo's.
-
-    Gloo would take the one that the host's name resolves to, which need not reach the other hosts. NCCL's setting is a
-    list of beginnings of names (of whole names after "="; of what not to take after "^"), gloo's of whole names.
-    """
-    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if "GLOO_SOCKET_IFNAME" in os.environ or not wanted or wanted[0] == "^" or "," in wanted:
-        return
-    there = [name for _, name in socket.if_nameindex()]
-    found = [name for name in there if name == wanted.lstrip("=") or name.startswith(wanted)]
-    if len(found) == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = found[0]
+    return replace(world, aside=Exchange(dist.distributed_c10d._get_default_store(), place.rank, place.size))
 
 
 def lay_out(place: Place, layout: Layout, device: torch.device) -> World:
