@@ -134,15 +134,15 @@ LIFE = '"$HOME/with space/9.0'
     [
         pytest.param("exit 0", "RUNNING", 0, 0, False, id="done"),
         pytest.param("exit 1", "RUNNING", 0, 1, False, id="failed"),
-        pytest.param(f"touch {LIFE}.again\"; exit 0", "RUNNING", 0, AGAIN, True, id="told-to-save-and-end"),
-        pytest.param(f"touch {LIFE}.again\"; exit 137", "RUNNING", 0, AGAIN, True, id="told-and-one-killed-for-it"),
-        pytest.param(f"touch {LIFE}.again\"; exit 0", "", 0, AGAIN, True, id="told-and-squeue-silent"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 0, AGAIN, True, id="told-to-save-and-end"),
+        pytest.param(f"touch {LIFE}/again\"; exit 137", "RUNNING", 0, AGAIN, True, id="told-and-one-killed-for-it"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "", 0, AGAIN, True, id="told-and-squeue-silent"),
         pytest.param("exit 140", "RUNNING", 0, AGAIN, True, id="told-before-it-listened"),
-        pytest.param(f"touch {LIFE}.again\"; exit 0", "RUNNING", 3, AGAIN, False, id="too-often"),
-        pytest.param(f"touch {LIFE}.stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
-        pytest.param(f"touch {LIFE}.stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 3, AGAIN, False, id="too-often"),
+        pytest.param(f"touch {LIFE}/stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
+        pytest.param(f"touch {LIFE}/stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
         pytest.param("exit 143", "", 0, 130, False, id="ended-and-squeue-silent"),
-        pytest.param(f"touch {LIFE}.0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended-for-it"),
+        pytest.param(f"touch {LIFE}/0/0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended"),
         pytest.param('echo "srun: error: n1: task 1: Killed" >&2; exit 143', "RUNNING", 0, 1, False, id="killed"),
     ],
 )  # fmt: skip
@@ -158,7 +158,7 @@ def test_how_a_job_s_end_is_judged(
 
 def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
     run = job("cluster.chain=2")
-    assert ran(tmp_path / "with space", run, f'touch {LIFE}.again"; exit 0')["again"]
+    assert ran(tmp_path / "with space", run, f'touch {LIFE}/again"; exit 0')["again"]
     assert not (tmp_path / "requeued").exists() and not list(tmp_path.glob("*/*.over"))
     assert ran(tmp_path / "with space", run, "exit 0")["code"] == 0
     assert list(tmp_path.glob("*/*.over"))

@@ -3,7 +3,7 @@
 A save is one job, done by all ranks together in a thread of its own:
 
 1. every rank gives rank 0 what it holds, where that has changed since the last save (`plans`); rank 0 makes the folder
-   and gives all what they are to write, where that has changed;
+   and gives each what it is to write, where that has changed;
 2. every rank writes its part of the tensors, with checksums, and gives rank 0 its files' sizes and checksums;
 3. rank 0 writes the manifest, which makes the checkpoint count, and gives all the number of bytes;
 4. rank 0 lets go of the checkpoints that are not kept;
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from titan.checkpoint import manifest, retention, tokenizers_out
 from titan.checkpoint.manifest import Damaged, File, Manifest
-from titan.checkpoint.plans import Parts, Places, Plans, Proposal
+from titan.checkpoint.plans import Part, Places, Plans, Proposal
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.talk import Talk, Unsaved, reason
@@ -251,7 +251,7 @@ class _Save:
         Raises:
             Unsaved: on all ranks, when it failed on any.
         """
-        self.plans.accept(talk.collect(self._propose, self._settle))
+        self.plans.accept(talk.deal(self._propose, self._settle))
         try:
             name, size = talk.collect(self._write, self._conclude)
         except Unsaved as error:
@@ -264,7 +264,7 @@ class _Save:
         self.ready()
         return self.plans.propose(self.state)
 
-    def _settle(self, proposals: list[Proposal]) -> Parts | None:
+    def _settle(self, proposals: list[Proposal]) -> list[Part]:
         files, name = _make(self.folder, self.tokenizer)
         self.about = replace(self.about, files=files, tokenizer=name)
         return self.plans.settle(proposals)

@@ -2,10 +2,10 @@
 
 torch.distributed.checkpoint plans every save anew: each rank sends the list of what it holds to rank 0, gets back what
 of that it is to write, sends where in its file each tensor lies, and gets the metadata of the whole checkpoint, which
-only rank 0 writes. Here its planner is asked once, by these steps, whose messages a `Talk` carries:
+only rank 0 writes. Here its planner is asked once, for parts that don't overlap. A `Talk` carries the messages:
 
 1. every rank: `propose` what it holds; None where that is as at the last save;
-2. rank 0: `settle` who writes what; None where nothing has changed;
+2. rank 0: `settle` who writes what, and give each rank its part; None where nothing has changed;
 3. every rank: `accept` its part, `write` it, and report where each tensor lies; None where that is as before;
 4. rank 0: `conclude` with the metadata, which it keeps in the form in which they are written.
 
@@ -16,20 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from titan.checkpoint.writer import Writer
 
 Proposal = list[WriteItem] | None
-Parts = list[bytes]
-"""For each rank one byte for each item that it proposed: 1 where it is to write it."""
+Part = bytes | None
+"""A byte for each item that a rank has proposed, 1 where it is to write it; None where that is as before."""
 Places = list[tuple[str, int, int]]
 """For each item that a rank has written: the file, and offset and length in it in bytes."""
+
+
+Cut = tuple[str, DTensorSpec | torch.Size, torch.dtype, bool]
+"""What a tensor's items follow from: name, how it lies on the ranks, type, whether it takes gradients."""
 
 
 class Plans:
@@ -43,41 +50,47 @@ class Plans:
 
     def forget(self) -> None:
         """Plan the next save anew."""
-        self.held: list[WriteItem] | None = None
+        self.cuts: list[Cut] | None = None
+        self.held: list[WriteItem] = []
         self.mine: list[WriteItem] = []
         self.places: Places | None = None
         self.proposals: list[list[WriteItem]] = []
         self.plans: list[SavePlan] = []
         self.found: list[Places] = []
         self.metadata = Metadata({})
-        self.content: bytes | None = None
+        self.content: tuple[bytes, str] | None = None
 
     def propose(self, state: Mapping[str, Tensor]) -> Proposal:
         """What this rank holds of the state; None where it is what it held at the last save."""
         self.planner.set_up_planner(dict(state), is_coordinator=self.rank == 0)
-        held, before = self.planner.create_local_plan().items, self.held
-        self.held = held
-        return None if held == before else held
+        cuts = [_cut(name, tensor) for name, tensor in state.items()]
+        before, self.cuts = self.cuts, cuts
+        if cuts == before:
+            return None
+        self.held = self.planner.create_local_plan().items
+        return self.held
 
-    def settle(self, proposals: Sequence[Proposal]) -> Parts | None:
-        """On rank 0: who writes what, each item by one of the ranks that hold it; None where that is as before.
+    def settle(self, proposals: Sequence[Proposal]) -> list[Part]:
+        """On rank 0: each rank's part, so that each item is written by one of the ranks that hold it.
 
         Raises:
             ValueError: when the parts that ranks hold don't make whole tensors.
         """
         if self.proposals and all(proposal is None for proposal in proposals):
-            return None
+            return [None] * len(proposals)
         before = self.proposals or [[] for _ in proposals]
         self.proposals = [old if new is None else new for new, old in zip(proposals, before, strict=True)]
-        plans, self.metadata = self.planner.create_global_plan([SavePlan(items) for items in self.proposals])
+        parts = shared_out(self.proposals)
+        mine = [_chosen(items, part) for items, part in zip(self.proposals, parts, strict=True)]
+        self.plans, self.metadata = self.planner.create_global_plan([SavePlan(items) for items in mine])
         self.metadata.planner_data = {name: (name,) for name in self.metadata.state_dict_metadata}
-        self.plans, self.found, self.content = plans, [], None
-        return [_chosen(items, plan) for items, plan in zip(self.proposals, plans, strict=True)]
+        self.found, self.content = [], None
+        return list(parts)
 
-    def accept(self, parts: Parts | None) -> None:
+    def accept(self, part: Part) -> None:
         """Take note of what this rank is to write."""
-        if parts is not None:
-            self.mine = [item for item, chosen in zip(self.held or (), parts[self.rank], strict=True) if chosen]
+        if part is not None:
+            self.mine = _chosen(self.held, part)
             self.places = None
 
     def write(self, writer: Writer) -> Places | None:
@@ -101,12 +114,37 @@ class Plans:
             writer.finish(self.metadata, [_results(p, f) for p, f in zip(self.plans, self.found, strict=True)])
             self.content = writer.metadata()
         else:
-            writer.finish_with(self.content)
+            writer.finish_as(self.content)
 
 
-def _chosen(proposed: Sequence[WriteItem], plan: SavePlan) -> bytes:
-    left = {item.index for item in plan.items}
-    return bytes(item.index in left for item in proposed)
+def _cut(name: str, tensor: Tensor) -> Cut:
+    lies = tensor._spec if isinstance(tensor, DTensor) else tensor.shape
+    return name, lies, tensor.dtype, tensor.requires_grad
+
+
+def shared_out(held: Sequence[list[WriteItem]]) -> list[bytes]:
+    """For each rank a byte for each item that it holds, 1 where it is to write it: each is written once.
+
+    Of those that hold an item, that rank writes it that has the fewest bytes to write so far. Lists that are the same
+    object, as replicas' are, are gone through once: torch's own planner goes through each rank's.
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank, items in enumerate(held):
+        ranks.setdefault(id(items), []).append(rank)
+    holders: dict[MetadataIndex, list[tuple[int, int]]] = {}
+    for key, same in ranks.items():
+        for position, item in enumerate(held[same[0]]):
+            holders.setdefault(item.index, []).append((key, position))
+    parts, load = [bytearray(len(items)) for items in held], [0] * len(held)
+    for places in holders.values():
+        rank, position = min(((r, at) for key, at in places for r in ranks[key]), key=lambda found: load[found[0]])
+        load[rank] += held[rank][position].tensor_storage_size() or 1
+        parts[rank][position] = 1
+    return [bytes(part) for part in parts]
+
+
+def _chosen(items: Sequence[WriteItem], part: bytes) -> list[WriteItem]:
+    return [item for item, chosen in zip(items, part, strict=True) if chosen]
 
 
 def _results(plan: SavePlan, places: Places) -> list[WriteResult]:

@@ -81,7 +81,7 @@ class Talk:
         Raises:
             Unsaved: on every rank, when it failed.
         """
-        return self._answer(lambda: _tried(work))
+        return self._answer(lambda: _tried(work))  # type: ignore[no-any-return]
 
     def here(self, work: Callable[[], object]) -> None:
         """Do `work` on rank 0 alone, and give nothing to the others.
@@ -110,7 +110,12 @@ class Talk:
             Unsaved: on every rank, when `work` failed on any, or `conclude` did.
         """
         result, error = _tried(work)
-        return self._collected(result, error, conclude)
+        return self._collected(result, error, conclude)  # type: ignore[no-any-return]
+
+    def deal(self, work: Callable[[], T], conclude: Callable[[list[T]], Sequence[R]]) -> R:
+        """As `collect`, but `conclude` gives a result for each rank, which gets its own only."""
+        result, error = _tried(work)
+        return self._collected(result, error, conclude, dealt=True)  # type: ignore[no-any-return]
 
     def part(self) -> None:
         """Let all ranks hear rank 0's last word before it may end; all ranks call it together."""
@@ -127,11 +132,13 @@ class Talk:
         """What this rank's errors are named by: nothing where it is the only one."""
         return self.rank if self.size > 1 else None
 
-    def _collected(self, result: Any, error: _Error | None, conclude: Callable[[list[Any]], R]) -> R:
+    def _collected(
+        self, result: Any, error: _Error | None, conclude: Callable[[list[Any]], Any], dealt: bool = False
+    ) -> Any:
         if self.exchange is None:
-            return self._answer(lambda: (None, error) if error else _tried(lambda: conclude([result])))
+            return self._answer(lambda: (None, error) if error else _tried(lambda: conclude([result])), dealt)
         messages = self._gathered(_packed((result, error)))
-        return self._answer(lambda: _concluded(messages, conclude))
+        return self._answer(lambda: _concluded(messages, conclude), dealt)
 
     def _gathered(self, message: bytes) -> list[bytes] | ConnectionError | None:
         """All ranks' messages on rank 0, or why there are none: the others have to hear of that too."""
@@ -141,15 +148,33 @@ class Talk:
         except ConnectionError as error:
             return error
 
-    def _answer(self, conclude: Callable[[], tuple[R | None, Unsaved | _Error | None]]) -> R:
-        """What `conclude` gives on rank 0, which alone calls it, on all ranks; or its error."""
-        result, error = conclude() if self.rank == 0 else (None, None)
+    def _answer(self, conclude: Callable[[], tuple[Any, Unsaved | _Error | None]], dealt: bool = False) -> Any:
+        """What `conclude` gives on rank 0, which alone calls it, to all, or `dealt` to each its own; or its error."""
+        result: Any = None
+        error: Unsaved | _Error | None = None
+        if self.rank == 0:
+            result, error = conclude()
         if isinstance(error, _Error):
             error = error.named(self._mine)
-        result, told = self.tell((result, error and (str(error), error.damaged, error.refused)))
+        told = error and (str(error), error.damaged, error.refused)
+        if dealt:
+            result, told = self._dealt([(None if told else result[rank], told) for rank in self._all()])
+        else:
+            result, told = self.tell((result, told))
         if told:
             raise Unsaved(*told)
-        return result  # type: ignore[return-value]
+        return result
+
+    def _dealt(self, answers: list[Any]) -> Any:
+        """This rank's own of rank 0's answers."""
+        if self.exchange is None:
+            return answers[0]
+        messages = [_packed(answer) for answer in answers]
+        return _unpacked(self.exchange.scatter(messages))
+
+    def _all(self) -> range:
+        """All ranks, on rank 0, which has something for each."""
+        return range(self.size if self.rank == 0 else 0)
 
 
 def _concluded(
@@ -158,7 +183,8 @@ def _concluded(
     """What follows from all ranks' messages; the first rank's error, where there is any."""
     if isinstance(messages, ConnectionError):
         return None, Unsaved(str(messages))
-    parts = [_unpacked(message) for message in messages or ()]
+    known = {message: _unpacked(message) for message in messages or ()}  # what replicas hold is read and kept once
+    parts = [known[message] for message in messages or ()]
     for rank, (_, error) in enumerate(parts):
         if error:
             return None, error.named(rank)

@@ -33,12 +33,13 @@ class Writer(FileSystemWriter):
         """What `.metadata` say of the save: not where it was, as a path's class differs between Pythons."""
         return StorageMeta(save_id=self.save_id)
 
-    def metadata(self) -> bytes:
-        """The metadata as they were written."""
-        return Path(self._get_metadata_path()).read_bytes()
+    def metadata(self) -> tuple[bytes, str]:
+        """The metadata as they were written, and the id in them that tells this save from others."""
+        return Path(self._get_metadata_path()).read_bytes(), self.save_id
 
-    def finish_with(self, metadata: bytes) -> None:
-        """Write metadata that an earlier save has written: pickling those of many ranks takes a while."""
+    def finish_as(self, earlier: tuple[bytes, str]) -> None:
+        """Write the metadata of an earlier save with an id of this one: pickling those of many ranks takes a while."""
+        metadata = earlier[0].replace(earlier[1].encode(), self.save_id.encode())
         path = Path(self._get_metadata_path())
         part = path.with_name(f"{path.name}.tmp")
         with self.fs.create_stream(part, "wb") as stream:

@@ -6,6 +6,7 @@ trains. Here a round takes a few small requests for each rank to one server, and
 
     gather     every rank leaves its message under a key; rank 0 reads and deletes them
     broadcast  rank 0 leaves its message under one key; every other rank reads it
+    scatter    rank 0 leaves a message for each rank under a key, which that rank reads and deletes
 
 The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread at a time. A
 rank that leaves for good says so in place of its next message: rank 0, or the others where it is rank 0, hear of it at
@@ -15,10 +16,9 @@ once. One that dies without a word is missed after `PATIENCE`; whoever started t
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-
-from torch.distributed.distributed_c10d import PrefixStore
 
 PATIENCE = timedelta(hours=1)
 """How long a rank waits for a message: another one may have gigabytes to write first."""
@@ -35,7 +35,7 @@ class Exchange:
 
         A request that waits blocks its connection, which training's own requests must not wait for.
         """
-        self.store: Any = PrefixStore("titan/exchange", store.clone())
+        self.store: Any = store.clone()
         self.store.set_timeout(patience)
         self.patience = patience
         self.rank, self.size = rank, size
@@ -53,9 +53,9 @@ class Exchange:
         """
         number, self.gathered, self.parted = self.gathered, self.gathered + 1, False
         if self.rank:
-            self.store.set(self._key(number, self.rank), _SAYS + message)
+            self.store.set(_key(number, self.rank), _SAYS + message)
             return None
-        messages = [message, *(self._take(self._key(number, rank), rank) for rank in range(1, self.size))]
+        messages = [message, *(self._take(_key(number, rank), rank) for rank in range(1, self.size))]
         self._forget()
         return messages
 
@@ -67,9 +67,22 @@ class Exchange:
         """
         number, self.answered = self.answered, self.answered + 1
         if self.rank:
-            return self._get(f"0/{number}", 0)
-        self.store.set(f"0/{number}", _SAYS + message)
+            return self._get(_key(number), 0)
+        self.store.set(_key(number), _SAYS + message)
         return message
+
+    def scatter(self, messages: Sequence[bytes] = ()) -> bytes:
+        """Give each rank its own of rank 0's messages, one for each; all ranks call it together.
+
+        Raises:
+            ConnectionError: when rank 0 has left, or gave no message in time.
+        """
+        number, self.answered = self.answered, self.answered + 1
+        if self.rank:
+            return self._take(_key(number, to=self.rank), 0)
+        for rank in range(1, self.size):
+            self.store.set(_key(number, to=rank), _SAYS + messages[rank])
+        return messages[0]
 
     def part(self) -> None:
         """Let rank 0 wait until all have read its last message: the store may live in its process."""
@@ -83,12 +96,11 @@ class Exchange:
         """Say that this rank takes part no more, so that the others' next round fails; nothing after `part`."""
         if self.parted:
             return
-        key = self._key(self.gathered, self.rank) if self.rank else f"0/{self.answered}"
+        number = self.answered
+        keys = [_key(number), *(_key(number, to=rank) for rank in range(1, self.size))]
         with contextlib.suppress(RuntimeError):  # the store may be gone already
-            self.store.set(key, _LEAVES)
-
-    def _key(self, number: int, rank: int) -> str:
-        return f"{rank}/{number}"
+            for key in [_key(self.gathered, self.rank)] if self.rank else keys:
+                self.store.set(key, _LEAVES)
 
     def _take(self, key: str, rank: int) -> bytes:
         message = self._get(key, rank)
@@ -107,5 +119,10 @@ class Exchange:
     def _forget(self) -> None:
         """Delete rank 0's earlier messages: all ranks have read them, since each is in a later round now."""
         for number in range(self.deleted, self.answered):
-            self.store.delete_key(f"0/{number}")
+            self.store.delete_key(_key(number))
         self.deleted = self.answered
+
+
+def _key(number: int, rank: int = 0, to: int | None = None) -> str:
+    """Where a rank leaves its message of a round, to rank 0; rank 0 to all, or to one."""
+    return f"titan/exchange/{rank}/{number}{'' if to is None else f'/{to}'}"
