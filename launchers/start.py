@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import random
+import resource
 import socket
 import sys
 import time
@@ -26,6 +27,8 @@ MEETING = timedelta(minutes=30)
 """How long ranks wait until all have come."""
 LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.1, 5.0
 """How soon a rank looks again for rank 0's address; twice as late each time, up to the longest."""
+CONNECTIONS, OPEN_FILES = 3, 1000
+"""How many connections each rank may have to rank 0's store, and the files that rank 0 may have open besides."""
 PREPARING = timedelta(days=7)
 """How long they may wait for rank 0's word: it prepares the data first."""
 LOST_SECONDS = 180.0
@@ -170,6 +173,7 @@ def _meet(place: Place) -> Any:
     if url.startswith("meet://"):
         return _meet_at(Path(url.removeprefix("meet://")), place)
     if url.startswith("tcp://"):
+        _allow_connections(place.size if place.rank == 0 else 0)
         url = f"{url}?rank={place.rank}&world_size={place.size}"
     store, _, _ = next(rendezvous(url, timeout=MEETING))
     return store
@@ -187,6 +191,7 @@ def _meet_at(file: Path, place: Place) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if place.rank == 0:
+        _allow_connections(place.size)
         host = _own_name()
         store = TCPStore(host, 0, is_master=True, timeout=MEETING, wait_for_workers=False)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -194,6 +199,23 @@ def _meet_at(file: Path, place: Place) -> Any:
         return store
     host, port = _told(file)
     return TCPStore(host, int(port), is_master=False, timeout=MEETING)
+
+
+def _allow_connections(ranks: int) -> None:
+    """Let this process have so many open files that all ranks can connect to a store in it.
+
+    Raises:
+        Refusal: when the system's limit forbids that.
+    """
+    wanted = CONNECTIONS * ranks + OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and wanted > hard:
+        raise Refusal(
+            f"ulimit -n {hard}: rank 0 needs {wanted:,} open files for connections of {ranks:,} ranks; have the limit "
+            "raised on its node."
+        )
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _told(file: Path) -> tuple[str, str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from launchers import job, start
 from launchers.place import Place
 from tests.launchers.waiting import waited
 from titan import endings
+from titan.settings import Refusal
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 30.0, 600.0])
@@ -45,6 +48,31 @@ def test_rank_0_writes_into_the_file_that_is_there(before: str | None, tmp_path:
     assert told == [(store.host, str(store.port))]
     assert inode in (None, file.stat().st_ino)
     assert [f.name for f in file.parent.iterdir()] == ["meet"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "expected"),
+    [
+        pytest.param(64, (1024, 4096), 1192, id="raised"),
+        pytest.param(64, (4096, 4096), None, id="enough"),
+        pytest.param(16384, (1024, 1048576), 50152, id="many"),
+        pytest.param(16384, (1024, resource.RLIM_INFINITY), 50152, id="no-hard-limit"),
+        pytest.param(16384, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, id="no-limit"),
+        pytest.param(16384, (1024, 4096), Refusal, id="too-low"),
+    ],
+)
+def test_rank_0_may_have_a_connection_of_each_rank(
+    ranks: int, limits: tuple[int, int], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, new: limited.append(new))
+    if expected is Refusal:
+        with pytest.raises(Refusal, match=r"^ulimit -n 4096: rank 0 needs 50,152 open files"):
+            start._allow_connections(ranks)
+    else:
+        start._allow_connections(ranks)
+    assert limited == ([(expected, limits[1])] if isinstance(expected, int) else [])
 
 
 def new(life: Path, rank: int, text: str) -> None:

@@ -198,7 +198,7 @@ class Manager:
         folder = manifest.folder_of(self.directory, job.step)
         job.written.set()
         try:
-            job.after = self._follow(folder, self.talk.first(lambda: _needed(folder)))
+            job.after = self._follow(folder, self.talk.each(lambda: _needed(folder, self.talk.rank == 0)))
         except BaseException as error:
             job.after = reason(error)
         job.ended.set()
@@ -344,8 +344,9 @@ def _look(folder: Path, about: Manifest) -> None:
         raise Damaged(f"{error}: all ranks must see the run's directory, {folder.parent.parent}") from error
 
 
-def _needed(folder: Path) -> Manifest:
-    found = manifest.inspect(folder)
+def _needed(folder: Path, look: bool) -> Manifest:
+    """The manifest of a checkpoint that counts; `look` at its files too, which one rank does for all."""
+    found = manifest.inspect(folder) if look else manifest.load(folder)
     if found is None:
         raise FileNotFoundError(2, f"{manifest.NAME} is missing", str(folder))
     return found

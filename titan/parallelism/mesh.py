@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from launchers.place import Place
 from titan.dataset.loader import Share
-from titan.parallelism.exchange import Exchange
+from titan.parallelism.exchange import PATIENCE, Exchange
 from titan.parallelism.schema import Layout
 from titan.settings import Failure
 
@@ -182,7 +182,9 @@ def connect(
     world = lay_out(place, layout, device)
     if not aside:
         return world
-    return replace(world, aside=Exchange(dist.distributed_c10d._get_default_store(), place.rank, place.size))
+    patience = max(PATIENCE, timedelta(seconds=timeout))
+    met_at = dist.distributed_c10d._get_default_store()
+    return replace(world, aside=Exchange(met_at, place.rank, place.size, patience))
 
 
 def lay_out(place: Place, layout: Layout, device: torch.device) -> World:
