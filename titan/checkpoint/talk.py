@@ -1,8 +1,8 @@
 """What the ranks tell each other about checkpoints.
 
-It goes over an `Exchange`, which any thread may use while a GPU's groups belong to training. Every step is one message
-of each rank to rank 0 and one from it to all. Whatever fails on one rank has failed on all, so that all take the same
-way.
+It goes over an `Exchange`, which any thread may use while a GPU's groups belong to training. A step is at most one
+message of each rank to rank 0 and one from it to all. Whatever fails on one rank has failed on all, so that all take
+the same way.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Talk:
         """Rank 0's value, on every rank."""
         if self.exchange is None:
             return value
-        said = self.exchange.broadcast(_packed(value) if self.rank == 0 else b"")
-        return value if self.rank == 0 else _unpacked(said)
+        message = self.exchange.broadcast(_packed(value) if self.rank == 0 else b"")
+        return value if self.rank == 0 else _unpacked(message)
 
     def first(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 alone, and give its result to all.
@@ -118,7 +118,7 @@ class Talk:
         return self._collected(result, error, conclude, dealt=True)  # type: ignore[no-any-return]
 
     def part(self) -> None:
-        """Let all ranks hear rank 0's last word before it may end; all ranks call it together."""
+        """Let all ranks read rank 0's last message before it may end; all ranks call it together."""
         if self.exchange is not None:
             self.exchange.part()
 
@@ -156,13 +156,13 @@ class Talk:
             result, error = conclude()
         if isinstance(error, _Error):
             error = error.named(self._mine)
-        told = error and (str(error), error.damaged, error.refused)
+        failure = error and (str(error), error.damaged, error.refused)
         if dealt:
-            result, told = self._dealt([(None if told else result[rank], told) for rank in self._all()])
+            result, failure = self._dealt([(None if failure else result[rank], failure) for rank in self._all()])
         else:
-            result, told = self.tell((result, told))
-        if told:
-            raise Unsaved(*told)
+            result, failure = self.tell((result, failure))
+        if failure:
+            raise Unsaved(*failure)
         return result
 
     def _dealt(self, answers: list[Any]) -> Any:

@@ -9,8 +9,9 @@ trains. Here a round takes a few small requests for each rank to one server, and
     scatter    rank 0 leaves a message for each rank under a key, which that rank reads and deletes
 
 The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread at a time. A
-rank that leaves for good says so in place of its next message: rank 0, or the others where it is rank 0, hear of it at
-once. One that dies without a word is missed after `PATIENCE`; whoever started the ranks ends the others before that.
+rank that leaves for good marks that in place of its next message, so that rank 0, or all others where it is rank 0,
+fail at once instead of waiting. One that is killed is missed after `PATIENCE`; whoever started the ranks ends the
+others before that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PATIENCE = timedelta(hours=1)
 """How long a rank waits for a message: another one may have gigabytes to write first."""
 PARTING = timedelta(minutes=1)
 """How long rank 0 waits at the end until all have read its last message."""
-_SAYS, _LEAVES = b"+", b"-"
+_MESSAGE, _LEFT = b"+", b"-"
 
 
 class Exchange:
@@ -53,7 +54,7 @@ class Exchange:
         """
         number, self.gathered, self.parted = self.gathered, self.gathered + 1, False
         if self.rank:
-            self.store.set(_key(number, self.rank), _SAYS + message)
+            self.store.set(_key(number, self.rank), _MESSAGE + message)
             return None
         messages = [message, *(self._take(_key(number, rank), rank) for rank in range(1, self.size))]
         self._forget()
@@ -68,7 +69,7 @@ class Exchange:
         number, self.answered = self.answered, self.answered + 1
         if self.rank:
             return self._get(_key(number), 0)
-        self.store.set(_key(number), _SAYS + message)
+        self.store.set(_key(number), _MESSAGE + message)
         return message
 
     def scatter(self, messages: Sequence[bytes] = ()) -> bytes:
@@ -81,7 +82,7 @@ class Exchange:
         if self.rank:
             return self._take(_key(number, to=self.rank), 0)
         for rank in range(1, self.size):
-            self.store.set(_key(number, to=rank), _SAYS + messages[rank])
+            self.store.set(_key(number, to=rank), _MESSAGE + messages[rank])
         return messages[0]
 
     def part(self) -> None:
@@ -93,14 +94,14 @@ class Exchange:
         self.parted = True
 
     def leave(self) -> None:
-        """Say that this rank takes part no more, so that the others' next round fails; nothing after `part`."""
+        """Mark that this rank takes part no more, so that the others' next round fails; nothing after `part`."""
         if self.parted:
             return
         number = self.answered
         keys = [_key(number), *(_key(number, to=rank) for rank in range(1, self.size))]
         with contextlib.suppress(RuntimeError):  # the store may be gone already
             for key in [_key(self.gathered, self.rank)] if self.rank else keys:
-                self.store.set(key, _LEAVES)
+                self.store.set(key, _LEFT)
 
     def _take(self, key: str, rank: int) -> bytes:
         message = self._get(key, rank)
@@ -112,7 +113,7 @@ class Exchange:
             found: bytes = self.store.get(key)
         except RuntimeError as error:
             raise ConnectionError(f"rank {rank} gave no message ({' '.join(str(error).split())[:120]})") from error
-        if found[:1] == _LEAVES:
+        if found[:1] == _LEFT:
             raise ConnectionError(f"rank {rank} has left")
         return found[1:]
 
