@@ -14,11 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.checkpoint import messages
+from tests.ranks import run_ranks
 from tests.runs import same, saved, tiny, train
 from titan.checkpoint import manifest, restore
 from titan.checkpoint.plans import Plans, shared_out
+from titan.checkpoint.staging import Staging
 from titan.checkpoint.talk import Talk
 from titan.checkpoint.writer import Writer
 from titan.parallelism.exchange import Exchange
@@ -167,6 +171,25 @@ class TestPlans:
         assert plans.propose(change) is not None
         plans.forget()
         assert plans.propose(change) is not None
+
+
+def test_the_copies_dtensors_are_made_once_and_anew_where_the_state_lies_otherwise() -> None:
+    def copied(rank: int, size: int) -> tuple[bool, bool, list[float]]:
+        mesh = init_device_mesh("cpu", (1,))
+        staging = Staging(torch.device("cpu"))
+        states = [{"a": DTensor.from_local(torch.ones(2) * i, mesh, [cut])} for i, cut in enumerate(CUTS)]
+        copies = []
+        for state in states:
+            copies.append(staging.start(state)["a"])
+            staging.ready()
+        first, second, third = copies
+        staging.close()
+        return first is second, second is third, third.to_local().tolist()  # type: ignore[attr-defined]
+
+    assert run_ranks(copied, 1) == [(True, False, [2.0, 2.0])]
+
+
+CUTS = [Shard(0), Shard(0), Replicate()]
 
 
 @contextmanager
