@@ -2,7 +2,7 @@
 
 The batch script (`launchers.script`) starts it under srun. LIST names the points that a job array has, by the index of
 its task; LIFE is where this life of the job leaves its words (`titan.endings`). A rank finds its place in Slurm's
-environment, sends its output to its own log in the run's directory, and joins the others through the file LIFE.meet. A
+environment, sends its output to its own log in the run's directory, and joins the others through the file LIFE/meet. A
 node's program starts a rank for each of its devices and hands Slurm's signals on to them.
 """
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         return _said(life, _train(run, place))
     except Told as told:
         if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
-            Path(f"{life}.again").touch()
+            _mark(life / "again")
         return code(told.again)
     except Refusal as refusal:
         return _leave(life, place.rank, str(refusal), 2)
@@ -75,8 +75,13 @@ def _said(life: Path, exit_code: int) -> int:
     """Leave word that this rank was told to end, and end well: srun would end the ranks that are not as far."""
     if exit_code not in (AGAIN, 130):
         return exit_code
-    Path(f"{life}.{'again' if exit_code == AGAIN else 'stop'}").touch()
+    _mark(life / ("again" if exit_code == AGAIN else "stop"))
     return 0
+
+
+def _mark(file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
 
 
 def _listen() -> None:
@@ -102,7 +107,7 @@ def _place(env: Mapping[str, str], ranks: int, life: Path) -> Place:
     local = int(env.get("TITAN_LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
     rank = int(env.get("SLURM_NODEID", 0)) * ranks + local
     size = nodes * ranks
-    return Place(rank, size, local, f"meet://{life}.meet" if size > 1 else "", scheduled=True)
+    return Place(rank, size, local, f"meet://{life}/meet" if size > 1 else "", scheduled=True)
 
 
 def _run(point: Path, place: Place) -> Run:
@@ -136,7 +141,8 @@ def _train(run: Run, place: Place) -> int:
 def _leave(life: Path, rank: int, text: str, exit_code: int, killed: bool = False) -> int:
     """Leave a rank's error where `titan.endings` looks for it, and in its log."""
     print(f"titan: {text}", file=sys.stderr)
-    file = Path(f"{life}.{rank}.error")
+    file = life / os.environ.get("SLURM_NODEID", "0") / f"{rank}.error"
+    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(f"{file}.tmp")
     content = {"rank": rank, "time": time.time(), "text": text, "code": exit_code, "killed": killed}
     temporary.write_text(json.dumps(content))

@@ -53,28 +53,32 @@ life=$folder/$job.${SLURM_RESTART_COUNT:-0}
 end() {
   printf '{"code": %d, "again": %s, "state": "%s", "why": "%s"}\n' "$code" "$1" "$state" "$2" > "$life.end.tmp"
   mv "$life.end.tmp" "$life.end"
-  find "$folder" -name "${life##*/}.*out" -empty -delete
+  rm -f "$life/meet"
+  find "$life" "$life.out" -empty -delete 2>/dev/null
 }
-rm -f "$life".*
+rm -rf "$life" "$life".*
 [ -n "$chain" ] && [ -e "$chain" ] && exit 0
 if [ "${SLURM_RESTART_COUNT:-0}" -gt "$requeues" ]; then
   code=AGAIN; state=RUNNING
   end false "started again more often than cluster.requeues=$requeues allows"; exit $code
 fi
+mkdir -p "$life" && (cd "$life" && seq 0 $((${SLURM_JOB_NUM_NODES:-1} - 1)) | xargs mkdir -p && : > meet)
 trap : TERM
 """
-"""What precedes the ranks. An element of an array goes by that name, since its own number may be the whole array's.
+"""What precedes the ranks: among others a folder for the words of each node's ranks, since one for all would have
+thousands of files, and an empty file for rank 0's address: where it is missed once, a shared folder's client may go on
+missing it for a while. An element of an array goes by that name, since its own number may be the whole array's.
 Files of this life can only be those of another job that had the same number. The site's own lines may have set the
 shell to end at the first error."""
 AFTER = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
 case $code in 140) code=AGAIN ;; 143) code=130 ;; esac
-if [ -e "$life.again" ]; then
+if [ -e "$life/again" ]; then
   code=AGAIN
-elif compgen -G "$life.*.error" >/dev/null || grep -qsE ": (DIED)" "$life.out"; then
+elif compgen -G "$life/*/*.error" >/dev/null || grep -qsE ": (DIED)" "$life.out"; then
   case $code in AGAIN | 130) code=1 ;; esac
-elif [ -e "$life.stop" ]; then
+elif [ -e "$life/stop" ]; then
   code=130
 fi
 if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 130 ] && [ "$state" = RUNNING ]; }; then
@@ -198,7 +202,7 @@ def _srun(shape: Shape, work: Work) -> str:
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
     words += [*_pyxis(shape), *cluster.srun]
     inner = [*_apptainer(shape, work), python, "-u", "-m", "launchers.job", str(work.list)]
-    return f'{shlex.join(words)} --output="$life.%t.out" {shlex.join(inner)} "$life" 2>>"$life.out"'
+    return f'{shlex.join(words)} --output="$life/%n/%t.out" {shlex.join(inner)} "$life" 2>>"$life.out"'
 
 
 def _pyxis(shape: Shape) -> list[str]:

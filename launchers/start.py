@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import random
+import resource
 import socket
 import sys
 import time
@@ -23,6 +25,10 @@ from titan.settings import Failure, Refusal
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait until all have come."""
+LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.1, 5.0
+"""How soon a rank looks again for rank 0's address; twice as late each time, up to the longest."""
+CONNECTIONS, OPEN_FILES = 3, 1000
+"""How many connections each rank may have to rank 0's store, and the files that rank 0 may have open besides."""
 PREPARING = timedelta(days=7)
 """How long they may wait for rank 0's word: it prepares the data first."""
 LOST_SECONDS = 180.0
@@ -168,6 +174,7 @@ def _meet(place: Place) -> Any:
     if url.startswith("meet://"):
         return _meet_at(Path(url.removeprefix("meet://")), place)
     if url.startswith("tcp://"):
+        _allow_connections(place.size if place.rank == 0 else 0)
         url = f"{url}?rank={place.rank}&world_size={place.size}"
     store, _, _ = next(rendezvous(url, timeout=MEETING))
     return store
@@ -176,30 +183,54 @@ def _meet(place: Place) -> Any:
 def _meet_at(file: Path, place: Place) -> Any:
     """The store of rank 0, which listens at a port that is free and says so in a file: no two jobs can collide.
 
+    The file is written in place: where it is there before the ranks start, no shared folder's client takes it for
+    missing, and each sees at its next look what was written into it.
+
     Raises:
         Failure: when rank 0 said nothing in time.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     if place.rank == 0:
+        _allow_connections(place.size)
         host = _own_name()
         store = TCPStore(host, 0, is_master=True, timeout=MEETING, wait_for_workers=False)
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(f"{host} {store.port}")
-        temporary.rename(file)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{host} {store.port}\n")
         return store
     host, port = _told(file)
     return TCPStore(host, int(port), is_master=False, timeout=MEETING)
 
 
-def _told(file: Path) -> list[str]:
-    """Host and port of rank 0, once they are there."""
-    deadline = time.monotonic() + MEETING.total_seconds()
+def _allow_connections(ranks: int) -> None:
+    """Let this process have so many open files that all ranks can connect to a store in it.
+
+    Raises:
+        Refusal: when the system's limit forbids that.
+    """
+    wanted = CONNECTIONS * ranks + OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and wanted > hard:
+        raise Refusal(
+            f"ulimit -n {hard}: rank 0 needs {wanted:,} open files for connections of {ranks:,} ranks; have the limit "
+            "raised on its node."
+        )
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _told(file: Path) -> tuple[str, str]:
+    """Host and port of rank 0, once they are there; thousands of ranks look, so each looks at longer and longer times.
+
+    Each waits another while, so that they don't all look at once.
+    """
+    deadline, pause = time.monotonic() + MEETING.total_seconds(), LOOK_SECONDS
     while time.monotonic() < deadline:
-        os.listdir(file.parent)  # so that a shared folder's client looks again
-        with contextlib.suppress(OSError):
-            return file.read_text().split()
-        time.sleep(0.1)
+        with contextlib.suppress(OSError, ValueError):  # not there yet, or empty
+            host, port = file.read_text().split()
+            return host, port
+        time.sleep(pause * random.uniform(0.75, 1))
+        pause = min(2 * pause, LONGEST_LOOK_SECONDS)
     raise Failure(f"rank 0 did not say in {file} where it listens; is this folder shared by all nodes?")
 
 

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -44,7 +44,9 @@ class Peak:
 
     def __str__(self) -> str:
         lines = [f"{self.bytes / 2**20:10.2f} MiB in {self.phase}"]
-        return "\n".join(lines + [f"{size / 2**20:10.2f}   {name}" for name, size in self.parts.most_common(40) if size])
+        return "\n".join(
+            lines + [f"{size / 2**20:10.2f}   {name}" for name, size in self.parts.most_common(40) if size]
+        )
 
 
 class Live(TorchDispatchMode):

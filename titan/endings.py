@@ -1,7 +1,8 @@
 """How a run's jobs ended: what they leave in a sweep's `slurm/` folder and in the run's directory. Free of torch.
 
-Each life of a job leaves `JOB.LIFE.out` (the batch script's words), `JOB.LIFE.RANK.out` (a task's words before it has
-come to its own log), `JOB.LIFE.RANK.error` (a rank's own error) and, last, `JOB.LIFE.end`, written by the batch script.
+Each life of a job leaves `JOB.LIFE.out` (the batch script's words), `JOB.LIFE/NODE/RANK.out` (a task's words before it
+has come to its own log; NODE is a number), `JOB.LIFE/NODE/RANK.error` (a rank's own error) and, last, `JOB.LIFE.end`,
+written by the batch script. Older jobs have left `JOB.LIFE.RANK.out` and `JOB.LIFE.RANK.error`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def last(folder: Path, job: str) -> End | None:
 
 def newest(folder: Path, job: str) -> str:
     """The newest life of a job of which there is a word, as `JOB.LIFE`."""
-    lives = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*.*"))
+    lives = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*"))
     return f"{job}.{max((int(life) for life in lives if life.isdecimal()), default=0)}"
 
 
@@ -94,13 +95,20 @@ def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
 def error(folder: Path, life: str) -> str | None:
     """The error that ended a life of a job: a rank that was killed, else the first rank's own, with its rank."""
     killed = _killed(folder / f"{life}.out")
-    errors = [content for file in folder.glob(f"{life}.*.error") if (content := _content(file))]
+    errors = [content for file in _of_ranks(folder, life, "error") if (content := _content(file))]
     if killed:
         return killed
     if not errors:
         return _words(folder, life)
     first = min(errors, key=lambda e: (not e.get("killed"), float(e["time"])))
     return f"rank {first['rank']}: {str(first['text']).strip().splitlines()[-1]}"
+
+
+def _of_ranks(folder: Path, life: str, kind: str) -> list[Path]:
+    """The files of a kind that ranks have left in a life of a job, by rank."""
+    found = [*folder.glob(f"{life}/*/*.{kind}"), *folder.glob(f"{life}.*.{kind}")]
+    ranks = ((file.stem.rpartition(".")[2], file) for file in found)
+    return [file for _, file in sorted((int(rank), file) for rank, file in ranks if rank.isdecimal())]
 
 
 def _content(file: Path) -> dict[str, Any] | None:
@@ -127,7 +135,7 @@ def _killed(output: Path) -> str | None:
 def _words(folder: Path, life: str) -> str | None:
     """The last line that a task or the batch script left, where no rank came far enough to tell of an error."""
     job = life.rpartition(".")[0]
-    for file in [*sorted(folder.glob(f"{life}.[0-9]*.out")), folder / f"{life}.out", folder / f"{job}.out"]:
+    for file in [*_of_ranks(folder, life, "out"), folder / f"{life}.out", folder / f"{job}.out"]:
         try:
             lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:

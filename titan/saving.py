@@ -218,7 +218,7 @@ def _exporting(format: Literal["hf", "meta"], dtype: str, talk: Talk) -> After:
             weights, out = talk.each(lambda: open_weights(folder)), folder / format
             how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
             talk.first(lambda: out.mkdir(exist_ok=True))
-            talk.together(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
+            talk.each(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
             talk.first(lambda: export.finish(weights, out, **how))
 
     return write

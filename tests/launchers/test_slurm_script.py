@@ -126,6 +126,17 @@ def test_containers_and_quoting(tmp_path: Path, overrides: list[str], words: lis
     assert done == {"code": 0, "again": False, "state": "RUNNING", "why": ""}
 
 
+def test_ranks_find_a_folder_for_each_node_and_an_empty_file_for_rank_0_s_address(tmp_path: Path) -> None:
+    """srun makes no folders, and a file that is missed once a shared folder's client may go on missing for a while."""
+    folder, run = tmp_path / "with space", job("cluster=cpu", "parallelism=3d", "cluster.nodes=2")
+    there = f'(cd {LIFE}" && find . | sort) > "$HOME/there"; echo x >{LIFE}/1/7.out"; echo x >{LIFE}/meet"'
+    ran(folder, run, f'{there}; touch {LIFE}/0/0.out"; exit 0', nodes=2)
+    assert (tmp_path / "there").read_text().split() == [".", "./0", "./1", "./meet"]
+    assert f"--output={folder}/9.0/%n/%t.out" in (tmp_path / "said").read_text().splitlines()
+    left = sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
+    assert left == ["9.0", "9.0.end", "9.0/1", "9.0/1/7.out"], "what is empty goes, as does the address"
+
+
 LIFE = '"$HOME/with space/9.0'
 
 
@@ -134,15 +145,15 @@ LIFE = '"$HOME/with space/9.0'
     [
         pytest.param("exit 0", "RUNNING", 0, 0, False, id="done"),
         pytest.param("exit 1", "RUNNING", 0, 1, False, id="failed"),
-        pytest.param(f"touch {LIFE}.again\"; exit 0", "RUNNING", 0, AGAIN, True, id="told-to-save-and-end"),
-        pytest.param(f"touch {LIFE}.again\"; exit 137", "RUNNING", 0, AGAIN, True, id="told-and-one-killed-for-it"),
-        pytest.param(f"touch {LIFE}.again\"; exit 0", "", 0, AGAIN, True, id="told-and-squeue-silent"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 0, AGAIN, True, id="told-to-save-and-end"),
+        pytest.param(f"touch {LIFE}/again\"; exit 137", "RUNNING", 0, AGAIN, True, id="told-and-one-killed-for-it"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "", 0, AGAIN, True, id="told-and-squeue-silent"),
         pytest.param("exit 140", "RUNNING", 0, AGAIN, True, id="told-before-it-listened"),
-        pytest.param(f"touch {LIFE}.again\"; exit 0", "RUNNING", 3, AGAIN, False, id="too-often"),
-        pytest.param(f"touch {LIFE}.stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
-        pytest.param(f"touch {LIFE}.stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 3, AGAIN, False, id="too-often"),
+        pytest.param(f"touch {LIFE}/stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
+        pytest.param(f"touch {LIFE}/stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
         pytest.param("exit 143", "", 0, 130, False, id="ended-and-squeue-silent"),
-        pytest.param(f"touch {LIFE}.0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended-for-it"),
+        pytest.param(f"touch {LIFE}/0/0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended"),
         pytest.param('echo "srun: error: n1: task 1: Killed" >&2; exit 143', "RUNNING", 0, 1, False, id="killed"),
     ],
 )  # fmt: skip
@@ -158,7 +169,7 @@ def test_how_a_job_s_end_is_judged(
 
 def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
     run = job("cluster.chain=2")
-    assert ran(tmp_path / "with space", run, f'touch {LIFE}.again"; exit 0')["again"]
+    assert ran(tmp_path / "with space", run, f'touch {LIFE}/again"; exit 0')["again"]
     assert not (tmp_path / "requeued").exists() and not list(tmp_path.glob("*/*.over"))
     assert ran(tmp_path / "with space", run, "exit 0")["code"] == 0
     assert list(tmp_path.glob("*/*.over"))
@@ -166,7 +177,9 @@ def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
     assert ran(tmp_path / "with space", run, "exit 1") == {}, "the next one has nothing to do"
 
 
-def ran(folder: Path, run: Run, ranks: str, state: str = "RUNNING", restarts: int = 0) -> dict[str, Any]:
+def ran(
+    folder: Path, run: Run, ranks: str, state: str = "RUNNING", restarts: int = 0, nodes: int = 1
+) -> dict[str, Any]:
     """Run a job's script with stand-ins for Slurm's commands; gives what it left of its end."""
     home = folder.parent
     (home / "bin").mkdir(exist_ok=True)
@@ -182,6 +195,7 @@ def ran(folder: Path, run: Run, ranks: str, state: str = "RUNNING", restarts: in
         (home / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (home / "bin" / name).chmod(0o755)
     env = {"PATH": f"{home}/bin:{os.environ['PATH']}", "HOME": str(home), "SLURM_JOB_ID": "9"}
+    env["SLURM_JOB_NUM_NODES"] = str(nodes)
     env |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     script = text(shape(run), work(folder))
     subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=30, check=False)

@@ -46,7 +46,9 @@ def build(config: Llama, wrap: str) -> Engine:
             stage, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
         )
     world = mesh.World(Place(), Layout(), torch.device("cpu"))
-    return Engine((stage,), Accumulate(stage, wrapped, wrap == "fsdp-whole"), torch.optim.SGD(model.parameters()), world)
+    return Engine(
+        (stage,), Accumulate(stage, wrapped, wrap == "fsdp-whole"), torch.optim.SGD(model.parameters()), world
+    )
 
 
 def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
@@ -71,9 +73,7 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
         pytest.param("hsdp", 4, 2, id="hsdp"),
     ],
 )
-def test_gradients_are_summed_over_ranks_and_micro_batches(
-    config: Llama, wrap: str, ranks: int, scatters: int
-) -> None:
+def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: str, ranks: int, scatters: int) -> None:
     """`scatters`: how often each gradient is reduced to parts in two micro-batches; copies are summed once."""
     alone = build(config, "none")
     alone.backward(Rows(*batch(2 * ranks)), 0.5)

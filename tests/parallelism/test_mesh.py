@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -36,30 +34,3 @@ def test_a_run_asks_for_it_where_it_saves_or_loads(mode: str, aside: bool, tmp_p
     for name, more, expected in (("new", off, aside), ("fork", fork, True)):
         seen = train(tiny(tmp_path / name, *more, layout="ddp2"), lambda trainer: trainer.world.aside is not None)
         assert [rank.extra for rank in seen] == [expected] * 2
-
-
-@pytest.mark.parametrize(
-    ("nccl", "gloo", "expected"),
-    [
-        pytest.param("ib0", None, "ib0", id="name"),
-        pytest.param("=eth1", None, "eth1", id="whole-name"),
-        pytest.param("ib", None, "ib0", id="beginning"),
-        pytest.param("eth", None, None, id="beginning-of-two"),
-        pytest.param("=eth", None, None, id="no-such-name"),
-        pytest.param("^lo", None, None, id="not-that"),
-        pytest.param("ib0,eth0", None, None, id="list"),
-        pytest.param("ib0", "eth0", "eth0", id="said"),
-        pytest.param(None, None, None, id="nothing-said"),
-    ],
-)
-def test_gloo_takes_the_interface_that_nccl_is_told_to_take(
-    nccl: str | None, gloo: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(["lo", "eth0", "eth1", "ib0"], 1)))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "restored")  # so that what the function sets is undone
-    for name, value in (("NCCL_SOCKET_IFNAME", nccl), ("GLOO_SOCKET_IFNAME", gloo)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    mesh._same_network()
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected

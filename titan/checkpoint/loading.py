@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -83,10 +82,9 @@ def load_weights(
     state: Mapping[str, Tensor],
     weights: Weights,
     no_dist: bool = False,
-    process_group: dist.ProcessGroup | None = None,
     setting: str = "checkpoint.weights",
 ) -> None:
-    """Fill parameters in place; all ranks call it together.
+    """Fill parameters in place; all ranks call it together, unless each is to read for itself.
 
     A head that the weights lack, because theirs is the embedding's weight, is filled with a copy of that. Where one
     rank holds both copies of a tied weight, `Engine.twins.align` has to follow.
@@ -94,8 +92,7 @@ def load_weights(
     Args:
         state: the parameters of this rank by their names in titan's module, DTensors where ranks hold parts.
         weights: what to fill them with.
-        no_dist: whether this is the only rank.
-        process_group: the ranks that take part; None: all.
+        no_dist: whether other ranks need not hear of an error: it is the only one, or tells them itself.
         setting: what the user gave the weights as, for messages.
 
     Raises:
@@ -107,7 +104,7 @@ def load_weights(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(plain, storage_reader=WeightsReader(weights, sources), process_group=process_group, no_dist=no_dist)
+            load(plain, storage_reader=WeightsReader(weights, sources), no_dist=no_dist)
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, Refusal):

@@ -2,18 +2,22 @@
 
 A save is one job, done by all ranks together in a thread of its own:
 
-1. rank 0 makes the folder;
-2. every rank writes the parts of the tensors that it holds, with their checksums;
-3. rank 0 writes the manifest, which makes the checkpoint count, and lets go of those that are not kept;
-4. what follows from it, rank by rank: exported weights, a copy elsewhere.
+1. every rank gives rank 0 what it holds, where that has changed since the last save (`plans`); rank 0 makes the folder
+   and gives each what it is to write, where that has changed;
+2. every rank writes its part of the tensors, with checksums, and gives rank 0 its files' sizes and checksums;
+3. rank 0 writes the manifest, which makes the checkpoint count, and gives all the number of bytes;
+4. rank 0 lets go of the checkpoints that are not kept;
+5. what follows from it, rank by rank: exported weights, a copy elsewhere.
 
-`mode=sync` waits for the job, up to its third point; `mode=async` goes on once the state is copied (`staging`). A job
+`mode=sync` waits for the job, up to its third point; `mode=async` goes on once the state is copied (`staging`): the
+thread that trains does nothing but begin that copy. A job
 that fails leaves no file behind and is told by `news`; the run goes on. Tensors go by the model's own parameter names,
 so a checkpoint knows nothing of the layout that saved it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -27,10 +31,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from titan.checkpoint import manifest, retention, tokenizers_out
 from titan.checkpoint.manifest import Damaged, File, Manifest
+from titan.checkpoint.plans import Part, Places, Plans, Proposal
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.talk import Talk, Unsaved, reason
@@ -43,6 +47,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a 
 After = Callable[[Path, Manifest], None]
 """What is done with a checkpoint once it counts; all ranks call it together, and raise `Unsaved` together.
 
+The manifest names all files on rank 0; on the others it need not name more than those that the rank has written.
 Between two things that it says to the other ranks, nothing may fail on one rank alone: `Talk.each` sees to that.
 """
 
@@ -96,11 +101,12 @@ class Manager:
             directory: the run's.
             how: when and what to keep.
             engine: whose state is saved; its optimizer must have its state already (`prime`).
-            talk: the ranks, over a group that nobody else uses.
+            talk: the ranks; nobody else talks while a save is under way.
             after: what follows a save.
         """
         self.directory, self.how, self.engine, self.talk, self.after = directory, how, engine, talk, after
         self.jobs: list[_Job] = []
+        self.plans = Plans(talk.rank)
         self.staging = Staging(engine.world.device) if how.mode == "async" else None
         self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _on, (engine.world.device,))
 
@@ -114,7 +120,7 @@ class Manager:
         job = _Job(about.step)
         with _stalled(job):
             for earlier in self.jobs:
-                earlier.ended.wait()  # one at a time: they share the ranks' group and the copies' memory
+                earlier.ended.wait()  # one at a time: they share the ranks' messages and the copies' memory
             staged = self._staged(job, state_of(self.engine))
             self.jobs.append(job)
             self.thread.submit(self._work, job, staged, about, tokenizer)
@@ -147,15 +153,17 @@ class Manager:
         return [job.outcome() for job in ended]
 
     def finish(self) -> list[Outcome]:
-        """Wait for what is under way; then as `news`."""
+        """Wait for what is under way; then as `news`. All ranks call it together: afterwards any may end."""
         for job in self.jobs:
             with _stalled(job):
                 job.ended.wait()
+        self.talk.part()
         return self.news()
 
     def close(self) -> None:
         """End the threads, once what is under way has ended."""
         self.thread.shutdown()
+        self.talk.leave()
         if self.staging is not None:
             self.staging.close()
 
@@ -163,11 +171,10 @@ class Manager:
         """The job, from its first to its last point, in the thread."""
         folder = manifest.folder_of(self.directory, about.step)
         try:
-            self.talk.each(lambda: self._ready(job))
-            about = self._write(folder, state, about, tokenizer)
-            job.bytes = sum(file.bytes for file in about.files.values())
+            about, job.bytes = self._write(job, folder, state, about, tokenizer)
         except BaseException as error:  # DCP's own is no Exception
             job.error = reason(error)
+            self.plans.forget()
             if self.talk.rank == 0 and manifest.read(folder) is None:  # else a rank went as it was told of success
                 shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         job.seconds = time.monotonic() - job.began
@@ -191,33 +198,15 @@ class Manager:
         folder = manifest.folder_of(self.directory, job.step)
         job.written.set()
         try:
-            job.after = self._follow(folder, self.talk.first(lambda: _needed(folder)))
+            job.after = self._follow(folder, self.talk.each(lambda: _needed(folder, self.talk.rank == 0)))
         except BaseException as error:
             job.after = reason(error)
         job.ended.set()
 
-    def _write(self, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> Manifest:
-        talk = self.talk
-        extra, inside = talk.first(lambda: _make(folder, tokenizer))
-        writer = talk.each(lambda: Writer(folder))
-        save(dict(state), storage_writer=writer, process_group=talk.group, no_dist=talk.size == 1)
-        files = {name: file for part in talk.gather(writer.files) for name, file in part.items()}
-        about = replace(about, files=files | extra, tokenizer=inside)
-        self._seen(folder, about)
-        talk.first(lambda: manifest.write(folder, about))
-        return about
-
-    def _seen(self, folder: Path, about: Manifest) -> None:
-        """Have rank 0 look for all ranks' files, before its manifest says that they are there.
-
-        Raises:
-            Unsaved: on all ranks, when one is missing; what each rank has written is removed then, wherever it lies.
-        """
-        try:
-            self.talk.first(lambda: _look(folder, about))
-        except Unsaved:
-            self.talk.each(lambda: shutil.rmtree(folder, ignore_errors=True))
-            raise
+    def _write(
+        self, job: _Job, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None
+    ) -> tuple[Manifest, int]:
+        return _Save(folder, state, about, tokenizer, self.plans, partial(self._ready, job)).work(self.talk)
 
     def _follow(self, folder: Path, about: Manifest) -> str | None:
         """Let go of old checkpoints, and do what is to follow, each whatever became of the others.
@@ -225,16 +214,88 @@ class Manager:
         Returns:
             What went wrong, the same on all ranks; None where nothing did.
         """
-        how, talk = self.how, self.talk
-        wrong = [
-            _wrong(lambda: talk.first(lambda: retention.prune(self.directory, how.keep, how.keep_tokens, how.grace)))
-        ]
+        wrong = [_wrong(lambda: self.talk.here(self._prune))]
         wrong += [_wrong(partial(after, folder, about)) for after in self.after]
+        mine = [words for words in wrong if words]
         try:
-            told = talk.gather([words for words in wrong if words])
+            return self.talk.collect(lambda: mine, _joined) if self.after else self.talk.tell(_joined([mine]))
         except Exception as error:  # a rank is gone
-            told = [[*filter(None, wrong), reason(error)]]
-        return "; ".join(dict.fromkeys(words for rank in told for words in rank)) or None
+            return _joined([[*mine, reason(error)]])
+
+    def _prune(self) -> None:
+        retention.prune(self.directory, self.how.keep, self.how.keep_tokens, self.how.grace)
+
+
+class _Save:
+    """One save's way to a checkpoint, from one rank."""
+
+    def __init__(
+        self,
+        folder: Path,
+        state: Mapping[str, Tensor],
+        about: Manifest,
+        tokenizer: str | None,
+        plans: Plans,
+        ready: Callable[[], None],
+    ) -> None:
+        """Take what is to be saved, and what waits until `state` can be read; nothing is written yet."""
+        self.folder, self.state, self.about, self.tokenizer = folder, state, about, tokenizer
+        self.plans, self.ready, self.writer = plans, ready, Writer(folder)
+
+    def work(self, talk: Talk) -> tuple[Manifest, int]:
+        """Save, all ranks together.
+
+        Returns:
+            The manifest, with all files on rank 0 and its own on another rank; the bytes of all files.
+
+        Raises:
+            Unsaved: on all ranks, when it failed on any.
+        """
+        self.plans.accept(talk.deal(self._propose, self._settle))
+        try:
+            name, size = talk.collect(self._write, self._conclude)
+        except Unsaved as error:
+            if error.damaged:
+                self._take_back()
+            raise
+        return (self.about if talk.rank == 0 else replace(self.about, files=self.writer.files, tokenizer=name)), size
+
+    def _propose(self) -> Proposal:
+        self.ready()
+        return self.plans.propose(self.state)
+
+    def _settle(self, proposals: list[Proposal]) -> list[Part]:
+        files, name = _make(self.folder, self.tokenizer)
+        self.about = replace(self.about, files=files, tokenizer=name)
+        return self.plans.settle(proposals)
+
+    def _write(self) -> tuple[Places | None, dict[str, File]]:
+        return self.plans.write(self.writer), self.writer.files
+
+    def _conclude(self, written: list[tuple[Places | None, dict[str, File]]]) -> tuple[str | None, int]:
+        """On rank 0: make it count.
+
+        Raises:
+            Damaged: when rank 0 does not see a file that another rank has written.
+        """
+        self.plans.conclude(self.writer, [places for places, _ in written])
+        files = [self.about.files, *(files for _, files in written), self.writer.files]
+        self.about = replace(self.about, files={name: file for part in files for name, file in part.items()})
+        _look(self.folder, self.about)
+        manifest.write(self.folder, self.about)
+        return self.about.tokenizer, sum(file.bytes for file in self.about.files.values())
+
+    def _take_back(self) -> None:
+        """Remove what this rank has written, into a folder that rank 0 does not see."""
+        for name in self.writer.files:
+            (self.folder / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others' files are there still, or it is gone
+            self.folder.rmdir()
+
+
+def _joined(wrong: list[list[str]]) -> str | None:
+    """All ranks' words on what went wrong, each once."""
+    return "; ".join(dict.fromkeys(words for rank in wrong for words in rank)) or None
 
 
 def _on(device: torch.device) -> None:
@@ -283,8 +344,9 @@ def _look(folder: Path, about: Manifest) -> None:
         raise Damaged(f"{error}: all ranks must see the run's directory, {folder.parent.parent}") from error
 
 
-def _needed(folder: Path) -> Manifest:
-    found = manifest.inspect(folder)
+def _needed(folder: Path, look: bool) -> Manifest:
+    """The manifest of a checkpoint that counts; `look` at its files too, which one rank does for all."""
+    found = manifest.inspect(folder) if look else manifest.load(folder)
     if found is None:
         raise FileNotFoundError(2, f"{manifest.NAME} is missing", str(folder))
     return found

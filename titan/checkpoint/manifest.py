@@ -108,6 +108,14 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
     Raises:
         Damaged: naming the file.
     """
+    manifest = load(folder, name)
+    if manifest is not None:
+        sizes(folder, manifest.files)
+    return manifest
+
+
+def load(folder: Path, name: str = NAME) -> Manifest | None:
+    """As `inspect`, without a look at the files."""
     try:
         text = (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -117,8 +125,18 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
     manifest = parse(text)
     if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
         raise Damaged(f"{NAME} is of step {manifest.step}")
-    sizes(folder, manifest.files)
     return manifest
+
+
+def share(files: Mapping[str, File], rank: int, size: int) -> dict[str, File]:
+    """The files that a rank is to copy: those that it wrote itself, where as many ranks saved; rank 0 the rest too."""
+    return {name: file for name, file in files.items() if _writer(name) % size == rank}
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file, by its name as torch.distributed.checkpoint makes it."""
+    found = re.match(r"__(\d+)_", name)
+    return int(found[1]) if found else 0
 
 
 def sizes(folder: Path, files: Mapping[str, File]) -> None:

@@ -229,12 +229,12 @@ def copying(how: Checkpoint, path: str, directory: str, talk: Talk) -> Callable[
 
 
 def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, talk: Talk) -> None:
-    mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
+    mine = manifest.share(about.files, talk.rank, talk.size)
     talk.first(lambda: remote.begin(about))
-    talk.together(lambda: remote.upload(folder, mine))
+    talk.each(lambda: remote.upload(folder, mine))
     gone = talk.first(lambda: _publish(remote, folder, about, how))
     share = sorted(gone.items())[talk.rank :: talk.size]
-    talk.together(lambda: remote.remove(share))
+    talk.each(lambda: remote.remove(share))
     if gone:
         talk.first(lambda: remote.removed(gone))
 
@@ -255,7 +255,7 @@ def fetched(remote: Remote, step: int, directory: Path, talk: Any) -> Path:
     folder = manifest.folder_of(directory, step)
     about: Manifest = talk.first(lambda: _begin(remote, step, folder))
     mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
-    talk.together(lambda: remote.fetch(step, folder, mine))
+    talk.each(lambda: remote.fetch(step, folder, mine))
     talk.first(lambda: manifest.write(folder, about))
     return folder
 

@@ -6,12 +6,11 @@ that no later life takes it up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import manifest
@@ -38,15 +37,13 @@ def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
     Raises:
         Failure: when a rank can't read it for a reason that may pass, or lacks what rank 0 has: that is no damage.
     """
-    found = talk.gather(_whole(folder, talk, checksums))
-    for rank, wrong in enumerate(found):
-        if wrong and (wrong.passing or (wrong.missing and found[0] is None)):
-            raise Failure(
-                f"the checkpoint {folder} can't be read by rank {rank} ({wrong.words}); see that all ranks can, and "
-                "give the same command again. Nothing was changed."
-            )
-    first = next((wrong.words for wrong in found if wrong), None)
-    return first or talk.tell(_readable(folder) if talk.rank == 0 else None)
+    wrong = talk.collect(lambda: _whole(folder, talk, checksums), lambda found: _judged(folder, found))
+    if wrong and wrong.passing:
+        raise Failure(
+            f"the checkpoint {folder} can't be read by {wrong.words}; see that all ranks can, and give the same "
+            "command again. Nothing was changed."
+        )
+    return wrong.words if wrong else None
 
 
 class _Wrong(NamedTuple):
@@ -57,14 +54,26 @@ class _Wrong(NamedTuple):
     passing: bool = False
 
 
+def _judged(folder: Path, found: Sequence[_Wrong | None]) -> _Wrong | None:
+    """What is wrong with a checkpoint, from what is wrong with each rank's share of it; on rank 0."""
+    for rank, wrong in enumerate(found):
+        if wrong and (wrong.passing or (wrong.missing and found[0] is None)):
+            return _Wrong(f"rank {rank} ({wrong.words})", passing=True)
+    first = next((wrong for wrong in found if wrong), None)
+    words = None if first else _readable(folder)
+    return first if words is None else _Wrong(words)
+
+
 def _whole(folder: Path, talk: Talk, checksums: bool) -> _Wrong | None:
-    """What is wrong with this rank's share of the files."""
+    """What is wrong with this rank's share of the files; rank 0 looks at the sizes of all."""
     try:
-        found = manifest.inspect(folder) or manifest.inspect(folder, manifest.RETIRED)
+        found = manifest.load(folder) or manifest.load(folder, manifest.RETIRED)
         if found is None:
             return _Wrong(f"{manifest.NAME} is missing", missing=True)
+        mine = dict(sorted(found.files.items())[talk.rank :: talk.size])
+        manifest.sizes(folder, found.files if talk.rank == 0 else mine)
         if checksums:
-            manifest.verify(folder, dict(sorted(found.files.items())[talk.rank :: talk.size]))
+            manifest.verify(folder, mine)
     except (Damaged, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         missing = isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
@@ -93,8 +102,8 @@ def restore(engine: Engine, folder: Path, talk: Talk) -> None:
     state, reader = state_of(engine), Reader(folder)
     try:
         _compare(state, reader, talk)
-        load(state, storage_reader=reader, process_group=talk.group, no_dist=talk.size == 1)
-    except (CheckpointException, Unsaved, OSError, RuntimeError) as error:
+        talk.each(lambda: load(state, storage_reader=reader, no_dist=True))  # each rank plans for itself what it reads
+    except (Unsaved, OSError, RuntimeError) as error:
         raise Failure(
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
             "one before it."
@@ -110,7 +119,10 @@ def start_from(engine: Engine, path: str, talk: Talk) -> None:
         Refusal: when they don't fit, or a file is broken.
     """
     parameters = {name: parameter.detach() for name, parameter in engine.named_parameters()}
-    load_weights(parameters, open_weights(path), no_dist=talk.size == 1, process_group=talk.group)
+    try:
+        talk.each(lambda: load_weights(parameters, open_weights(path), no_dist=True))
+    except Unsaved as error:
+        raise (Refusal if error.refused else Failure)(str(error)) from error
     if engine.twins is not None:
         engine.twins.align(engine.optimizer)
 
@@ -123,18 +135,31 @@ def _compare(state: Mapping[str, Tensor], reader: Reader, talk: Talk) -> None:
     saved: Mapping[str, Any] = talk.each(reader.read_metadata).state_dict_metadata
     there = {name: tuple(saved[name].size) for name in sorted(saved)}
     mine = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    parts = talk.gather({name: shape for name, shape in mine.items() if there.get(name) != shape})
-    here = {name: shape for part in parts for name, shape in part.items()}
-    held = talk.any([name in mine for name in there])
+    part = _Part({n: shape for n, shape in mine.items() if there.get(n) != shape}, bytes(n in mine for n in there))
+    if words := talk.collect(lambda: part, lambda parts: _differ(there, parts, reader.path)):
+        raise Refusal(words)
+
+
+class _Part(NamedTuple):
+    """What a rank holds: what is not as it was saved, by name; for each name that was saved, 1 where it holds it."""
+
+    other: dict[str, tuple[int, ...]]
+    held: bytes
+
+
+def _differ(there: Mapping[str, tuple[int, ...]], parts: Sequence[_Part], path: Any) -> str | None:
+    """Why a checkpoint is refused, if it is; on rank 0."""
+    here = {name: shape for part in parts for name, shape in part.other.items()}
+    held = map(any, zip(*(part.held for part in parts), strict=True))
     differ = sorted(here.keys() | {name for name, somewhere in zip(there, held, strict=True) if not somewhere})
     if not differ:
-        return
+        return None
     name = differ[0]
     more = f", and {len(differ) - 1} more differ" if len(differ) > 1 else ""
-    raise Refusal(
-        f"checkpoint.resume={reader.path}: was saved with another model or optimizer: it {_has(there, name)}, this run "
+    return (
+        f"checkpoint.resume={path}: was saved with another model or optimizer: it {_has(there, name)}, this run "
         f"{_has(here, name)}{more}; give the model and optimizer of the run that saved it, or take its weights alone "
-        f"with checkpoint.weights={reader.path}."
+        f"with checkpoint.weights={path}."
     )
 
 

@@ -23,6 +23,7 @@ class Staging:
         """Prepare for a state on `device`; nothing is allocated yet."""
         self.on_gpu = device.type == "cuda"
         self.buffers: dict[str, Tensor] = {}
+        self.copies: dict[str, Tensor] = {}
         self.thread = None if self.on_gpu else ThreadPoolExecutor(1, "titan-staging")
         self.stream: Any = torch.cuda.Stream(device) if self.on_gpu else None  # type: ignore[no-untyped-call]
         self.copied: Any = None
@@ -40,7 +41,7 @@ class Staging:
             self.copied = self.stream.record_event()
         elif self.thread is not None:
             self.copied = self.thread.submit(_copy, pairs)
-        return {name: _like(tensor, self.buffers[name]) for name, tensor in state.items()}
+        return {name: self._copy_of(name, tensor) for name, tensor in state.items()}
 
     def done(self) -> None:
         """Call it before the state changes: waits until it is copied (on a GPU the device does, not the host)."""
@@ -65,6 +66,14 @@ class Staging:
         if self.thread is not None:
             self.thread.shutdown()
         self.buffers.clear()
+        self.copies.clear()
+
+    def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
+        """The copy of a tensor, made once: this is the training's thread, and a DTensor takes a while to make."""
+        made = self.copies.get(name)
+        if made is None or (isinstance(made, DTensor) and made._spec != tensor._spec):  # type: ignore[attr-defined]
+            made = self.copies[name] = _like(tensor, self.buffers[name])
+        return made
 
     def _buffer(self, name: str, local: Tensor) -> Tensor:
         """Host memory for a tensor; what is on the host already (offloaded) is copied as well, as it will change."""
@@ -80,7 +89,8 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part; not by `to_local`, which makes a node for autograd first."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, buffer: Tensor) -> Tensor:

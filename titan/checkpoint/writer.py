@@ -33,6 +33,21 @@ class Writer(FileSystemWriter):
         """What `.metadata` say of the save: not where it was, as a path's class differs between Pythons."""
         return StorageMeta(save_id=self.save_id)
 
+    def metadata(self) -> tuple[bytes, str]:
+        """The metadata as they were written, and the id in them that tells this save from others."""
+        return Path(self._get_metadata_path()).read_bytes(), self.save_id
+
+    def finish_as(self, earlier: tuple[bytes, str]) -> None:
+        """Write the metadata of an earlier save with an id of this one: pickling those of many ranks takes a while."""
+        metadata = earlier[0].replace(earlier[1].encode(), self.save_id.encode())
+        path = Path(self._get_metadata_path())
+        part = path.with_name(f"{path.name}.tmp")
+        with self.fs.create_stream(part, "wb") as stream:
+            stream.write(metadata)
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.fs.rename(part, path)
+
     @property
     def files(self) -> dict[str, File]:
         """Size and checksum of each file that was written, by its name."""

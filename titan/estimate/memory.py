@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.model.activations import Block, Head, Share
 from titan.parallelism.orders import Action, actions_of, order
-from titan.parallelism.staging import splits_backward, stage_layers, stages_each
 from titan.parallelism.stages import read_csv
+from titan.parallelism.staging import splits_backward, stage_layers, stages_each
 from titan.precision import Cut
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def cut(parallelism: Parallelism, layout: Layout) -> Cut:
 
 def state_bytes(recipe: Recipe, layout: Layout) -> float:
     """Bytes of weights and optimizer state on the fullest rank, wherever they are kept."""
-    ranks = [_Rank(recipe, layout, 1, "cpu", tuple(mine.values())) for mine in _stages(recipe, layout)]
+    ranks = [_Rank(recipe, layout, 1, "cpu", mine) for mine in _stages(recipe, layout)]
     return max(rank.weights + rank.optimizer for rank in ranks)
 
 
@@ -239,7 +239,7 @@ class _Rank:
         """The moments at which memory can be largest."""
         for state in states:
             stage = self.stages[state.stage]
-            kept = sum(count * self.kept(self.stages[number]) for number, count in state.flight)
+            kept: float = sum(count * self.kept(self.stages[number]) for number, count in state.flight)
             kept += sum(count * self.halfway(self.stages[number]) for number, count in state.halfway)
             if state.kind == "F":
                 yield from self._forward(stage, kept, state.begun)
@@ -289,8 +289,10 @@ class _Rank:
         recipe, layout = self.recipe, self.layout
         fields = 3 if recipe.dataset.mask_documents else 2
         batch = TOKEN * fields * self.tokens * self.microbatches * layout.context
-        hidden = self.microbatches * self.block.input * sum(
-            (not stage.first) * (2 if self.splits else 1) + (not stage.last) for stage in self.stages.values()
+        hidden = (
+            self.microbatches
+            * self.block.input
+            * sum((not stage.first) * (2 if self.splits else 1) + (not stage.last) for stage in self.stages.values())
         )
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
         return base.plus(activations=batch, messages=hidden)
@@ -386,7 +388,9 @@ class _Rank:
         if stage.last:
             logits = self.head.backward - self.head.kept
             yield base.plus("head", logits=logits, gradients=gradients)
-        yield base.plus("backward", activations=self.block.backward, gradients=gradients + self._unsharded(self.block_elements))
+        yield base.plus(
+            "backward", activations=self.block.backward, gradients=gradients + self._unsharded(self.block_elements)
+        )
 
     def _through_blocks(self, base: Usage, stage: Stage, head: float, begun: bool) -> Iterator[Usage]:
         """The two blocks that backward comes to first, and the two last: each at work, and its gradients reduced."""
@@ -406,18 +410,20 @@ class _Rank:
                 activations=self._blocks(left[:-1]) - all_ + self.block.input,
                 gradients=gradients + self._unsharded(one),
             )
-            yield ended.plus(gathered=self._gathered(min(2, len(left)), len(left)), messages=self._sent(one if done else head))
+            yield ended.plus(
+                gathered=self._gathered(min(2, len(left)), len(left)), messages=self._sent(one if done else head)
+            )
             yield ended.plus(gathered=self._gathered(min(1, len(left) - 1), len(left) - 1), messages=self._sent(one))
 
     def _embedding(self, base: Usage, stage: Stage, begun: bool) -> Iterator[Usage]:
         """The embedding's gradient, which is summed in float32 and then rounded."""
         elements = self.embedding_elements
         before = self._gradients(self.elements - elements, begun)
-        without = base.plus(
-            activations=self.block.input - self._blocks(stage.layers), gathered=self._gathered(0, 0)
-        )
+        without = base.plus(activations=self.block.input - self._blocks(stage.layers), gathered=self._gathered(0, 0))
         summed = SUMS * elements + (self._unsharded(elements) if self.recipe.precision.bytes == 2 else 0.0)
-        yield without.plus("the embedding's gradient", gradients=before + summed, messages=self._sent(self.block_elements))
+        yield without.plus(
+            "the embedding's gradient", gradients=before + summed, messages=self._sent(self.block_elements)
+        )
         yield without.plus(
             "the embedding's gradient is sent",
             gradients=before + self._unsharded(elements),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan.estimate.memory import GIB, Usage, state_bytes
+from titan.estimate.memory import Usage
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan.capacity import GIB, USABLE
-from titan.estimate.overhead import PROCESS_GIB
 from titan.dataset.tokenizer import Tokenizer, load_tokenizer
+from titan.estimate.overhead import PROCESS_GIB
 from titan.generation.schema import Settings
 from titan.parallelism.schema import Layout
 from titan.precision import Precision

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from titan.model.llama import Llama as LlamaModule
     from titan.model.qwen3 import Qwen3 as Qwen3Module
 
+
 class Product(NamedTuple):
     """A product with a weight [outputs, inputs]; tensor parallelism cuts its inputs (`rowwise`) or its outputs."""
 

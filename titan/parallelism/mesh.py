@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from launchers.place import Place
 from titan.dataset.loader import Share
+from titan.parallelism.exchange import PATIENCE, Exchange
 from titan.parallelism.schema import Layout
 from titan.settings import Failure
 
@@ -32,8 +32,6 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""
 TIMEOUT = 1800.0
 """Seconds after which a collective operation gives up, where the caller gives no other number."""
-ASIDE_SECONDS = 3600.0
-"""How long ranks wait for each other beside training: one may have gigabytes to write."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class World:
             single rank.
         context: the ranks that share a row; None without context parallelism.
         sharers: the ranks that take the same rows, of which one reads them; None where each takes others.
-        aside: all ranks over the host's network, for what a thread beside training has to say; None where nothing has.
+        aside: messages between all ranks beside training, from any thread; None where there are none to be sent.
         timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
         memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
@@ -60,7 +58,7 @@ class World:
     mesh: DeviceMesh | None = None
     context: dist.ProcessGroup | None = None
     sharers: dist.ProcessGroup | None = None
-    aside: dist.ProcessGroup | None = None
+    aside: Exchange | None = None
     timeout: float = TIMEOUT
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -128,7 +126,7 @@ class World:
             dist.barrier()
 
     def set_timeout(self, seconds: float, meet: bool) -> None:
-        """Let operations that start from now on, on every group but `aside`, give up after `seconds`.
+        """Let operations that start from now on, on every group, give up after `seconds`.
 
         Only gloo's messages between two ranks (a pipeline's) keep the time-out that their group was created with.
 
@@ -144,8 +142,7 @@ class World:
         if meet and self.device.type == "cuda":
             torch.cuda.synchronize()
         for group in list(distributed_c10d._world.pg_map):
-            if group is not self.aside:
-                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def close(self) -> None:
         """Leave the process groups, at a normal end only: with NCCL this waits for the other ranks' operations."""
@@ -193,13 +190,11 @@ def connect(
         device_type: "cpu" or "cuda".
         timeout: seconds after which a collective operation gives up.
         store: what the ranks have met at already; None to meet at `place.rendezvous`.
-        aside: whether the ranks need a group over the host's network beside training's (`World.aside`).
+        aside: whether the ranks have messages for each other beside training (`World.aside`).
     """
     device = _device(place, device_type)
     if place.size == 1:
         return World(place, layout, device)
-    if aside and device_type == "cuda":
-        _same_network()
     meeting = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
@@ -212,23 +207,9 @@ def connect(
     world = lay_out(place, layout, device, timeout)
     if not aside:
         return world
-    patience = timedelta(seconds=max(timeout, ASIDE_SECONDS))
-    return replace(world, aside=dist.new_group(backend="gloo", timeout=patience))
-
-
-def _same_network() -> None:
-    """Let gloo take the interface that NCCL is told to take, where that is one and nothing is said of gloo's.
-
-    Gloo would take the one that the host's name resolves to, which need not reach the other hosts. NCCL's setting is a
-    list of beginnings of names (of whole names after "="; of what not to take after "^"), gloo's of whole names.
-    """
-    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    if "GLOO_SOCKET_IFNAME" in os.environ or not wanted or wanted[0] == "^" or "," in wanted:
-        return
-    there = [name for _, name in socket.if_nameindex()]
-    found = [name for name in there if name == wanted.lstrip("=") or name.startswith(wanted)]
-    if len(found) == 1:
-        os.environ["GLOO_SOCKET_IFNAME"] = found[0]
+    patience = max(PATIENCE, timedelta(seconds=timeout))
+    met_at = dist.distributed_c10d._get_default_store()
+    return replace(world, aside=Exchange(met_at, place.rank, place.size, patience))
 
 
 def lay_out(place: Place, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:

@@ -134,8 +134,8 @@ class Parallelism:
     )
     accumulate: Literal["auto", "sharded", "whole"] = setting(
         "auto",
-        "gradients of several micro-batches (FSDP): sharded: reduced after each, so a rank keeps its part; whole: reduced "
-        "once, so a rank keeps all of its stage in fp32; auto: sharded, with a pipeline whole",
+        "gradients of several micro-batches (FSDP): sharded: reduced after each, a rank keeps its part; whole: reduced "
+        "once, a rank keeps all of its stage in fp32; auto: sharded, with a pipeline whole",
     )
     prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one at work; 0: as torch does", at_least=0)
     sequence_parallel: bool = setting(True, "with tensor: cut the sequence too, between products")

@@ -1,0 +1,234 @@
+"""How much the ranks tell each other in a save, and that the thread that trains has no part in it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.checkpoint import messages
+from tests.ranks import run_ranks
+from tests.runs import same, saved, tiny, train
+from titan.checkpoint import manifest, restore
+from titan.checkpoint.plans import Plans, shared_out
+from titan.checkpoint.staging import Staging
+from titan.checkpoint.talk import Talk
+from titan.checkpoint.writer import Writer
+from titan.parallelism.exchange import Exchange
+from titan.trainer import Trainer
+
+OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+ROUNDS = ["gather", "scatter", "gather", "broadcast", "broadcast"]
+
+
+def counted(trainer: Trainer) -> dict[str, Any]:
+    """What a rank sends from now on; for good, as this is a rank's process.
+
+    Returns:
+        `calls`: of torch's object collectives; `saves`: for each, kinds and bytes of its messages, and threads.
+    """
+    seen: dict[str, Any] = {"calls": [], "saves": [], "planned": []}
+    manager = trainer.saving.manager
+    assert manager is not None
+    work = manager._work
+
+    def saving(*args: Any) -> None:
+        seen["saves"].append([])
+        work(*args)
+
+    def watch(owner: Any, name: str, note: Any) -> None:
+        plain = getattr(owner, name)
+        setattr(owner, name, lambda *args, **more: (note(args), plain(*args, **more))[1])
+
+    manager._work = saving  # type: ignore[method-assign]
+    for name in OBJECTS:
+        watch(dist, name, lambda args, name=name: seen["calls"].append(name))
+    for name in ("gather", "broadcast", "scatter"):
+
+        def note(args: Any, name: str = name) -> None:
+            if seen["saves"] and threading.current_thread().name.startswith("titan-checkpoint"):
+                seen["saves"][-1].append((name, len(args[1]) if name == "gather" else 0))
+
+        watch(Exchange, name, note)
+    for owner, name in ((DefaultSavePlanner, "create_local_plan"), (DefaultSavePlanner, "create_global_plan")):
+        watch(owner, name, lambda args, name=name: seen["planned"].append((name, threading.current_thread().name)))
+    return seen
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) -> None:
+    how = (f"checkpoint={mode}", "checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
+    run = tiny(tmp_path, *how, layout="fsdp2")
+    seen = [rank.extra for rank in train(run, counted)]
+    for rank, found in enumerate(seen):
+        assert found["calls"] == []
+        assert [[kind for kind, _ in save] for save in found["saves"]] == [ROUNDS] * 3
+        first, *later = [[size for kind, size in save if kind == "gather"] for save in found["saves"]]
+        assert all(size < 200 < first[0] for save in later for size in save), "what has changed is sent, and no more"
+        plans = [name for name, _ in found["planned"]]
+        assert plans == ["create_local_plan", *(["create_global_plan"] if rank == 0 else [])]
+        assert all(thread.startswith("titan-checkpoint") for _, thread in found["planned"])
+    assert [f.name for f in manifest.complete(tmp_path)] == ["step-2", "step-4", "step-6"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_simulated_is_what_is_sent(first: bool) -> None:
+    kinds = []
+    for mine, answer in messages.rounds(4, first):
+        kinds += ["gather"] * (mine is not None) + ["broadcast" if isinstance(answer, bytes) else "scatter"]
+    assert kinds == ROUNDS
+
+
+@pytest.mark.parametrize("ranks", [64, 256])
+def test_messages_grow_with_the_ranks_and_no_faster(ranks: int) -> None:
+    first, later = (messages.sent(ranks, messages.rounds(ranks, new)) for new in (True, False))
+    assert (first.operations, later.operations) == (5, 5)
+    assert first.messages == later.messages <= 11 * ranks
+    assert first.bytes <= 20_000 * ranks
+    assert later.bytes <= 1_000 * ranks
+
+
+def test_messages_beside_training_need_no_process_group(tmp_path: Path) -> None:
+    def groups(trainer: Trainer) -> list[str]:
+        return [dist.get_process_group_ranks(group).__repr__() for group in dist.distributed_c10d._world.pg_map]
+
+    with_saves = train(tiny(tmp_path / "a", layout="fsdp2"), groups)
+    without = train(tiny(tmp_path / "b", "checkpoint=off", layout="fsdp2"), groups)
+    assert [rank.extra for rank in with_saves] == [rank.extra for rank in without]
+
+
+def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
+    def broken(trainer: Trainer) -> dict[str, Any]:
+        write = Plans.write
+
+        def fails(plans: Plans, writer: Writer) -> Any:
+            if "step-4" in str(writer.path) and trainer.world.place.rank == 1:
+                raise OSError(28, "No space left on device")
+            return write(plans, writer)
+
+        Plans.write = fails  # type: ignore[method-assign]  # in a rank's process
+        return counted(trainer)
+
+    how = ("checkpoint.every=2", "training.steps=6", "checkpoint.keep=9")
+    first, second = train(tiny(tmp_path / "run", *how, layout="fsdp2"), broken)
+    for rank, found in enumerate((first.extra, second.extra)):
+        names = [name for name, _ in found["planned"]]
+        assert names == ["create_local_plan", *(["create_global_plan"] if rank == 0 else [])] * 2
+    assert [f.name for f in manifest.complete(tmp_path / "run")] == ["step-2", "step-6"]
+    whole = tiny(tmp_path / "whole", *how, layout="fsdp2")
+    train(whole)
+    assert same(saved(tiny(tmp_path / "run", *how, layout="fsdp2"), 6), saved(whole, 6))
+
+
+class TestPlans:
+    @staticmethod
+    def held(*names: str) -> list[Any]:
+        """What a rank that holds whole tensors of these names holds; of so many bytes as the name's number says."""
+        state = {name: torch.zeros(int(name[1:])) for name in names}
+        return list(Plans(0).propose(state) or ())
+
+    def test_each_item_is_written_once_and_ranks_write_about_the_same(self) -> None:
+        both, one, other = self.held("a8", "b8", "c8", "d8"), self.held("e4", "a8"), self.held("f30")
+        parts = shared_out([both, both, one, other])
+        written = [
+            item.index.fqn
+            for held, part in zip((both, both, one, other), parts, strict=True)
+            for item, chosen in zip(held, part, strict=True)
+            if chosen
+        ]
+        assert sorted(written) == ["a8", "b8", "c8", "d8", "e4", "f30"]
+        assert [sum(part) for part in parts[:2]] == [2, 2]
+
+    def test_only_who_holds_something_else_is_asked_again(self) -> None:
+        plans = Plans(0)
+        first = plans.settle([self.held("a8"), self.held("b8")])
+        assert first == [b"\1", b"\1"]
+        assert plans.settle([None, None]) == [None, None]
+        assert plans.settle([None, self.held("b8", "c8")]) == [b"\1", b"\1\1"]
+        assert sorted(plans.metadata.state_dict_metadata) == ["a8", "b8", "c8"]
+
+    def test_tensors_of_which_no_rank_holds_a_part_are_no_plan(self) -> None:
+        items = messages.items(0)
+        with pytest.raises(ValueError, match="invalid fill"):
+            Plans(0).settle([items, items])
+
+    @pytest.mark.parametrize("change", [{"a": torch.zeros(3)}, {"b": torch.zeros(2)}, {"a": torch.zeros(2).double()}])
+    def test_another_state_is_proposed_anew(self, change: dict[str, torch.Tensor]) -> None:
+        plans = Plans(0)
+        assert plans.propose({"a": torch.zeros(2)}) is not None
+        assert plans.propose({"a": torch.ones(2)}) is None
+        assert plans.propose(change) is not None
+        plans.forget()
+        assert plans.propose(change) is not None
+
+
+def test_the_copies_dtensors_are_made_once_and_anew_where_the_state_lies_otherwise() -> None:
+    def copied(rank: int, size: int) -> tuple[bool, bool, list[float]]:
+        mesh = init_device_mesh("cpu", (1,))
+        staging = Staging(torch.device("cpu"))
+        states = [{"a": DTensor.from_local(torch.ones(2) * i, mesh, [cut])} for i, cut in enumerate(CUTS)]
+        copies = []
+        for state in states:
+            copies.append(staging.start(state)["a"])
+            staging.ready()
+        first, second, third = copies
+        staging.close()
+        return first is second, second is third, third.to_local().tolist()  # type: ignore[attr-defined]
+
+    assert run_ranks(copied, 1) == [(True, False, [2.0, 2.0])]
+
+
+CUTS = [Shard(0), Shard(0), Replicate()]
+
+
+@contextmanager
+def looked_at() -> Iterator[list[str]]:
+    """The files whose sizes are looked at."""
+    names: list[str] = []
+    stat = Path.stat
+
+    def noted(path: Path, **how: Any) -> Any:
+        names.append(path.name)
+        return stat(path, **how)
+
+    with patch.object(Path, "stat", noted):
+        yield names
+
+
+def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path) -> None:
+    run = tiny(tmp_path)
+    train(run)
+    (folder,) = manifest.complete(tmp_path)
+    about = manifest.read(folder)
+    assert about is not None
+    for name in ("__1_0.distcp", "__2_0.distcp"):
+        (folder / name).write_bytes(b"x")
+    more = {name: manifest.checksum_of(folder / name) for name in ("__1_0.distcp", "__2_0.distcp")}
+    manifest.write(folder, replace(about, files=about.files | more))
+    seen = []
+    for rank in range(4):
+        talk = Talk.__new__(Talk)
+        talk.rank, talk.size = rank, 4
+        with looked_at() as names:
+            assert restore._whole(folder, talk, checksums=False) is None
+        seen.append(sorted(names))
+    assert seen == [sorted({*about.files, *more}), *[[n] for n in sorted({*about.files, *more})[1:]]]
+
+
+def test_files_are_copied_by_those_that_wrote_them() -> None:
+    names = [".metadata", "tokenizer.json", *(f"__{rank}_0.distcp" for rank in range(6))]
+    files = dict.fromkeys(names, manifest.File(1, "0"))
+    shares = [sorted(manifest.share(files, rank, 4)) for rank in range(4)]
+    own = [["__0_0.distcp", "__4_0.distcp", ".metadata", "tokenizer.json"], ["__1_0.distcp", "__5_0.distcp"]]
+    assert [sorted(share) for share in shares] == [*map(sorted, own), ["__2_0.distcp"], ["__3_0.distcp"]]

@@ -1,0 +1,109 @@
+"""How the ranks of a Slurm job find rank 0, and where they leave their words: what a shared file system sees of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers import job, start
+from launchers.place import Place
+from tests.launchers.waiting import waited
+from titan import endings
+from titan.settings import Refusal
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 30.0, 600.0])
+def test_a_waiting_rank_opens_one_file_ever_less_often_and_lists_nothing(seconds: float) -> None:
+    seen = waited(seconds)
+    assert seen.listings == 0
+    assert seen.opens <= 8 + seconds / (0.75 * start.LONGEST_LOOK_SECONDS)
+    assert seen.late <= min(start.LONGEST_LOOK_SECONDS, max(start.LOOK_SECONDS, 2 * seconds))
+
+
+def test_ranks_do_not_look_all_at_once() -> None:
+    assert len({waited(3.0).seconds for _ in range(8)}) > 1
+
+
+@pytest.mark.parametrize("before", [None, ""], ids=["no-file", "an-empty-file"])
+def test_rank_0_writes_into_the_file_that_is_there(before: str | None, tmp_path: Path) -> None:
+    """A file in its place would be another one, which a shared folder's client may not look for at once."""
+    file = tmp_path / "7.0" / "meet"
+    inode = None
+    if before is not None:
+        file.parent.mkdir()
+        file.write_text(before)
+        inode = file.stat().st_ino
+    told: list[tuple[str, str]] = []
+    waiting = threading.Thread(target=lambda: told.append(start._told(file)))
+    waiting.start()
+    store = start._meet_at(file, Place(0, 2))
+    waiting.join(10)
+    assert told == [(store.host, str(store.port))]
+    assert inode in (None, file.stat().st_ino)
+    assert [f.name for f in file.parent.iterdir()] == ["meet"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "expected"),
+    [
+        pytest.param(64, (1024, 4096), 1192, id="raised"),
+        pytest.param(64, (4096, 4096), None, id="enough"),
+        pytest.param(16384, (1024, 1048576), 50152, id="many"),
+        pytest.param(16384, (1024, resource.RLIM_INFINITY), 50152, id="no-hard-limit"),
+        pytest.param(16384, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, id="no-limit"),
+        pytest.param(16384, (1024, 4096), Refusal, id="too-low"),
+    ],
+)
+def test_rank_0_may_have_a_connection_of_each_rank(
+    ranks: int, limits: tuple[int, int], expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda what, new: limited.append(new))
+    if expected is Refusal:
+        with pytest.raises(Refusal, match=r"^ulimit -n 4096: rank 0 needs 50,152 open files"):
+            start._allow_connections(ranks)
+    else:
+        start._allow_connections(ranks)
+    assert limited == ([(expected, limits[1])] if isinstance(expected, int) else [])
+
+
+def new(life: Path, rank: int, text: str) -> None:
+    os.environ["SLURM_NODEID"] = str(rank // 2)
+    job._leave(life, rank, text, 1)
+
+
+def old(life: Path, rank: int, text: str) -> None:
+    content = {"rank": rank, "time": float(rank), "text": text, "code": 1}
+    Path(f"{life}.{rank}.error").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("leave", [new, old])
+def test_errors_are_found_where_ranks_leave_them(
+    leave: Callable[[Path, int, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NODEID", "restored")
+    for rank in (2, 3, 11):
+        leave(tmp_path / "7.1", rank, f"ValueError: {rank}")
+    assert endings.error(tmp_path, "7.1") == "rank 2: ValueError: 2"
+    assert endings.error(tmp_path, "7.0") is None
+    assert endings.newest(tmp_path, "7") == "7.1"
+    if leave is new:
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for a life"
+        assert sorted(f.name for f in (tmp_path / "7.1").iterdir()) == ["1", "5"], "one folder for a node in it"
+
+
+@pytest.mark.parametrize("name", ["7.0/0/{}.out", "7.0.{}.out"], ids=["new", "old"])
+def test_a_task_that_came_to_no_log_is_quoted(name: str, tmp_path: Path) -> None:
+    (tmp_path / "7.0" / "0").mkdir(parents=True)
+    (tmp_path / "7.out").write_text("the script's own\n")
+    (tmp_path / name.format(2)).write_text("no such module\n")
+    (tmp_path / name.format(10)).write_text("later\n")
+    assert endings.error(tmp_path, "7.0") == "no such module"

@@ -1,0 +1,111 @@
+"""Messages over a store: who gets what, what is left behind, and what becomes of ranks that leave or say nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+from titan.parallelism.exchange import Exchange
+
+
+@pytest.fixture(params=["tcp", "file"])
+def stores(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Any]:
+    """Makes connections to one store."""
+    if request.param == "file":
+        return lambda: FileStore(str(tmp_path / "store"), 3)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return lambda: TCPStore("127.0.0.1", server.port, is_master=False)
+
+
+def on_ranks(stores: Callable[[], Any], work: Callable[[Exchange], Any], seconds: float = 20.0) -> list[Any]:
+    """What `work` gives, or raises, on each of three ranks, which are threads."""
+    found: list[Any] = [None] * 3
+
+    def rank(number: int) -> None:
+        exchange = Exchange(stores(), number, 3, timedelta(seconds=seconds))
+        try:
+            found[number] = work(exchange)
+        except ConnectionError as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_every_message_arrives_in_its_round_and_none_stays(stores: Callable[[], Any]) -> None:
+    def work(exchange: Exchange) -> list[Any]:
+        seen: list[Any] = []
+        for number in range(3):
+            seen.append(exchange.gather(b"%d from %d" % (number, exchange.rank)))
+            seen.append(exchange.broadcast(b"%d to all" % number if exchange.rank == 0 else b""))
+            seen.append(exchange.scatter([b"%d to %d" % (number, r) for r in range(3)] if exchange.rank == 0 else ()))
+        exchange.part()
+        return seen
+
+    found = on_ranks(stores, work)
+    for rank, seen in enumerate(found):
+        for number in range(3):
+            gathered, all_get, own = seen[3 * number : 3 * number + 3]
+            assert gathered == ([b"%d from %d" % (number, r) for r in range(3)] if rank == 0 else None)
+            assert all_get == b"%d to all" % number
+            assert own == b"%d to %d" % (number, rank)
+    left = stores()
+    if hasattr(left, "host"):  # a TCPStore: a file has keys of its own
+        assert not [key for key in left.list_keys() if "titan/exchange" in key]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_leaves_is_missed_at_once(gone: int, stores: Callable[[], Any]) -> None:
+    def work(exchange: Exchange) -> Any:
+        if exchange.rank == gone:
+            return exchange.leave()
+        exchange.gather(b"x")
+        return exchange.broadcast() if gone == 0 else None
+
+    found = on_ranks(stores, work, seconds=3600)
+    waits = [0] if gone else [1, 2]
+    assert [str(found[rank]) for rank in waits] == [f"rank {gone} has left"] * len(waits)
+
+
+def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_in_step(
+    stores: Callable[[], Any],
+) -> None:
+    late = threading.Event()
+
+    def work(exchange: Exchange) -> Any:
+        if exchange.rank == 2:
+            late.wait(20)
+        try:
+            exchange.gather(b"first")
+        except ConnectionError as error:
+            late.set()
+            missed = str(error).partition(" (")[0]
+        else:
+            missed = ""
+        return missed, exchange.gather(b"second")
+
+    found = on_ranks(stores, work, seconds=1)
+    assert found[0] == (
+        "rank 2 gave no message (wait" if found[0][0].endswith("wait") else found[0][0],
+        [b"second"] * 3,
+    )
+    assert found[0][0].startswith("rank 2 gave no message")
+
+
+def test_nothing_is_said_after_parting(stores: Callable[[], Any]) -> None:
+    def work(exchange: Exchange) -> None:
+        exchange.part()
+        exchange.store = None  # any request fails
+        exchange.leave()
+
+    assert on_ranks(stores, work) == [None] * 3

@@ -1,0 +1,129 @@
+"""Short messages between all ranks, beside the collectives of training: to rank 0, and from it to all.
+
+They go over the store at which the ranks met. A process group would cost more: gloo connects every rank with every
+other one when a group is made and gathers in a ring through all of them, and NCCL's group belongs to the thread that
+trains. Here a round takes a few small requests for each rank to one server, and any thread may make them.
+
+    gather     every rank leaves its message under a key; rank 0 reads and deletes them
+    broadcast  rank 0 leaves its message under one key; every other rank reads it
+    scatter    rank 0 leaves a message for each rank under a key, which that rank reads and deletes
+
+The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread at a time. A
+rank that leaves for good marks that in place of its next message, so that rank 0, or all others where it is rank 0,
+fail at once instead of waiting. One that is killed is missed after `PATIENCE`; whoever started the ranks ends the
+others before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+PATIENCE = timedelta(hours=1)
+"""How long a rank waits for a message: another one may have gigabytes to write first."""
+PARTING = timedelta(minutes=1)
+"""How long rank 0 waits at the end until all have read its last message."""
+_MESSAGE, _LEFT = b"+", b"-"
+
+
+class Exchange:
+    """All ranks' messages, from one rank."""
+
+    def __init__(self, store: Any, rank: int, size: int, patience: timedelta = PATIENCE) -> None:
+        """Take a connection of its own to the store at which `size` ranks met; this one is number `rank`.
+
+        A request that waits blocks its connection, which training's own requests must not wait for.
+        """
+        self.store: Any = store.clone()
+        self.store.set_timeout(patience)
+        self.patience = patience
+        self.rank, self.size = rank, size
+        self.gathered = self.answered = self.deleted = 0
+        self.parted = False
+
+    def gather(self, message: bytes) -> list[bytes] | None:
+        """Give rank 0 a message of each rank; all ranks call it together.
+
+        Returns:
+            On rank 0 all messages by rank, its own included; on the others None.
+
+        Raises:
+            ConnectionError: on rank 0, when a rank has left or gave no message in time.
+        """
+        number, self.gathered, self.parted = self.gathered, self.gathered + 1, False
+        if self.rank:
+            self.store.set(_key(number, self.rank), _MESSAGE + message)
+            return None
+        messages = [message, *(self._take(_key(number, rank), rank) for rank in range(1, self.size))]
+        self._forget()
+        return messages
+
+    def broadcast(self, message: bytes = b"") -> bytes:
+        """Give rank 0's message to all ranks, which call it together.
+
+        Raises:
+            ConnectionError: when rank 0 has left, or gave no message in time.
+        """
+        number, self.answered = self.answered, self.answered + 1
+        if self.rank:
+            return self._get(_key(number), 0)
+        self.store.set(_key(number), _MESSAGE + message)
+        return message
+
+    def scatter(self, messages: Sequence[bytes] = ()) -> bytes:
+        """Give each rank its own of rank 0's messages, one for each; all ranks call it together.
+
+        Raises:
+            ConnectionError: when rank 0 has left, or gave no message in time.
+        """
+        number, self.answered = self.answered, self.answered + 1
+        if self.rank:
+            return self._take(_key(number, to=self.rank), 0)
+        for rank in range(1, self.size):
+            self.store.set(_key(number, to=rank), _MESSAGE + messages[rank])
+        return messages[0]
+
+    def part(self) -> None:
+        """Let rank 0 wait until all have read its last message: the store may live in its process."""
+        self.store.set_timeout(PARTING)
+        with contextlib.suppress(ConnectionError, RuntimeError):
+            self.gather(b"")
+        self.store.set_timeout(self.patience)
+        self.parted = True
+
+    def leave(self) -> None:
+        """Mark that this rank takes part no more, so that the others' next round fails; nothing after `part`."""
+        if self.parted:
+            return
+        number = self.answered
+        keys = [_key(number), *(_key(number, to=rank) for rank in range(1, self.size))]
+        with contextlib.suppress(RuntimeError):  # the store may be gone already
+            for key in [_key(self.gathered, self.rank)] if self.rank else keys:
+                self.store.set(key, _LEFT)
+
+    def _take(self, key: str, rank: int) -> bytes:
+        message = self._get(key, rank)
+        self.store.delete_key(key)
+        return message
+
+    def _get(self, key: str, rank: int) -> bytes:
+        try:
+            found: bytes = self.store.get(key)
+        except RuntimeError as error:
+            raise ConnectionError(f"rank {rank} gave no message ({' '.join(str(error).split())[:120]})") from error
+        if found[:1] == _LEFT:
+            raise ConnectionError(f"rank {rank} has left")
+        return found[1:]
+
+    def _forget(self) -> None:
+        """Delete rank 0's earlier messages: all ranks have read them, since each is in a later round now."""
+        for number in range(self.deleted, self.answered):
+            self.store.delete_key(_key(number))
+        self.deleted = self.answered
+
+
+def _key(number: int, rank: int = 0, to: int | None = None) -> str:
+    """Where a rank leaves its message of a round, to rank 0; rank 0 to all, or to one."""
+    return f"titan/exchange/{rank}/{number}{'' if to is None else f'/{to}'}"
