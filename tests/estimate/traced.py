@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
@@ -47,6 +48,25 @@ class Peak:
         return "\n".join(
             lines + [f"{size / 2**20:10.2f}   {name}" for name, size in self.parts.most_common(40) if size]
         )
+
+
+class _FusedNorm(torch.autograd.Function):
+    """What GPUs' kernel of the RMSNorm keeps and gives, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _fused_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    out: torch.Tensor = _FusedNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
 
 
 class Live(TorchDispatchMode):
@@ -107,32 +127,32 @@ class Live(TorchDispatchMode):
 
 
 def traced(run: Run, rank: int = 0, device: str = "cpu") -> dict[str, Peak]:
-    """Peaks of the phases of the second step of one rank of a run, in a process of its own."""
-    return run_ranks(_traced, 1, run, rank, joined=False, timeout=600)[0]  # type: ignore[no-any-return]
+    """Peaks of the phases of the second step of one rank of a run, in a process of its own.
+
+    Args:
+        run: composed; DDP's reducer is not Python and can't be traced.
+        rank: among all.
+        device: "cuda" for norms as GPUs' kernel computes them, all else being as on a CPU.
+    """
+    return run_ranks(_traced, 1, run, rank, device, joined=False, timeout=600)[0]  # type: ignore[no-any-return]
 
 
-def _traced(_: int, __: int, run: Run, rank: int) -> dict[str, Peak]:
-    size = run.layout.devices
-    place = Place(rank, size, rank % 8, "")
+def _traced(_: int, __: int, run: Run, rank: int, device: str) -> dict[str, Peak]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    if size > 1:
-        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-        world = mesh.lay_out(place, run.layout, torch.device("cpu"))
-    else:
-        world = mesh.World(place, run.layout, torch.device("cpu"))
-    engine = assemble(run, dataclasses.replace(world, memory=lambda: fake))
+    engine = assemble(run, dataclasses.replace(_world(run, rank), memory=lambda: fake))
     shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
     live, peaks = Live(), {}
     with ExitStack() as stack:
+        if device == "cuda":
+            stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
         stack.enter_context(fake)
         stack.enter_context(_watched(live))
         stack.enter_context(live)
         live.start((_local(p) for p in engine.parameters()), "weights")
         for step in range(2):
-            live.peak = Peak()
+            live.peak, live.phase = Peak(), f"{step} model"
             tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
             documents = torch.zeros(shape, dtype=torch.int64) if run.dataset.mask_documents else None
-            live.phase = f"{step} model"
             engine.backward(Rows(tokens, targets, documents=documents), 1.0)
             peaks["model"], live.peak, live.phase = live.peak, Peak(), f"{step} update"
             engine.norm()
@@ -140,6 +160,15 @@ def _traced(_: int, __: int, run: Run, rank: int) -> dict[str, Peak]:
             peaks["update"] = live.peak
             engine.optimizer.zero_grad(set_to_none=True)
     return peaks
+
+
+def _world(run: Run, rank: int) -> mesh.World:
+    size = run.layout.devices
+    place, device = Place(rank, size, rank % 8, ""), torch.device("cpu")
+    if size == 1:
+        return mesh.World(place, run.layout, device)
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    return mesh.lay_out(place, run.layout, device)
 
 
 @contextmanager
