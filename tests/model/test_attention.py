@@ -110,7 +110,7 @@ def test_flex_gives_what_the_mask_gives(heads: int, pairs: int, share: float | N
     tensors = qkv(300, heads, pairs)
     ids = None if share is None else documents(2, 300, share)
     mask = block_mask(ids, torch.arange(300)[None], torch.float32)
-    found = FlexAttention(fused=False)(*tensors, mask)
+    found = FlexAttention()(*tensors, mask)
     expected = attend(*tensors, None if ids is None else document_mask(ids, torch.float32))  # type: ignore[misc]
     assert (found - expected).abs().max() <= EXACT * expected.abs().max()
 
