@@ -15,8 +15,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
+from tests.model.test_attention import listed, visible
 from tests.ranks import run_ranks
+from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
 from titan.parallelism import context, kernels
@@ -92,14 +95,19 @@ def no_guard(*tensors: Tensor) -> None:
     pass
 
 
+def set_all(settings: dict[str, Any]) -> None:
+    """Give modules other values of names, in a process of its own."""
+    for path, value in settings.items():
+        module, name = path.rsplit(".", 1)
+        setattr(importlib.import_module(module), name, value)
+
+
 def rank_errors(rank: int, world: int, cases: list[Case], strided: bool, settings: dict[str, Any]) -> list[float]:
     """Errors of this rank; `strided`: groups of every other rank."""
     group = dist.group.WORLD
     if strided:
         group = [dist.new_group(list(range(first, world, 2))) for first in (0, 1)][rank % 2]
-    for path, value in settings.items():  # in a process of its own
-        module, name = path.rsplit(".", 1)
-        setattr(importlib.import_module(module), name, value)
+    set_all(settings)
     return [case_error(case, cast(dist.ProcessGroup, group)) for case in cases]
 
 
@@ -227,6 +235,99 @@ def test_a_message_loses_no_bit(dtype: torch.dtype, tokens: int, seed: int) -> N
     assert torch.equal(second, dkv)
 
 
+# --- what keeps documents apart
+
+
+class Ranks:
+    """A group without ranks, which only counts them."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def masks(core: ContextAttention, ids: Tensor, mine: Tensor) -> tuple[Any, list[tuple[Any, Tensor]]]:
+    """What a method's mask is; and the masks of blocks in it, each with the places of its keys."""
+    seen, whole = core.mask(ids[:, mine], mine[None], torch.float32), torch.arange(SEQ)
+    if core.kernel != "flex":
+        return seen, []
+    if core.method != "ring":
+        return seen, [(seen, whole)]
+    size, rank, balance = core.group.size(), core.group.rank(), core.balance
+    ring = context._Ring("", rank, size, balance, "flex")
+    places = [positions(SEQ, size, source, balance) for source in range(size)]
+    return seen, [(context._blocks_of(ring, n, len(mine), list(seen)), place) for n, place in enumerate(places)]
+
+
+@pytest.mark.parametrize("balance", BALANCE)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_blocks_show_what_tokens_may_see(
+    rank: int, method: str, balance: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs the formula reads each block's function, on GPUs kernels read the lists, too: both are right."""
+    ids, size = documents(), 4
+    parts = torch.stack([ids[:, positions(SEQ, size, n, balance)] for n in range(size)])
+    monkeypatch.setattr(context, "all_gather", lambda x, dim, group: parts)
+    monkeypatch.setattr(context, "BLOCK", 2)
+    monkeypatch.setattr(attention, "BLOCK", 2)
+    core = ContextAttention(method, cast(Any, Ranks(size, rank)), balance, kernel="flex")
+    mine = positions(SEQ, size, rank, balance)
+    queries = torch.arange(SEQ) if method == "ulysses" else mine
+    for mask, places in masks(core, ids, mine)[1]:
+        exact = (ids[:, queries, None] == ids[:, None, places]) & (queries[:, None] >= places)
+        assert torch.equal(visible(mask, ROWS), exact)
+        some = exact.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).any(4).any(2)
+        part, full = listed(mask)
+        assert torch.equal(part | full, some)  # and nothing else is looked at
+
+
+def rank_mask_uses(rank: int, world: int, kernel: str) -> dict[str, tuple[int, int]]:
+    """By method: how often ranks gather ids in a forward pass of two layers, and how many masks layers take."""
+    found = {}
+    set_all(SETTINGS.get(kernel, {}))
+    for method in METHODS:
+        gathers, taken = [0], set[int]()
+        gather = context.all_gather
+
+        def counted(*args: Any, gathers: list[int] = gathers, gather: Any = gather) -> Tensor:
+            gathers[0] += 1
+            return gather(*args)
+
+        model, mine = small_model(), positions(SEQ, world, rank, True)
+        apply(model, method, cast(dist.ProcessGroup, dist.group.WORLD), True, kernel)
+        for block in model.blocks():
+            block.attention.core.register_forward_pre_hook(lambda core, args, taken=taken: taken.add(id(args[3])))
+        context.all_gather = counted
+        model(torch.zeros(ROWS, SEQ // world, dtype=torch.int64), mine, documents()[:, mine])
+        context.all_gather = gather
+        found[method] = (gathers[0], len(taken))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["flash", "flex"])
+def test_masks_are_made_once_for_all_layers(kernel: str) -> None:
+    assert run_ranks(rank_mask_uses, 2, kernel) == [dict.fromkeys(METHODS, (1, 1))] * 2
+
+
+def test_masks_of_tokens_are_as_large_as_what_a_rank_has() -> None:
+    """Of a row's T queries by T keys a rank makes the part of its own queries, up to the end of each chunk."""
+    core = ContextAttention("allgather", cast(Any, Ranks(4, 1)), True)
+    ids = documents()
+    core.gathered = lambda part: ids  # type: ignore[method-assign]
+    first, last = core.mask(ids[:, positions(SEQ, 4, 1, True)], torch.arange(8)[None], torch.bfloat16)
+    assert (first.shape, last.shape) == ((ROWS, 1, 4, 8), (ROWS, 1, 4, 28))
+    whole = document_mask(ids, torch.bfloat16)
+    assert torch.equal(first, whole[:, :, 4:8, :8])
+    assert torch.equal(last, whole[:, :, 24:28, :28])
+
+
 # --- work and travel
 
 
@@ -331,6 +432,16 @@ def wrapped(block: nn.Module, how: str) -> Callable[..., Tensor]:
     return torch.compile(forward, backend="aot_eager", fullgraph=True) if "compiled" in how else forward
 
 
+def compiled_flex(q: Tensor) -> Any:
+    """As on CUDA, where what attends in a ring is compiled, too: inside of an operation of a compiled block."""
+    return flex_attention if torch.compiler.is_compiling() else AOT_FLEX
+
+
+CHECK = "torch._functorch.config.check_custom_op_aliasing"
+"""A look at operations of one's own when they first run, in which the formula that attends on CPUs can't."""
+AOT_FLEX = torch.compile(flex_attention, backend="aot_eager", dynamic=False)
+
+
 def block_results(rank: int, world: int, method: str, balance: bool, masked: bool, how: str) -> list[Tensor]:
     """The output and the gradients of input and weights of a block."""
     torch.manual_seed(3)
@@ -338,7 +449,9 @@ def block_results(rank: int, world: int, method: str, balance: bool, masked: boo
     x, mine = torch.randn(ROWS, SEQ, 32), positions(SEQ, world, rank, balance)
     for weight in block.parameters():
         nn.init.normal_(weight, std=0.3)
-    apply(block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance)
+    if "flex" in how:
+        set_all(SETTINGS["flex"] | {"titan.model.attention._flex": compiled_flex, CHECK: False})
+    apply(block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash")
     x = x[:, mine].requires_grad_()
     cos, sin = rotation(inverse_frequencies(8, 1e4), mine[None])
     seen = block.attention.core.mask(documents()[:, mine] if masked else None, mine[None], x.dtype)
@@ -351,6 +464,8 @@ COMPILED = [
     ("allgather", True, True, "compiled selective"),
     ("ulysses", True, False, "compiled"),
     ("ring", False, False, "compiled full"),  # the first rank uses nothing of what it receives
+    ("ring", True, True, "compiled flex"),
+    ("allgather", True, True, "compiled flex"),
 ]
 """Compiling takes seconds, so only this."""
 EAGER = list(itertools.product(METHODS, BALANCE, BALANCE, ("full", "selective")))
@@ -359,7 +474,7 @@ EAGER = list(itertools.product(METHODS, BALANCE, BALANCE, ("full", "selective"))
 def rank_wrapped_errors(rank: int, world: int, cases: list[Any]) -> dict[str, float]:
     found = {}
     for *case, how in cases:
-        exact = block_results(rank, world, *case, "plain")
+        exact = block_results(rank, world, *case, "plain flex" if "flex" in how else "plain")
         found[f"{case} {how}"] = error(block_results(rank, world, *case, how), exact)
     return found
 

@@ -92,15 +92,8 @@ def forward(kernel: str, q: Tensor, kv: Tensor, seen: Seen) -> Results:
         tiles = [_formula(q[:, :, rows], k, v, _visible(rows, k, seen)) for rows in _tiles(q, k)]
         out, lse = (torch.cat(part, 2) for part in zip(*tiles, strict=True))
         return out, lse
-    if kernel == "cudnn":
-        return _cudnn(q, k, v, seen.causal)
-    if kernel == "efficient":
-        return _efficient(q, k, v, seen.causal)
-    flash = _ATEN._scaled_dot_product_flash_attention
-    if q.device.type != "cuda":  # meta, too: shapes only
-        flash = _ATEN._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(q, k, v, 0.0, seen.causal)[:2]
-    return out, lse
+    attend, _ = TORCHS[_on(kernel, q)]
+    return attend(q, k, v, seen.causal)
 
 
 def backward(kernel: str, ours: Ours, kv: Tensor, seen: Seen) -> Gradients:
@@ -110,11 +103,13 @@ def backward(kernel: str, ours: Ours, kv: Tensor, seen: Seen) -> Gradients:
         return _flex_backward(ours, k, v, _mask(seen))
     if kernel == "math" or seen.ids is not None:
         return _tiled_backward(ours, k, v, seen)
-    if kernel == "cudnn":
-        return _cudnn_backward(ours, k, v, seen.causal)
-    if kernel == "efficient":
-        return _efficient_backward(ours, k, v, seen.causal)
-    return _flash_backward(ours, k, v, seen.causal)
+    _, gradients = TORCHS[_on(kernel, ours[1])]
+    return gradients(ours, k, v, seen.causal)
+
+
+def _on(kernel: str, q: Tensor) -> str:
+    """The name in `TORCHS` of a kernel for the device of q; tensors without values are taken for a CPU's."""
+    return "cpu" if kernel == "flash" and q.device.type != "cuda" else kernel
 
 
 def begin(out: Tensor, lse: Tensor) -> Results:
@@ -137,11 +132,24 @@ def cut(ours: Ours, rows: slice) -> Ours:
 # --- torch's kernels
 
 
+def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
+    out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    return out, lse
+
+
+def _cpu_backward(ours: Ours, k: Tensor, v: Tensor, causal: bool) -> Gradients:
+    grad, q, out, lse = ours
+    dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
+    return dq, dk, dv
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
+    out, lse = _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    return out, lse
+
+
 def _flash_backward(ours: Ours, k: Tensor, v: Tensor, causal: bool) -> Gradients:
     grad, q, out, lse = ours
-    if q.device.type != "cuda":
-        dq, dk, dv = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
-        return dq, dk, dv
     # No dropout: the state of its random numbers is not read. The kernel takes lse for contiguous.
     seed, offset = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in (2, 0))
     rest = (None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset)
@@ -172,7 +180,7 @@ def _cudnn_backward(ours: Ours, k: Tensor, v: Tensor, causal: bool) -> Gradients
 def _efficient(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Results:
     k, v = _repeated(k, q), _repeated(v, q)
     out, lse = _ATEN._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
-    return out, lse[:, :, : q.shape[2]]
+    return out, lse.narrow(2, 0, q.shape[2])
 
 
 def _efficient_backward(ours: Ours, k: Tensor, v: Tensor, causal: bool) -> Gradients:
@@ -193,6 +201,15 @@ def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values for each query head: [B, H, s, d]."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+TORCHS = {
+    "cpu": (_cpu, _cpu_backward),
+    "flash": (_flash, _flash_backward),
+    "cudnn": (_cudnn, _cudnn_backward),
+    "efficient": (_efficient, _efficient_backward),
+}
+"""What attends to a block, and what gives its gradients, by each of torch's kernels."""
 
 
 # --- FlexAttention
