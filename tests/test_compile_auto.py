@@ -53,7 +53,9 @@ CHOSEN = [
     pytest.param("cpu", (LONG, *FLOAT8), "block", "blocks, for precision=float8", id="float8"),
     pytest.param("cpu", (LONG, "model.layers=12"), "model", "on one CPU device", id="twelve-layers"),
     pytest.param("cpu", (LONG, "model.layers=13"), "block", "which take long to compile at once", id="many-layers"),
-    pytest.param("cpu", (LONG, "model.dim=1024"), "block", "no faster for a model of this size", id="large"),
+    pytest.param(
+        "cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="large"
+    ),
     pytest.param("cpu", (SHORT, DOCUMENTS), "off", "it pays from 5 minutes on", id="short-documents"),
     pytest.param("cpu", (LONG, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="anomaly"),
     pytest.param("cpu", (SHORT, "memory=budget"), "block", "memory=budget", id="budget"),
