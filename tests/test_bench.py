@@ -18,7 +18,7 @@ from titan import compile as compiling
 from titan.cluster import devices
 from titan.measure import Alone
 from titan.run import Run
-from titan.suites import Case, gpu_cases
+from titan.suites import Case, cpu_cases, gpu_cases
 from titan.trainer import Trainer
 
 SMALL = [
@@ -115,11 +115,39 @@ def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
     run = bench.compose.composed([*chunk, *bench.QUIET, *SMALL])
     with measure.trainer(run) as (_, bare_loop):
-        bare = bare_loop(False)
+        bare = bare_loop(Case("", ()))
     assert bare.model.head.chunked.keywords == {"chunk": 16}
     before = bare.model.head.weight.detach().clone()
     bare.steps(1)
     assert not torch.equal(before, bare.model.head.weight)
+
+
+def test_a_cpu_is_asked_for_a_bare_loop_compiled_as_a_whole() -> None:
+    cases = {case.title: case for case in cpu_cases()}
+    assert len(cases) == len(cpu_cases())
+    for precision in ("fp32", "bf16"):
+        assert cases[f"{precision}, compile model"].bare == ""
+        case = cases[f"{precision}, compile block, bare: model"]
+        assert (case.bare, case.overrides) == ("model", (f"precision={precision}", "compile=block"))
+
+
+def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks where titan does, all at once where the case says so; in a process of its own, too."""
+    compiled: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
+    overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
+    run = bench.compose.composed([*overrides, *bench.QUIET, *SMALL])
+    with measure.trainer(run) as (_, bare_loop):
+        compiled.clear()
+        bare_loop(Case("", ()))
+        assert len(compiled) == run.model.layers + 1 and "summed" not in compiled
+        compiled.clear()
+        bare_loop(Case("", (), bare="model"))
+        assert compiled == ["summed"]
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(measure, "_started", lambda side, how, overrides: asked.update({side: overrides}) or {})
+    measure.apart(run, Case("", ("compile=block",), bare="model"), [], 1, 1)
+    assert asked == {"bare": ["compile=block", "compile=model"], "titan": ["compile=block"]}
 
 
 def one_fails(run: Run, *rest: Any) -> dict[Any, Alone]:

@@ -19,6 +19,7 @@ from titan.run import Run, moved
 from titan.settings import Refusal
 
 LONG, SHORT = "training.steps=100000", "training.steps=20"
+DOCUMENTS, FLOAT8 = "dataset.mask_documents=true", ("precision=float8", "precision.emulate=true")
 ZBV = ("parallelism=pp", "parallelism.schedule=ZBVZeroBubble")
 
 
@@ -43,11 +44,22 @@ def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) 
 
 CHOSEN = [
     pytest.param("cpu", (SHORT,), "off", "it pays from 5 minutes on", id="short"),
-    pytest.param("cpu", (LONG,), "block", "hours of work", id="long"),
-    pytest.param("cpu", (LONG, "compile.backend=aot_eager"), "block", "hours of work", id="other-backend"),
+    pytest.param("cpu", (LONG,), "model", "hours of work on one CPU device", id="long"),
+    pytest.param("cpu", (LONG, "compile.backend=aot_eager"), "model", "on one CPU device", id="other-backend"),
+    pytest.param("cpu", (LONG, "parallelism=ddp"), "block", "hours of work; blocks, for 2 ranks", id="ranks"),
+    pytest.param("cpu", (LONG, "memory=full"), "block", "blocks, for memory=full", id="full"),
+    pytest.param("cpu", (LONG, "memory=selective"), "block", "blocks, for memory=selective", id="selective"),
+    pytest.param("cpu", (LONG, DOCUMENTS), "block", "blocks, for dataset.mask_documents", id="documents"),
+    pytest.param("cpu", (LONG, *FLOAT8), "block", "blocks, for precision=float8", id="float8"),
+    pytest.param("cpu", (LONG, "model.layers=12"), "model", "on one CPU device", id="twelve-layers"),
+    pytest.param("cpu", (LONG, "model.layers=13"), "block", "which take long to compile at once", id="many-layers"),
+    pytest.param(
+        "cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="large"
+    ),
+    pytest.param("cpu", (SHORT, DOCUMENTS), "off", "it pays from 5 minutes on", id="short-documents"),
     pytest.param("cpu", (LONG, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="anomaly"),
     pytest.param("cpu", (SHORT, "memory=budget"), "block", "memory=budget", id="budget"),
-    pytest.param("cpu", (LONG, *ZBV), "block", "hours of work", id="zero-bubble"),
+    pytest.param("cpu", (LONG, *ZBV), "block", "hours of work; blocks, for 2 ranks", id="zero-bubble"),
     pytest.param("gpu", (SHORT,), "block", "on a GPU", id="gpu"),
     pytest.param("gpu", (SHORT, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="gpu-anomaly"),
     pytest.param("cpu", (LONG, "compile=off"), "off", "", id="said-off"),
@@ -90,8 +102,8 @@ def test_compilers_that_it_takes(
     assert compiling.why_not(machine, "inductor") == why
     for backend, elsewhere in (("inductor", True), ("aot_eager", False), ("eager", False)):
         assert compiling.why_not(machine, backend, elsewhere) is None
-    run = on(kind, LONG, monkeypatch=monkeypatch)
-    assert (run.compile.scope, run.compile_why) == ("off", why) if why else run.compile.scope == "block"
+    run, where = on(kind, LONG, monkeypatch=monkeypatch), "model" if kind == "cpu" else "block"
+    assert (run.compile.scope, run.compile_why) == ("off", why) if why else run.compile.scope == where
     if why:
         with pytest.raises(Refusal, match=why.replace("+", "\\+")):
             on(kind, LONG, "compile=block", monkeypatch=monkeypatch)
@@ -148,7 +160,7 @@ def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPa
 
 def test_ranks_that_share_cores_compile_later(monkeypatch: pytest.MonkeyPatch) -> None:
     minutes = "training.steps=2000"  # about 7 on four cores
-    assert on("cpu", minutes, monkeypatch=monkeypatch).compile.scope == "block"
+    assert on("cpu", minutes, monkeypatch=monkeypatch).compile.scope == "model"
     assert on("cpu", minutes, "parallelism=ddp", "cluster.devices=16", monkeypatch=monkeypatch).compile.scope == "off"
 
 

@@ -18,7 +18,7 @@ from titan import low_precision, memory, precision, rng
 from titan.engine import Accumulate, Engine, Runner, Stage
 from titan.model import attention, loss
 from titan.model.schema import Decoder
-from titan.parallelism import context, data, tensor
+from titan.parallelism import context, data, kernels, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline import Pipeline, Plan, Twins, link
 from titan.parallelism.schema import Parallelism
@@ -92,7 +92,7 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     _compute(model, run.precision, how, world, taken, run.training.loss_chunk, sharded=sharding is not None)
     attention.apply(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
-        context.apply(model, how.context_method, world.context, how.balance)
+        context.apply(model, how.context_method, world.context, how.balance, _kernel(run, world))
     memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
     compiling.apply(
         stage,
@@ -170,30 +170,44 @@ def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
     return model.requires_grad_(False)
 
 
-def _attention(run: Run, world: World) -> str:
-    """What attends, as torch says, and how documents are kept apart.
+def _kernel(run: Run, world: World) -> str:
+    """The kernel that attends, as torch says, by the name that `training.attention` has for it.
 
     Raises:
         Refusal: when the kernel that was chosen can't.
     """
     choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
-    if choice == "flex":
-        return f"flex, in blocks of {attention.BLOCK} tokens"
     model, dtype, cut = run.model, run.precision.dtype, run.layout.tensor
-    kernel, q = None, torch.empty(1, 1, 1, model.head_size, dtype=dtype, device=device)
-    if world.context is not None:
-        kernel = context.attends(run.parallelism.context_method, q, documents)
-    shape, allowed = (model.heads // cut, model.kv_heads // cut, model.head_size), attention.kernels(choice, device)
+    shape = (model.heads // cut, model.kv_heads // cut, model.head_size)
     try:
-        kernel = kernel or attention.chosen(shape, dtype, device, allowed, documents)
+        if choice == "flex" or _puts_together(run, world):
+            return kernels.choose(choice, shape, dtype, device, documents)
+        return attention.chosen(shape, dtype, device, attention.kernels(choice, device), documents)
     except attention.NoKernel as error:
         masked = ", with a mask for documents" if documents else ""
         raise Refusal(
             f"training.attention={choice}: torch has no such kernel for heads of {model.head_size} in "
             f"{run.precision.compute} on this {device.type} device{masked}; give auto."
         ) from error
-    named = f"torch's {kernel} kernel for {device.type.upper()}" if kernel != "formula" else "the formula"
-    return f"{named}, documents by a mask of tokens by tokens" if documents else named
+
+
+def _puts_together(run: Run, world: World) -> bool:
+    """Whether attention is put together from blocks of keys, for which a kernel has to give more than its output."""
+    method = run.parallelism.context_method
+    return world.context is not None and (
+        method == "ring" or (method == "allgather" and not run.dataset.mask_documents)
+    )
+
+
+def _attention(run: Run, world: World) -> str:
+    """What attends, and how documents are kept apart."""
+    kernel = _kernel(run, world)
+    if kernel == "flex":
+        return f"flex, in blocks of {attention.BLOCK} tokens"
+    if kernel == "math" and _puts_together(run, world):
+        return "the formula" + (", which keeps documents apart" if run.dataset.mask_documents else "")
+    named = f"torch's {kernel} kernel for {world.device.type.upper()}"
+    return f"{named}, documents by a mask of tokens by tokens" if run.dataset.mask_documents else named
 
 
 def _sharding(world: World) -> Any:

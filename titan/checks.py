@@ -187,16 +187,18 @@ def _check_context(run: Run) -> None:
 
 
 def _check_attention(run: Run) -> None:
-    """Refuse kernels that a device has not, and those that ranks with parts of rows don't use."""
+    """Refuse kernels that a device has not, and those that can't keep documents apart in a ring."""
     choice, how = run.training.attention, run.parallelism
     if run.machine.device == "cpu" and choice == "flex":
         raise Refusal("training.attention=flex: its backward pass needs a GPU; give auto.")
     if run.machine.device == "cpu" and choice in ("cudnn", "efficient"):
         raise Refusal(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
-    if run.layout.context > 1 and choice != "auto" and (choice == "flex" or how.context_method != "ulysses"):
+    ring = run.layout.context > 1 and how.context_method == "ring"
+    if ring and run.dataset.mask_documents and choice not in ("auto", "flex", "math"):
+        other = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
         raise Refusal(
-            f"training.attention={choice}: parallelism.context_method={how.context_method} over {run.layout.context} "
-            "ranks attends in its own way; give training.attention=auto."
+            f"training.attention={choice}: in a ring this kernel does not keep documents apart "
+            f"(dataset.mask_documents=true); give {other}, or another parallelism.context_method."
         )
 
 

@@ -26,6 +26,10 @@ CORE_FLOPS = 55e9
 """FLOPs that a CPU core does in a second of training."""
 FAST = 90e9
 """The same in bf16, on a core that is fast at it."""
+DEEP = 12
+"""Up to so many layers are compiled at once: compiling takes the longer the more there are, see docs/benchmarks.md."""
+LARGE = 50e6
+"""From so many parameters on compiling all at once gains nothing over blocks on a CPU."""
 EMULATED = 10
 """So many times slower are products in eight bits that are emulated."""
 TRITON = 7.0
@@ -38,15 +42,15 @@ class Compile:
 
     scope: Literal["auto", "off", "block", "model"] = setting(
         "auto",
-        "auto: block where it works and pays, else off; block: each block as one graph that all share, and the "
-        "head with the loss; model: all from tokens to loss at once; off",
+        "auto: where it works and pays block, on one CPU device model, else off; block: each block as one graph that "
+        "all share, and the head with the loss; model: all from tokens to loss at once; off",
     )
     backend: Literal["inductor", "aot_eager", "eager"] = setting(
         "inductor", "the compiler: inductor, or aot_eager and eager to look for errors"
     )
 
 
-def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block"], str]:
+def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block", "model"], str]:
     """What `compile=auto` comes to, and why, in a few words.
 
     Args:
@@ -68,7 +72,30 @@ def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block"], 
     seconds, pays = eager_seconds(run), PAYS * max(1.0, run.layout.devices / _cores(run))
     if seconds < pays:
         return "off", f"about {_span(seconds)} of work, and it pays from {_span(pays)} on"
-    return "block", f"about {_span(seconds)} of work"
+    if why := why_blocks(run):
+        return "block", f"about {_span(seconds)} of work; {why}"
+    return "model", f"about {_span(seconds)} of work on one CPU device"
+
+
+def why_blocks(run: Run) -> str | None:
+    """Why a CPU compiles blocks for themselves; None where all from tokens to loss is compiled at once.
+
+    At once, what is between blocks is fused, too. But where blocks are to compute again, or ranks talk to each other,
+    it is what is around blocks that matters, and a graph of each is what was measured.
+    """
+    if run.layout.devices > 1:
+        return f"blocks, for {run.layout.devices} ranks"
+    if run.memory.checkpointing != "none":
+        return f"blocks, for memory={run.memory.checkpointing}"
+    if run.dataset.mask_documents:
+        return "blocks, for dataset.mask_documents"
+    if run.precision.small:
+        return f"blocks, for precision={run.precision.products}"
+    if run.model.parameters() >= LARGE:
+        return "blocks, since all at once would be no faster for a model of this size"
+    if run.model.layers > DEEP:
+        return f"blocks, for {run.model.layers} layers, which take long to compile at once"
+    return None
 
 
 def keeps_scales(run: Run) -> bool:

@@ -135,7 +135,7 @@ def together(run: Run, case: Case, overrides: Sequence[str], rounds: int, steps:
 
     found: dict[Side, list[float]] = {"bare": [], "titan": []}
     with trainer(run) as (ours, bare_loop):
-        bare = bare_loop(case.autocast)
+        bare = bare_loop(case)
         work: dict[Side, Callable[[int], None]] = {"bare": bare.steps, "titan": ours.loop}
         for side in SIDES:
             work[side](WARM)
@@ -149,7 +149,8 @@ def together(run: Run, case: Case, overrides: Sequence[str], rounds: int, steps:
 def apart(run: Run, case: Case, overrides: Sequence[str], rounds: int, steps: int) -> dict[Side, Alone]:
     """Each side in a process of its own; arguments as for `speed`."""
     how = ["--rounds", str(rounds), "--steps", str(steps), *(["--autocast"] if case.autocast else [])]
-    return {side: Alone(**_started(side, how, [*overrides, *case.overrides])) for side in SIDES}
+    other = {"bare": [f"compile={case.bare}"] if case.bare else [], "titan": []}
+    return {side: Alone(**_started(side, how, [*overrides, *case.overrides, *other[side]])) for side in SIDES}
 
 
 def _started(what: str, how: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
@@ -199,8 +200,8 @@ def _side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Callabl
 
 
 @contextmanager
-def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[bool], BareLoop]]]:
-    """titan's own trainer for one device, recording as always, and what makes the bare loop on the same data."""
+def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]]]:
+    """titan's own trainer for one device, recording as always, and what makes a case's bare loop on the same data."""
     from launchers.place import Place
     from titan.assemble import assemble
     from titan.baseline import BareLoop
@@ -217,7 +218,12 @@ def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[bool], BareLoop]]]:
         ours = Trainer(run, life, world, assemble(run, world), Stop())
         with Recorder(run, life, print) as recorder, ours.loader:
             ours.recorder = recorder
-            yield ours, lambda autocast: BareLoop(run, ours.mix, world.device, autocast=autocast)
+            yield ours, lambda case: BareLoop(_bare(run, case), ours.mix, world.device, autocast=case.autocast)
+
+
+def _bare(run: Run, case: Case) -> Run:
+    """The run as the bare loop compiles it."""
+    return replace(run, compile=replace(run.compile, scope=case.bare)) if case.bare else run
 
 
 def profile(case: Case, overrides: Sequence[str], steps: int, rows: int = 25) -> str:

@@ -197,8 +197,7 @@ def _by_blocks(recipe: Recipe, machine: Machine, elsewhere: bool) -> bool:
     """Whether `training.attention=auto` is FlexAttention: for documents, on GPUs, where its kernel can be made."""
     if recipe.training.attention != "auto" or not recipe.dataset.mask_documents or machine.device != "cuda":
         return False
-    fits = recipe.parallelism.context == 1 and recipe.model.head_size >= FLEX_WIDTH
-    return fits and (elsewhere or importlib.util.find_spec("triton") is not None)
+    return recipe.model.head_size >= FLEX_WIDTH and (elsewhere or importlib.util.find_spec("triton") is not None)
 
 
 def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool) -> Layout:

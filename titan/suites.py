@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block")
+PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block", "model")
 SMALL = ("float8", "float8_rowwise")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table of speeds; with `autocast` the bare loop computes through torch.autocast."""
+    """One row of the table of speeds.
+
+    Attributes:
+        title: says what is measured.
+        overrides: titan's.
+        autocast: the bare loop computes through torch.autocast.
+        bare: what the bare loop compiles, a scope of `titan.compile`; empty: the same as titan.
+    """
 
     title: str
     overrides: tuple[str, ...]
     autocast: bool = False
+    bare: Literal["", "off", "block", "model"] = ""
 
 
 def cpu_cases() -> list[Case]:
-    """Each precision, compiled and not; in bf16 also against the other form of the bare loop."""
+    """Each precision with each scope, blocks also against a bare loop that is compiled as a whole.
+
+    In bf16 the bare loop has another form, too.
+    """
     cases = [_case(f"precision={p}", f"compile={c}") for p in PRECISIONS for c in COMPILES]
-    forms = [_case("precision=bf16", f"compile={c}") for c in COMPILES]
-    return [*cases, *(Case(f"{case.title}, bare: autocast", case.overrides, autocast=True) for case in forms)]
+    blocks = [case for case in cases if "compile=block" in case.overrides]
+    forms = [case for case in cases if "precision=bf16" in case.overrides and "compile=model" not in case.overrides]
+    whole = [Case(f"{case.title}, bare: model", case.overrides, bare="model") for case in blocks]
+    cast = [Case(f"{case.title}, bare: autocast", case.overrides, autocast=True) for case in forms]
+    return [*cases, *whole, *cast]
 
 
 def gpu_cases() -> list[Case]:

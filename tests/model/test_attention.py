@@ -41,20 +41,34 @@ def documents(rows: int, length: int, share: float, seed: int = 0) -> Tensor:
     return (starts.cumsum(1) * 7919) % 104729
 
 
-def visible(mask: flex.BlockMask, ids: Tensor) -> Tensor:
-    """What a block mask lets queries see, [B, T, T]: whole blocks, and what its function says in the others."""
-    length = ids.shape[1]
-    place = torch.arange(length)
-    inner = mask.mask_mod(torch.arange(len(ids))[:, None, None], torch.zeros(1), place[:, None], place)
+def visible(mask: flex.BlockMask, rows: int) -> Tensor:
+    """What a mask lets queries see, [rows, t, s]: whole blocks, and what its function says in the others."""
+    (length, keys), (block, _) = mask.seq_lengths, mask.BLOCK_SIZE
+    query, key = torch.arange(length)[:, None], torch.arange(keys)
+    inner = mask.mask_mod(torch.arange(rows)[:, None, None], torch.zeros(1), query, key)
+    part, full = (x.repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :keys] for x in listed(mask))
+    return ((part & inner) | full).expand(rows, -1, -1)
 
-    def spread(counts: Any, indices: Any) -> Tensor:
-        some = torch.zeros(len(ids), counts.shape[-1], counts.shape[-1], dtype=torch.bool)
-        for row, query in torch.cartesian_prod(torch.arange(len(ids)), torch.arange(counts.shape[-1])).tolist():
-            some[row, query, indices[row, 0, query, : counts[row, 0, query]].long()] = True
-        return some.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, :length, :length]
 
-    whole = spread(mask.full_kv_num_blocks, mask.full_kv_indices)
-    return (spread(mask.kv_num_blocks, mask.kv_indices) & inner) | whole
+def listed(mask: flex.BlockMask) -> tuple[Tensor, Tensor]:
+    """The blocks of keys that blocks of queries see in part, and in full, [B, N, M]; also what keys say of queries."""
+    found = []
+    for full in ("", "full_"):
+        queries, keys = (
+            dense(getattr(mask, f"{full}{side}_num_blocks"), getattr(mask, f"{full}{side}_indices"))
+            for side in ("kv", "q")
+        )
+        assert torch.equal(queries, keys.mT)
+        found.append(queries)
+    return found[0], found[1]
+
+
+def dense(counts: Tensor, indices: Tensor) -> Tensor:
+    """Which of its list each block has: [B, N, M]."""
+    some = torch.zeros(indices.shape, dtype=torch.bool)
+    for row, _, block in torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist():
+        some[row, 0, block, indices[row, 0, block, : counts[row, 0, block]].long()] = True
+    return some[:, 0]
 
 
 @settings(deadline=None, max_examples=30)
@@ -62,7 +76,7 @@ def visible(mask: flex.BlockMask, ids: Tensor) -> Tensor:
 def test_blocks_show_what_a_mask_of_tokens_shows(rows: int, length: int, share: float, seed: int) -> None:
     ids = documents(rows, length, share, seed)
     mask = block_mask(ids, torch.arange(length)[None], torch.float32)
-    assert torch.equal(visible(mask, ids), document_mask(ids, torch.float32)[:, 0] == 0)
+    assert torch.equal(visible(mask, rows), document_mask(ids, torch.float32)[:, 0] == 0)
     assert mask.shape[-2:] == (length, length)
 
 
@@ -110,7 +124,7 @@ def test_flex_gives_what_the_mask_gives(heads: int, pairs: int, share: float | N
     tensors = qkv(300, heads, pairs)
     ids = None if share is None else documents(2, 300, share)
     mask = block_mask(ids, torch.arange(300)[None], torch.float32)
-    found = FlexAttention(fused=False)(*tensors, mask)
+    found = FlexAttention()(*tensors, mask)
     expected = attend(*tensors, None if ids is None else document_mask(ids, torch.float32))  # type: ignore[misc]
     assert (found - expected).abs().max() <= EXACT * expected.abs().max()
 
@@ -230,13 +244,18 @@ def test_the_kernel_is_said(overrides: list[str], line: str, tmp_path: Path) -> 
     assert line in assemble(run, mesh.connect(Place(), run.layout, "cpu", 30)).notes
 
 
+RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_documents=true"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         pytest.param(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
         pytest.param(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
         pytest.param(["training.attention=efficient"], "efficient|no such kernel for CPUs|math", id="efficient"),
-        pytest.param(["training.attention=math", "parallelism=cp"], "math|context_method=|auto", id="context"),
+        pytest.param(
+            [*RING, "training.attention=flash"], "flash|documents apart|mask_documents=true|auto or math", id="ring"
+        ),
         pytest.param(["training.attention=quick"], "quick|choose one of|flash", id="unknown"),
         pytest.param(["training.loss_chunk=0"], "loss_chunk=0|at least 1", id="chunk"),
     ],
@@ -247,12 +266,13 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
     assert [word for word in words.split("|") if word not in str(refusal.value)] == []
 
 
-def test_flex_is_for_whole_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
+def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    overrides = ["training.attention=flex", "cluster.memory_gib=1e6", "cluster.devices=2"]
-    composed([*overrides, "parallelism=fsdp"])
-    with pytest.raises(Refusal, match=r"training.attention=flex: parallelism.context_method=ulysses"):
-        composed([*overrides, "parallelism=cp", "parallelism.context_method=ulysses"])
+    monkeypatch.setattr("titan.run.importlib.util.find_spec", lambda name: object())
+    overrides = ["cluster.memory_gib=1e6", "cluster.devices=2", "parallelism=cp", "dataset.mask_documents=true"]
+    assert composed([*overrides, f"parallelism.context_method={method}"]).training.attention == "flex"
+    assert composed([*overrides[:3], f"parallelism.context_method={method}"]).training.attention == "auto"
 
 
 def test_kernels_reach_ranks_that_share_rows() -> None:
@@ -262,5 +282,17 @@ def test_kernels_reach_ranks_that_share_rows() -> None:
     built: Any = model()
     attention.apply(built, "math", CPU, blocks=False)
     assert all(isinstance(block.attention.core, CausalAttention) for block in built.blocks())
-    context.apply(built, "ulysses", None, balance=True)  # type: ignore[arg-type]
+    context.apply(built, "ulysses", None, balance=True, kernel="math")  # type: ignore[arg-type]
     assert {block.attention.core.kernels for block in built.blocks()} == {(attention.NAMED["math"],)}
+    assert {block.attention.core.kernel for block in built.blocks()} == {"math"}
+
+
+def test_flex_reaches_ranks_that_share_rows() -> None:
+    from titan.parallelism import context
+
+    built: Any = model()
+    attention.apply(built, "flex", CPU, blocks=True)
+    context.apply(built, "ring", None, balance=True, kernel="flex")  # type: ignore[arg-type]
+    cores = [block.attention.core for block in built.blocks()]
+    assert {type(core) for core in cores} == {context.ContextAttention}
+    assert built.mask.__func__ is context.ContextAttention.mask

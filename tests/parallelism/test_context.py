@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -14,11 +15,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
+from tests.model.test_attention import listed, visible
 from tests.ranks import run_ranks
+from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
-from titan.parallelism import context
+from titan.parallelism import context, kernels
 from titan.parallelism.context import ContextAttention, apply, positions
 
 METHODS = ("allgather", "ulysses", "ring")
@@ -33,14 +37,16 @@ class Case(NamedTuple):
     kv_heads: int
     documents: bool
     dtype: torch.dtype = torch.float32
+    kernel: str = "flash"
 
     def __str__(self) -> str:
         words = [self.method, "balanced" if self.balance else "in order", f"{HEADS // self.kv_heads} a kv head"]
+        words += [self.kernel] * (self.kernel != "flash")
         return ", ".join(words + ["documents"] * self.documents + ["bf16"] * (self.dtype == torch.bfloat16))
 
 
-def table(*kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Case]:
-    return [Case(*x, dtype) for x in itertools.product(METHODS, BALANCE, kv_heads, BALANCE)]
+def table(*kv_heads: int, dtype: torch.dtype = torch.float32, kernel: str = "flash") -> list[Case]:
+    return [Case(*x, dtype, kernel) for x in itertools.product(METHODS, BALANCE, kv_heads, BALANCE)]
 
 
 def documents(seq: int = SEQ) -> Tensor:
@@ -57,10 +63,10 @@ def inputs(case: Case) -> tuple[list[Tensor], Tensor | None]:
     return tensors, documents() if case.documents else None
 
 
-def attend(core: nn.Module, tensors: list[Tensor], ids: Tensor | None) -> list[Tensor]:
+def attend(core: nn.Module, tensors: list[Tensor], seen: Any) -> list[Tensor]:
     """The output and the gradients of q, k and v."""
     q, k, v = leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-    out = core(q, k, v, ids)
+    out = core(q, k, v, seen)
     out.backward(tensors[3])
     return [out.detach(), *(cast(Tensor, x.grad) for x in leaves)]
 
@@ -78,30 +84,55 @@ def case_error(case: Case, group: dist.ProcessGroup) -> float:
     seen = None if ids is None else document_mask(ids, torch.float32)
     exact = attend(CausalAttention(), [x.float() for x in tensors], seen)
     mine = positions(SEQ, group.size(), group.rank(), case.balance)
-    core = ContextAttention(case.method, group, case.balance)
-    ours = attend(core, [x[:, :, mine] for x in tensors], None if ids is None else ids[:, mine])
+    core = ContextAttention(case.method, group, case.balance, kernel=case.kernel)
+    seen = core.mask(None if ids is None else ids[:, mine], mine[None], case.dtype)
+    ours = attend(core, [x[:, :, mine] for x in tensors], seen)
     plain = all(type(x) is Tensor and x.dtype == case.dtype for x in ours)
     return error(ours, [x[:, :, mine] for x in exact]) if plain else float("inf")
 
 
-def rank_errors(rank: int, world: int, cases: list[Case], strided: bool, limit: int | None) -> list[float]:
-    """Errors of this rank; `strided`: groups of every other rank; `limit`: the formula alone, with so many scores."""
+def no_guard(*tensors: Tensor) -> None:
+    pass
+
+
+def set_all(settings: dict[str, Any]) -> None:
+    """Give modules other values of names, in a process of its own."""
+    for path, value in settings.items():
+        module, name = path.rsplit(".", 1)
+        setattr(importlib.import_module(module), name, value)
+
+
+def rank_errors(rank: int, world: int, cases: list[Case], strided: bool, settings: dict[str, Any]) -> list[float]:
+    """Errors of this rank; `strided`: groups of every other rank."""
     group = dist.group.WORLD
     if strided:
         group = [dist.new_group(list(range(first, world, 2))) for first in (0, 1)][rank % 2]
-    if limit is not None:
-        context.SCORES = limit  # in a process of its own
-        context._kernel = lambda q, ids: None
+    set_all(settings)
     return [case_error(case, cast(dist.ProcessGroup, group)) for case in cases]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "math": {"titan.parallelism.kernels.SCORES": ROWS * HEADS * SEQ * 3},  # tiles
+    "flex": {
+        "torch.nn.attention.flex_attention._validate_device": no_guard,
+        "titan.model.attention.BLOCK": 4,
+        "titan.parallelism.context.BLOCK": 4,
+    },
+}
+"""What a kernel needs for these tests: on CPUs a guard is in the way of FlexAttention's gradient, which is right."""
 
 
 @functools.cache
 def errors(
-    world: int, kv_heads: tuple[int, ...], dtype: torch.dtype = torch.float32, strided: bool = False, limit: Any = None
+    world: int,
+    kv_heads: tuple[int, ...],
+    dtype: torch.dtype = torch.float32,
+    strided: bool = False,
+    kernel: str = "flash",
 ) -> dict[str, float]:
     """The largest error of any rank, for each case; all cases on the same ranks, since these cost more than cases."""
-    cases = table(*kv_heads, dtype=dtype)
-    results = run_ranks(rank_errors, world, cases, strided, limit)
+    cases = table(*kv_heads, dtype=dtype, kernel=kernel)
+    results = run_ranks(rank_errors, world, cases, strided, SETTINGS.get(kernel, {}), timeout=120)
     return {str(case): max(column) for case, column in zip(cases, zip(*results, strict=True), strict=True)}
 
 
@@ -177,9 +208,15 @@ def test_a_group_of_every_other_rank(case: str) -> None:
     assert errors(4, (2,), strided=True)[case] <= EXACT
 
 
-@pytest.mark.parametrize("case", parameters(table(2)))
+@pytest.mark.parametrize("case", parameters(table(2, kernel="math")))
 def test_the_formula_in_tiles(case: str) -> None:
-    assert errors(2, (2,), limit=ROWS * HEADS * SEQ * 3)[case] <= EXACT
+    assert errors(2, (2,), kernel="math")[case] <= EXACT
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("case", parameters(table(2, kernel="flex")))
+def test_masks_of_blocks(case: str) -> None:
+    assert errors(2, (2,), kernel="flex")[case] <= EXACT
 
 
 @pytest.mark.parametrize("case", parameters(table(2, dtype=torch.bfloat16)))
@@ -198,6 +235,99 @@ def test_a_message_loses_no_bit(dtype: torch.dtype, tokens: int, seed: int) -> N
     assert torch.equal(second, dkv)
 
 
+# --- what keeps documents apart
+
+
+class Ranks:
+    """A group without ranks, which only counts them."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def masks(core: ContextAttention, ids: Tensor, mine: Tensor) -> tuple[Any, list[tuple[Any, Tensor]]]:
+    """What a method's mask is; and the masks of blocks in it, each with the places of its keys."""
+    seen, whole = core.mask(ids[:, mine], mine[None], torch.float32), torch.arange(SEQ)
+    if core.kernel != "flex":
+        return seen, []
+    if core.method != "ring":
+        return seen, [(seen, whole)]
+    size, rank, balance = core.group.size(), core.group.rank(), core.balance
+    ring = context._Ring("", rank, size, balance, "flex")
+    places = [positions(SEQ, size, source, balance) for source in range(size)]
+    return seen, [(context._blocks_of(ring, n, len(mine), list(seen)), place) for n, place in enumerate(places)]
+
+
+@pytest.mark.parametrize("balance", BALANCE)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rank", [0, 2, 3])
+def test_blocks_show_what_tokens_may_see(
+    rank: int, method: str, balance: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs the formula reads each block's function, on GPUs kernels read the lists, too: both are right."""
+    ids, size = documents(), 4
+    parts = torch.stack([ids[:, positions(SEQ, size, n, balance)] for n in range(size)])
+    monkeypatch.setattr(context, "all_gather", lambda x, dim, group: parts)
+    monkeypatch.setattr(context, "BLOCK", 2)
+    monkeypatch.setattr(attention, "BLOCK", 2)
+    core = ContextAttention(method, cast(Any, Ranks(size, rank)), balance, kernel="flex")
+    mine = positions(SEQ, size, rank, balance)
+    queries = torch.arange(SEQ) if method == "ulysses" else mine
+    for mask, places in masks(core, ids, mine)[1]:
+        exact = (ids[:, queries, None] == ids[:, None, places]) & (queries[:, None] >= places)
+        assert torch.equal(visible(mask, ROWS), exact)
+        some = exact.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).any(4).any(2)
+        part, full = listed(mask)
+        assert torch.equal(part | full, some)  # and nothing else is looked at
+
+
+def rank_mask_uses(rank: int, world: int, kernel: str) -> dict[str, tuple[int, int]]:
+    """By method: how often ranks gather ids in a forward pass of two layers, and how many masks layers take."""
+    found = {}
+    set_all(SETTINGS.get(kernel, {}))
+    for method in METHODS:
+        gathers, taken = [0], set[int]()
+        gather = context.all_gather
+
+        def counted(*args: Any, gathers: list[int] = gathers, gather: Any = gather) -> Tensor:
+            gathers[0] += 1
+            return gather(*args)
+
+        model, mine = small_model(), positions(SEQ, world, rank, True)
+        apply(model, method, cast(dist.ProcessGroup, dist.group.WORLD), True, kernel)
+        for block in model.blocks():
+            block.attention.core.register_forward_pre_hook(lambda core, args, taken=taken: taken.add(id(args[3])))
+        context.all_gather = counted
+        model(torch.zeros(ROWS, SEQ // world, dtype=torch.int64), mine, documents()[:, mine])
+        context.all_gather = gather
+        found[method] = (gathers[0], len(taken))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kernel", ["flash", "flex"])
+def test_masks_are_made_once_for_all_layers(kernel: str) -> None:
+    assert run_ranks(rank_mask_uses, 2, kernel) == [dict.fromkeys(METHODS, (1, 1))] * 2
+
+
+def test_masks_of_tokens_are_as_large_as_what_a_rank_has() -> None:
+    """Of a row's T queries by T keys a rank makes the part of its own queries, up to the end of each chunk."""
+    core = ContextAttention("allgather", cast(Any, Ranks(4, 1)), True)
+    ids = documents()
+    core.gathered = lambda part: ids  # type: ignore[method-assign]
+    first, last = core.mask(ids[:, positions(SEQ, 4, 1, True)], torch.arange(8)[None], torch.bfloat16)
+    assert (first.shape, last.shape) == ((ROWS, 1, 4, 8), (ROWS, 1, 4, 28))
+    whole = document_mask(ids, torch.bfloat16)
+    assert torch.equal(first, whole[:, :, 4:8, :8])
+    assert torch.equal(last, whole[:, :, 24:28, :28])
+
+
 # --- work and travel
 
 
@@ -210,13 +340,13 @@ def rank_events(rank: int, world: int, balance: bool) -> tuple[list[str], int]:
         def call(*args: Any) -> Any:
             nonlocal pairs
             events.append(name)
-            pairs += args[0].shape[2] * args[1].shape[3] if name == "block" else 0
+            pairs += args[1].shape[2] * args[2].shape[3] if name == "block" else 0
             return function(*args)
 
         return call
 
-    for name in ("hop", "block"):
-        setattr(context, f"_{name}", noted(name, getattr(context, f"_{name}")))
+    context._hop = noted("hop", context._hop)
+    kernels.forward = noted("block", kernels.forward)
     context.wait = noted("wait", context.wait)
     (q, k, v, _), _ = inputs(Case("ring", balance, 2, False))
     mine = positions(SEQ, world, rank, balance)
@@ -302,16 +432,30 @@ def wrapped(block: nn.Module, how: str) -> Callable[..., Tensor]:
     return torch.compile(forward, backend="aot_eager", fullgraph=True) if "compiled" in how else forward
 
 
+def compiled_flex(q: Tensor) -> Any:
+    """As on CUDA, where what attends in a ring is compiled, too: inside of an operation of a compiled block."""
+    return flex_attention if torch.compiler.is_compiling() else AOT_FLEX
+
+
+CHECK = "torch._functorch.config.check_custom_op_aliasing"
+"""A look at operations of one's own when they first run, in which the formula that attends on CPUs can't."""
+AOT_FLEX = torch.compile(flex_attention, backend="aot_eager", dynamic=False)
+
+
 def block_results(rank: int, world: int, method: str, balance: bool, masked: bool, how: str) -> list[Tensor]:
     """The output and the gradients of input and weights of a block."""
     torch.manual_seed(3)
-    block, x, mine = Block(32, 4, 2, 8, 48, 1e-5), torch.randn(ROWS, SEQ, 32), positions(SEQ, world, rank, balance)
+    block: Any = Block(32, 4, 2, 8, 48, 1e-5)
+    x, mine = torch.randn(ROWS, SEQ, 32), positions(SEQ, world, rank, balance)
     for weight in block.parameters():
         nn.init.normal_(weight, std=0.3)
-    apply(block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance)
+    if "flex" in how:
+        set_all(SETTINGS["flex"] | {"titan.model.attention._flex": compiled_flex, CHECK: False})
+    apply(block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash")
     x = x[:, mine].requires_grad_()
     cos, sin = rotation(inverse_frequencies(8, 1e4), mine[None])
-    out = wrapped(block, how)(x, cos, sin, documents()[:, mine] if masked else None)
+    seen = block.attention.core.mask(documents()[:, mine] if masked else None, mine[None], x.dtype)
+    out = wrapped(block, how)(x, cos, sin, seen)
     out.square().sum().backward()
     return [out.detach(), cast(Tensor, x.grad), *(cast(Tensor, p.grad) for p in block.parameters())]
 
@@ -320,6 +464,8 @@ COMPILED = [
     ("allgather", True, True, "compiled selective"),
     ("ulysses", True, False, "compiled"),
     ("ring", False, False, "compiled full"),  # the first rank uses nothing of what it receives
+    ("ring", True, True, "compiled flex"),
+    ("allgather", True, True, "compiled flex"),
 ]
 """Compiling takes seconds, so only this."""
 EAGER = list(itertools.product(METHODS, BALANCE, BALANCE, ("full", "selective")))
@@ -328,7 +474,7 @@ EAGER = list(itertools.product(METHODS, BALANCE, BALANCE, ("full", "selective"))
 def rank_wrapped_errors(rank: int, world: int, cases: list[Any]) -> dict[str, float]:
     found = {}
     for *case, how in cases:
-        exact = block_results(rank, world, *case, "plain")
+        exact = block_results(rank, world, *case, "plain flex" if "flex" in how else "plain")
         found[f"{case} {how}"] = error(block_results(rank, world, *case, how), exact)
     return found
 
@@ -365,7 +511,9 @@ def test_the_ring_is_a_proper_operation() -> None:
     q = torch.randn(2, 6, 4, 8, generator=generator).transpose(1, 2).requires_grad_()
     kv = torch.randn(2, 2, 2, 6, 8, generator=generator, requires_grad=True)
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.titan.ring_attention.default, (q, kv, None, "", 0, 1, False), test_utils=utils)
+    torch.library.opcheck(
+        torch.ops.titan.ring_attention.default, (q, kv, [], "", 0, 1, False, "flash"), test_utils=utils
+    )
 
 
 def rank_shapes(rank: int, world: int) -> list[str]:
@@ -381,7 +529,8 @@ def rank_shapes(rank: int, world: int) -> list[str]:
             tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
             ids = torch.zeros(1, 262144 // 8, dtype=torch.int64) if masked else None
             core = ContextAttention(method, cast(dist.ProcessGroup, dist.group.WORLD), balance)
-            out, *gradients = attend(core, tensors, ids)
+            mine = torch.arange(262144 // 8)[None]
+            out, *gradients = attend(core, tensors, core.mask(ids, mine, torch.bfloat16))
             if [out.shape, *(g.shape for g in gradients)] != [tensors[0].shape, *(t.shape for t in tensors[:3])]:
                 failed.append(f"{method} {balance} {masked}")
     dist.destroy_process_group()

@@ -11,12 +11,13 @@ Shapes: B rows, T tokens of a row, H query and K key heads of width d, N blocks 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
 
@@ -100,7 +101,7 @@ def apply(model: Any, choice: str, device: torch.device, blocks: bool) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
-                setattr(module, name, FlexAttention(device.type == "cuda")) if blocks else _allow(child, allowed)
+                setattr(module, name, FlexAttention()) if blocks else _allow(child, allowed)
 
 
 def _allow(core: CausalAttention, allowed: Kernels) -> None:
@@ -110,11 +111,15 @@ def _allow(core: CausalAttention, allowed: Kernels) -> None:
 # --- FlexAttention
 
 
-def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> BlockMask:
-    """Which blocks of keys a block of queries sees: causal, and inside of documents; the host waits for nothing.
+class Tokens(NamedTuple):
+    """Some tokens of rows: document ids [B, T] and places in the row [1 or B, T], both int64."""
 
-    Documents of two blocks can only be the same where the ranges of their ids overlap, and a block is seen in full
-    where both have the same one id: so no mask of tokens by tokens is made, as torch's `create_block_mask` does.
+    ids: Tensor
+    places: Tensor
+
+
+def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> BlockMask:
+    """Which blocks of keys a block of queries of whole rows sees: causal, and inside of documents.
 
     Args:
         document_ids: int64 [B, T]; None: one document a row.
@@ -122,14 +127,7 @@ def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtyp
         dtype: any.
     """
     ids = torch.zeros_like(positions[:1]) if document_ids is None else document_ids
-    low, high = _ranges(ids)
-    count = low.shape[1]
-    order = torch.arange(count, device=ids.device)
-    earlier = order[:, None] > order
-    overlap = (low[:, :, None] <= high[:, None]) & (low[:, None] <= high[:, :, None])
-    one = (low == high)[:, :, None] & (low == high)[:, None] & (low[:, :, None] == low[:, None])
-    full = one & earlier
-    part = overlap & (order[:, None] >= order) & ~full
+    tokens = Tokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
 
     def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key  # the ids made up above are of one row
@@ -137,10 +135,47 @@ def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtyp
     def inside(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[row, query] == ids[row, key])
 
-    sees = causal if document_ids is None else inside
-    length = ids.shape[1]
-    lists = (*_listed(part), *_listed(full))
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length))
+    return blocks_seen(tokens, tokens, causal if document_ids is None else inside)
+
+
+def visible(queries: Tokens, keys: Tokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Says for FlexAttention whether a query sees a key.
+
+    Args:
+        queries, keys: the places of the first row, and ids where there is one row of them, are those of all rows.
+    """
+    (ids, places), (key_ids, key_places) = queries, keys
+    places, key_places = places[0], key_places[0]
+
+    def alike(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (places[query] >= key_places[key]) & (ids[0, query] == key_ids[0, key])
+
+    def each(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (places[query] >= key_places[key]) & (ids[row, query] == key_ids[row, key])
+
+    return alike if len(ids) == 1 else each
+
+
+def blocks_seen(queries: Tokens, keys: Tokens, sees: Callable[..., Tensor]) -> BlockMask:
+    """Which blocks of keys a block of queries sees; the host waits for nothing.
+
+    Documents of two blocks can only be the same where the ranges of their ids overlap, and a block is seen in full
+    where both have the same one id: so no mask of tokens by tokens is made, as torch's `create_block_mask` does.
+
+    Args:
+        queries, keys: of as many rows.
+        sees: for blocks that are seen in part.
+    """
+    low, high = (x[:, :, None] for x in _ranges(queries.ids))
+    first, last = (x[:, :, None] for x in _ranges(queries.places))
+    key_low, key_high = (x[:, None] for x in _ranges(keys.ids))
+    key_first, key_last = (x[:, None] for x in _ranges(keys.places))
+    overlap = (low <= key_high) & (key_low <= high) & (last >= key_first)
+    whole = torch.arange(1, key_low.shape[-1] + 1, device=key_low.device) * BLOCK <= keys.ids.shape[1]
+    full = (low == high) & (key_low == key_high) & (low == key_low) & (first >= key_last) & whole
+    lists = (*_listed(overlap & ~full), *_listed(full))
+    lengths = (queries.ids.shape[1], keys.ids.shape[1])
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=lengths)
 
 
 def _ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -151,32 +186,36 @@ def _ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, int32 [B, 1, N], and first theirs of all, [B, 1, N, N]."""
+    """How many blocks of keys each block of queries has, int32 [B, 1, N], and first theirs of all, [B, 1, N, M]."""
     indices = dense.int().argsort(dim=-1, descending=True, stable=True)
     return dense.sum(-1, dtype=torch.int32)[:, None], indices.int()[:, None].contiguous()
 
 
 class FlexAttention(nn.Module):
-    """Attention that passes over blocks of keys that a `block_mask` hides.
-
-    On CUDA the kernel is compiled, once a process, also where blocks are not: without it all scores would be there.
-    """
-
-    compiled: Callable[..., Tensor] | None = None
-
-    def __init__(self, fused: bool) -> None:
-        """Attend by the compiled kernel, or (not `fused`) by its formula, which on a CPU has no gradient."""
-        super().__init__()
-        self.fused = fused
+    """Attention that passes over blocks of keys that a mask of blocks hides."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
         """q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
-        out: Tensor = self._kernel()(q, k, v, block_mask=seen, enable_gqa=True)
+        out: Tensor = _flex(q)(q, k, v, block_mask=seen, enable_gqa=True)
         return out
 
-    def _kernel(self) -> Callable[..., Any]:
-        if not self.fused or torch.compiler.is_compiling():  # which compiles what is in the graph by itself
-            return flex_attention
-        if FlexAttention.compiled is None:
-            FlexAttention.compiled = torch.compile(flex_attention, dynamic=False)
-        return FlexAttention.compiled
+
+def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> tuple[Tensor, Tensor]:
+    """The same, and the logarithm of the sum of scores' exponentials, float32 [B, H, T]: minus infinity for no key."""
+    out, more = _flex(q)(q, k, v, block_mask=seen, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    return out, more.lse
+
+
+def _flex(q: Tensor) -> Callable[..., Any]:
+    """What computes FlexAttention: on CUDA a compiled kernel, on a CPU the formula, which there has no gradient.
+
+    It is compiled once a process, also where blocks are not: without it all scores would be there.
+    """
+    if q.device.type != "cuda" or torch.compiler.is_compiling():  # which compiles what is in the graph by itself
+        return flex_attention
+    return _compiled()
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(flex_attention, dynamic=False)

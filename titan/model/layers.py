@@ -174,14 +174,19 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
-def document_mask(document_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores, [B, 1, T, T]: 0 where a query may see a key, not later and of the same document.
+def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
+    """What is added to scores, [B, 1, T - first, T]: 0 where a query may see a key, not later and of the same document.
 
     Minus infinity elsewhere. In the type of the queries, in which every layer can keep it: one that says true or false
     is turned into this in each. Quadratic in T.
+
+    Args:
+        document_ids: [B, T].
+        dtype: of the queries.
+        first: the first token that is a query.
     """
-    same = document_ids[:, None, :, None] == document_ids[:, None, None, :]
-    return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(), -torch.inf)
+    same = document_ids[:, None, first:, None] == document_ids[:, None, None, :]
+    return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(first), -torch.inf)
 
 
 def seen_by(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
