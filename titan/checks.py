@@ -221,8 +221,8 @@ def _check_sharding(run: Run) -> None:
         )
     if how.accumulate == "sharded" and run.staging.splits_backward:
         raise Refusal(
-            f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of weights "
-            "apart from those of activations, and FSDP reduces both together; give auto or whole."
+            f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of "
+            "weights apart from those of activations, and FSDP reduces both together; give auto or whole."
         )
     if run.memory.offload and (layout.sharded == 1 or layout.copies):
         raise Refusal("memory.offload=true: only sharded weights can live in host memory; give parallelism=fsdp.")

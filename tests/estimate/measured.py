@@ -17,7 +17,14 @@ from titan.estimate import memory
 
 FEW = ("training.steps=4", "metrics.plot=false")
 SMALL = ("model.dim=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.ffn=1408", "model.vocab=8192")
-M125 = ("model.dim=768", "model.layers=12", "model.heads=12", "model.kv_heads=12", "model.ffn=2048", "model.vocab=32000")
+M125 = (
+    "model.dim=768",
+    "model.layers=12",
+    "model.heads=12",
+    "model.kv_heads=12",
+    "model.ffn=2048",
+    "model.vocab=32000",
+)
 ROWS = ("training.seq_len=512", "training.global_batch=2048")
 LONG = ("training.seq_len=2048", "training.global_batch=8192")
 CASES: dict[str, tuple[str, ...]] = {

@@ -1,8 +1,8 @@
 """The peak memory of a rank in closed form, from the schemas alone. Free of torch.
 
-A step is followed through the moments at which its memory can be largest: the head, the final norm, the backward pass of
-the last and of the first block, the embedding's gradient, the update. In a pipeline each rank is followed through its
-schedule, action by action. Every moment is a sum of parts by category; the largest on any rank is the estimate.
+A step is followed through the moments at which its memory can be largest: the head, the final norm, the backward pass
+of the last and of the first blocks, the embedding's gradient, the update. In a pipeline each rank is followed through
+its schedule, action by action. Every moment is a sum of parts by category; the largest on any rank is the estimate.
 
 What is counted are live tensors, as a trace of the real step sees them (tests/estimate). What processes, kernels and
 allocators take besides is added by `titan.estimate.overhead`.
@@ -195,12 +195,30 @@ class _Rank:
         self.fsdp = not layout.copies and (layout.sharded > 1 or layout.replicate > 1)
         self.parts = layout.sharded if self.fsdp else 1
         self.whole = recipe.parallelism.accumulates_whole(layout)
-        self.block: Block = model.block_activations(self.share)
+        self.block: Block = model.block_activations(self.share, self._core())
         self.head: Head = model.head_activations(
             self.share, parts=recipe.parallelism.loss_parallel, chunk=recipe.training.loss_chunk
         )
         self.splits = layout.pipeline > 1 and splits_backward(recipe.parallelism)
         self._count()
+
+    def _core(self) -> float:
+        """Bytes a token that attention keeps where ranks share a row: a second result, and whole rows of keys."""
+        model, layout = self.recipe.model, self.layout
+        if layout.context == 1:
+            return 0.0
+        gathered = self.recipe.parallelism.context_method == "allgather"
+        keys = 2 * model.kv_heads * (layout.context - 1) if gathered else 0
+        return self.share.bytes * model.head_size * (model.heads + keys) / layout.tensor
+
+    def _mask(self) -> float:
+        """Bytes of a micro-batch's mask of a row by a row, which keeps documents apart; a ring and flex have none."""
+        recipe, layout = self.recipe, self.layout
+        method = recipe.parallelism.context_method if layout.context > 1 else ""
+        if not recipe.dataset.mask_documents or recipe.training.attention == "flex" or method == "ring":
+            return 0.0
+        rows = layout.context if method == "ulysses" else 1
+        return float(self.share.bytes * self.tokens * recipe.training.seq_len * rows)
 
     def _count(self) -> None:
         """Elements and bytes of weights, gradients and optimizer state."""
@@ -238,8 +256,8 @@ class _Rank:
     def moments(self, states: set[State]) -> Iterator[Usage]:
         """The moments at which memory can be largest."""
         for state in states:
-            stage = self.stages[state.stage]
-            kept: float = sum(count * self.kept(self.stages[number]) for number, count in state.flight)
+            stage, kept = self.stages[state.stage], 0.0
+            kept += sum(count * self.kept(self.stages[number]) for number, count in state.flight)
             kept += sum(count * self.halfway(self.stages[number]) for number, count in state.halfway)
             if state.kind == "F":
                 yield from self._forward(stage, kept, state.begun)
@@ -255,7 +273,7 @@ class _Rank:
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
         ends = self.head.kept + self.head_cast if stage.last else self.block.input
-        return self._blocks(stage.layers) + ends + rotation
+        return self._blocks(stage.layers) + ends + rotation + self._mask()
 
     def halfway(self, stage: Stage) -> float:
         """The same where the gradients of inputs are there and those of weights are not: all, and what comes back."""
@@ -362,18 +380,11 @@ class _Rank:
                 gradients=self._gradients(0.0, begun),
             )
             base = base.plus(activations=-self.head.kept - self.head_cast)
-            gradients = self._gradients(0.0, begun) + self._unsharded(head)
-            yield base.plus(
-                "the head's gradient",
-                activations=self.head.norm, gradients=gradients, messages=self._sent(head), gathered=self._gathered(1, len(stage.layers)),
-            )  # fmt: skip
-            yield base.plus(
-                "final norm",
-                activations=self.head.norm,
-                gradients=self._gradients(head, begun),
-                messages=self._sent(head),
-                gathered=self._gathered(1, len(stage.layers)),
-            )
+            after = base.plus(activations=self.head.norm, messages=self._sent(head))
+            after = after.plus(gathered=self._gathered(1, len(stage.layers)))
+            unsharded = self._gradients(0.0, begun) + self._unsharded(head)
+            yield after.plus("the head's gradient", gradients=unsharded)
+            yield after.plus("final norm", gradients=self._gradients(head, begun))
         else:
             base = base.plus(activations=-self.block.input)
         if len(stage.layers):
