@@ -1,4 +1,4 @@
-"""Memory in closed form: monotone in the layout, and sensible for the shapes that people know."""
+"""What fits and what does not: monotone in the layout, and sensible for the shapes that people know."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from titan import capacity
 from titan.capacity import GIB, available, demand, microbatches, needed, rank_rows
 from titan.cluster import devices
 from titan.compose import composed
+from titan.estimate import memory, overhead
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.run import Recipe
@@ -41,34 +42,49 @@ def with_(**axes: Any) -> Recipe:
     return dataclasses.replace(BASE, **axes)
 
 
-@given(LAYOUTS, st.sampled_from(["pipeline", "tensor"]), st.integers(1, 64))
-def test_cutting_the_model_takes_less(layout: Layout, name: str, count: int) -> None:
-    if name == "pipeline":  # which keeps gathered weights: it takes more than none at first, and less the deeper it is
-        layout = dataclasses.replace(layout, pipeline=layout.pipeline * 2)
-    more = dataclasses.replace(layout, **{name: getattr(layout, name) * 2})
+COUNTS = st.integers(8, 64)
+"""Micro-batches that any of these pipelines can have."""
+
+
+@given(LAYOUTS, COUNTS)
+def test_cutting_products_takes_less(layout: Layout, count: int) -> None:
+    more = dataclasses.replace(layout, tensor=layout.tensor * 2)
     assert demand(BASE, more, count).gib < demand(BASE, layout, count).gib
 
 
-@given(LAYOUTS, st.sampled_from(["replicate", "shard", "context"]), st.integers(1, 64))
+@given(LAYOUTS, st.sampled_from(["replicate", "shard", "context"]), COUNTS)
 def test_more_ranks_never_take_more_but_for_the_gathered_blocks(layout: Layout, name: str, count: int) -> None:
     more = dataclasses.replace(layout, **{name: getattr(layout, name) * 2})
-    before, after = demand(BASE, layout, count), demand(BASE, more, count)
-    assert after.activations <= before.activations
-    assert after.state <= before.state
+    before, after = memory.peak(BASE, layout, count), memory.peak(BASE, more, count)
+    assert memory.state_bytes(BASE, more) <= memory.state_bytes(BASE, layout)
+    if layout.shard > 1:
+        assert after.bytes <= before.bytes * (1 + 1e-9)
 
 
-@given(LAYOUTS, st.integers(1, 64), st.integers(1, 64))
-def test_more_microbatches_never_take_more(layout: Layout, first: int, second: int) -> None:
-    few, many = sorted((first, second))
+@given(LAYOUTS, st.integers(2, 64), st.integers(2, 64))
+def test_from_two_on_more_microbatches_never_take_more(layout: Layout, first: int, second: int) -> None:
+    layout, (few, many) = dataclasses.replace(layout, pipeline=1), sorted((first, second))
     assert demand(BASE, layout, many).gib <= demand(BASE, layout, few).gib
 
 
-@given(LAYOUTS, st.integers(1, 32))
+def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
+    """Whole ones, fp32 all of them; reduced ones, a rank's part. With a head that takes little, that is the peak."""
+    rows = Training(global_batch=8 * 2 * 2048, seq_len=2048, loss_chunk=256)
+    small = with_(training=rows, memory=dataclasses.replace(BASE.memory, checkpointing="full"))
+    whole = dataclasses.replace(small, parallelism=Parallelism(shard=8, accumulate="whole"))
+    one, two = (demand(small, Layout(shard=8), count).bytes for count in (1, 2))
+    assert demand(whole, Layout(shard=8), 1).bytes == one
+    extra = demand(whole, Layout(shard=8), 2).bytes - two
+    assert extra == pytest.approx(4 * BASE.model.parameters() * 7 / 8 * (1 + overhead.FRAGMENTS), rel=0.15)
+    assert microbatches(whole, Layout(shard=8), one / GIB) == 1
+
+
+@given(LAYOUTS, st.integers(8, 32))
 def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> None:
     full = with_(memory=dataclasses.replace(BASE.memory, checkpointing="full"))
     fp32 = with_(precision=dataclasses.replace(BASE.precision, compute="fp32"))
-    assert demand(full, layout, count).activations < demand(BASE, layout, count).activations
-    assert demand(fp32, layout, count).activations > demand(BASE, layout, count).activations
+    assert memory.peak(full, layout, count).bytes <= memory.peak(BASE, layout, count).bytes
+    assert memory.peak(fp32, layout, count).bytes > memory.peak(BASE, layout, count).bytes
 
 
 @given(LAYOUTS, st.floats(0.1, 500))
@@ -77,10 +93,11 @@ def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> Non
     count, rows = microbatches(BASE, layout, gib), rank_rows(BASE, layout)
     assert 1 <= count <= rows
     fitting = [c for c in range(1, rows + 1) if demand(BASE, layout, c).gib <= gib]
-    assert count == (fitting[0] if fitting else rows)
+    least = min(range(1, rows + 1), key=lambda c: demand(BASE, layout, c).gib)
+    assert demand(BASE, layout, count).gib == demand(BASE, layout, fitting[0] if fitting else least).gib
 
 
-@budget(max_examples=30)
+@budget(max_examples=30, deadline=None)
 @given(st.integers(1, 10**15))
 def test_microbatches_of_any_batch_are_found_at_once(rows: int) -> None:
     training = Training(global_batch=rows * 2048, seq_len=2048)
@@ -97,14 +114,14 @@ def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> N
 @pytest.mark.parametrize(
     ("model", "parallelism", "devices_", "gib"),
     [
-        pytest.param("debug", "single", 1, (0.05, 1), id="debug"),
-        pytest.param("llama1b", "single", 1, (18, 40), id="1b"),
-        pytest.param("llama8b", "fsdp", 2, (60, 73), id="8b-fsdp"),
-        pytest.param("llama8b", "3d", 2, (55, 73), id="8b-3d"),
-        pytest.param("llama70b", "fsdp", 32, (35, 73), id="70b-fsdp"),
-        pytest.param("llama70b", "3d", 32, (35, 73), id="70b-3d"),
-        pytest.param("llama405b", "fsdp", 256, (50, 73), id="405b-fsdp"),
-        pytest.param("llama405b", "3d", 128, (45, 73), id="405b-3d"),
+        pytest.param("debug", "single", 1, (40, 77.6), id="debug"),
+        pytest.param("llama1b", "single", 1, (60, 77.6), id="1b"),
+        pytest.param("llama8b", "fsdp", 2, (60, 77.6), id="8b-fsdp"),
+        pytest.param("llama8b", "3d", 2, (55, 77.6), id="8b-3d"),
+        pytest.param("llama70b", "fsdp", 32, (60, 77.6), id="70b-fsdp"),
+        pytest.param("llama70b", "3d", 32, (60, 77.6), id="70b-3d"),
+        pytest.param("llama405b", "fsdp", 256, (60, 77.6), id="405b-fsdp"),
+        pytest.param("llama405b", "3d", 256, (60, 77.6), id="405b-3d"),
     ],
 )
 def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib: tuple[float, float]) -> None:
@@ -120,38 +137,35 @@ def any_layout(model: str, parallelism: str) -> Recipe:
     open_degrees = {
         "single": {}, "fsdp": {"shard": -1}, "3d": {"shard": -1, "tensor": "auto", "pipeline": "auto"},
     }[parallelism]  # fmt: skip
-    base = recipe(f"model={model}")
+    base = recipe(f"model={model}", "training.seq_len=2048", "training.global_batch=2097152", "memory=full")
     return dataclasses.replace(base, parallelism=Parallelism(**open_degrees))  # type: ignore[arg-type]
 
 
-def test_state_is_16_bytes_a_parameter_and_is_cut_by_sharding() -> None:
-    fp32 = with_(precision=dataclasses.replace(BASE.precision, compute="fp32"))
-    whole = demand(fp32, Layout(), 1).state
-    assert whole == 16 * BASE.model.parameters()
-    gathered = 4 * BASE.model.matmul_parameters() * 2 / BASE.model.layers
-    assert demand(fp32, Layout(shard=8), 1).state == pytest.approx(whole / 8 + gathered)
+@pytest.mark.parametrize("shard", [1, 8])
+def test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding(shard: int) -> None:
+    assert memory.state_bytes(BASE, Layout(shard=shard)) == 12 * BASE.model.parameters() / shard
 
 
 @pytest.mark.parametrize(
     ("precision", "kept", "alone", "gathered"),
     [
-        pytest.param("fp32", 16, (0, 0), (4, 4), id="fp32"),
-        pytest.param("bf16", 16, (2, 2), (2, 2), id="bf16"),
-        pytest.param("bf16_pure", 8, (0, 0), (2, 2), id="pure"),
-        pytest.param("float8", 16, (0, 2), (1, 2), id="float8"),
-        pytest.param("float8_rowwise", 16, (2, 2), (2, 2), id="rowwise"),
-        pytest.param("mxfp8", 16, (2, 2), (2, 2), id="mx"),
+        pytest.param("fp32", 12, (0, 0), (4, 4), id="fp32"),
+        pytest.param("bf16", 12, (2, 2), (2, 2), id="bf16"),
+        pytest.param("bf16_pure", 6, (0, 0), (2, 2), id="pure"),
+        pytest.param("float8", 12, (0, 2), (1, 2), id="float8"),
+        pytest.param("float8_rowwise", 12, (2, 2), (2, 2), id="rowwise"),
+        pytest.param("mxfp8", 12, (2, 2), (2, 2), id="mx"),
     ],
 )
 def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any, gathered: Any) -> None:
-    """Bytes of a parameter: kept, with gradient and state; of blocks and head, cast on one device; gathered by FSDP."""
+    """Bytes of a parameter: kept with state; of blocks and head, cast on one device; gathered by FSDP."""
     how = composed([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
     chosen, model = with_(precision=how), BASE.model
-    state = kept * model.parameters()
+    assert memory.state_bytes(chosen, Layout()) == kept * model.parameters()
     blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
-    assert demand(chosen, Layout(), 1).state == state + alone[0] * blocks + alone[1] * head
-    used = (gathered[0] * blocks + gathered[1] * head) * 2 / model.layers
-    assert demand(chosen, Layout(shard=8), 1).state == pytest.approx(state / 8 + used)
+    for layout, each in ((Layout(), alone), (Layout(shard=8), gathered)):
+        used = how.used_bytes(model.products(), capacity.cut(chosen.parallelism, layout))
+        assert used == each[0] * blocks + each[1] * head
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 64))
@@ -172,10 +186,10 @@ def test_needed_is_the_smallest_that_carries(heads: int, layers: int, width: int
 @pytest.mark.parametrize(
     ("kind", "overrides", "ranks", "expected"),
     [
-        pytest.param("cpu", [], 1, 16 * 0.92 - 0.35, id="cpu"),
-        pytest.param("cpu", [], 4, 16 * 0.92 / 4 - 0.35, id="cpu-shared"),
-        pytest.param("gpu", [], 8, 81559 / 1024 * 0.92, id="gpu-each"),
-        pytest.param("gpu", ["cluster.memory_gib=40"], 8, 40 * 0.92, id="as-told"),
+        pytest.param("cpu", [], 1, 16 * 0.97, id="cpu"),
+        pytest.param("cpu", [], 4, 16 * 0.97 / 4, id="cpu-shared"),
+        pytest.param("gpu", [], 8, 81559 / 1024 * 0.97, id="gpu-each"),
+        pytest.param("gpu", ["cluster.memory_gib=40"], 8, 40 * 0.97, id="as-told"),
     ],
 )
 def test_what_a_rank_may_use(kind: str, overrides: list[str], ranks: int, expected: float) -> None:
@@ -186,12 +200,18 @@ def test_what_a_rank_may_use(kind: str, overrides: list[str], ranks: int, expect
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_copy_of_the_state_takes_room_beside_it(ranks: int) -> None:
-    machine, layout = detector("cpu")(), Layout(shard=ranks)
+    layout = Layout(shard=ranks)
     copied = with_(checkpoint=dataclasses.replace(BASE.checkpoint, mode="async"))
-    room = available(with_(), layout, machine) - available(copied, layout, machine)
-    assert room == pytest.approx(12 * BASE.model.parameters() / ranks / 2**30)
-    on_gpu = detector("gpu")()
-    assert available(copied, layout, on_gpu) == available(with_(), layout, on_gpu), "the copy is in the host's memory"
+    more = demand(copied, layout, 1, "cpu").bytes - demand(with_(), layout, 1, "cpu").bytes
+    assert more == pytest.approx(12 * BASE.model.parameters() / ranks)
+    assert demand(copied, layout, 1) == demand(with_(), layout, 1), "the copy is in the host's memory"
+
+
+def test_processes_and_allocators_are_counted() -> None:
+    live = memory.peak(BASE, Layout(shard=8), 4).bytes
+    assert demand(BASE, Layout(shard=8), 4).bytes == live * (1 + overhead.FRAGMENTS) + overhead.CONTEXT_GIB * GIB
+    on_cpu = demand(BASE, Layout(shard=8), 4, "cpu").bytes - memory.peak(BASE, Layout(shard=8), 4, "cpu").bytes
+    assert on_cpu > overhead.PROCESS_GIB * GIB
 
 
 def test_unknown_memory_holds_everything() -> None:
@@ -213,18 +233,24 @@ def test_check_refuses_exactly_what_is_more_than_there_is() -> None:
         else:
             with pytest.raises(Refusal, match="needs about"):
                 capacity.check(told, Layout(shard=8), there, rows)
-    assert wants * GIB == pytest.approx(sum(dataclasses.astuple(demand(told, Layout(shard=8), rows))))
 
 
 @pytest.mark.parametrize(
     ("model", "parallelism", "nodes", "more", "expected"),
     [
         pytest.param("debug", "3d", 1, [], Layout(pipeline=2, shard=2, tensor=2), id="debug-on-8"),
-        pytest.param("llama8b", "3d", 1, [], Layout(pipeline=2, shard=2, tensor=2), id="8b-on-8"),
+        pytest.param("llama8b", "3d", 1, ["memory=full"], Layout(pipeline=2, shard=2, tensor=2), id="8b-on-8"),
         pytest.param("llama8b", "fsdp_tp", 4, [], Layout(shard=4, tensor=8), id="8b-on-32"),
-        pytest.param("llama70b", "3d", 8, [], Layout(pipeline=2, shard=4, tensor=8), id="70b-on-64"),
-        pytest.param("llama405b", "3d", 64, ["memory=full"], Layout(pipeline=2, shard=32, tensor=8), id="405b-on-512"),
-        pytest.param("llama405b", "3d", 16, ["memory=full"], Layout(pipeline=8, shard=2, tensor=8), id="405b-on-128"),
+        pytest.param("llama70b", "3d", 8, ["memory=full"], Layout(pipeline=2, shard=4, tensor=8), id="70b-on-64"),
+        pytest.param("llama405b", "3d", 64, ["memory=full"], Layout(pipeline=8, shard=8, tensor=8), id="405b-on-512"),
+        pytest.param(
+            "llama405b",
+            "3d",
+            64,
+            ["memory=full", "parallelism.accumulate=sharded"],
+            Layout(pipeline=2, shard=32, tensor=8),
+            id="405b-on-512-reduced",
+        ),
     ],
 )
 def test_auto_degrees_follow_from_cluster_and_model(
@@ -241,7 +267,7 @@ def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(devices, "detect", detector("gpu"))
     with pytest.raises(Refusal, match=r"With memory=full it takes at least .* Type memory=full instead"):
         composed(
-            ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=16777216"], 64
+            ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=1048576"], 64
         )
 
 
@@ -260,7 +286,7 @@ def test_state_of_optimizers(changes: list[str], matrices: int, others: int, lay
     other, model = dataclasses.replace(BASE, optimizer=recipe(*changes).optimizer), BASE.model
     in_blocks = model.layers * model.block_matmul_parameters()
     less = (8 - matrices) * in_blocks + (8 - others) * (model.parameters() - in_blocks)
-    saved = demand(BASE, layout, 1).state - demand(other, layout, 1).state
+    saved = memory.state_bytes(BASE, layout) - memory.state_bytes(other, layout)
     assert saved == pytest.approx(less / layout.sharded / layout.tensor)
 
 
@@ -268,8 +294,9 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
     chunked = with_(training=dataclasses.replace(BASE.training, loss_chunk=256))
     masked = with_(dataset=dataclasses.replace(BASE.dataset, mask_documents=True))
     flex = with_(dataset=masked.dataset, training=dataclasses.replace(BASE.training, attention="flex"))
-    plain, one = demand(BASE, Layout(shard=8), 1).activations, Layout(shard=8)
-    assert demand(chunked, one, 1).activations < plain
+    plain, one = memory.peak(BASE, Layout(shard=8), 1).bytes, Layout(shard=8)
+    assert memory.peak(chunked, one, 1).bytes < plain
     tokens = rank_rows(BASE, one) * BASE.training.seq_len
-    assert demand(masked, one, 1).activations - plain == 2 * tokens * BASE.training.seq_len
-    assert demand(flex, one, 1).activations == plain
+    documents = 8 * tokens  # their numbers
+    assert memory.peak(masked, one, 1).bytes - plain == pytest.approx(2 * tokens * BASE.training.seq_len + documents)
+    assert memory.peak(flex, one, 1).bytes - plain == pytest.approx(documents)

@@ -23,6 +23,7 @@ from titan import memory, rng
 from titan.compile import Compile, Configured
 from titan.engine import Stage
 from titan.memory import Memory
+from titan.model.activations import Share
 from titan.model.layers import IGNORED
 from titan.model.schema import Llama
 from titan.parallelism import data, tensor
@@ -153,9 +154,9 @@ def test_full_checkpointing_keeps_as_little_as_in_eager() -> None:
 def test_selective_checkpointing_keeps_what_it_keeps_in_eager_but_what_nobody_needs() -> None:
     how = Compile("block", "aot_eager")
     tokens = X.numel()
-    more = SHAPE.selective_bytes(tokens, 4) - 4 * tokens * SHAPE.dim  # beside the input
-    unused = 4 * tokens * SHAPE.dim  # w2's result
-    assert saved(stage(how, Memory("selective"))) - saved(stage(how, Memory("full"))) == SHAPE.layers * (more - unused)
+    block = SHAPE.block_activations(Share(tokens, 4, fused=False))
+    more = saved(stage(how, Memory("selective"))) - saved(stage(how, Memory("full")))
+    assert more == SHAPE.layers * (block.selective - block.input)
 
 
 def twice(one: Stage) -> list[Tensors]:

@@ -19,6 +19,7 @@ from tests.runs import Tensors, same, tiny
 from titan import memory, rng
 from titan.engine import Stage
 from titan.memory import ATTENTION, COLLECTIVES, PRODUCTS, Memory
+from titan.model.activations import Share
 from titan.model.schema import Llama
 from titan.parallelism import tensor
 from titan.settings import Refusal
@@ -119,11 +120,10 @@ def kept(how: Memory) -> int:
 
 
 def test_keeps_what_the_mode_says() -> None:
-    full, tokens = kept(Memory("full")), 4 * 16
-    inputs = 4 * tokens * SHAPE.dim
-    assert kept(Memory("selective")) - full == SHAPE.layers * (SHAPE.selective_bytes(tokens, 4) - inputs)
+    full, block = kept(Memory("full")), SHAPE.block_activations(Share(4 * 16, 4, fused=False))
+    assert kept(Memory("selective")) - full == SHAPE.layers * (block.selective - block.input)
     whole = (kept(NONE) - full) / SHAPE.layers
-    assert whole > SHAPE.selective_bytes(tokens, 4)
+    assert whole > block.selective
     assert kept(Memory("every_n")) - full == 2 * whole
     assert kept(Memory("every_n", every=3)) - full == 3 * whole
 
@@ -153,11 +153,19 @@ def test_a_budget_is_the_compilers_affair() -> None:
 
 
 def test_the_same_product_gets_the_same_answer_in_both_passes() -> None:
-    policy, op = memory._Policy(), torch.ops.aten.mm.default
+    policy, op = memory._Policy(7), torch.ops.aten.mm.default
     first = [policy(SimpleNamespace(is_recompute=False), op) for _ in range(7)]  # type: ignore[arg-type]
     again = [policy(SimpleNamespace(is_recompute=True), op) for _ in range(7)]  # type: ignore[arg-type]
     assert first == again
     assert [answer.name for answer in first[:3]] == ["MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"]
+    assert first[-1].name == "PREFER_RECOMPUTE", "nothing in the block needs the last product"
+
+
+def test_what_ranks_gather_is_gathered_again_and_what_they_sum_is_kept() -> None:
+    policy, ops = memory._Policy(7), torch.ops._c10d_functional
+    asked = (ops.all_gather_into_tensor.default, ops.reduce_scatter_tensor.default, ops.all_reduce.default)
+    answers = [policy(SimpleNamespace(is_recompute=False), op).name for op in asked]  # type: ignore[arg-type]
+    assert answers == ["PREFER_RECOMPUTE", "MUST_SAVE", "MUST_SAVE"]
 
 
 def talk(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:

@@ -21,12 +21,12 @@ from titan.run import Run
 from titan.settings import Refusal
 
 SERVER = [  # on 8 x H100 80GB
-    ("model=llama8b", "parallelism=single|135 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
+    ("model=llama8b", "parallelism=single|134 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
     ("model=llama8b parallelism=ddp", "8 ranks (replicate 8)|79.6 GiB|parallelism=fsdp"),
     ("model=llama8b parallelism=tp parallelism.tensor=3", "parallelism.tensor=3|model.kv_heads=8"),
-    ("model=llama70b parallelism=fsdp", "141 GiB|at least 32 devices|shard 32"),
-    ("model=llama405b parallelism=fsdp", "787 GiB|at least 256 devices"),
-    ("model=llama405b parallelism=3d", "953 GiB|pipeline 8 x shard 2 x tensor 8"),
+    ("model=llama70b parallelism=fsdp", "155 GiB|at least 32 devices|shard 32"),
+    ("model=llama405b parallelism=fsdp", "862 GiB|at least 256 devices"),
+    ("model=llama405b parallelism=3d", "1.2 TiB|pipeline 8 x shard 2 x tensor 8"),
     ("model=llama405b parallelism.shard=16", "16 ranks (shard 16)|256 of 80 GiB with parallelism=fsdp"),
     ("parallelism.shard=16", "16 ranks|8 x NVIDIA H100|smaller degrees|cluster.device=cpu"),
     ("cluster.nodes=2 parallelism=fsdp", "cluster.nodes=2|torchrun or srun|cluster.nodes=1"),
@@ -259,7 +259,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("parallelism.prefetch=3", "parallelism.prefetch=3|parallelism=fsdp"),
     ("parallelism=ddp parallelism.reshard=always", "parallelism.reshard=always|parallelism=fsdp"),
     ("memory=every_n memory.every=9", "memory.every=9|6 layers"),
-    ("parallelism.shard=128 training.global_batch=32768", "128 ranks|at most 41 ranks"),
+    ("parallelism.shard=128 training.global_batch=32768", "128 ranks|at most 38 ranks"),
     ("memory=budget compile=block compile.backend=eager", "compile.backend=eager|memory=budget"),
     ("parallelism=fsdp parallelism.reshard=2", "parallelism.reshard=2|2 ranks|below"),
     ("memory.offload=true", "memory.offload=true|parallelism=fsdp"),
@@ -271,10 +271,10 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("cluster.device=cuda", "cluster.device=cuda|cluster.device=cpu"),
     ("cluster.device=tpu", "choose one of auto, cpu, cuda"),
     # memory
-    ("model=llama8b", "122 GiB|16.0 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
+    ("model=llama8b", "156 GiB|16.0 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
     ("model=llama8b parallelism=3d", "8 ranks|at least 2 devices of 80 GiB|cluster.memory_gib"),
     ("model=llama70b parallelism=fsdp", "model=llama70b parallelism=fsdp|2 ranks (shard 2)|at least 32 devices"),
-    ("model=llama405b", "5.9 TiB|1024 of 80 GiB with parallelism=fsdp"),
+    ("model=llama405b", "7.5 TiB|1024 of 80 GiB with parallelism=fsdp"),
     ("model=llama405b parallelism=3d", "at least 256 devices of 80 GiB|pipeline 8 x shard 4 x tensor 8"),
     ("cluster.memory_gib=0.01", "model=debug|a smaller training.seq_len|cluster.memory_gib"),
     # classes

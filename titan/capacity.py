@@ -34,7 +34,7 @@ def demand(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cud
         microbatches: of a rank in a step; where its schedule can't have so many, the next number that it can have.
         device: "cuda" or "cpu".
     """
-    return overhead.added(recipe, layout, memory.peak(recipe, layout, microbatches, device), device)
+    return overhead.added(recipe, layout, microbatches, memory.peak(recipe, layout, microbatches, device), device)
 
 
 def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:

@@ -35,7 +35,7 @@ from titan.metrics.plot import plot_losses
 from titan.metrics.recorder import Recorder, Speed, finite, first_and_last_loss, peak_memory_gib
 from titan.metrics.schema import WARM
 from titan.parallelism import norm
-from titan.parallelism.mesh import World
+from titan.parallelism.mesh import World, release
 from titan.run import Run
 from titan.sample import continuation
 from titan.saving import Saving
@@ -375,6 +375,7 @@ class Trainer:
         """Measure the loss on the fixed validation rows; all ranks together."""
         if not self.held:
             return
+        release(self.world.device)
         self.validation = measure(self.engine, self.world, self.held)
         if self.recorder:
             tokens_read = self.rows * self.run.training.seq_len
@@ -384,6 +385,7 @@ class Trainer:
 
     def save(self) -> None:
         """Begin a checkpoint; all ranks together."""
+        release(self.world.device)
         self.due = False
         self.saving.save(self.step, self.rows)
         self._note(self.saving.hear())
@@ -396,6 +398,7 @@ class Trainer:
 
     def _finish(self, began: float) -> None:
         """After the last step: save, validate, sample, and say what came out."""
+        release(self.world.device)
         self._allow(self.run.cluster.timeout)
         if not self.stopping or self.run.checkpoint.on_stop:
             self._note(self.saving.finish(self.step, self.rows))

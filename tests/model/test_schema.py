@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import settings as effort
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,8 +18,9 @@ from titan import identity, memory, settings
 from titan.cluster import devices
 from titan.compose import composed
 from titan.memory import Memory
+from titan.model.activations import Share
 from titan.model.loss import in_chunks
-from titan.model.schema import Decoder, Llama, Qwen3, norm_bytes
+from titan.model.schema import Decoder, Llama, Qwen3
 from titan.rng import materialise
 from titan.settings import Refusal
 
@@ -193,8 +189,8 @@ class Live(TorchDispatchMode):
         return sum(size for _, size in self.storages.values())
 
 
-def step(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str) -> tuple[int, int, int]:
-    """Bytes held between forward and backward, the most in backward, and the gradients', of a step of 256 tokens."""
+def between(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str) -> int:
+    """Bytes that are there between forward and backward of a step of 256 tokens."""
     tokens = torch.zeros(2, 128, dtype=torch.int64, device=device)
     model = on_meta(config)
     materialise(model, model.initial(), 0, device)
@@ -202,22 +198,13 @@ def step(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str) -
     memory.apply(model.blocks(), Memory(checkpointing=checkpointing))
     with Live(model) as live:
         loss = model.head(model(tokens), tokens)
-        held, live.peak = live.bytes(), 0
-        loss.backward()
-    return held, live.peak, dtype.itemsize * config.parameters()
-
-
-def stated(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str) -> int:
-    return config.activation_bytes(256, dtype.itemsize, checkpointing, device == "cuda")
-
-
-each_mode = pytest.mark.parametrize("checkpointing", ["none", "full", "every_n", "selective"])
+        return live.bytes() if loss.requires_grad else 0
 
 
 @each_family
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_mode
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -226,26 +213,17 @@ each_mode = pytest.mark.parametrize("checkpointing", ["none", "full", "every_n",
         pytest.param({"kv_heads": 4, "head_dim": 64, "ffn": 128, "vocab": 64}, id="attention-dominates"),
     ],
 )
-def test_activation_bytes(
+def test_what_is_kept_between_forward_and_backward(
     changes: dict[str, Any], checkpointing: Any, dtype: torch.dtype, device: str, family: type[Decoder]
 ) -> None:
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("flash attention on CUDA takes 16-bit types")
     config = family(**({"dim": 128, "layers": 4, "head_dim": 32, "ffn": 256} | changes))
-    held, _, _ = step(config, checkpointing, dtype, device)
-    recomputed = 0 if checkpointing == "none" else config.block_bytes(256, dtype.itemsize, device == "cuda")
-    gradient = 4 * 256 * config.vocab
-    kept = stated(config, checkpointing, dtype, device) - recomputed - gradient
-    assert kept == pytest.approx(held, rel=0.06 if device == "cpu" else 0.2)
-
-
-@each_family
-@each_mode
-def test_backward_takes_no_more_than_stated(family: type[Decoder], checkpointing: Any) -> None:
-    config = family(dim=128, layers=4, head_dim=32, ffn=256, vocab=64)
-    _, peak, gradients = step(config, checkpointing, torch.float32, "cpu")
-    most = stated(config, checkpointing, torch.float32, "cpu")
-    assert most / 2 < peak <= most + gradients
+    share = Share(256, dtype.itemsize, fused=device == "cuda")
+    block = config.block_activations(share)
+    kept = {"none": block.kept, "full": block.input, "selective": block.selective}[checkpointing]
+    stated = config.layers * kept + config.head_activations(share).kept
+    assert stated == pytest.approx(between(config, checkpointing, dtype, device), rel=0.06 if device == "cpu" else 0.2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -255,69 +233,33 @@ def test_a_head_in_chunks_takes_what_is_stated(chunk: int, dtype: torch.dtype) -
     hidden, weight = torch.randn(256, config.dim).to(dtype), torch.randn(config.vocab, config.dim).to(dtype)
     with Live(torch.nn.ParameterList([hidden, weight])) as live:
         in_chunks(hidden, weight, torch.zeros(256, dtype=torch.int64), chunk, (True, True))
-    norm = 256 * norm_bytes(config.dim, dtype.itemsize, True)
-    stated = config.head_peak(256, dtype.itemsize, chunk=chunk) - norm
-    assert live.peak <= stated * 1.05
-    assert live.peak >= stated * 0.5
+    share = Share(256, dtype.itemsize)
+    head = config.head_activations(share, chunk=chunk)
+    stated = head.forward - 256 * share.norm(config.dim) - dtype.itemsize * hidden.numel()
+    assert stated * 0.5 <= live.peak <= stated * 1.05
     if chunk < 256:
-        assert config.head_peak(256, dtype.itemsize, chunk=chunk) < config.head_peak(256, dtype.itemsize)
-
-
-def bytes_of(config: Decoder) -> Callable[..., int]:
-    return partial(config.activation_bytes, 256, 2)
-
-
-@given(st.sampled_from([Llama, Qwen3]), st.integers(1, 12), st.integers(1, 15), st.floats(0, 1))
-@effort(max_examples=50, deadline=None)
-def test_modes_lie_between_full_and_none(family: type[Decoder], layers: int, every: int, share: float) -> None:
-    config = family(layers=layers)
-    of = bytes_of(config)
-    full, none = of("full"), of("none")
-    assert full <= of("every_n", every=every + 1) <= of("every_n", every=every + 2) <= none
-    assert of("every_n", every=1) == full
-    assert of("every_n", every=layers + 1) == none
-    assert full <= of("selective") <= none
-    assert of("budget", budget=0.0) == full
-    assert of("budget", budget=1.0) == none
-    assert of("budget", budget=share) == pytest.approx(full + share * (none - full), abs=1)
-
-
-@given(
-    family=st.sampled_from([Llama, Qwen3]),
-    parts=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    checkpointing=st.sampled_from(["none", "full", "selective"]),
-)
-@effort(max_examples=50, deadline=None)
-def test_stages_share_what_the_whole_takes(family: type[Decoder], parts: list[int], checkpointing: Any) -> None:
-    config = family(layers=max(1, sum(parts)))
-    stage = partial(config.stage_activation_bytes, tokens=256, compute_bytes=2, checkpointing=checkpointing)
-    whole = stage(config.layers, True)
-    assert whole == config.activation_bytes(256, 2, checkpointing)
-    assert whole - stage(config.layers, False) == stage(0, True) > stage(0, False) == 0
-    if sum(parts):
-        split = sum(stage(layers, i == len(parts) - 1) for i, layers in enumerate(parts))
-        block = config.block_bytes(256, 2)
-        assert whole <= split <= whole + (0 if checkpointing == "none" else (len(parts) - 1) * block)
-
-
-@given(layers=st.integers(2, 20), every=st.integers(1, 10))
-@effort(max_examples=30, deadline=None)
-def test_every_nth_block_keeps_its_input_only(layers: int, every: int) -> None:
-    config = Llama(layers=layers)
-    block, inputs = config.block_bytes(256, 2), 256 * 2 * config.dim
-    saved = config.activation_bytes(256, 2, "none") + block - bytes_of(config)("every_n", every=every)
-    expected = len(range(every, layers + 1, every)) * (block - inputs)
-    assert saved == max(block, expected)
+        assert head.forward < config.head_activations(share).backward
 
 
 @pytest.mark.parametrize(
     ("family", "kept"),
     [
-        # input 16, queries 32, values 8, w1 40, w2 16, attention's output 32: 2 bytes each; log-sum-exp 4 heads of 4
-        pytest.param(Llama, 2 * 144 + 16, id="llama"),
-        pytest.param(Qwen3, 2 * 144 + 16, id="qwen3"),
+        # input 16, queries 32, values 8, w1 40, attention's output 32: 2 bytes each; log-sum-exp 4 heads of 4
+        pytest.param(Llama, 2 * 128 + 16, id="llama"),
+        pytest.param(Qwen3, 2 * 128 + 16, id="qwen3"),
     ],
 )
 def test_what_selective_checkpointing_keeps(family: type[Decoder], kept: int) -> None:
     config = family(dim=16, heads=4, kv_heads=1, head_dim=8, ffn=40)
-    assert config.selective_bytes(10, 2) == 10 * kept
+    assert config.block_activations(Share(10, 2)).selective == 10 * kept
+
+
+@pytest.mark.parametrize("sequence", [True, False])
+def test_tensor_ranks_share_what_their_products_keep(sequence: bool) -> None:
+    """Of D elements a token ranks keep their part, of what a region gathers all."""
+    config = Llama(dim=128, heads=4, kv_heads=2, head_dim=32, ffn=256)
+    one, two = (config.block_activations(Share(64, 2, tensor, sequence)) for tensor in (1, 2))
+    gathered = 2 * 2 * 128 * 64
+    assert two.input == one.input / (2 if sequence else 1)
+    assert two.kept - gathered >= (one.kept - gathered) / 2
+    assert (two.kept - gathered == (one.kept - gathered) / 2) == sequence

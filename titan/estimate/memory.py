@@ -23,7 +23,9 @@ from titan.parallelism.staging import splits_backward, stage_layers, stages_each
 from titan.precision import Cut
 
 if TYPE_CHECKING:
+    from titan.model.schema import Decoder
     from titan.parallelism.schema import Layout, Parallelism
+    from titan.precision import Precision
     from titan.run import Recipe
 
 GIB = 2**30
@@ -37,6 +39,10 @@ AGAIN = 1.5
 """Blocks that are computed again, of each that a schedule has in flight whose backward has two parts: what the first
 part computes again and leaves stays until the second part, which computes it once more. So measured: more than is kept
 without checkpointing."""
+ALL_FORWARD = ("GPipe", "LoopedBFS")
+"""Schedules that take all micro-batches forward before the first goes back."""
+STEADY = 8
+"""So many micro-batches for each rank lead other schedules through all their states."""
 TOKEN = 8
 """Bytes of a token, of a target, of a position and of a document's number."""
 
@@ -112,6 +118,12 @@ def cut(parallelism: Parallelism, layout: Layout) -> Cut:
     return Cut(layout.tensor, sharded, again=isinstance(parallelism.reshard, int))
 
 
+def largest(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
+    """The most bytes that a micro-batch's logits take with their loss and gradient, and those of a whole block."""
+    one = _Rank(recipe, layout, microbatches, "cpu", {0: Stage(range(1), False, True)})
+    return max(one.head.forward, one.head.backward) - one.head.norm, one.block.kept
+
+
 def state_bytes(recipe: Recipe, layout: Layout) -> float:
     """Bytes of weights and optimizer state on the fullest rank, wherever they are kept."""
     ranks = [_Rank(recipe, layout, 1, "cpu", mine) for mine in _stages(recipe, layout)]
@@ -147,17 +159,34 @@ class State(NamedTuple):
     begun: bool
 
 
-@lru_cache(256)
 def _states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
     """The different states that each rank of a pipeline goes through."""
     if ranks == 1:
         begun = (False, True) if microbatches > 1 else (False,)
         return [{State(0, kind, ((0, 1),), ((0, 0),), again) for kind in "FB" for again in begun}]
-    if parallelism.schedule.endswith(".csv"):
-        rows = [list(row) for row in read_csv(parallelism.schedule).order]
-    else:
-        rows = order(parallelism.schedule, ranks, stages_each(parallelism, ranks), microbatches)
-    return [set(_replayed([action for cell in row for action in actions_of(cell)])) for row in rows]
+    if parallelism.schedule not in ALL_FORWARD:
+        microbatches = min(microbatches, STEADY * ranks)
+    return _played(parallelism.schedule, ranks, stages_each(parallelism, ranks), microbatches)
+
+
+@lru_cache(256)
+def _played(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
+    custom = schedule.endswith(".csv")
+    rows = [list(row) for row in read_csv(schedule).order] if custom else order(schedule, ranks, stages, microbatches)
+    return [_fullest(set(_replayed([action for cell in row for action in actions_of(cell)]))) for row in rows]
+
+
+def _fullest(states: set[State]) -> set[State]:
+    """The states that take no less than any other of the same stage and kind."""
+
+    def counts(state: State) -> list[int]:
+        return [count for _, count in (*state.flight, *state.halfway)] + [state.begun]
+
+    def less(one: State, other: State) -> bool:
+        same = one[:2] == other[:2] and one != other
+        return same and all(a <= b for a, b in zip(counts(one), counts(other), strict=True))
+
+    return {one for one in states if not any(less(one, other) for other in states)}
 
 
 def _replayed(actions: list[Action]) -> Iterator[State]:
@@ -171,6 +200,20 @@ def _replayed(actions: list[Action]) -> Iterator[State]:
         flight[stage] -= kind == "B"
         halfway[stage] -= kind == "W"
         begun = begun or kind in "BW"
+
+
+@lru_cache(256)
+def _used(model: Decoder, precision: Precision, how: Cut) -> tuple[float, float]:
+    """Bytes of the weights in use of one block, and of the head, on one of the ranks that share each product."""
+    products, last = model.products(), f"layers.{model.layers - 1}."
+    of_block = {name: product for name, product in products.items() if name.startswith(last)}
+    used = [precision.used_bytes(these, how) / how.tensor for these in (of_block, {"head": products["head"]})]
+    return used[0], used[1]
+
+
+@lru_cache(256)
+def _largest_matrix(model: Decoder) -> int:
+    return max(product.inputs * product.outputs for product in model.products().values())
 
 
 class _Rank:
@@ -245,20 +288,18 @@ class _Rank:
 
     def _used(self) -> tuple[float, float]:
         """Bytes of a block's and of the head's weights in use, as FSDP gathers them or autograd keeps what was cast."""
-        products = self.recipe.model.products()
-        last = f"layers.{self.recipe.model.layers - 1}."
-        how = cut(self.recipe.parallelism, self.layout)._replace(sharded=2 if self.fsdp else 1)
-        of_block = {name: product for name, product in products.items() if name.startswith(last)}
-        of_head = {name: product for name, product in products.items() if name == "head"}
-        used = [self.recipe.precision.used_bytes(these, how) / self.layout.tensor for these in (of_block, of_head)]
-        return used[0], used[1] if any(stage.last for stage in self.stages.values()) else 0.0
+        how = cut(self.recipe.parallelism, self.layout)
+        how = how._replace(sharded=max(2, how.sharded) if self.fsdp else 1)
+        block, head = _used(self.recipe.model, self.recipe.precision, how)
+        return block, head if any(stage.last for stage in self.stages.values()) else 0.0
 
     def moments(self, states: set[State]) -> Iterator[Usage]:
         """The moments at which memory can be largest."""
         for state in states:
-            stage, kept = self.stages[state.stage], 0.0
-            kept += sum(count * self.kept(self.stages[number]) for number, count in state.flight)
-            kept += sum(count * self.halfway(self.stages[number]) for number, count in state.halfway)
+            stage = self.stages[state.stage]
+            whole = (count * self.kept(self.stages[number]) for number, count in state.flight)
+            halves = (count * self.halfway(self.stages[number]) for number, count in state.halfway)
+            kept = sum(whole) + sum(halves)
             if state.kind == "F":
                 yield from self._forward(stage, kept, state.begun)
             elif state.kind == "B":
@@ -269,7 +310,7 @@ class _Rank:
 
     def kept(self, stage: Stage) -> float:
         """Bytes of activations of one micro-batch at a stage, between its forward and its backward pass."""
-        rotation = 4 * self.recipe.model.head_size * self.tokens
+        rotation: float = 4 * self.recipe.model.head_size * self.tokens
         if self.layout.pipeline == 1:
             rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
         ends = self.head.kept + self.head_cast if stage.last else self.block.input
@@ -306,7 +347,7 @@ class _Rank:
         """What is there all the time: state, the batch, and what a pipeline or FSDP keeps."""
         recipe, layout = self.recipe, self.layout
         fields = 3 if recipe.dataset.mask_documents else 2
-        batch = TOKEN * fields * self.tokens * self.microbatches * layout.context
+        batch = TOKEN * fields * rank_rows(recipe, layout) * recipe.training.seq_len
         hidden = (
             self.microbatches
             * self.block.input
@@ -449,6 +490,6 @@ class _Rank:
             whole = REDUCE * self.elements
             weights = self._gathered(0, 0)
             yield base.plus("gradients are summed", gradients=whole, messages=REDUCE * largest, gathered=weights)
-        matrix = max(p.inputs * p.outputs for p in self.recipe.model.products().values())
+        matrix = _largest_matrix(self.recipe.model)
         update = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.parts))
         yield base.plus("update", gradients=self._gradients(self.elements, True), optimizer=update)

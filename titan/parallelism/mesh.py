@@ -179,6 +179,17 @@ def _keep_freed_memory() -> None:
         mallopt(M_MMAP_MAX, 0)
 
 
+def release(device: torch.device) -> None:
+    """Give freed memory back to the kernel, where the C library keeps it: before work of another shape than a step's.
+
+    What a step freed lies between what is still there; tensors of other sizes would come on top of it. See
+    `_keep_freed_memory`.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if device.type == "cpu" else None
+    if trim is not None:
+        trim(0)
+
+
 def connect(
     place: Place, layout: Layout, device_type: str, timeout: float, store: Any = None, aside: bool = False
 ) -> World:

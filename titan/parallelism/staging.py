@@ -79,6 +79,8 @@ def stage_layers(
     """
     table = stages.read_csv(parallelism.schedule) if _custom(parallelism) else None
     count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    if table is None:
+        stages.check(parallelism.schedule, layout.pipeline, count, 2 * count)
     owners = table.owners if table else stages.placement(parallelism.schedule, layout.pipeline, count)
     return tuple(zip(owners, _layers(parallelism, model, seq_len, count), strict=True))
 

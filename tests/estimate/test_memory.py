@@ -1,0 +1,115 @@
+"""The estimate of memory against the peak of live tensors in traces of real steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.estimate.traced import Peak, traced
+from titan.compose import composed
+from titan.estimate import memory
+from titan.estimate.memory import State, _played
+from titan.run import Run
+
+CLOSE = 0.05
+SHAPES = {
+    "blocks": "model.dim=512 model.heads=8 model.kv_heads=2 model.ffn=1536 model.vocab=512 model.layers=6 "
+    "training.seq_len=512 training.global_batch=8192",
+    "head": "model.dim=256 model.heads=4 model.kv_heads=2 model.ffn=512 model.vocab=16384 model.layers=4 "
+    "training.seq_len=512 training.global_batch=8192",
+    "state": "model.dim=1024 model.heads=8 model.kv_heads=2 model.ffn=3072 model.vocab=8192 model.layers=6 "
+    "training.seq_len=128 training.global_batch=1024",
+}
+"""Models and batches whose peak is in the blocks, in the head, or where gradients and weights are largest."""
+LAYOUTS = {
+    "single": ("parallelism=single", 0),
+    "accumulating": ("parallelism=single parallelism.microbatches=4", 0),
+    "fsdp": ("parallelism=fsdp", 0),
+    "fsdp-8": ("parallelism=fsdp cluster.devices=8", 0),
+    "fsdp-tied": ("parallelism=fsdp model.tied=true", 0),
+    "fsdp-kept": ("parallelism=fsdp parallelism.reshard=never", 0),
+    "fsdp-accumulating": ("parallelism=fsdp parallelism.microbatches=4", 0),
+    "fsdp-accumulating-whole": ("parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole", 0),
+    "hsdp": ("parallelism=hsdp", 0),
+    "tp": ("parallelism=tp", 0),
+    "tp-whole-sequence": ("parallelism=tp parallelism.sequence_parallel=false", 0),
+    "fsdp-tp": ("parallelism=fsdp_tp", 0),
+    "cp": ("parallelism=cp", 0),
+    "cp-ring": ("parallelism=cp parallelism.context_method=ring", 0),
+    "cp-ulysses": ("parallelism=cp parallelism.context_method=ulysses", 0),
+    "pp-first": ("parallelism=pp parallelism.microbatches=8", 0),
+    "pp-last": ("parallelism=pp parallelism.microbatches=8", 1),
+    "gpipe-last": ("parallelism=pp parallelism.schedule=GPipe parallelism.microbatches=4", 1),
+    "interleaved-first": ("parallelism=pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4", 0),
+    "3d-first": ("parallelism=3d parallelism.microbatches=4", 0),
+    "3d-last": ("parallelism=3d parallelism.microbatches=4", 4),
+    "3d-reduced": ("parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded", 0),
+    "4d": ("parallelism=4d parallelism.microbatches=4", 0),
+    "documents": ("parallelism=fsdp dataset.mask_documents=true", 0),
+}
+MODES = ("none", "full", "selective", "every_n")
+QUICK = {
+    "blocks-fsdp-none", "blocks-fsdp-full", "blocks-hsdp-selective", "blocks-tp-selective", "blocks-tp-none",
+    "blocks-cp-none", "blocks-cp-ring-every_n", "blocks-pp-first-every_n", "blocks-interleaved-first-full",
+    "blocks-3d-first-selective", "blocks-documents-full", "head-single-none", "head-fsdp-tp-full",
+    "head-gpipe-last-none", "state-fsdp-8-full", "state-fsdp-accumulating-none", "state-fsdp-accumulating-whole-none",
+    "state-3d-reduced-full", "state-3d-last-full", "state-fsdp-kept-full",
+}  # fmt: skip
+CASES = [
+    pytest.param(shape, layout, mode, id=name, marks=() if name in QUICK else pytest.mark.full)
+    for shape in SHAPES
+    for layout in LAYOUTS
+    for mode in MODES
+    if (name := f"{shape}-{layout}-{mode}")
+]
+
+
+def run(shape: str, layout: str, *more: str) -> Run:
+    """A composed run on fewer than ten ranks, however much memory it takes."""
+    common = ("model=debug", "checkpoint=off", "dataset=synthetic", "compile=off", "cluster.memory_gib=1e6")
+    return composed([*common, "precision=bf16", *SHAPES[shape].split(), *LAYOUTS[layout][0].split(), *more])
+
+
+def both(one: Run, rank: int, device: str = "cpu") -> tuple[float, Peak]:
+    """Bytes that are estimated for a rank, and its traced peak."""
+    stage = one.layout.coordinates(rank)["pipeline"]
+    estimated = memory.peaks(one, one.layout, one.microbatches, device)[stage].bytes
+    return estimated, max(traced(one, rank, device).values(), key=lambda peak: peak.bytes)
+
+
+@pytest.mark.parametrize(("shape", "layout", "mode"), CASES)
+def test_the_estimate_is_the_traced_peak(shape: str, layout: str, mode: str) -> None:
+    estimated, peak = both(run(shape, layout, f"memory={mode}"), LAYOUTS[layout][1])
+    assert estimated == pytest.approx(peak.bytes, rel=CLOSE), str(peak)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        pytest.param("fsdp", ("memory=none",), id="fsdp"),
+        pytest.param("tp", ("memory=selective",), id="tp-selective"),
+        pytest.param("3d-first", ("memory=full",), id="3d-full"),
+        pytest.param("single", ("precision=fp32",), id="fp32"),
+    ],
+)
+def test_with_norms_as_gpus_compute_them(layout: str, more: tuple[str, ...]) -> None:
+    estimated, peak = both(run("blocks", layout, *more), LAYOUTS[layout][1], "cuda")
+    assert estimated == pytest.approx(peak.bytes, rel=CLOSE), str(peak)
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
+def test_schedules_that_split_backward_take_no_more_than_estimated(schedule: str, mode: str) -> None:
+    how = (f"parallelism.schedule={schedule}", f"memory={mode}", "model.layers=4", "parallelism.microbatches=4")
+    estimated, peak = both(run("blocks", "pp-first", *how), 0)
+    assert estimated >= peak.bytes * (1 - CLOSE), str(peak)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str, ranks: int) -> None:
+    each = 1 if schedule == "1F1B" else 2
+
+    def counts(microbatches: int) -> list[set[State]]:
+        return _played(schedule, ranks, each, microbatches)
+
+    assert counts(memory.STEADY * ranks) == counts(2 * memory.STEADY * ranks)
