@@ -93,7 +93,8 @@ def _least(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
 def needed(recipe: Recipe) -> tuple[Layout, float] | None:
     """The smallest layout on devices of `SERVER` that carries the recipe, and GiB a device; None: no such layout.
 
-    A layout whose degrees are all given needs devices of another size instead: then it is itself the answer.
+    A layout whose degrees are all given needs devices of another size instead: then it is itself the answer. A batch
+    with fewer rows than devices counts as one with a row for each.
     """
     memory, per_node = SERVER
     for power in range(17):
@@ -104,12 +105,19 @@ def needed(recipe: Recipe) -> tuple[Layout, float] | None:
             layout = _layout(recipe, 2**power, per_node, depth)
             if layout is None:
                 continue
-            gib = _least(recipe, layout, memory * USABLE, "cuda")
+            gib = _least(_filled(recipe, 2**power), layout, memory * USABLE, "cuda")
             if gib <= memory * USABLE:
                 return layout, gib
             if layout.devices != 2**power:
                 return None
     return None
+
+
+def _filled(recipe: Recipe, devices: int) -> Recipe:
+    """The recipe with at least a row for each device."""
+    training = recipe.training
+    rows = max(training.rows, devices) * training.seq_len
+    return replace(recipe, training=replace(training, global_batch=rows))
 
 
 def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
@@ -182,9 +190,11 @@ def _takes(recipe: Recipe) -> str:
             return f"{change or 'It'} takes at least {devices} of {memory} GiB{how}, with {_gib(gib)} used on each."
     alone = demand(_recomputing(recipe), Layout(), recipe.training.rows).gib
     whole = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
-    sharded = needed(whole)
-    more = f", or {sharded[0].devices} of {memory} GiB with parallelism=fsdp" if sharded else ""
-    return f"It takes devices of {_gib(alone / USABLE)}{more}."
+    for also, sharded in (("", needed(whole)), (" and memory=full", needed(_recomputing(whole)))):
+        if sharded:
+            more = f", or {sharded[0].devices} of {memory} GiB with parallelism=fsdp{also}"
+            return f"It takes devices of {_gib(alone / USABLE)}{more}."
+    return f"It takes devices of {_gib(alone / USABLE)}."
 
 
 def _here(machine: Machine, layout: Layout, has: float) -> str:
