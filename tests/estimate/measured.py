@@ -26,6 +26,10 @@ M125 = (
     "model.vocab=32000",
 )
 ROWS = ("training.seq_len=512", "training.global_batch=2048")
+MIDDLE = (
+    "model.dim=384", "model.layers=10", "model.heads=6", "model.kv_heads=2", "model.ffn=1024", "model.vocab=16000",
+    "training.seq_len=1024", "training.global_batch=8192",
+)  # fmt: skip
 LONG = ("training.seq_len=2048", "training.global_batch=8192")
 CASES: dict[str, tuple[str, ...]] = {
     "debug": (),
@@ -46,6 +50,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "rows of 2048 fsdp": (*LONG, "parallelism=fsdp"),
     "rows of 2048 tp": (*LONG, "parallelism=tp"),
     "rows of 2048 pp": (*LONG, "parallelism=pp"),
+    "vocab 16k pp": (*MIDDLE, "parallelism=pp", "compile=off"),
+    "vocab 16k pp compiled": (*MIDDLE, "parallelism=pp", "compile=block"),
     "30M": (*SMALL, *ROWS),
     "30M fsdp, 2 micro-batches": (*SMALL, *ROWS, "parallelism=fsdp", "parallelism.microbatches=2"),
     "30M fsdp async": (*SMALL, *ROWS, "parallelism=fsdp", "checkpoint=async"),
