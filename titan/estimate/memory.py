@@ -267,10 +267,9 @@ class _Rank:
         """Elements and bytes of weights, gradients and optimizer state."""
         model, precision, tensor = self.recipe.model, self.recipe.precision, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
-        tied = first and last and model.tied and self.layout.pipeline == 1
         self.block_elements = model.block_parameters() / tensor
         self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
-        self.head_elements = 0.0 if tied or not last else model.head_parameters() / tensor
+        self.head_elements = 0.0 if self._tied() or not last else model.head_parameters() / tensor
         self.elements = self.layers * self.block_elements + self.embedding_elements + self.head_elements
         matrices = self.layers * model.block_matmul_parameters() / tensor
         kept = 0.0 if self.recipe.memory.offload else 1.0
@@ -381,7 +380,7 @@ class _Rank:
 
     def _gradients(self, elements: float, begun: bool) -> float:
         """Bytes of gradients when those of `elements` are there, and of all from an earlier micro-batch if `begun`."""
-        if self.fsdp and self.whole and self.microbatches > 1:
+        if self.fsdp and self._defers():
             return REDUCE * (self.elements if begun else elements)
         if self.layout.copies or begun:
             elements = self.elements

@@ -1,7 +1,7 @@
 """What processes, allocators and communication libraries take beside a run's live tensors. Free of torch.
 
-The figures are measured: those of CPUs by `python -m tests.estimate.measured`; those of GPUs are what published runs
-took over what is live (docs/memory.md).
+Those of CPUs are fitted on what `python -m tests.estimate.measured` finds. Those of GPUs are assumed and not measured yet;
+docs/memory.md compares them with published runs.
 """
 
 from __future__ import annotations
