@@ -189,6 +189,8 @@ class Trainer:
         while self.step < last and not self.stopping:
             self._allow(self._step_timeout())
             new = self._step(sent.clock if sent else None)
+            if self.step == self.life.step + 1:  # its freed memory lies between the optimizer's state, made after it
+                release(self.world.device)
             if sent:
                 self._settle(sent)
             sent = self._between(new, last)

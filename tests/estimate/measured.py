@@ -116,7 +116,8 @@ def main(names: list[str]) -> None:
         live = memory.peaks(run, run.layout, run.microbatches, "cpu")
         fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
         rank = fullest * (run.layout.devices // run.layout.pipeline)
-        trace = 0 if run.layout.copies else max(peak.bytes for peak in traced(run, rank).values())  # DDP is no Python
+        hidden = run.layout.copies or run.compile.scope != "off"  # DDP and graphs are no Python
+        trace = 0 if hidden else max(peak.bytes for peak in traced(run, rank).values())
         whole = capacity.demand(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:
             measured = resident(overrides, Path(folder) / "run")
