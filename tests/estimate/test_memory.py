@@ -54,6 +54,7 @@ QUICK = {
     "head-gpipe-last-none", "state-fsdp-8-full", "state-fsdp-accumulating-none", "state-fsdp-accumulating-whole-none",
     "state-3d-reduced-full", "state-3d-last-full", "state-fsdp-kept-full",
 }  # fmt: skip
+SPLIT_QUICK = {("InterleavedZeroBubble", "none"), ("ZBVZeroBubble", "full"), ("DualPipeV", "every_n")}
 CASES = [
     pytest.param(shape, layout, mode, id=name, marks=() if name in QUICK else pytest.mark.full)
     for shape in SHAPES
@@ -96,12 +97,20 @@ def test_with_norms_as_gpus_compute_them(layout: str, more: tuple[str, ...]) -> 
     assert estimated == pytest.approx(peak.bytes, rel=CLOSE), str(peak)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"])
-def test_schedules_that_split_backward_take_no_more_than_estimated(schedule: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "mode"),
+    [
+        pytest.param(schedule, mode, marks=() if (schedule, mode) in SPLIT_QUICK else pytest.mark.full)
+        for schedule in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+        for mode in ("none", "full", "every_n")
+    ],
+)
+def test_schedules_that_split_backward(schedule: str, mode: str) -> None:
+    """Without checkpointing as close as others; with it a block that is computed again once for each part."""
     how = (f"parallelism.schedule={schedule}", f"memory={mode}", "model.layers=4", "parallelism.microbatches=4")
     estimated, peak = both(run("blocks", "pp-first", *how), 0)
-    assert estimated >= peak.bytes * (1 - CLOSE), str(peak)
+    too_high = CLOSE if mode == "none" else 0.1
+    assert peak.bytes * (1 - CLOSE) <= estimated <= peak.bytes * (1 + too_high), str(peak)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])

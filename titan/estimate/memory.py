@@ -35,10 +35,6 @@ SUMS = 4
 """Bytes of an element of the embedding's gradient while a rank sums it."""
 PRODUCT = 0.3
 """Of a block's weights those of its largest product: their gradient is there first."""
-AGAIN = 1.5
-"""Blocks that are computed again, of each that a schedule has in flight whose backward has two parts: what the first
-part computes again and leaves stays until the second part, which computes it once more. So measured: more than is kept
-without checkpointing."""
 ALL_FORWARD = ("GPipe", "LoopedBFS")
 """Schedules that take all micro-batches forward before the first goes back."""
 STEADY = 8
@@ -304,7 +300,7 @@ class _Rank:
             elif state.kind == "B":
                 yield from self._backward(stage, kept, state.begun)
             else:
-                yield from self._split(stage, kept, state.begun)
+                yield from self._split(stage, kept, state)
         yield from self._ends()
 
     def kept(self, stage: Stage) -> float:
@@ -316,17 +312,24 @@ class _Rank:
         return self._blocks(stage.layers) + ends + rotation + self._mask()
 
     def halfway(self, stage: Stage) -> float:
-        """The same where the gradients of inputs are there and those of weights are not: all, and what comes back."""
-        blocks = len(stage.layers) * (self.block.kept + self.casts + self.block.outputs)
-        return blocks + self.kept(stage) - self._blocks(stage.layers)
+        """The same where the gradients of inputs are there and those of weights are not: all, and what comes back.
+
+        Of a block that is computed again the first part of a backward pass uses all, the second computes it once more.
+        """
+        whole, again = self.block.kept + self.casts, self._recomputed(stage.layers)
+        blocks = again * self.block.input + (len(stage.layers) - again) * whole
+        return self.kept(stage) - self._blocks(stage.layers) + blocks + len(stage.layers) * self.block.outputs
+
+    def _recomputed(self, layers: range) -> int:
+        """How many of these blocks are computed again as a whole."""
+        memory = self.recipe.memory
+        every = {"full": 1, "every_n": memory.every}.get(memory.checkpointing)
+        return layers.stop // every - layers.start // every if every else 0
 
     def _blocks(self, layers: range) -> float:
         """Bytes that blocks keep."""
         memory, block, whole = self.recipe.memory, self.block, self.block.kept + self.casts
-        count, every = len(layers), memory.every
-        if self.splits and memory.checkpointing != "none":
-            return count * (AGAIN * whole + block.outputs)
-        again = layers.stop // every - layers.start // every if memory.checkpointing == "every_n" else 0
+        count, again = len(layers), self._recomputed(layers)
         return {
             "none": count * whole,
             "full": count * block.input,
@@ -432,10 +435,16 @@ class _Rank:
         if stage.first:
             yield from self._embedding(base, stage, begun)
 
-    def _split(self, stage: Stage, kept: float, begun: bool) -> Iterator[Usage]:
-        """A part of a backward pass whose gradients of inputs and of weights are computed apart: nothing is freed."""
-        base = self._base().plus(activations=kept, gathered=self._gathered(2, len(stage.layers)))
-        gradients = self._gradients(0.0, begun)
+    def _split(self, stage: Stage, kept: float, state: State) -> Iterator[Usage]:
+        """A part of a backward pass whose gradients of inputs and of weights are computed apart.
+
+        Nothing is freed; what the part for weights computes again stays until its end.
+        """
+        recomputed = self._recomputed(stage.layers)
+        at_work = recomputed if state.kind == "W" else min(1, recomputed)
+        again = at_work * (self.block.kept + self.casts)
+        base = self._base().plus(activations=kept + again, gathered=self._gathered(2, len(stage.layers)))
+        gradients = self._gradients(0.0, state.begun)
         if stage.last:
             logits = self.head.backward - self.head.kept
             yield base.plus("head", logits=logits, gradients=gradients)

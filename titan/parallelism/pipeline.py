@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
+from torch.utils.checkpoint import GraphExecGroup
 
 from titan.parallelism import mesh
 from titan.parallelism.norm import local
@@ -256,6 +257,14 @@ class _Linked(PipelineStage):
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return [linked(op, self.links) for op in super().get_bwd_send_ops(bwd_chunk_id)]
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """In a schedule that splits backward, the part for weights, which goes through the graph once for each weight.
+
+        A block that is computed again would be so for each of its weights, and all the copies would stay: here once.
+        """
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
 
 
 class _Reducing(_Linked):
