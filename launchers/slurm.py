@@ -197,6 +197,7 @@ class Grid:
         list_.write_text(
             json.dumps({"points": list(map(str, files)), "tasks": one.cluster.tasks, "ranks_per_node": one.ranks})
         )
+        list_.with_suffix(".runs").write_text("".join(f"{point.run.directory}\n" for point in chunk))
         ids = [point.id for point in chunk]
         ledger.add(self.root, {"event": "sending", "token": token, "points": ids})
         jobs: list[str] = []

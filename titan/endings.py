@@ -79,7 +79,8 @@ def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
     except (OSError, ValueError, KeyError):
         return None
     stopped = code in (AGAIN, 130) or state not in ("", "RUNNING")
-    return End(life, code, again, stopped, _reason(folder, f"{job}.{life}", code, state, content.get("why", "")))
+    reason = _reason(folder, f"{job}.{life}", code, state, content.get("why", ""))
+    return End(life, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
 
 
 def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:

@@ -231,7 +231,9 @@ def _of_job(directory: Path, point: Point) -> Point:
     end = endings.last(directory / SLURM, job)
     if end is None or end.again:
         running = endings.held(Path(point.directory))
-        return replace(point, state="running" if running else "queued")
+        return replace(
+            point, state="running" if running else "queued", reason=None if running or not end else end.reason
+        )
     return replace(point, state="stopped" if end.stopped else "failed", reason=end.reason)
 
 

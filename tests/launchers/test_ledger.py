@@ -66,7 +66,7 @@ def test_a_finished_run_counts_whatever_the_ledger_says_unless_more_steps_are_as
     [
         pytest.param({"code": 1, "again": False, "state": "RUNNING"}, "failed", "rank 1: ValueError: b", id="error"),
         pytest.param({"code": 130, "again": False, "state": "COMPLETING"}, "stopped", "cancelled", id="cancelled"),
-        pytest.param({"code": 75, "again": True, "state": "RUNNING"}, "queued", None, id="again"),
+        pytest.param({"code": 75, "again": True, "state": "RUNNING"}, "queued", "rank 1: ValueError: b", id="again"),
         pytest.param({"code": 75, "again": False, "state": "RUNNING", "why": "w"}, "stopped", "w", id="too-often"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def test_containers_and_quoting(tmp_path: Path, overrides: list[str], words: lis
     said = (tmp_path / "said").read_text().splitlines()
     assert set(words) <= set(said) and "--cpu-bind=cores" in said and "--export=ALL" in said
     assert f"{folder}/9.0" in said and 'ODD=a "b" c' in said and "PYTHONSAFEPATH=1" in said
-    assert done == {"code": 0, "again": False, "state": "RUNNING", "why": ""}
+    assert done == {"code": 0, "again": False, "state": "RUNNING", "why": "", "note": ""}
 
 
 def test_ranks_find_a_folder_for_each_node_and_an_empty_file_for_rank_0_s_address(tmp_path: Path) -> None:
@@ -177,6 +178,51 @@ def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
     assert ran(tmp_path / "with space", run, "exit 1") == {}, "the next one has nothing to do"
 
 
+def _error(code: int, node: str, time: float = 2.0) -> str:
+    """A shell command that leaves a rank's error as `launchers.job` does."""
+    said = json.dumps({"killed": False, "time": time, "node": node, "code": code, "rank": 0, "text": 'x "code": 2, y'})
+    return f'echo {shlex.quote(said)} >{LIFE}/0/{code}{node}.error"'
+
+
+KILLED = 'echo "srun: error: n1: task 1: Killed" >&2; exit 137'
+FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; exit 1"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "record", "unfit", "note", "node"),
+    [
+        pytest.param(KILLED, "", "", "restart 1 of 2 without n1", "n1", id="a-rank-is-killed"),
+        pytest.param(FIRST, "", "", "restart 1 of 2 without n3", "n3", id="the-first-to-fail"),
+        pytest.param(KILLED, "4\n", "", "restart 2 of 2 without n1", "n1", id="with-a-newer-checkpoint"),
+        pytest.param(KILLED, "6\n", "", "not restarted, since no checkpoint was saved", None, id="a-loop"),
+        pytest.param(KILLED, "2\n4\n", "", "cluster.restarts=2 is used up", None, id="too-often"),
+        pytest.param(KILLED, "", "configuration is not available", "restart 1 of 2", None, id="no-other-node"),
+        pytest.param(f"{_error(2, 'n1')}; exit 2", "", "", "", None, id="refused"),
+        pytest.param("exit 143", "", "", "", None, id="stopped"),
+    ],
+)
+def test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on(
+    tmp_path: Path, ranks: str, record: str, unfit: str, note: str, node: str | None
+) -> None:
+    folder, life = tmp_path / "with space", record.count("\n")
+    folder.mkdir()
+    (tmp_path / "unfit").write_text(unfit)
+    for step in (2, 6):
+        (tmp_path / f"run/checkpoints/step-{step}").mkdir(parents=True)
+        (tmp_path / f"run/checkpoints/step-{step}/manifest.json").touch()
+    (tmp_path / "run/checkpoints/step-8").mkdir()
+    (folder / "t.runs").write_text(f"{tmp_path}/run\n")
+    (folder / "9.restarts").write_text(record)
+    done = ran(
+        folder, job("cluster.restarts=2", "cluster.requeues=0"), ranks, "" if "143" in ranks else "RUNNING", life
+    )
+    said = (tmp_path / "scontrol").read_text() if (tmp_path / "scontrol").exists() else ""
+    assert done["note"].startswith(note) and done["again"] == note.startswith("restart") == ("requeue 9" in said)
+    assert (f"ExcNodeList={node}" in said) if node else "ExcNodeList" not in said
+    left = (folder / "9.restarts").read_text() if (folder / "9.restarts").exists() else ""
+    assert left == record + "6\n" * note.startswith("restart")
+
+
 def ran(
     folder: Path, run: Run, ranks: str, state: str = "RUNNING", restarts: int = 0, nodes: int = 1
 ) -> dict[str, Any]:
@@ -189,7 +235,8 @@ def ran(
     commands = {
         "srun": f'printf "%s\\n" "$@" > "$HOME/said"; env >> "$HOME/said"; {ranks}',
         "squeue": f"echo {state}",
-        "scontrol": 'touch "$HOME/requeued"',
+        "scontrol": 'echo "$@" >> "$HOME/scontrol"; [ "$1" != requeue ] || touch "$HOME/requeued"',
+        "sbatch": 'echo "$@" >> "$HOME/sbatch"; cat "$HOME/unfit"',
     }
     for name, body in commands.items():
         (home / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")

@@ -116,6 +116,29 @@ def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "harm").values()} == {"finished"}
 
 
+def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    """Also where jobs are chained; a run that fails before it has saved anything new is not restarted again."""
+    run = [*TINY, *LAUNCH, *HARM, "parallelism=fsdp", "cluster.nodes=2", "checkpoint.every=1", "cluster.restarts=2"]
+    run += ["cluster.environment={FAULTS:'0.001:kill:1'}", "hydra.launcher.wait=false"]
+    loop = [*TINY, *LAUNCH, *HARM, "cluster.restarts=3", "cluster.environment={FAULTS:'0.001:always:0'}"]
+    assert titan(tmp_path, "name=dead", *run, "training.steps=4")[0] == 0
+    assert titan(tmp_path, "name=chain", *run, "training.steps=4", "cluster.chain=2")[0] == 0
+    assert titan(tmp_path, "name=loop", *loop, "hydra.launcher.wait=false")[0] == 0
+    until(lambda: one(tmp_path, "dead").state == one(tmp_path, "chain").state == "finished", "the ends", SECONDS)
+    for name in ("dead", "chain"):
+        folder, point = tmp_path / "runs" / name, one(tmp_path, name)
+        assert _from_steps(folder)[0] == 0 < _from_steps(folder)[1]
+        (end,) = (e for e in folder.glob("slurm/*.end") if "restart" in e.read_text())
+        bad = json.loads(end.read_text())["note"].rpartition(" ")[2]
+        assert json.loads(end.read_text())["note"] == f"restart 1 of 2 without {bad}" and bad in slurm.nodes
+        said = slurm.run("scontrol", "show", "job", "--oneliner", point.jobs[-1])
+        assert f"ExcNodeList={bad} " in said and f" NodeList={bad}" not in said
+    assert "restart 1 of 2 without node" in (tmp_path / "runs/dead/log/launcher.log").read_text()
+    until(lambda: one(tmp_path, "loop").state == "failed", "the end", SECONDS)
+    assert "not restarted, since no checkpoint was saved" in str(one(tmp_path, "loop").reason)
+    assert _from_steps(tmp_path / "runs/loop") == [0, 0]
+
+
 def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm, tmp_path: Path) -> None:
     """One is preempted, one's node is lost, one comes to its time limit, one is cancelled."""
     rates = "0.001,0.002,0.003,0.004"

@@ -50,7 +50,12 @@ class Cluster:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "auto: GPUs where there are any and torch is built for them, else the CPU"
     )
-    restarts: int = setting(0, "restarts of all ranks on this machine after one of them died", at_least=0)
+    restarts: int = setting(
+        0,
+        "restarts of all ranks after one of them died; through Slurm without the node that failed, and a second time "
+        "only from a newer checkpoint",
+        at_least=0,
+    )
     timeout: float = setting(
         1800.0,
         "seconds that ranks wait for each other before they give up: while they start, compile, validate and save",
