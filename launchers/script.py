@@ -33,7 +33,7 @@ class Work:
         code: the folder that titan is imported from.
         count: points, each an element of the array; 1 makes no array.
         at_once: elements that may run at the same time; None: all.
-        after: the job that has to end before; None: none.
+        after: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
     """
 
     folder: Path

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from launchers import points as grid
 from launchers import queue, script, snapshot
+from launchers.lanes import Lanes
 from launchers.points import Chosen
 from launchers.script import Work
 from launchers.shape import Shape, shape
@@ -53,7 +54,7 @@ class Slurm:
     wait: bool = setting(True, "wait until all points have ended; false: submit and leave")
     dry_run: bool = setting(False, "show the batch scripts and the device-hours, and submit nothing")
     snapshot: bool = setting(True, "copy the code beside the sweep, so that jobs in the queue run what was submitted")
-    at_once: int | None = setting(None, "points of an array that may run at the same time; null: all", at_least=1)
+    at_once: int | None = setting(None, "points of the grid that may run at the same time; null: all", at_least=1)
     array_size: int | None = setting(None, "points in one array at most; null: as many as Slurm allows", at_least=1)
     max_jobs: int | None = setting(None, "jobs that you may have in the queue at once; null: no limit", at_least=1)
     poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0)
@@ -151,7 +152,8 @@ class Grid:
 
     def _submit(self, todo: list[Chosen]) -> list[Chosen]:
         """Submit points as far as the queue has room for them; gives those that are left."""
-        room, waiting = self._room(), [list(chunk) for chunk in self._arrays(todo)]
+        lanes = Lanes(self.how.at_once, self._now().values()) if self.how.at_once else None
+        room, waiting = self._room(), self._arrays(todo, lanes)
         left: list[Chosen] = []
         while waiting:
             chunk = waiting.pop(0)
@@ -162,11 +164,11 @@ class Grid:
             if not chunk:
                 continue
             try:
-                self._send(chunk)
+                self._send(chunk, lanes if fits == 1 else None)
                 room = None if room is None else room - fits * each
             except NoRoom:
                 if fits > 1:
-                    waiting[:0] = [chunk[: fits // 2], chunk[fits // 2 :]]
+                    waiting[:0] = [[p] for p in chunk] if lanes else [chunk[: fits // 2], chunk[fits // 2 :]]
                 else:
                     left, room = left + chunk, 0
         return left
@@ -175,7 +177,12 @@ class Grid:
         """How many more jobs the user may have in the queue."""
         return None if self.how.max_jobs is None else max(0, self.how.max_jobs - queue.count())
 
-    def _arrays(self, todo: Sequence[Chosen]) -> Iterator[list[Chosen]]:
+    def _arrays(self, todo: Sequence[Chosen], lanes: Lanes | None) -> list[list[Chosen]]:
+        """The points that are submitted together: as an array, or each in a lane where one array can't limit them."""
+        arrays = list(self._by_shape(todo))
+        return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
+
+    def _by_shape(self, todo: Sequence[Chosen]) -> Iterator[list[Chosen]]:
         """Points of equal shape, as many together as an array may have; those of a chain each alone."""
         by_shape: list[tuple[Shape, list[Chosen]]] = []
         for point in todo:
@@ -188,8 +195,9 @@ class Grid:
             most = 1 if one.cluster.chain else min(self.how.array_size or queue.array_size(), queue.array_size())
             yield from (same[i : i + most] for i in range(0, len(same), most))
 
-    def _send(self, chunk: list[Chosen]) -> None:
-        """Submit one array, or one point's chain of jobs."""
+    def _send(self, chunk: list[Chosen], lanes: Lanes | None) -> None:
+        """Submit one array, or one point's job or chain of jobs, in a lane where there are any."""
+        lane, before = lanes.take() if lanes else (None, None)
         token = f"titan-{uuid.uuid4().hex[:12]}"
         one = self.shapes[chunk[0].id]
         files = [grid.freeze(point, self.folder / "points") for point in chunk]
@@ -203,12 +211,14 @@ class Grid:
         jobs: list[str] = []
         try:
             for _ in range(max(1, one.cluster.chain)):
-                jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else None))
+                jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else before))
         except Refused as refused:
             if not jobs:
                 ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(refused)})
                 raise
-        ledger.add(self.root, {"event": "sent", "token": token, "jobs": numbered(ids, jobs)})
+        ledger.add(self.root, {"event": "sent", "token": token, "jobs": numbered(ids, jobs), "lane": lane})
+        if lanes:
+            lanes.put(lane, jobs)
         for point, job in zip(chunk, jobs, strict=False):
             self._say(point, "queued", f"job {job}, {one}")
 
@@ -299,19 +309,14 @@ class Grid:
     def _show(self) -> list[int]:
         """Print what would be submitted, and what it may cost."""
         hours: float | None = 0.0
-        for chunk in self._arrays(self.points):
+        lanes = Lanes(self.how.at_once, ()) if self.how.at_once else None
+        for chunk in self._arrays(self.points, lanes):
             one = self.shapes[chunk[0].id]
-            work = Work(
-                self.folder,
-                self.folder / "TOKEN.json",
-                self.root.name,
-                "TOKEN",
-                snapshot.ROOT,
-                len(chunk),
-                self.how.at_once,
-            )
+            lane, before = lanes.take() if lanes and len(chunk) == 1 else (None, None)
             print(f"# {len(chunk)} x {one}: {', '.join(p.label for p in chunk)}")
-            print(script.text(one, work))
+            print(script.text(one, self._work(chunk, "TOKEN", self.folder / "TOKEN.json", before)))
+            if lanes and lane is not None:
+                lanes.put(lane, [f"JOB_OF_{chunk[0].id}"])
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
         cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
         print(

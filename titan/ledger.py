@@ -68,6 +68,7 @@ class Point:
         token, sent_at: of the submission whose job numbers the ledger does not know, and when it was.
         jobs: all numbers of its last submission: several where jobs are chained.
         steps, devices: that its run is to do, on so many ranks.
+        lane: of its last submission, see `launchers.lanes`; None where it is an array's.
     """
 
     id: str
@@ -82,6 +83,7 @@ class Point:
     jobs: tuple[str, ...] = ()
     steps: int = 0
     devices: int = 1
+    lane: int | None = None
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,8 @@ def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -
             points[name] = replace(before, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **sent)
         elif kind == "sent":
             jobs = tuple(event["jobs"][name])
-            points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, state="queued", reason=None)
+            lane = event.get("lane")
+            points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
         elif kind == "unsent":
             points[name] = replace(before, token=None, state="failed", reason=event["reason"])
         elif kind == "started":

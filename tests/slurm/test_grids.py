@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -259,6 +260,21 @@ def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) ->
     assert (code, err) == (0, "") and len(slurm.jobs().keys() - before) == 2 and "1 points found no room" in out
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
+
+
+def test_a_limit_is_the_whole_grid_s_whatever_its_shapes_and_submissions(slurm: Slurm, tmp_path: Path) -> None:
+    """Two may run: so of four jobs of two shapes two come after others, and what is submitted later after all those."""
+    slow = [*HARM, "cluster.environment={FAULTS:'0.001:slower:0'}", "training.steps=300", "hydra.launcher.wait=false"]
+    grid = ["-m", "name=lanes", *TINY, *LAUNCH, *slow, "hydra.launcher.at_once=2", "parallelism=single,fsdp"]
+    assert titan(tmp_path, *grid, "training.seed=0,1")[0] == 0
+    assert titan(tmp_path, *grid, "training.seed=0,1,2")[0] == 0
+    jobs = [str(point.job) for point in points(tmp_path, "lanes").values()]
+    shown = (slurm.run("scontrol", "show", "job", "--oneliner", job).partition(" Dependency=")[2] for job in jobs)
+    after = [set(re.findall(r"afterany:(\d+)", text.split()[0])) for text in shown]
+    assert after == [set(), set(), {jobs[0]}, {jobs[1]}, {jobs[0], jobs[2]}, {jobs[1], jobs[3]}]
+    assert titan(tmp_path, "-m", "name=array", *grid[2:], "parallelism=single", "training.seed=0,1,2")[0] == 0
+    script = next((tmp_path / "runs/array/slurm").glob("*_submission.sh")).read_text()
+    assert "#SBATCH --array=0-2%2\n" in script and "dependency" not in script
 
 
 def test_devices_are_those_that_slurm_gives(slurm: Slurm, tmp_path: Path) -> None:
