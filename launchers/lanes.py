@@ -1,4 +1,4 @@
-"""`hydra.launcher.at_once` for a whole grid: as many lanes, in each of which one job runs after the other. Free of torch.
+"""`hydra.launcher.at_once` for a whole grid: so many lanes, in each of which jobs run one by one. Free of torch.
 
 Slurm itself limits how many elements of one job array run. Points of several shapes are several arrays, and those that
 are submitted later are others again: then each point is a job of its own in one of the lanes, and depends on all jobs

@@ -29,7 +29,7 @@ class Chosen:
     """A point of the grid.
 
     Attributes:
-        id: see `titan.identity.point`.
+        id: see `known`.
         varied: what the command line says of it, but for what all points share.
         run: the frozen run.
     """
@@ -62,18 +62,31 @@ def choose(
     shared = [o for o, count in Counter(o for point in overrides for o in point).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise Refusal(f"hydra.sweep.dir={root}: holds a single run; choose another name for a grid.")
-    kept = {point.id: Path(point.directory) for point in sweep.points} if (sweep := ledger.read(root)) else {}
+    noted = ledger.noted(root)
+    kept = {point.id: Path(point.directory) for point in noted}
     found: dict[str, Chosen] = {}
     for number, one in enumerate(overrides):
         varied = tuple(o for o in one if o not in shared)
         with _pointing(number, varied):
             run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
-        point = identity.point(run)
+        point = known(run, varied, noted)
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
         run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
         found[point] = Chosen(point, varied, run)
     return list(found.values())
+
+
+def known(run: Run, varied: Sequence[str], noted: Sequence[ledger.Point]) -> str:
+    """A point's id: that of the point of the same settings which the grid has already, on whatever machines it was.
+
+    Where the grid varies the machines, each of them is a point of its own.
+    """
+    own = identity.point(run)
+    if own in (point.id for point in noted) or any(re.match(r"[+]*cluster\b", override) for override in varied):
+        return own
+    same = [point.id for point in noted if point.asked == identity.asked(run)]
+    return same[0] if len(same) == 1 else own
 
 
 def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int, name: str, elsewhere: bool) -> Run:
@@ -128,8 +141,8 @@ def enter(root: Path, points: Sequence[Chosen], asked: ledger.Asked) -> None:
     before = ledger.asked(root)
     axes = {k: tuple(dict.fromkeys((*before.axes.get(k, ()), *v))) for k, v in _axes(points).items()}
     ledger.write_asked(root, replace(asked, axes={**before.axes, **axes}))
-    known = {event["id"]: event["steps"] for event in ledger.events(root) if event.get("event") == "point"}
-    new = [p for p in points if known.get(p.id) != p.run.training.steps]
+    noted = {point.id: (point.steps, bool(point.asked)) for point in ledger.noted(root)}
+    new = [p for p in points if noted.get(p.id) != (p.run.training.steps, True)]
     ledger.add(root, *(_event(point, root) for point in new))
 
 
@@ -141,6 +154,7 @@ def _event(point: Chosen, root: Path) -> dict[str, Any]:
         "overrides": point.varied,
         "steps": point.run.training.steps,
         "devices": point.run.layout.devices,
+        "asked": identity.asked(point.run),
     }
 
 

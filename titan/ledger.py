@@ -69,6 +69,7 @@ class Point:
         jobs: all numbers of its last submission: several where jobs are chained.
         steps, devices: that its run is to do, on so many ranks.
         lane: of its last submission, see `launchers.lanes`; None where it is an array's.
+        asked: see `titan.identity.asked`; empty in a ledger that an older titan wrote.
     """
 
     id: str
@@ -84,6 +85,7 @@ class Point:
     steps: int = 0
     devices: int = 1
     lane: int | None = None
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,8 @@ def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -
     if kind == "point":
         where = os.path.abspath(directory / event["directory"])
         point = points.get(event["id"], Point(event["id"], where, tuple(event["overrides"]), "planned"))
-        points[point.id] = replace(point, steps=int(event["steps"]), devices=int(event["devices"]))
+        told = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
+        points[point.id] = replace(point, **told)
         return
     for name in _concerned(event):
         if name not in points:

@@ -11,6 +11,7 @@ import pytest
 
 from launchers import points as grid
 from launchers import snapshot, standing
+from launchers.points import Chosen
 from launchers.queue import Job
 from launchers.standing import adopt, reconciled
 from titan import endings, identity, ledger, status
@@ -177,6 +178,39 @@ def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> No
 def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
     before, after = (composed(["name=x", "cluster=cpu", *more]) for more in ([], [override]))
     assert (identity.point(before) == identity.point(after)) == same
+
+
+NODES = ["name=x", "cluster=h100", "parallelism=fsdp", "training.global_batch=65536"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "varied", "found"),
+    [
+        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4"], [], 0, id="open-degrees-on-more-nodes"),
+        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4"], ["cluster.nodes=4"], None, id="nodes-are-varied"),
+        pytest.param(["cluster.nodes=2,4"], ["cluster.nodes=4"], [], 1, id="it-is-one-of-those"),
+        pytest.param(["cluster.nodes=2,4"], ["cluster.nodes=8"], [], None, id="it-could-be-any-of-those"),
+        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4", "training.seed=1"], [], None, id="another-seed"),
+        pytest.param(["older"], ["cluster.nodes=2"], [], 0, id="a-ledger-without-what-was-asked"),
+    ],
+)
+def test_a_point_is_found_again_on_other_machines(
+    tmp_path: Path, before: list[str], after: list[str], varied: list[str], found: int | None
+) -> None:
+    counts = before[0].partition("=")[2].split(",") if before != ["older"] else ["2"]
+    chosen = []
+    for count in counts:
+        run = composed([*NODES, f"cluster.nodes={count}", f"hydra.run.dir={tmp_path}/{count}"], elsewhere=True)
+        given = [f"cluster.nodes={count}"] if len(counts) > 1 else []
+        chosen.append(Chosen(grid.known(run, given, ledger.noted(tmp_path)), (), run))
+        if before == ["older"]:
+            ledger.add(tmp_path, {k: v for k, v in grid._event(chosen[-1], tmp_path).items() if k != "asked"})
+        grid.enter(tmp_path, chosen, Asked())
+    run = composed([*NODES, *after], elsewhere=True)
+    ids = [point.id for point in ledger.noted(tmp_path)]
+    name = grid.known(run, varied, ledger.noted(tmp_path))
+    assert len(ids) == len(counts) and all(point.asked for point in ledger.noted(tmp_path))
+    assert name == (identity.point(run) if found is None else ids[found]) and (name in ids) == (found is not None)
 
 
 def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
