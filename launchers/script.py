@@ -185,7 +185,7 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
         "cpus_per_task": _cores(shape),
         "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
-        "exclusive": True if cluster.exclusive else None,
+        "exclusive": True if shape.whole else None,
         "dependency": None if work.after is None else f"afterany:{work.after}",
         **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude", "gres")},
     }
@@ -213,8 +213,17 @@ def _more(shape: Shape, work: Work) -> dict[str, Any]:
     own: dict[str, Any] = {"output": f"{work.folder}/{'%A_%a' if work.count > 1 else '%j'}.out"}
     own |= {"no-requeue" if cluster.chain else "requeue": True}
     own |= {"reservation": cluster.reservation} if cluster.reservation else {}
-    own |= {"mem": f"{round(cluster.node_memory_gib * 1024)}M"} if cluster.node_memory_gib else {}
+    own |= {"mem": memory} if (memory := _memory(shape)) else {}
     return own | dict(cluster.sbatch or {})
+
+
+def _memory(shape: Shape) -> str | None:
+    """Memory on each node as sbatch takes it, where 0 is all there is; None: Slurm's default."""
+    cluster = shape.cluster
+    if shape.whole and cluster.node_memory_gib is None:
+        return "0"
+    each = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
+    return f"{round(each * 1024)}M" if each else None
 
 
 def text(shape: Shape, work: Work) -> str:

@@ -26,7 +26,7 @@ from launchers.shape import Shape, shape
 from launchers.standing import adopt, numbered, standing
 from titan import console, ledger
 from titan.ledger import Asked, Point
-from titan.settings import Failure, Refusal, setting
+from titan.settings import Failure, Refusal, setting, show
 
 CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Variables of Slurm's that say how to reach it; the others belong to a job."""
@@ -244,7 +244,7 @@ class Grid:
             with _outside():
                 first = executor._submit_command(script.command(one, work)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
-            raise _failure(_own_words(error)) from error
+            raise _failure(_own_words(error), one) from error
         return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
 
     def _wait(self, left: list[Chosen]) -> list[int]:
@@ -347,9 +347,19 @@ def _own_words(error: Exception) -> str:
     )
 
 
-def _failure(said: str) -> Failure:
+def _asked_for(shape: Shape) -> str:
+    """What a job asks of its nodes, for one who has to ask for less."""
+    names = ("partition", "constraint", "exclude", "gres", "exclusive", "cpus_per_rank", "node_memory_gib")
+    given = {name: getattr(shape.cluster, name) for name in (*names, "rank_memory_gib")}
+    asked = [f"cluster.{name}={show(value)}" for name, value in given.items() if value]
+    return f"It was asked for {' '.join([str(shape), *asked])}; give what the nodes have."
+
+
+def _failure(said: str, shape: Shape) -> Failure:
     """What became of a submission, by what sbatch said."""
     text = f"sbatch: {said.rstrip('.')}."
+    if re.search(r"configuration is not available|CPU count|memory specification", said, re.IGNORECASE):
+        return Refused(f"{text} {_asked_for(shape)}")
     if re.search(r"MaxSubmit|job submit limit", said, re.IGNORECASE):
         return NoRoom(text)
     unsure = re.search(r"timed out|connection|zero bytes|communication", said, re.IGNORECASE)

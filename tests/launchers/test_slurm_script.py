@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_time_limits(time: str | None, expected: int | None) -> None:
         pytest.param("cluster.container=pyxis", "needs an image", id="no-image"),
         pytest.param("cluster.image=x", "no container is chosen", id="no-container"),
         pytest.param("cluster.sbatch={output:x}", "titan gives output itself", id="taken"),
+        pytest.param("cluster.exclusive=maybe", "expected true, false or auto", id="exclusive"),
     ],
 )
 def test_jobs_that_no_site_can_run(override: str, sentence: str) -> None:
@@ -97,6 +99,30 @@ def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
     assert "gpus-per-node" not in script and "wckey" not in script
 
 
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        pytest.param(["parallelism=fsdp"], {"exclusive", "cpus-per-task=12", "mem=0"}, id="whole-nodes"),
+        pytest.param(["parallelism=single"], {"cpus-per-task=12", "mem=131072M"}, id="one-gpu-of-eight"),
+        pytest.param(["parallelism=single", "cluster.exclusive=true"],
+                     {"exclusive", "cpus-per-task=12", "mem=0"}, id="told"),
+        pytest.param(["parallelism=fsdp", *(f"cluster.{name}=null" for name in ("cpus_per_rank", "rank_memory_gib")),
+                      "cluster.exclusive=false"], set(), id="taken-back"),
+        pytest.param(["parallelism=fsdp", "cluster.node_memory_gib=64"],
+                     {"exclusive", "cpus-per-task=12", "mem=65536M"}, id="memory-given"),
+        pytest.param(["parallelism=fsdp", "cluster.tasks=node"],
+                     {"exclusive", "cpus-per-task=96", "mem=0"}, id="a-program"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("cluster", ["a100", "h100", "h200"])
+def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(
+    tmp_path: Path, cluster: str, overrides: list[str], asked: set[str]
+) -> None:
+    script = text(shape(job(f"cluster={cluster}", *overrides)), work(tmp_path))
+    lines = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert {line for line in lines if re.match("exclusive|cpus|mem", line)} == asked
+
+
 def test_what_is_not_asked_for_is_left_to_the_site(tmp_path: Path) -> None:
     script = text(shape(job("cluster=cpu")), work(tmp_path))
     asked = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH" in line}
@@ -105,7 +131,7 @@ def test_what_is_not_asked_for_is_left_to_the_site(tmp_path: Path) -> None:
 
 def test_a_node_s_program_is_one_task_with_the_cores_of_its_ranks(tmp_path: Path) -> None:
     asked = parameters(shape(job("cluster=h100", "parallelism=fsdp", "cluster.tasks=node")), work(tmp_path))
-    assert (asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"]) == (1, 8, 8)
+    assert (asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"]) == (1, 96, 8)
 
 
 @pytest.mark.parametrize(
