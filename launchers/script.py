@@ -18,7 +18,7 @@ from typing import Any
 
 from launchers.shape import Shape
 from titan.cluster.schema import minutes
-from titan.endings import AGAIN, DIED
+from titan.endings import AGAIN, DIED, TERMINATING
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ saved() {
 }
 failed_node() {
   {
-    sed -nE 's/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p' "$life.out"
+    sed -nE '/TERMINATING/q
+      s/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p' "$life.out"
     cat "$life"/*/*.error | sed -nE 's/^\{"killed": ([a-z]+), "time": ([0-9.]+), "node": "([^"]+)".*/\1 \2 \3/p' |
       sort -k1,1r -k2,2n | cut -d' ' -f3
   } 2>/dev/null | head -n 1
@@ -243,8 +244,14 @@ def text(shape: Shape, work: Work) -> str:
 
 def command(shape: Shape, work: Work) -> str:
     """What the script runs, as lines of bash."""
-    before, after = (part.strip().replace("AGAIN", str(AGAIN)).replace("DIED", DIED) for part in (BEFORE, AFTER))
+    before, after = (_filled(part) for part in (BEFORE, AFTER))
     return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
+
+
+def _filled(part: str) -> str:
+    for name, value in (("AGAIN", str(AGAIN)), ("DIED", DIED), ("TERMINATING", TERMINATING)):
+        part = part.replace(name, value)
+    return part.strip()
 
 
 def _site(shape: Shape) -> list[str]:

@@ -139,12 +139,12 @@ class Grid:
 
     def _to_do(self) -> list[Chosen]:
         """The points that are neither finished nor with Slurm."""
-        now = self._now()
+        now = {id: point.state for id, point in self._now().items()}
+        self.said = {p.id: now.get(p.id, "planned") for p in self.points}
         for state in ("finished", "running", "queued"):
-            if count := sum(now[p.id].state == state for p in self.points):
+            if count := list(self.said.values()).count(state):
                 print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
-        self.said = {p.id: now[p.id].state for p in self.points}
-        return [p for p in self.points if now[p.id].state in OPEN]
+        return [p for p in self.points if self.said[p.id] in OPEN]
 
     def _now(self) -> dict[str, Point]:
         sweep = standing(self.root)
@@ -307,10 +307,11 @@ class Grid:
         return f"python -m titan.status {shown} shows how they stand{cancel}."
 
     def _show(self) -> list[int]:
-        """Print what would be submitted, and what it may cost."""
+        """Print what would be submitted now, and what it may cost."""
         hours: float | None = 0.0
-        lanes = Lanes(self.how.at_once, ()) if self.how.at_once else None
-        for chunk in self._arrays(self.points, lanes):
+        todo = self._to_do()
+        lanes = Lanes(self.how.at_once, self._now().values()) if self.how.at_once else None
+        for chunk in self._arrays(todo, lanes):
             one = self.shapes[chunk[0].id]
             lane, before = lanes.take() if lanes and len(chunk) == 1 else (None, None)
             print(f"# {len(chunk)} x {one}: {', '.join(p.label for p in chunk)}")
@@ -320,7 +321,7 @@ class Grid:
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
         cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
         print(
-            f"{len(self.points)} points; device-hours: {cost} for each life of a job. Nothing was submitted.",
+            f"{len(todo)} points; device-hours: {cost} for each life of a job. Nothing was submitted.",
             flush=True,
         )
         return [0] * len(self.points)

@@ -18,6 +18,8 @@ AGAIN = 75
 """Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
 DIED = "Out Of Memory|Killed|Segmentation fault|Aborted|Bus error"
 """What srun says of a task that a signal ended; an extended regular expression."""
+TERMINATING = "Terminating StepId"
+"""What srun says before it ends the other tasks, since one has failed; those that do not end in time it kills."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ def _content(file: Path) -> dict[str, Any] | None:
 
 
 def _killed(output: Path) -> str | None:
-    """What srun says of a task that a signal ended, before it ended the others for that."""
+    """What srun says of a task that a signal ended, before srun itself ended the others."""
     try:
-        text = output.read_text(errors="replace")
+        text = output.read_text(errors="replace").partition(TERMINATING)[0]
     except OSError:
         return None
     found = re.search(rf"error: (\S+): tasks? (\d+)[^:]*: ({DIED})", text)

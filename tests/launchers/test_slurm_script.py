@@ -211,7 +211,8 @@ def _error(code: int, node: str, time: float = 2.0) -> str:
 
 
 KILLED = 'echo "srun: error: n1: task 1: Killed" >&2; exit 137'
-FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; exit 1"
+AFTERWARDS = 'echo "srun: Terminating StepId=9.0" >&2; echo "srun: error: n1: task 1: Killed" >&2'
+FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
 
 
 @pytest.mark.parametrize(

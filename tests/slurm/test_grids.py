@@ -72,7 +72,11 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
     code, out, err = titan(tmp_path, *grid, "cluster.time=10")
     assert (code, err) == (0, "") and "4 of 4 points: finished" in out and len(slurm.jobs().keys() - before) == 4
 
-    code, out, err = titan(tmp_path, *grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2")
+    grown = [*grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2"]
+    code, out, err = titan(tmp_path, *grown, "hydra.launcher.dry_run=true")
+    assert (code, err) == (0, "") and "4 of 6 points: finished" in out and "2 points; device-hours" in out
+    assert out.count("#SBATCH --nodes") == 2 and len(slurm.jobs().keys() - before) == 4
+    code, out, err = titan(tmp_path, *grown)
     assert (code, err) == (0, "") and "4 of 6 points: finished" in out and "2 nodes x 1 rank)" in out
     assert len(slurm.jobs().keys() - before) == 6 and {p.state for p in points(tmp_path, "grid").values()} == {
         "finished"
