@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launchers.environment import before_torch
 from launchers.local import Ranks, tell
@@ -154,8 +154,8 @@ def _leave(life: Path, rank: int, text: str, exit_code: int, killed: bool = Fals
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(f"{file}.tmp")
     # in the order in which the batch script reads them
-    content = {"killed": killed, "time": time.time(), "node": os.environ.get("SLURMD_NODENAME", ""), "code": exit_code}
-    content |= {"rank": rank, "text": text}
+    content: dict[str, Any] = {"lost": bool(endings.LOST.search(text)), "killed": killed, "time": time.time()}
+    content |= {"node": os.environ.get("SLURMD_NODENAME", ""), "code": exit_code, "rank": rank, "text": text}
     temporary.write_text(json.dumps(content))
     temporary.rename(file)
     return exit_code

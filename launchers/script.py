@@ -97,13 +97,15 @@ saved() {
   run=$(sed -n "$((${SLURM_ARRAY_TASK_ID:-0} + 1))p" "$runs")
   (cd "$run/checkpoints" && ls -d step-*/manifest.json) 2>/dev/null | tr -dc '0-9\n' | sort -n | tail -n 1
 }
+killed() {
+  sed -nE "$1 s/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p" "$life.out"
+}
+raised() {
+  cat "$life"/*/*.error | sort -k4,4r -k6,6n |
+    sed -nE 's/^\{"lost": '"$1"', "killed": [a-z]+, "time": [0-9.]+, "node": "([^"]+)".*/\1/p'
+}
 failed_node() {
-  {
-    sed -nE '/TERMINATING/q
-      s/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p' "$life.out"
-    cat "$life"/*/*.error | sed -nE 's/^\{"killed": ([a-z]+), "time": ([0-9.]+), "node": "([^"]+)".*/\1 \2 \3/p' |
-      sort -k1,1r -k2,2n | cut -d' ' -f3
-  } 2>/dev/null | head -n 1
+  { killed '/TERMINATING/q;'; raised false; killed; raised true; } 2>/dev/null | head -n 1
 }
 avoid() {
   [ -n "$1" ] || return
@@ -139,7 +141,7 @@ if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 13
   exit AGAIN
 fi
 case $code in 0 | 130 | AGAIN) may=0 ;; *) may=$restarts ;; esac
-grep -qsE '^\{"killed": [a-z]+, "time": [0-9.]+, "node": "[^"]*", "code": 2,' "$life"/*/*.error && may=0
+grep -qsE '^\{"lost": [a-z]+, "killed": [a-z]+, "time": [0-9.]+, "node": "[^"]*", "code": 2,' "$life"/*/*.error && may=0
 if [ "$may" -gt 0 ] && [ "${state:-RUNNING}" = RUNNING ]; then
   step=$(saved)
   if [ "$restarted" -ge "$restarts" ]; then
@@ -170,9 +172,9 @@ asks, and what follows it has until Slurm's KillWait.
 
 After a failure that is no refusal (exit code 2), a job is started again where `cluster.restarts` allows, but a second
 time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that failed
-first is excluded, unless Slurm says that the other nodes can't take the job. Slurm lets a job's excluded nodes be
-changed only while it is pending, so after it was requeued; it then waits long enough, since the credential of its last
-life has to expire first.
+first (see `titan.endings.error`) is excluded, unless Slurm says that the other nodes can't take the job. Slurm lets a
+job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long enough, since the
+credential of its last life has to expire first.
 """
 
 

@@ -83,16 +83,19 @@ def test_what_a_job_leaves_behind(tmp_path: Path, end: dict[str, Any], state: st
 
 
 @pytest.mark.parametrize(
-    ("first", "reason"),
+    ("first", "lost", "reason"),
     [
-        pytest.param("task 3: Killed", "rank 3 on node2: killed (out of memory?)", id="killed-before"),
-        pytest.param("task 0: Exited with exit code 1", "rank 0: lost", id="killed-for-another-s-error"),
+        pytest.param("task 3: Killed", False, "rank 3 on node2: killed (out of memory?)", id="killed-before"),
+        pytest.param("task 0: Exited with exit code 1", False, "rank 0: bad", id="killed-for-another-s-error"),
+        pytest.param("task 0: Exited with exit code 1", True, "rank 1 on node1: killed (out of memory?)", id="lost"),
     ],
 )
-def test_a_rank_that_was_killed_comes_before_the_errors_that_followed(tmp_path: Path, first: str, reason: str) -> None:
+def test_a_rank_that_was_killed_comes_before_the_errors_that_followed(
+    tmp_path: Path, first: str, lost: bool, reason: str
+) -> None:
     then = "srun: launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: Killed\n"
     (tmp_path / "7.0.out").write_text(f"srun: error: node2: {first}\n{then}")
-    (tmp_path / "7.0.0.error").write_text(json.dumps({"rank": 0, "time": 1.0, "text": "lost", "code": 1}))
+    (tmp_path / "7.0.0.error").write_text(json.dumps({"lost": lost, "rank": 0, "time": 1.0, "text": "bad", "code": 1}))
     assert endings.error(tmp_path, "7.0") == reason
 
 

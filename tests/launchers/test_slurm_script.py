@@ -204,14 +204,16 @@ def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
     assert ran(tmp_path / "with space", run, "exit 1") == {}, "the next one has nothing to do"
 
 
-def _error(code: int, node: str, time: float = 2.0) -> str:
+def _error(code: int, node: str, time: float = 2.0, lost: bool = False) -> str:
     """A shell command that leaves a rank's error as `launchers.job` does."""
-    said = json.dumps({"killed": False, "time": time, "node": node, "code": code, "rank": 0, "text": 'x "code": 2, y'})
+    content = {"lost": lost, "killed": False, "time": time, "node": node, "code": code, "rank": 0}
+    said = json.dumps(content | {"text": 'x "code": 2, y'})
     return f'echo {shlex.quote(said)} >{LIFE}/0/{code}{node}.error"'
 
 
 KILLED = 'echo "srun: error: n1: task 1: Killed" >&2; exit 137'
 AFTERWARDS = 'echo "srun: Terminating StepId=9.0" >&2; echo "srun: error: n1: task 1: Killed" >&2'
+LOST = f"{_error(1, 'n2', lost=True)}; {AFTERWARDS}; exit 137"
 FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
 
 
@@ -220,6 +222,7 @@ FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
     [
         pytest.param(KILLED, "", "", "restart 1 of 2 without n1", "n1", id="a-rank-is-killed"),
         pytest.param(FIRST, "", "", "restart 1 of 2 without n3", "n3", id="the-first-to-fail"),
+        pytest.param(LOST, "", "", "restart 1 of 2 without n1", "n1", id="others-had-lost-it"),
         pytest.param(KILLED, "4\n", "", "restart 2 of 2 without n1", "n1", id="with-a-newer-checkpoint"),
         pytest.param(KILLED, "6\n", "", "not restarted, since no checkpoint was saved", None, id="a-loop"),
         pytest.param(KILLED, "2\n4\n", "", "cluster.restarts=2 is used up", None, id="too-often"),
