@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
@@ -30,6 +31,8 @@ LONGEST = 100
 """Characters of a folder's name."""
 LOOK_SECONDS, SAY_SECONDS = 0.1, 5.0
 """Between two lines that say how many points are composed: on a terminal, and in a log."""
+MANY = 20
+"""Points of a grid of which a log tells how far it is, too."""
 Machines = Callable[[Cluster], Machine]
 
 
@@ -132,8 +135,8 @@ def _remembered(find: Machines) -> Machines:
 
 
 def _counted(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]]:
-    """The points, with a line on stderr that counts them: at once on a terminal, elsewhere when it takes long."""
-    pause = LOOK_SECONDS if sys.stderr.isatty() else SAY_SECONDS
+    """The points, with a line on stderr that counts them: at once on a terminal, in a log when it takes long."""
+    pause = LOOK_SECONDS if sys.stderr.isatty() else SAY_SECONDS if len(overrides) >= MANY else math.inf
     last = time.monotonic()
     with console.progress_line() as show:
         for number, one in enumerate(overrides):

@@ -441,7 +441,8 @@ class _plainly:
 
     def _known(self) -> list[str]:
         """Every name that may stand before an equals sign, for the choices on this command line."""
-        chosen = [o for o in self.overrides if o.partition("=")[0] in Recipe.axes()]
+        parse = OverridesParser.create().parse_override
+        chosen = [o for o in self.overrides if _key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
         try:
             with _Session() as hydra:
                 cfg = _compose(hydra, chosen)

@@ -90,15 +90,28 @@ def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkey
     assert asked == {"compositions": 2, "machines": 1, "groups": 1}
 
 
-@pytest.mark.parametrize(("terminal", "lines"), [(True, 3), (False, 0)], ids=["on-a-terminal", "in-a-log"])
+@pytest.mark.parametrize(
+    ("terminal", "many", "lines"),
+    [(True, 20, 3), (False, 2, 3), (False, 20, 0)],
+    ids=["terminal", "log", "a-few-in-a-log"],
+)
 def test_composing_tells_how_far_it_is(
     launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    terminal: bool, lines: int,
+    terminal: bool, many: int, lines: int,
 ) -> None:  # fmt: skip
-    """In a log only what takes long; on a terminal in a line that is wiped."""
-    monkeypatch.setattr(points, "LOOK_SECONDS", 0.0)
+    """In a log only of many points; on a terminal in a line that is wiped."""
+    for name, value in (("LOOK_SECONDS", 0.0), ("SAY_SECONDS", 0.0), ("MANY", many)):
+        monkeypatch.setattr(points, name, value)
     monkeypatch.setattr(points.sys.stderr, "isatty", lambda: terminal)
     launched(lambda *given: points.choose(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
     said = capsys.readouterr().err
     assert said.count("of 3 points are composed and checked") == lines
     assert said.endswith("\r\x1b[K") or not terminal
+
+
+def test_a_wrong_name_is_told_the_right_one_also_where_an_axis_is_varied(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose.command(["-m", *TINY, "parallelism=single,fsdp", "training.sed=1,2"], lambda run: 1) == 2
+    assert "did you mean 'training.seed'?" in capsys.readouterr().err
