@@ -1,7 +1,8 @@
 """Hand the points of a grid to Slurm through submitit, and wait for them or leave. Free of torch.
 
-Points of equal shape go as one job array, cut where the site's limits say. Before a submission the ledger notes its
-token and its points, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
+Points of equal shape go as one job array, cut where the site's limits say; where a grid's own limit takes more than
+one array, each point goes by itself (`launchers.lanes`). Before a submission the ledger notes its token and its points,
+afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
 """
 
 from __future__ import annotations

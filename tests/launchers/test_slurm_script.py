@@ -248,7 +248,7 @@ def test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on(
     )
     said = (tmp_path / "scontrol").read_text() if (tmp_path / "scontrol").exists() else ""
     assert done["note"].startswith(note) and done["again"] == note.startswith("restart") == ("requeue 9" in said)
-    assert (f"ExcNodeList={node}" in said) if node else "ExcNodeList" not in said
+    assert (f"update JobId=9 ExcNodeList=n9,{node}\n" in said) if node else "ExcNodeList" not in said
     left = (folder / "9.restarts").read_text() if (folder / "9.restarts").exists() else ""
     assert left == record + "6\n" * note.startswith("restart")
 
@@ -265,7 +265,8 @@ def ran(
     commands = {
         "srun": f'printf "%s\\n" "$@" > "$HOME/said"; env >> "$HOME/said"; {ranks}',
         "squeue": f"echo {state}",
-        "scontrol": 'echo "$@" >> "$HOME/scontrol"; [ "$1" != requeue ] || touch "$HOME/requeued"',
+        "scontrol": 'echo "$@" >> "$HOME/scontrol"; [ "$1" != requeue ] || touch "$HOME/requeued"; '
+        'echo "JobId=9 ReqNodeList=(null) ExcNodeList=n9 Requeue=1"',
         "sbatch": 'echo "$@" >> "$HOME/sbatch"; cat "$HOME/unfit"',
     }
     for name, body in commands.items():
