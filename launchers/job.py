@@ -18,11 +18,12 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launchers.environment import before_torch
-from launchers.local import Ranks
+from launchers.local import Ranks, tell
 from launchers.place import Place
+from titan import endings
 from titan.cluster import devices
 from titan.endings import AGAIN
 from titan.rank import leave
@@ -56,6 +57,7 @@ def main(arguments: list[str]) -> int:
     before_torch(os.environ)
     try:
         run = _run(Path(point), place)
+        _tell_of_restart(run, place, life)
         return _said(life, _train(run, place))
     except Told as told:
         if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
@@ -121,6 +123,13 @@ def _run(point: Path, place: Place) -> Run:
     return moved(run, devices.detect(run.cluster.device))
 
 
+def _tell_of_restart(run: Run, place: Place, life: Path) -> None:
+    """Say in the run's `log/launcher.log` why this job was started again after a failure."""
+    end = endings.last(life.parent, life.name.rpartition(".")[0]) if place.rank == 0 else None
+    if end and end.again and not end.stopped:
+        tell(Path(run.directory), end.reason)
+
+
 def _write_to(log: Path) -> None:
     """Send this process's output, also what libraries write, to a file."""
     sys.stdout.flush()
@@ -144,7 +153,9 @@ def _leave(life: Path, rank: int, text: str, exit_code: int, killed: bool = Fals
     file = life / os.environ.get("SLURM_NODEID", "0") / f"{rank}.error"
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(f"{file}.tmp")
-    content = {"rank": rank, "time": time.time(), "text": text, "code": exit_code, "killed": killed}
+    # in the order in which the batch script reads them
+    content: dict[str, Any] = {"lost": bool(endings.LOST.search(text)), "killed": killed, "time": time.time()}
+    content |= {"node": os.environ.get("SLURMD_NODENAME", ""), "code": exit_code, "rank": rank, "text": text}
     temporary.write_text(json.dumps(content))
     temporary.rename(file)
     return exit_code

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import re
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +17,11 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from titan import identity, ledger
+from launchers.composing import Composer
+from titan import console, identity, ledger
+from titan.cluster import devices
+from titan.cluster.devices import Machine
+from titan.cluster.schema import Cluster
 from titan.run import Run
 from titan.settings import Refusal
 
@@ -22,6 +29,11 @@ AUTO = "auto"
 """The value of `hydra.sweep.subdir` by which a point's folder is named after what it varies."""
 LONGEST = 100
 """Characters of a folder's name."""
+LOOK_SECONDS, SAY_SECONDS = 0.1, 5.0
+"""Between two lines that say how many points are composed: on a terminal, and in a log."""
+MANY = 20
+"""Points of a grid of which a log tells how far it is, too."""
+Machines = Callable[[Cluster], Machine]
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Chosen:
     """A point of the grid.
 
     Attributes:
-        id: see `titan.identity.point`.
+        id: see `known`.
         varied: what the command line says of it, but for what all points share.
         run: the frozen run.
     """
@@ -59,16 +71,18 @@ def choose(
         Refusal: for a point that can't work, with its number and overrides, and for two that are the same.
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
+    composer, machine = Composer(loader, config), _remembered(devices.elsewhere if elsewhere else _here)
     shared = [o for o, count in Counter(o for point in overrides for o in point).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise Refusal(f"hydra.sweep.dir={root}: holds a single run; choose another name for a grid.")
-    kept = {point.id: Path(point.directory) for point in sweep.points} if (sweep := ledger.read(root)) else {}
+    noted = ledger.noted(root)
+    kept = {point.id: Path(point.directory) for point in noted}
     found: dict[str, Chosen] = {}
-    for number, one in enumerate(overrides):
+    for number, one in enumerate(_counted(overrides)):
         varied = tuple(o for o in one if o not in shared)
         with _pointing(number, varied):
-            run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
-        point = identity.point(run)
+            run = _composed(composer, one, first + number, _named(varied), elsewhere, machine)
+        point = known(run, varied, noted)
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
         run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
@@ -76,18 +90,60 @@ def choose(
     return list(found.values())
 
 
-def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int, name: str, elsewhere: bool) -> Run:
+def known(run: Run, varied: Sequence[str], noted: Sequence[ledger.Point]) -> str:
+    """A point's id: that of the point of the same settings which the grid has already, on whatever machines it was.
+
+    Where the grid varies the machines, each of them is a point of its own.
+    """
+    own = identity.point(run)
+    if own in (point.id for point in noted) or any(re.match(r"[+]*cluster\b", override) for override in varied):
+        return own
+    same = [point.id for point in noted if point.asked == identity.asked(run)]
+    return same[0] if len(same) == 1 else own
+
+
+def _composed(
+    composer: Composer, overrides: Sequence[str], number: int, name: str, elsewhere: bool, machine: Machines
+) -> Run:
     from titan import compose
 
-    cfg = loader.load_sweep_config(config, overrides)
+    cfg = composer(overrides)
     with open_dict(cfg):
         cfg.hydra.job.id = cfg.hydra.job.num = number
         if cfg.hydra.sweep.subdir == AUTO:
             cfg.hydra.sweep.subdir = name
         folder = Path(cfg.hydra.sweep.dir)
         cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
-    compose.check_optional(loader, cfg)
-    return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere)
+    compose.check_optional(composer.known, cfg)
+    return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere, machine=machine)
+
+
+def _here(cluster: Cluster) -> Machine:
+    return devices.detect(cluster.device)
+
+
+def _remembered(find: Machines) -> Machines:
+    """`find`, which is asked once for each description of nodes: looking for GPUs takes seconds on some machines."""
+    found: list[tuple[Cluster, Machine]] = []
+
+    def machine(cluster: Cluster) -> Machine:
+        if not any(cluster == known for known, _ in found):
+            found.append((cluster, find(cluster)))
+        return next(machine for known, machine in found if known == cluster)
+
+    return machine
+
+
+def _counted(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]]:
+    """The points, with a line on stderr that counts them: at once on a terminal, in a log when it takes long."""
+    pause = LOOK_SECONDS if sys.stderr.isatty() else SAY_SECONDS if len(overrides) >= MANY else math.inf
+    last = time.monotonic()
+    with console.progress_line() as show:
+        for number, one in enumerate(overrides):
+            if time.monotonic() - last > pause:
+                last = time.monotonic()
+                show(f"{number} of {len(overrides)} points are composed and checked")
+            yield one
 
 
 @contextmanager
@@ -128,8 +184,8 @@ def enter(root: Path, points: Sequence[Chosen], asked: ledger.Asked) -> None:
     before = ledger.asked(root)
     axes = {k: tuple(dict.fromkeys((*before.axes.get(k, ()), *v))) for k, v in _axes(points).items()}
     ledger.write_asked(root, replace(asked, axes={**before.axes, **axes}))
-    known = {event["id"]: event["steps"] for event in ledger.events(root) if event.get("event") == "point"}
-    new = [p for p in points if known.get(p.id) != p.run.training.steps]
+    noted = {point.id: (point.steps, bool(point.asked)) for point in ledger.noted(root)}
+    new = [p for p in points if noted.get(p.id) != (p.run.training.steps, True)]
     ledger.add(root, *(_event(point, root) for point in new))
 
 
@@ -141,6 +197,7 @@ def _event(point: Chosen, root: Path) -> dict[str, Any]:
         "overrides": point.varied,
         "steps": point.run.training.steps,
         "devices": point.run.layout.devices,
+        "asked": identity.asked(point.run),
     }
 
 

@@ -2,8 +2,9 @@
 
 The script runs on the job's first node, outside of any container. It starts the ranks under srun and waits. How they
 ended decides: done or failed, it ends likewise; told by Slurm to save and end (`titan.endings.AGAIN`), it puts the job
-back into the queue, `cluster.requeues` times at most, or leaves the rest to the next job of the chain. Its last act is
-to leave `JOB.LIFE.end` beside itself.
+back into the queue, `cluster.requeues` times at most, or leaves the rest to the next job of the chain. After a failure
+it does the same `cluster.restarts` times at most, and excludes the node that failed. Its last act is to leave
+`JOB.LIFE.end` beside itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from launchers.shape import Shape
 from titan.cluster.schema import minutes
-from titan.endings import AGAIN, DIED
+from titan.endings import AGAIN, DIED, TERMINATING
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Work:
         code: the folder that titan is imported from.
         count: points, each an element of the array; 1 makes no array.
         at_once: elements that may run at the same time; None: all.
-        after: the job that has to end before; None: none.
+        after: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
     """
 
     folder: Path
@@ -44,21 +45,31 @@ class Work:
     at_once: int | None = None
     after: str | None = None
 
+    @property
+    def runs(self) -> Path:
+        """The file that names the directories of the points' runs, a line each, for the shell."""
+        return self.list.with_suffix(".runs")
+
 
 BEFORE = r"""
 set +e +u +o pipefail
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
 life=$folder/$job.${SLURM_RESTART_COUNT:-0}
+record=${chain:-$folder/$job}.restarts
+[ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && rm -f "$record"
+restarted=$(cat "$record" 2>/dev/null | wc -l)
+note='' told='' without=''
 end() {
-  printf '{"code": %d, "again": %s, "state": "%s", "why": "%s"}\n' "$code" "$1" "$state" "$2" > "$life.end.tmp"
+  printf '{"code": %d, "again": %s, "state": "%s", "why": "%s", "note": "%s"}\n' \
+    "$code" "$1" "$state" "$2" "$note" > "$life.end.tmp"
   mv "$life.end.tmp" "$life.end"
   rm -f "$life/meet"
   find "$life" "$life.out" -empty -delete 2>/dev/null
 }
 rm -rf "$life" "$life".*
 [ -n "$chain" ] && [ -e "$chain" ] && exit 0
-if [ "${SLURM_RESTART_COUNT:-0}" -gt "$requeues" ]; then
+if [ "${SLURM_RESTART_COUNT:-0}" -gt $((requeues + restarted)) ]; then
   code=AGAIN; state=RUNNING
   end false "started again more often than cluster.requeues=$requeues allows"; exit $code
 fi
@@ -69,7 +80,8 @@ trap : TERM
 thousands of files, and an empty file for rank 0's address: where it is missed once, a shared folder's client may go on
 missing it for a while. An element of an array goes by that name, since its own number may be the whole array's.
 Files of this life can only be those of another job that had the same number. The site's own lines may have set the
-shell to end at the first error."""
+shell to end at the first error. `$record` has a line for each restart after a failure: the step of the last checkpoint
+then; these restarts do not count as requeues."""
 AFTER = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
@@ -81,16 +93,68 @@ elif compgen -G "$life/*/*.error" >/dev/null || grep -qsE ": (DIED)" "$life.out"
 elif [ -e "$life/stop" ]; then
   code=130
 fi
-if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 130 ] && [ "$state" = RUNNING ]; }; then
+saved() {
+  run=$(sed -n "$((${SLURM_ARRAY_TASK_ID:-0} + 1))p" "$runs")
+  (cd "$run/checkpoints" && ls -d step-*/manifest.json) 2>/dev/null | tr -dc '0-9\n' | sort -n | tail -n 1
+}
+killed() {
+  sed -nE "$1 s/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p" "$life.out"
+}
+raised() {
+  cat "$life"/*/*.error | sort -k4,4r -k6,6n |
+    sed -nE 's/^\{"lost": '"$1"', "killed": [a-z]+, "time": [0-9.]+, "node": "([^"]+)".*/\1/p'
+}
+failed_node() {
+  { killed '/TERMINATING/q;'; raised false; killed; raised true; } 2>/dev/null | head -n 1
+}
+avoid() {
+  [ -n "$1" ] || return
+  others=$(scontrol show job --oneliner "$job" 2>/dev/null | sed -nE 's/.* ExcNodeList=([^( ]+).*/\1/p')
+  excluded=${others:+$others,}$1
+  case $(sbatch --test-only --exclude="$excluded" "$0" 2>&1) in *"configuration is not available"*) return ;; esac
+  without=$1
+}
+again() {
+  end true
   if [ -n "$chain" ]; then
-    end true
-  elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$requeues" ]; then
+    next=$(squeue --me --noheader --states=PENDING --name="$SLURM_JOB_NAME" --format=%i 2>/dev/null)
+  elif (trap '' TERM && exec scontrol requeue "$job"); then
+    next=$job
+  else
+    note=${note:+Slurm refused to requeue the job}
+    end false "${told:+Slurm refused to requeue the job}"
+    return
+  fi
+  [ -n "$without" ] || return
+  for one in $next; do
+    (trap '' TERM
+      for pause in 0.2 1 2 3 0; do scontrol update JobId="$one" ExcNodeList="$excluded" && break; sleep $pause; done)
+  done
+}
+if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 130 ] && [ "$state" = RUNNING ]; }; then
+  told=yes
+  if [ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" -ge $((requeues + restarted)) ]; then
     end false "told to save and end, and cluster.requeues=$requeues is used up"
   else
-    end true
-    (trap '' TERM && exec scontrol requeue "$job") || end false "Slurm refused to requeue the job"
+    again
   fi
   exit AGAIN
+fi
+case $code in 0 | 130 | AGAIN) may=0 ;; *) may=$restarts ;; esac
+grep -qsE '^\{"lost": [a-z]+, "killed": [a-z]+, "time": [0-9.]+, "node": "[^"]*", "code": 2,' "$life"/*/*.error && may=0
+if [ "$may" -gt 0 ] && [ "${state:-RUNNING}" = RUNNING ]; then
+  step=$(saved)
+  if [ "$restarted" -ge "$restarts" ]; then
+    note="cluster.restarts=$restarts is used up"
+  elif [ "$restarted" -gt 0 ] && [ "${step:-0}" -le "$(tail -n 1 "$record")" ]; then
+    note="not restarted, since no checkpoint was saved after the last restart"
+  else
+    avoid "$(failed_node)"
+    echo "${step:-0}" >> "$record"
+    note="restart $((restarted + 1)) of $restarts${without:+ without $without}"
+    again
+    exit AGAIN
+  fi
 fi
 [ -n "$chain" ] && : > "$chain"
 end false
@@ -104,7 +168,13 @@ those that are not as far. Those that SIGUSR2 or SIGTERM killed before they list
 highest exit code of all ranks: where one failed, those of the ranks that were ended for that do not count. A job that
 was cancelled is no longer running by Slurm's account; one that is, and was told to stop by SIGTERM, is being preempted
 by a Slurm that is not set up to send SIGUSR2. Requeueing ends what runs in the job by SIGTERM, also the command that
-asks.
+asks, and what follows it has until Slurm's KillWait.
+
+After a failure that is no refusal (exit code 2), a job is started again where `cluster.restarts` allows, but a second
+time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that failed
+first (see `titan.endings.error`) is excluded, unless Slurm says that the other nodes can't take the job. Slurm lets a
+job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long enough, since the
+credential of its last life has to expire first.
 """
 
 
@@ -118,7 +188,7 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
         "cpus_per_task": _cores(shape),
         "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
-        "exclusive": True if cluster.exclusive else None,
+        "exclusive": True if shape.whole else None,
         "dependency": None if work.after is None else f"afterany:{work.after}",
         **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude", "gres")},
     }
@@ -146,8 +216,17 @@ def _more(shape: Shape, work: Work) -> dict[str, Any]:
     own: dict[str, Any] = {"output": f"{work.folder}/{'%A_%a' if work.count > 1 else '%j'}.out"}
     own |= {"no-requeue" if cluster.chain else "requeue": True}
     own |= {"reservation": cluster.reservation} if cluster.reservation else {}
-    own |= {"mem": f"{round(cluster.node_memory_gib * 1024)}M"} if cluster.node_memory_gib else {}
+    own |= {"mem": memory} if (memory := _memory(shape)) else {}
     return own | dict(cluster.sbatch or {})
+
+
+def _memory(shape: Shape) -> str | None:
+    """Memory on each node as sbatch takes it, where 0 is all there is; None: Slurm's default."""
+    cluster = shape.cluster
+    if shape.whole and cluster.node_memory_gib is None:
+        return "0"
+    each = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
+    return f"{round(each * 1024)}M" if each else None
 
 
 def text(shape: Shape, work: Work) -> str:
@@ -167,8 +246,14 @@ def text(shape: Shape, work: Work) -> str:
 
 def command(shape: Shape, work: Work) -> str:
     """What the script runs, as lines of bash."""
-    before, after = (part.strip().replace("AGAIN", str(AGAIN)).replace("DIED", DIED) for part in (BEFORE, AFTER))
+    before, after = (_filled(part) for part in (BEFORE, AFTER))
     return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
+
+
+def _filled(part: str) -> str:
+    for name, value in (("AGAIN", str(AGAIN)), ("DIED", DIED), ("TERMINATING", TERMINATING)):
+        part = part.replace(name, value)
+    return part.strip()
 
 
 def _site(shape: Shape) -> list[str]:
@@ -188,7 +273,9 @@ def _own(shape: Shape, work: Work) -> list[str]:
     return [
         f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
         f"folder={shlex.quote(str(work.folder))}",
+        f"runs={shlex.quote(str(work.runs))}",
         f"requeues={shape.cluster.requeues}",
+        f"restarts={shape.cluster.restarts}",
         f"chain={shlex.quote(chain)}",
     ]
 

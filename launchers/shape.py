@@ -19,12 +19,14 @@ class Shape:
         ranks: on each of them.
         gpus: on each of them; 0 on CPUs.
         cluster: what else is asked for.
+        whole: whether its nodes are for it alone.
     """
 
     nodes: int
     ranks: int
     gpus: int
     cluster: Cluster
+    whole: bool = False
 
     @property
     def devices(self) -> int:
@@ -57,4 +59,6 @@ def shape(run: Run) -> Shape:
             "change a degree, cluster.nodes or cluster.devices_per_node."
         )
     gpus = devices // nodes if run.machine.device == "cuda" else 0
-    return Shape(nodes, devices // nodes, gpus, cluster)
+    full = devices // nodes == most and (gpus > 0 or per_node != "auto")
+    whole = full if cluster.exclusive == "auto" else bool(cluster.exclusive)
+    return Shape(nodes, devices // nodes, gpus, cluster, whole)

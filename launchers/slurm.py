@@ -1,7 +1,8 @@
 """Hand the points of a grid to Slurm through submitit, and wait for them or leave. Free of torch.
 
-Points of equal shape go as one job array, cut where the site's limits say. Before a submission the ledger notes its
-token and its points, afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
+Points of equal shape go as one job array, cut where the site's limits say; where a grid's own limit takes more than
+one array, each point goes by itself (`launchers.lanes`). Before a submission the ledger notes its token and its points,
+afterwards the jobs' numbers: a launcher that is killed in between loses nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from pathlib import Path
 
 from launchers import points as grid
 from launchers import queue, script, snapshot
+from launchers.lanes import Lanes
 from launchers.points import Chosen
 from launchers.script import Work
 from launchers.shape import Shape, shape
 from launchers.standing import adopt, numbered, standing
 from titan import console, ledger
 from titan.ledger import Asked, Point
-from titan.settings import Failure, Refusal, setting
+from titan.settings import Failure, Refusal, setting, show
 
 CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Variables of Slurm's that say how to reach it; the others belong to a job."""
@@ -53,7 +55,7 @@ class Slurm:
     wait: bool = setting(True, "wait until all points have ended; false: submit and leave")
     dry_run: bool = setting(False, "show the batch scripts and the device-hours, and submit nothing")
     snapshot: bool = setting(True, "copy the code beside the sweep, so that jobs in the queue run what was submitted")
-    at_once: int | None = setting(None, "points of an array that may run at the same time; null: all", at_least=1)
+    at_once: int | None = setting(None, "points of the grid that may run at the same time; null: all", at_least=1)
     array_size: int | None = setting(None, "points in one array at most; null: as many as Slurm allows", at_least=1)
     max_jobs: int | None = setting(None, "jobs that you may have in the queue at once; null: no limit", at_least=1)
     poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0)
@@ -138,12 +140,12 @@ class Grid:
 
     def _to_do(self) -> list[Chosen]:
         """The points that are neither finished nor with Slurm."""
-        now = self._now()
+        now = {id: point.state for id, point in self._now().items()}
+        self.said = {p.id: now.get(p.id, "planned") for p in self.points}
         for state in ("finished", "running", "queued"):
-            if count := sum(now[p.id].state == state for p in self.points):
+            if count := list(self.said.values()).count(state):
                 print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
-        self.said = {p.id: now[p.id].state for p in self.points}
-        return [p for p in self.points if now[p.id].state in OPEN]
+        return [p for p in self.points if self.said[p.id] in OPEN]
 
     def _now(self) -> dict[str, Point]:
         sweep = standing(self.root)
@@ -151,7 +153,8 @@ class Grid:
 
     def _submit(self, todo: list[Chosen]) -> list[Chosen]:
         """Submit points as far as the queue has room for them; gives those that are left."""
-        room, waiting = self._room(), [list(chunk) for chunk in self._arrays(todo)]
+        lanes = Lanes(self.how.at_once, self._now().values()) if self.how.at_once else None
+        room, waiting = self._room(), self._arrays(todo, lanes)
         left: list[Chosen] = []
         while waiting:
             chunk = waiting.pop(0)
@@ -162,11 +165,11 @@ class Grid:
             if not chunk:
                 continue
             try:
-                self._send(chunk)
+                self._send(chunk, lanes if fits == 1 else None)
                 room = None if room is None else room - fits * each
             except NoRoom:
                 if fits > 1:
-                    waiting[:0] = [chunk[: fits // 2], chunk[fits // 2 :]]
+                    waiting[:0] = [[p] for p in chunk] if lanes else [chunk[: fits // 2], chunk[fits // 2 :]]
                 else:
                     left, room = left + chunk, 0
         return left
@@ -175,7 +178,12 @@ class Grid:
         """How many more jobs the user may have in the queue."""
         return None if self.how.max_jobs is None else max(0, self.how.max_jobs - queue.count())
 
-    def _arrays(self, todo: Sequence[Chosen]) -> Iterator[list[Chosen]]:
+    def _arrays(self, todo: Sequence[Chosen], lanes: Lanes | None) -> list[list[Chosen]]:
+        """The points that are submitted together: as an array, or each in a lane where one array can't limit them."""
+        arrays = list(self._by_shape(todo))
+        return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
+
+    def _by_shape(self, todo: Sequence[Chosen]) -> Iterator[list[Chosen]]:
         """Points of equal shape, as many together as an array may have; those of a chain each alone."""
         by_shape: list[tuple[Shape, list[Chosen]]] = []
         for point in todo:
@@ -188,8 +196,9 @@ class Grid:
             most = 1 if one.cluster.chain else min(self.how.array_size or queue.array_size(), queue.array_size())
             yield from (same[i : i + most] for i in range(0, len(same), most))
 
-    def _send(self, chunk: list[Chosen]) -> None:
-        """Submit one array, or one point's chain of jobs."""
+    def _send(self, chunk: list[Chosen], lanes: Lanes | None) -> None:
+        """Submit one array, or one point's job or chain of jobs, in a lane where there are any."""
+        lane, before = lanes.take() if lanes else (None, None)
         token = f"titan-{uuid.uuid4().hex[:12]}"
         one = self.shapes[chunk[0].id]
         files = [grid.freeze(point, self.folder / "points") for point in chunk]
@@ -197,17 +206,20 @@ class Grid:
         list_.write_text(
             json.dumps({"points": list(map(str, files)), "tasks": one.cluster.tasks, "ranks_per_node": one.ranks})
         )
+        list_.with_suffix(".runs").write_text("".join(f"{point.run.directory}\n" for point in chunk))
         ids = [point.id for point in chunk]
         ledger.add(self.root, {"event": "sending", "token": token, "points": ids})
         jobs: list[str] = []
         try:
             for _ in range(max(1, one.cluster.chain)):
-                jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else None))
+                jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else before))
         except Refused as refused:
             if not jobs:
                 ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(refused)})
                 raise
-        ledger.add(self.root, {"event": "sent", "token": token, "jobs": numbered(ids, jobs)})
+        ledger.add(self.root, {"event": "sent", "token": token, "jobs": numbered(ids, jobs), "lane": lane})
+        if lanes:
+            lanes.put(lane, jobs)
         for point, job in zip(chunk, jobs, strict=False):
             self._say(point, "queued", f"job {job}, {one}")
 
@@ -233,7 +245,7 @@ class Grid:
             with _outside():
                 first = executor._submit_command(script.command(one, work)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
-            raise _failure(_own_words(error)) from error
+            raise _failure(_own_words(error), one) from error
         return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
 
     def _wait(self, left: list[Chosen]) -> list[int]:
@@ -296,25 +308,21 @@ class Grid:
         return f"python -m titan.status {shown} shows how they stand{cancel}."
 
     def _show(self) -> list[int]:
-        """Print what would be submitted, and what it may cost."""
+        """Print what would be submitted now, and what it may cost."""
         hours: float | None = 0.0
-        for chunk in self._arrays(self.points):
+        todo = self._to_do()
+        lanes = Lanes(self.how.at_once, self._now().values()) if self.how.at_once else None
+        for chunk in self._arrays(todo, lanes):
             one = self.shapes[chunk[0].id]
-            work = Work(
-                self.folder,
-                self.folder / "TOKEN.json",
-                self.root.name,
-                "TOKEN",
-                snapshot.ROOT,
-                len(chunk),
-                self.how.at_once,
-            )
+            lane, before = lanes.take() if lanes and len(chunk) == 1 else (None, None)
             print(f"# {len(chunk)} x {one}: {', '.join(p.label for p in chunk)}")
-            print(script.text(one, work))
+            print(script.text(one, self._work(chunk, "TOKEN", self.folder / "TOKEN.json", before)))
+            if lanes and lane is not None:
+                lanes.put(lane, [f"JOB_OF_{chunk[0].id}"])
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
         cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
         print(
-            f"{len(self.points)} points; device-hours: {cost} for each life of a job. Nothing was submitted.",
+            f"{len(todo)} points; device-hours: {cost} for each life of a job. Nothing was submitted.",
             flush=True,
         )
         return [0] * len(self.points)
@@ -341,9 +349,19 @@ def _own_words(error: Exception) -> str:
     )
 
 
-def _failure(said: str) -> Failure:
+def _asked_for(shape: Shape) -> str:
+    """What a job asks of its nodes, for one who has to ask for less."""
+    names = ("partition", "constraint", "exclude", "gres", "exclusive", "cpus_per_rank", "node_memory_gib")
+    given = {name: getattr(shape.cluster, name) for name in (*names, "rank_memory_gib")}
+    asked = [f"cluster.{name}={show(value)}" for name, value in given.items() if value]
+    return f"It was asked for {' '.join([str(shape), *asked])}; give what the nodes have."
+
+
+def _failure(said: str, shape: Shape) -> Failure:
     """What became of a submission, by what sbatch said."""
     text = f"sbatch: {said.rstrip('.')}."
+    if re.search(r"configuration is not available|CPU count|memory specification", said, re.IGNORECASE):
+        return Refused(f"{text} {_asked_for(shape)}")
     if re.search(r"MaxSubmit|job submit limit", said, re.IGNORECASE):
         return NoRoom(text)
     unsure = re.search(r"timed out|connection|zero bytes|communication", said, re.IGNORECASE)

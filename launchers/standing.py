@@ -54,7 +54,8 @@ def reconciled(directory: Path, point: Point, known: dict[str, Job]) -> Point:
     if running := next((job for job in alive if job.running), None):
         return replace(point, state="running", job=running.id, reason=None)
     if alive:
-        return replace(point, state="queued", job=alive[0].id, reason=_waits(alive[0]))
+        reason = "; ".join(filter(None, (point.reason, _waits(alive[0])))) or None
+        return replace(point, state="queued", job=alive[0].id, reason=reason)
     if point.state in ("failed", "stopped"):
         return point
     last = known.get(point.job or "")

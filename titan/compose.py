@@ -38,6 +38,8 @@ from omegaconf.errors import OmegaConfBaseException
 from titan import help as help_text
 from titan import settings
 from titan.cluster import devices
+from titan.cluster.devices import Machine
+from titan.cluster.schema import Cluster
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW, Muon
@@ -139,7 +141,13 @@ def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool
         return freeze(_compose(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere)
 
 
-def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = None, elsewhere: bool = False) -> Run:
+def freeze(
+    cfg: DictConfig,
+    directory: str | None = None,
+    ranks: int | None = None,
+    elsewhere: bool = False,
+    machine: Callable[[Cluster], Machine] | None = None,
+) -> Run:
     """Turn what Hydra composed, its own node included, into a typed and checked `Run`.
 
     Args:
@@ -147,18 +155,22 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         directory: where results go; None: `hydra.run.dir`.
         ranks: see `titan.run.resolve`.
         elsewhere: it is to run on the nodes that `cluster` describes, not on this machine.
+        machine: finds out what the run's machine has; None: look now.
 
     Raises:
         Refusal: for what can't work.
     """
     recipe = _typed(cfg)
-    machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
+    if machine is None:
+        found = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
+    else:
+        found = machine(recipe.cluster)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     overrides = tuple(map(str, cfg.hydra.overrides.task))
     return resolve(
         recipe,
-        machine,
+        found,
         directory,
         ranks=ranks,
         elsewhere=elsewhere,
@@ -306,21 +318,24 @@ def _compose(hydra: Hydra, overrides: list[str], name: str | None = None) -> Dic
         )
     except ValueError as error:
         raise Refusal(_value_error(error, overrides)) from error
-    check_optional(hydra.config_loader, cfg)
+    check_optional(lambda group: hydra.config_loader.get_group_options(group, ObjectType.CONFIG), cfg)
     return cfg
 
 
-def check_optional(loader: Any, cfg: DictConfig) -> None:
+def check_optional(known: Callable[[str], Sequence[str]], cfg: DictConfig) -> None:
     """Refuse an unknown recipe or sweep, which Hydra passes over because these groups are optional.
+
+    Args:
+        known: the choices that there are in a group.
+        cfg: what was composed.
 
     Raises:
         Refusal: with those that there are.
     """
     for group in OPTIONAL:
         choice = cfg.hydra.runtime.choices.get(group)
-        known = loader.get_group_options(group, ObjectType.CONFIG)
-        if choice not in (None, "null", *known):
-            raise Refusal(_no_such_choice(group, str(choice), known))
+        if choice not in (None, "null") and choice not in (there := known(group)):
+            raise Refusal(_no_such_choice(group, str(choice), there))
 
 
 def _no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
@@ -426,7 +441,8 @@ class _plainly:
 
     def _known(self) -> list[str]:
         """Every name that may stand before an equals sign, for the choices on this command line."""
-        chosen = [o for o in self.overrides if o.partition("=")[0] in Recipe.axes()]
+        parse = OverridesParser.create().parse_override
+        chosen = [o for o in self.overrides if _key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
         try:
             with _Session() as hydra:
                 cfg = _compose(hydra, chosen)

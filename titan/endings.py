@@ -18,6 +18,10 @@ AGAIN = 75
 """Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
 DIED = "Out Of Memory|Killed|Segmentation fault|Aborted|Bus error"
 """What srun says of a task that a signal ended; an extended regular expression."""
+LOST = re.compile(r"onnection (closed|reset)|Read error|Broken pipe|remote (worker|process|server)|by peer")
+"""What a rank's error says when another one has gone: in gloo's, NCCL's and the store's words."""
+TERMINATING = "Terminating StepId"
+"""What srun says before it ends the other tasks, since one has failed; those that do not end in time it kills."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
     except (OSError, ValueError, KeyError):
         return None
     stopped = code in (AGAIN, 130) or state not in ("", "RUNNING")
-    return End(life, code, again, stopped, _reason(folder, f"{job}.{life}", code, state, content.get("why", "")))
+    reason = _reason(folder, f"{job}.{life}", code, state, content.get("why", ""))
+    return End(life, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
 
 
 def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
@@ -93,14 +98,17 @@ def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
 
 
 def error(folder: Path, life: str) -> str | None:
-    """The error that ended a life of a job: a rank that was killed, else the first rank's own, with its rank."""
-    killed = _killed(folder / f"{life}.out")
+    """The error that ended a life of a job: a rank that was killed, else the first rank's own, with its rank.
+
+    A rank that srun killed after another one had failed is the cause only where that one had merely lost it.
+    """
+    before, after = _killed(folder / f"{life}.out")
     errors = [content for file in _of_ranks(folder, life, "error") if (content := _content(file))]
-    if killed:
+    first = min(errors, key=lambda e: (bool(e.get("lost")), not e.get("killed"), float(e["time"])), default=None)
+    if killed := before or (after if first is None or first.get("lost") else None):
         return killed
-    if not errors:
+    if first is None:
         return _words(folder, life)
-    first = min(errors, key=lambda e: (not e.get("killed"), float(e["time"])))
     return f"rank {first['rank']}: {str(first['text']).strip().splitlines()[-1]}"
 
 
@@ -118,12 +126,16 @@ def _content(file: Path) -> dict[str, Any] | None:
         return None
 
 
-def _killed(output: Path) -> str | None:
-    """What srun says of a task that a signal ended, before it ended the others for that."""
+def _killed(output: Path) -> tuple[str | None, str | None]:
+    """What srun says of a task that a signal ended: before srun itself ended the others, and after."""
     try:
-        text = output.read_text(errors="replace")
+        before, _, after = output.read_text(errors="replace").partition(TERMINATING)
     except OSError:
-        return None
+        return None, None
+    return _signalled(before), _signalled(after)
+
+
+def _signalled(text: str) -> str | None:
     found = re.search(rf"error: (\S+): tasks? (\d+)[^:]*: ({DIED})", text)
     if not found:
         return None

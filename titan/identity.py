@@ -80,15 +80,23 @@ def ids(run: Run, science: Mapping[str, Any]) -> Ids:
 
 
 def point(run: Run) -> str:
-    """What tells a point of a grid from the others: all settings but those of the machines it happens to get.
+    """What a point of a grid is named by: all settings but those of the machines it happens to get, and its degrees.
 
     The data's digest is not in it: they need not be prepared yet.
     """
+    return digest(_asked(run) | {"devices": run.layout.degrees()})
+
+
+def asked(run: Run) -> str:
+    """What a point is found by on other machines: as `point`, without what open degrees come to on these."""
+    return digest(_asked(run))
+
+
+def _asked(run: Run) -> dict[str, Any]:
     execution = {k: v for k, v in settings_of(run, science=False).items() if not k.startswith("cluster.")}
     if run.compile_why:  # what was asked for is "auto", whatever it comes to on this machine
         execution.pop("compile.scope", None)
-    where = {"devices": run.layout.degrees(), "device": run.cluster.device}
-    return digest(settings_of(run, science=True) | execution | where)
+    return settings_of(run, science=True) | execution | {"device": run.cluster.device}
 
 
 def digest(value: Any) -> str:

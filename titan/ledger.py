@@ -68,6 +68,8 @@ class Point:
         token, sent_at: of the submission whose job numbers the ledger does not know, and when it was.
         jobs: all numbers of its last submission: several where jobs are chained.
         steps, devices: that its run is to do, on so many ranks.
+        lane: of its last submission, see `launchers.lanes`; None where it is an array's.
+        asked: see `titan.identity.asked`; empty in a ledger that an older titan wrote.
     """
 
     id: str
@@ -82,6 +84,8 @@ class Point:
     jobs: tuple[str, ...] = ()
     steps: int = 0
     devices: int = 1
+    lane: int | None = None
+    asked: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,7 +189,8 @@ def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -
     if kind == "point":
         where = os.path.abspath(directory / event["directory"])
         point = points.get(event["id"], Point(event["id"], where, tuple(event["overrides"]), "planned"))
-        points[point.id] = replace(point, steps=int(event["steps"]), devices=int(event["devices"]))
+        told = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
+        points[point.id] = replace(point, **told)
         return
     for name in _concerned(event):
         if name not in points:
@@ -196,7 +201,8 @@ def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -
             points[name] = replace(before, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **sent)
         elif kind == "sent":
             jobs = tuple(event["jobs"][name])
-            points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, state="queued", reason=None)
+            lane = event.get("lane")
+            points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
         elif kind == "unsent":
             points[name] = replace(before, token=None, state="failed", reason=event["reason"])
         elif kind == "started":
@@ -231,7 +237,9 @@ def _of_job(directory: Path, point: Point) -> Point:
     end = endings.last(directory / SLURM, job)
     if end is None or end.again:
         running = endings.held(Path(point.directory))
-        return replace(point, state="running" if running else "queued")
+        return replace(
+            point, state="running" if running else "queued", reason=None if running or not end else end.reason
+        )
     return replace(point, state="stopped" if end.stopped else "failed", reason=end.reason)
 
 

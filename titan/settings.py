@@ -247,7 +247,7 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[
     if isinstance(value, str) and words:
         if value in words:
             return value
-        _refuse_type(value, f"a number or {' or '.join(words)}", where)
+        _refuse_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", where)
     rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
     for kind in rest[:-1]:
         try:

@@ -11,6 +11,7 @@ import pytest
 
 from launchers import points as grid
 from launchers import snapshot, standing
+from launchers.points import Chosen
 from launchers.queue import Job
 from launchers.standing import adopt, reconciled
 from titan import endings, identity, ledger, status
@@ -66,7 +67,7 @@ def test_a_finished_run_counts_whatever_the_ledger_says_unless_more_steps_are_as
     [
         pytest.param({"code": 1, "again": False, "state": "RUNNING"}, "failed", "rank 1: ValueError: b", id="error"),
         pytest.param({"code": 130, "again": False, "state": "COMPLETING"}, "stopped", "cancelled", id="cancelled"),
-        pytest.param({"code": 75, "again": True, "state": "RUNNING"}, "queued", None, id="again"),
+        pytest.param({"code": 75, "again": True, "state": "RUNNING"}, "queued", "rank 1: ValueError: b", id="again"),
         pytest.param({"code": 75, "again": False, "state": "RUNNING", "why": "w"}, "stopped", "w", id="too-often"),
     ],
 )
@@ -81,10 +82,21 @@ def test_what_a_job_leaves_behind(tmp_path: Path, end: dict[str, Any], state: st
     assert (point.state, point.reason) == (state, reason)
 
 
-def test_a_rank_that_was_killed_comes_before_the_errors_that_followed(tmp_path: Path) -> None:
-    (tmp_path / "7.0.out").write_text("srun: error: node2: task 3: Killed\n")
-    (tmp_path / "7.0.0.error").write_text(json.dumps({"rank": 0, "time": 1.0, "text": "lost", "code": 1}))
-    assert endings.error(tmp_path, "7.0") == "rank 3 on node2: killed (out of memory?)"
+@pytest.mark.parametrize(
+    ("first", "lost", "reason"),
+    [
+        pytest.param("task 3: Killed", False, "rank 3 on node2: killed (out of memory?)", id="killed-before"),
+        pytest.param("task 0: Exited with exit code 1", False, "rank 0: bad", id="killed-for-another-s-error"),
+        pytest.param("task 0: Exited with exit code 1", True, "rank 1 on node1: killed (out of memory?)", id="lost"),
+    ],
+)
+def test_a_rank_that_was_killed_comes_before_the_errors_that_followed(
+    tmp_path: Path, first: str, lost: bool, reason: str
+) -> None:
+    then = "srun: launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: Killed\n"
+    (tmp_path / "7.0.out").write_text(f"srun: error: node2: {first}\n{then}")
+    (tmp_path / "7.0.0.error").write_text(json.dumps({"lost": lost, "rank": 0, "time": 1.0, "text": "bad", "code": 1}))
+    assert endings.error(tmp_path, "7.0") == reason
 
 
 @pytest.mark.parametrize(
@@ -177,6 +189,39 @@ def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> No
 def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
     before, after = (composed(["name=x", "cluster=cpu", *more]) for more in ([], [override]))
     assert (identity.point(before) == identity.point(after)) == same
+
+
+NODES = ["name=x", "cluster=h100", "parallelism=fsdp", "training.global_batch=65536"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "varied", "found"),
+    [
+        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4"], [], 0, id="open-degrees-on-more-nodes"),
+        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4"], ["cluster.nodes=4"], None, id="nodes-are-varied"),
+        pytest.param(["cluster.nodes=2,4"], ["cluster.nodes=4"], [], 1, id="it-is-one-of-those"),
+        pytest.param(["cluster.nodes=2,4"], ["cluster.nodes=8"], [], None, id="it-could-be-any-of-those"),
+        pytest.param(["cluster.nodes=2"], ["cluster.nodes=4", "training.seed=1"], [], None, id="another-seed"),
+        pytest.param(["older"], ["cluster.nodes=2"], [], 0, id="a-ledger-without-what-was-asked"),
+    ],
+)
+def test_a_point_is_found_again_on_other_machines(
+    tmp_path: Path, before: list[str], after: list[str], varied: list[str], found: int | None
+) -> None:
+    counts = before[0].partition("=")[2].split(",") if before != ["older"] else ["2"]
+    chosen = []
+    for count in counts:
+        run = composed([*NODES, f"cluster.nodes={count}", f"hydra.run.dir={tmp_path}/{count}"], elsewhere=True)
+        given = [f"cluster.nodes={count}"] if len(counts) > 1 else []
+        chosen.append(Chosen(grid.known(run, given, ledger.noted(tmp_path)), (), run))
+        if before == ["older"]:
+            ledger.add(tmp_path, {k: v for k, v in grid._event(chosen[-1], tmp_path).items() if k != "asked"})
+        grid.enter(tmp_path, chosen, Asked())
+    run = composed([*NODES, *after], elsewhere=True)
+    ids = [point.id for point in ledger.noted(tmp_path)]
+    name = grid.known(run, varied, ledger.noted(tmp_path))
+    assert len(ids) == len(counts) and all(point.asked for point in ledger.noted(tmp_path))
+    assert name == (identity.point(run) if found is None else ids[found]) and (name in ids) == (found is not None)
 
 
 def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,7 @@ def test_time_limits(time: str | None, expected: int | None) -> None:
         pytest.param("cluster.container=pyxis", "needs an image", id="no-image"),
         pytest.param("cluster.image=x", "no container is chosen", id="no-container"),
         pytest.param("cluster.sbatch={output:x}", "titan gives output itself", id="taken"),
+        pytest.param("cluster.exclusive=maybe", "expected true, false or auto", id="exclusive"),
     ],
 )
 def test_jobs_that_no_site_can_run(override: str, sentence: str) -> None:
@@ -96,6 +99,30 @@ def test_what_is_asked_for_is_said_to_sbatch(tmp_path: Path) -> None:
     assert "gpus-per-node" not in script and "wckey" not in script
 
 
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        pytest.param(["parallelism=fsdp"], {"exclusive", "cpus-per-task=12", "mem=0"}, id="whole-nodes"),
+        pytest.param(["parallelism=single"], {"cpus-per-task=12", "mem=131072M"}, id="one-gpu-of-eight"),
+        pytest.param(["parallelism=single", "cluster.exclusive=true"],
+                     {"exclusive", "cpus-per-task=12", "mem=0"}, id="told"),
+        pytest.param(["parallelism=fsdp", *(f"cluster.{name}=null" for name in ("cpus_per_rank", "rank_memory_gib")),
+                      "cluster.exclusive=false"], set(), id="taken-back"),
+        pytest.param(["parallelism=fsdp", "cluster.node_memory_gib=64"],
+                     {"exclusive", "cpus-per-task=12", "mem=65536M"}, id="memory-given"),
+        pytest.param(["parallelism=fsdp", "cluster.tasks=node"],
+                     {"exclusive", "cpus-per-task=96", "mem=0"}, id="a-program"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("cluster", ["a100", "h100", "h200"])
+def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(
+    tmp_path: Path, cluster: str, overrides: list[str], asked: set[str]
+) -> None:
+    script = text(shape(job(f"cluster={cluster}", *overrides)), work(tmp_path))
+    lines = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert {line for line in lines if re.match("exclusive|cpus|mem", line)} == asked
+
+
 def test_what_is_not_asked_for_is_left_to_the_site(tmp_path: Path) -> None:
     script = text(shape(job("cluster=cpu")), work(tmp_path))
     asked = {line.removeprefix("#SBATCH --").partition("=")[0] for line in script.splitlines() if "#SBATCH" in line}
@@ -104,7 +131,7 @@ def test_what_is_not_asked_for_is_left_to_the_site(tmp_path: Path) -> None:
 
 def test_a_node_s_program_is_one_task_with_the_cores_of_its_ranks(tmp_path: Path) -> None:
     asked = parameters(shape(job("cluster=h100", "parallelism=fsdp", "cluster.tasks=node")), work(tmp_path))
-    assert (asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"]) == (1, 8, 8)
+    assert (asked["ntasks_per_node"], asked["cpus_per_task"], asked["gpus_per_node"]) == (1, 96, 8)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +150,7 @@ def test_containers_and_quoting(tmp_path: Path, overrides: list[str], words: lis
     said = (tmp_path / "said").read_text().splitlines()
     assert set(words) <= set(said) and "--cpu-bind=cores" in said and "--export=ALL" in said
     assert f"{folder}/9.0" in said and 'ODD=a "b" c' in said and "PYTHONSAFEPATH=1" in said
-    assert done == {"code": 0, "again": False, "state": "RUNNING", "why": ""}
+    assert done == {"code": 0, "again": False, "state": "RUNNING", "why": "", "note": ""}
 
 
 def test_ranks_find_a_folder_for_each_node_and_an_empty_file_for_rank_0_s_address(tmp_path: Path) -> None:
@@ -177,6 +204,55 @@ def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
     assert ran(tmp_path / "with space", run, "exit 1") == {}, "the next one has nothing to do"
 
 
+def _error(code: int, node: str, time: float = 2.0, lost: bool = False) -> str:
+    """A shell command that leaves a rank's error as `launchers.job` does."""
+    content = {"lost": lost, "killed": False, "time": time, "node": node, "code": code, "rank": 0}
+    said = json.dumps(content | {"text": 'x "code": 2, y'})
+    return f'echo {shlex.quote(said)} >{LIFE}/0/{code}{node}.error"'
+
+
+KILLED = 'echo "srun: error: n1: task 1: Killed" >&2; exit 137'
+AFTERWARDS = 'echo "srun: Terminating StepId=9.0" >&2; echo "srun: error: n1: task 1: Killed" >&2'
+LOST = f"{_error(1, 'n2', lost=True)}; {AFTERWARDS}; exit 137"
+FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "record", "unfit", "note", "node"),
+    [
+        pytest.param(KILLED, "", "", "restart 1 of 2 without n1", "n1", id="a-rank-is-killed"),
+        pytest.param(FIRST, "", "", "restart 1 of 2 without n3", "n3", id="the-first-to-fail"),
+        pytest.param(LOST, "", "", "restart 1 of 2 without n1", "n1", id="others-had-lost-it"),
+        pytest.param(KILLED, "4\n", "", "restart 2 of 2 without n1", "n1", id="with-a-newer-checkpoint"),
+        pytest.param(KILLED, "6\n", "", "not restarted, since no checkpoint was saved", None, id="a-loop"),
+        pytest.param(KILLED, "2\n4\n", "", "cluster.restarts=2 is used up", None, id="too-often"),
+        pytest.param(KILLED, "", "configuration is not available", "restart 1 of 2", None, id="no-other-node"),
+        pytest.param(f"{_error(2, 'n1')}; exit 2", "", "", "", None, id="refused"),
+        pytest.param("exit 143", "", "", "", None, id="stopped"),
+    ],
+)
+def test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on(
+    tmp_path: Path, ranks: str, record: str, unfit: str, note: str, node: str | None
+) -> None:
+    folder, life = tmp_path / "with space", record.count("\n")
+    folder.mkdir()
+    (tmp_path / "unfit").write_text(unfit)
+    for step in (2, 6):
+        (tmp_path / f"run/checkpoints/step-{step}").mkdir(parents=True)
+        (tmp_path / f"run/checkpoints/step-{step}/manifest.json").touch()
+    (tmp_path / "run/checkpoints/step-8").mkdir()
+    (folder / "t.runs").write_text(f"{tmp_path}/run\n")
+    (folder / "9.restarts").write_text(record)
+    done = ran(
+        folder, job("cluster.restarts=2", "cluster.requeues=0"), ranks, "" if "143" in ranks else "RUNNING", life
+    )
+    said = (tmp_path / "scontrol").read_text() if (tmp_path / "scontrol").exists() else ""
+    assert done["note"].startswith(note) and done["again"] == note.startswith("restart") == ("requeue 9" in said)
+    assert (f"update JobId=9 ExcNodeList=n9,{node}\n" in said) if node else "ExcNodeList" not in said
+    left = (folder / "9.restarts").read_text() if (folder / "9.restarts").exists() else ""
+    assert left == record + "6\n" * note.startswith("restart")
+
+
 def ran(
     folder: Path, run: Run, ranks: str, state: str = "RUNNING", restarts: int = 0, nodes: int = 1
 ) -> dict[str, Any]:
@@ -189,7 +265,9 @@ def ran(
     commands = {
         "srun": f'printf "%s\\n" "$@" > "$HOME/said"; env >> "$HOME/said"; {ranks}',
         "squeue": f"echo {state}",
-        "scontrol": 'touch "$HOME/requeued"',
+        "scontrol": 'echo "$@" >> "$HOME/scontrol"; [ "$1" != requeue ] || touch "$HOME/requeued"; '
+        'echo "JobId=9 ReqNodeList=(null) ExcNodeList=n9 Requeue=1"',
+        "sbatch": 'echo "$@" >> "$HOME/sbatch"; cat "$HOME/unfit"',
     }
     for name, body in commands.items():
         (home / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")

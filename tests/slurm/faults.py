@@ -1,7 +1,7 @@
 """An optimizer that does harm in a job's first life: $FAULTS says which, as `LR:WORD:RANK,...`, for that learning rate.
 
 `slow` makes each step of all ranks take a tenth of a second more, `slower` four; at step 3 `raise` raises and
-`kill` kills the rank.
+`kill` kills the rank. `always` raises in every life.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Harmful(AdamW):
         optimizer, steps = super().build(parameters), [0]
         faults = [f.split(":") for f in os.environ.get("FAULTS", "").split(",") if f]
         mine = [(word, int(rank)) for lr, word, rank in faults if float(lr) == self.lr]
-        if "SLURM_RESTART_COUNT" in os.environ:
-            mine = []
+        if "SLURM_RESTART_COUNT" in os.environ or "SLURM_JOB_DEPENDENCY" in os.environ:
+            mine = [(word, rank) for word, rank in mine if word == "always"]
 
         def hook(*_: object) -> None:
             steps[0] += 1
@@ -46,6 +46,6 @@ def harm(word: str, rank: int, step: int) -> None:
     if word in SLOW_SECONDS:
         time.sleep(SLOW_SECONDS[word])
     elif step == FAULT_STEP and own == rank:
-        if word == "raise":
+        if word in ("raise", "always"):
             raise ZeroDivisionError(f"by rank {rank}")
         os.kill(os.getpid(), signal.SIGKILL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -71,7 +72,11 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
     code, out, err = titan(tmp_path, *grid, "cluster.time=10")
     assert (code, err) == (0, "") and "4 of 4 points: finished" in out and len(slurm.jobs().keys() - before) == 4
 
-    code, out, err = titan(tmp_path, *grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2")
+    grown = [*grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2"]
+    code, out, err = titan(tmp_path, *grown, "hydra.launcher.dry_run=true")
+    assert (code, err) == (0, "") and "4 of 6 points: finished" in out and "2 points; device-hours" in out
+    assert out.count("#SBATCH --nodes") == 2 and len(slurm.jobs().keys() - before) == 4
+    code, out, err = titan(tmp_path, *grown)
     assert (code, err) == (0, "") and "4 of 6 points: finished" in out and "2 nodes x 1 rank)" in out
     assert len(slurm.jobs().keys() - before) == 6 and {p.state for p in points(tmp_path, "grid").values()} == {
         "finished"
@@ -114,6 +119,29 @@ def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_
 
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "harm").values()} == {"finished"}
+
+
+def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm: Slurm, tmp_path: Path) -> None:
+    """Also where jobs are chained; a run that fails before it has saved anything new is not restarted again."""
+    run = [*TINY, *LAUNCH, *HARM, "parallelism=fsdp", "cluster.nodes=2", "checkpoint.every=1", "cluster.restarts=2"]
+    run += ["cluster.environment={FAULTS:'0.001:kill:1'}", "hydra.launcher.wait=false"]
+    loop = [*TINY, *LAUNCH, *HARM, "cluster.restarts=3", "cluster.environment={FAULTS:'0.001:always:0'}"]
+    assert titan(tmp_path, "name=dead", *run, "training.steps=4")[0] == 0
+    assert titan(tmp_path, "name=chain", *run, "training.steps=4", "cluster.chain=2")[0] == 0
+    assert titan(tmp_path, "name=loop", *loop, "hydra.launcher.wait=false")[0] == 0
+    until(lambda: one(tmp_path, "dead").state == one(tmp_path, "chain").state == "finished", "the ends", SECONDS)
+    for name in ("dead", "chain"):
+        folder, point = tmp_path / "runs" / name, one(tmp_path, name)
+        assert _from_steps(folder)[0] == 0 < _from_steps(folder)[1]
+        (end,) = (e for e in folder.glob("slurm/*.end") if "restart" in e.read_text())
+        bad = json.loads(end.read_text())["note"].rpartition(" ")[2]
+        assert json.loads(end.read_text())["note"] == f"restart 1 of 2 without {bad}" and bad in slurm.nodes
+        said = slurm.run("scontrol", "show", "job", "--oneliner", point.jobs[-1])
+        assert f"ExcNodeList={bad} " in said and f" NodeList={bad}" not in said
+    assert "restart 1 of 2 without node" in (tmp_path / "runs/dead/log/launcher.log").read_text()
+    until(lambda: one(tmp_path, "loop").state == "failed", "the end", SECONDS)
+    assert "not restarted, since no checkpoint was saved" in str(one(tmp_path, "loop").reason)
+    assert _from_steps(tmp_path / "runs/loop") == [0, 0]
 
 
 def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm, tmp_path: Path) -> None:
@@ -236,6 +264,21 @@ def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) ->
     assert (code, err) == (0, "") and len(slurm.jobs().keys() - before) == 2 and "1 points found no room" in out
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
+
+
+def test_a_limit_is_the_whole_grid_s_whatever_its_shapes_and_submissions(slurm: Slurm, tmp_path: Path) -> None:
+    """Two may run: so of four jobs of two shapes two come after others, and what is submitted later after all those."""
+    slow = [*HARM, "cluster.environment={FAULTS:'0.001:slower:0'}", "training.steps=300", "hydra.launcher.wait=false"]
+    grid = ["-m", "name=lanes", *TINY, *LAUNCH, *slow, "hydra.launcher.at_once=2", "parallelism=single,fsdp"]
+    assert titan(tmp_path, *grid, "training.seed=0,1")[0] == 0
+    assert titan(tmp_path, *grid, "training.seed=0,1,2")[0] == 0
+    jobs = [str(point.job) for point in points(tmp_path, "lanes").values()]
+    shown = (slurm.run("scontrol", "show", "job", "--oneliner", job).partition(" Dependency=")[2] for job in jobs)
+    after = [set(re.findall(r"afterany:(\d+)", text.split()[0])) for text in shown]
+    assert after == [set(), set(), {jobs[0]}, {jobs[1]}, {jobs[0], jobs[2]}, {jobs[1], jobs[3]}]
+    assert titan(tmp_path, "-m", "name=array", *grid[2:], "parallelism=single", "training.seed=0,1,2")[0] == 0
+    script = next((tmp_path / "runs/array/slurm").glob("*_submission.sh")).read_text()
+    assert "#SBATCH --array=0-2%2\n" in script and "dependency" not in script
 
 
 def test_devices_are_those_that_slurm_gives(slurm: Slurm, tmp_path: Path) -> None:

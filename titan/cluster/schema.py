@@ -50,7 +50,12 @@ class Cluster:
     device: Literal["auto", "cpu", "cuda"] = setting(
         "auto", "auto: GPUs where there are any and torch is built for them, else the CPU"
     )
-    restarts: int = setting(0, "restarts of all ranks on this machine after one of them died", at_least=0)
+    restarts: int = setting(
+        0,
+        "restarts of all ranks after one of them died; through Slurm without the node that failed, and a second time "
+        "only from a newer checkpoint",
+        at_least=0,
+    )
     timeout: float = setting(
         1800.0,
         "seconds that ranks wait for each other before they give up: while they start, compile, validate and save",
@@ -76,10 +81,21 @@ class Cluster:
     constraint: str | None = _job(None, "features that nodes must have")
     exclude: str | None = _job(None, "nodes to avoid")
     gres: str | None = _job(None, "generic resources of a node, in place of GPUs by number, such as gpu:h100:8")
-    exclusive: bool = _job(False, "take whole nodes")
+    exclusive: bool | str = _job(
+        False,
+        "take whole nodes, with all their memory; auto: where the job takes all devices of its nodes",
+        words=("auto",),
+    )
     time: str | None = _job(None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's")
     signal_seconds: int = _job(120, "how long before the time limit a run is told to save and end", at_least=1)
-    node_memory_gib: float | None = _job(None, "memory of a node that a job asks for; null: Slurm's default", above=0)
+    node_memory_gib: float | None = _job(
+        None,
+        "memory of a node that a job asks for; null: all of a whole node, else by cluster.rank_memory_gib",
+        above=0,
+    )
+    rank_memory_gib: float | None = _job(
+        None, "memory of its node that a job asks for with each rank; null: Slurm's default", above=0
+    )
     cpus_per_rank: int | None = _job(None, "CPU cores of a rank; null: Slurm's default", at_least=1)
     tasks: Literal["rank", "node"] = _job(
         "rank", "what a Slurm task is: a rank, or a node's program that starts its ranks"
