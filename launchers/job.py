@@ -27,6 +27,7 @@ from titan.cluster import devices
 from titan.endings import AGAIN
 from titan.rank import leave
 from titan.run import Run, moved
+from titan.safe import safe_lines
 from titan.settings import Failure, Refusal
 from titan.stop import code
 
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException:
-        return _leave(life, place.rank, traceback.format_exc(), 1)
+        return _leave(life, place.rank, safe_lines(traceback.format_exc()), 1)
 
 
 def _said(life: Path, exit_code: int) -> int:

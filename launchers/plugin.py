@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import here, points, slurm
 from launchers.points import Chosen
-from titan import endings, ledger, settings
+from titan import compose, endings, ledger, settings
 from titan.ledger import Asked
 from titan.run import Run
 from titan.settings import Refusal
@@ -100,6 +100,11 @@ def _sweeper() -> Any:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     class GridSweeper(BasicSweeper):
+        def setup(self, **given: Any) -> None:
+            super().setup(**given)
+            self.config = compose.without_secrets(given["config"])  # it goes into multirun.yaml
+            OmegaConf.copy_cache(given["config"], self.config)  # so that ${now:} is the same moment in both
+
         def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
             return
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from titan import identity, ledger
 from titan.run import Run
+from titan.safe import redact
 from titan.settings import Refusal
 
 AUTO = "auto"
@@ -65,7 +66,7 @@ def choose(
     kept = {point.id: Path(point.directory) for point in sweep.points} if (sweep := ledger.read(root)) else {}
     found: dict[str, Chosen] = {}
     for number, one in enumerate(overrides):
-        varied = tuple(o for o in one if o not in shared)
+        varied = tuple(redact(o) for o in one if o not in shared)
         with _pointing(number, varied):
             run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
         point = identity.point(run)
@@ -155,11 +156,12 @@ def _axes(points: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
 
 
 def freeze(point: Chosen, folder: Path) -> Path:
-    """Write a point's run down, for its job to read; only this user may, since it is code to whoever reads it."""
+    """Write a point's run down, for its job to read; only this user may: it may hold secrets, and is code to a reader."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{point.id}.pickle"
     temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(pickle.dumps(point.run))
-    temporary.chmod(0o600)
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        pickle.dump(point.run, out)
     temporary.rename(file)
     return file

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import re
@@ -42,6 +43,7 @@ from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW, Muon
 from titan.run import Recipe, Run, check_name, resolve
+from titan.safe import is_secret, redact, redacted
 from titan.settings import Failure, Refusal, nearest
 from titan.sweep import Sweep
 
@@ -155,7 +157,8 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
     machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
-    overrides = tuple(map(str, cfg.hydra.overrides.task))
+    typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
+    overrides = tuple(redact(str(override)) for override in typed)
     return resolve(
         recipe,
         machine,
@@ -173,12 +176,39 @@ def _typed(cfg: DictConfig) -> Recipe:
     content = OmegaConf.to_container(_job(cfg), resolve=True)
     if not isinstance(content, dict):
         raise Refusal("the configuration is not a mapping.")
+    _warn_of_secrets(OmegaConf.to_container(_job(cfg), resolve=False), redacted(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
     modules = content.get("modules") or []
     if not isinstance(modules, list):
         raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
     built: Recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
     return built
+
+
+def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
+    """Warn where `${oc.env:NAME}` brings a secret into `content`, which run.yaml will hold, as it is `written` in files."""
+    if isinstance(written, dict):
+        for key, value in written.items():
+            _warn_of_secrets(value, content[key], f"{path}.{key}".lstrip("."))
+    elif isinstance(written, list):
+        for value, text in zip(written, content, strict=True):
+            _warn_of_secrets(value, text, path)
+    elif isinstance(written, str):
+        for name in _ENVIRONMENT.findall(written):
+            if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
+                _warn(
+                    f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that "
+                    "needs it read it from the environment."
+                )
+
+
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Say a sentence on stderr, once: the points of a grid have the same to say."""
+    print(f"titan: warning: {sentence}", file=sys.stderr)
 
 
 def recipe(arguments: Sequence[str]) -> Recipe:
@@ -344,13 +374,13 @@ def _job(cfg: DictConfig) -> DictConfig:
 
 def _hydra_files(cfg: DictConfig) -> dict[str, str]:
     """What Hydra would have written under `.hydra/`."""
-    node = Hydra.get_sanitized_hydra_cfg(cfg)
-    job = _job(cfg)
-    return {
-        "config.yaml": OmegaConf.to_yaml(job),
-        "hydra.yaml": OmegaConf.to_yaml(node),
-        "overrides.yaml": OmegaConf.to_yaml(cfg.hydra.overrides.task),
-    }
+    parts = {"config": _job(cfg), "hydra": Hydra.get_sanitized_hydra_cfg(cfg), "overrides": cfg.hydra.overrides.task}
+    return {f"{name}.yaml": OmegaConf.to_yaml(without_secrets(part)) for name, part in parts.items()}
+
+
+def without_secrets(cfg: Any) -> Any:
+    """A copy of a part of the configuration, interpolations left as they are, with its texts redacted."""
+    return OmegaConf.create(redacted(OmegaConf.to_container(cfg, resolve=False)))
 
 
 def _refuse_arguments(message: str) -> NoReturn:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers.place import Place
+from titan.safe import safe_lines
 from titan.settings import Failure, Refusal
 
 Body = Callable[[Any, Place, Callable[[BaseException], int]], int]
@@ -44,7 +45,7 @@ def _tell(file: Path, rank: int, error: BaseException) -> int:
     plain, code = isinstance(error, (Refusal, Failure)), 2 if isinstance(error, Refusal) else 1
     if file.exists():
         return code
-    text = str(error) if plain else "".join(traceback.format_exception(error))
+    text = str(error) if plain else safe_lines("".join(traceback.format_exception(error)))
     if rank > 0:
         print(text, file=sys.stderr)  # to this rank's own log
     temporary = file.with_suffix(".tmp")

@@ -17,8 +17,10 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
+
+from titan.safe import escape, is_redacted, safe
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
@@ -32,11 +34,18 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
 """The limits that a setting may declare, and what each demands of a number."""
 
 
-class Refusal(Exception):
+class _Sentence(Exception):
+    """A sentence for the user; whatever names and URLs it quotes, it holds no secret and stays one line."""
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(safe(sentence))
+
+
+class Refusal(_Sentence):
     """What can't work, in one plain sentence for the user: the program ends with exit code 2, without a traceback."""
 
 
-class Failure(Exception):
+class Failure(_Sentence):
     """What made a run fail, in one plain sentence for the user: exit code 1, without a traceback."""
 
 
@@ -51,6 +60,7 @@ def setting(
     below: float | None = None,
     words: tuple[str, ...] = (),
     told: bool = True,
+    lines: bool = False,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -61,6 +71,7 @@ def setting(
         at_least, at_most, above, below: the range of a number (of each number, in a tuple).
         words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
         told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
+        lines: whether a text may have line breaks and other control characters.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -68,6 +79,7 @@ def setting(
         "science": science,
         "words": words,
         "told": told,
+        "lines": lines,
         "limits": {k: v for k, v in limits.items() if v is not None},
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -114,6 +126,8 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
         elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
+            for key in value:
+                check_text(str(key), where)
             values[name] = {str(k): build(nested, v, _join(where, str(k)), allowed) for k, v in value.items()}
         else:
             values[name] = _checked(value, kind, fields[name], where)
@@ -202,9 +216,40 @@ def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -
         return MISSING
     words = field.metadata.get("words", ())
     converted = _convert(value, kind, where, words)
+    for text in _texts(converted):
+        check_text(text, where, lines=field.metadata.get("lines", False))
     for number in converted if isinstance(converted, tuple) else (converted,):
         _in_range(number, field.metadata.get("limits", {}), f"{where}={show(value)}", words)
     return converted
+
+
+def check_text(text: str, where: str, *, lines: bool = False) -> None:
+    """Refuse control characters, which a name, a path or a script would carry on, and URLs without their secrets.
+
+    Args:
+        text: the value of a setting, or a part of it.
+        where: the setting.
+        lines: whether it may have control characters.
+
+    Raises:
+        Refusal: for what it must not have.
+    """
+    if not lines and escape(text) != text:
+        raise Refusal(f"{where}={text}: has a control character or a line break in it; take it out.")
+    if not lines and is_redacted(text):
+        raise Refusal(f"{where}={text}: *** stands for a secret that titan did not write down; give the whole URL.")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a converted value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
 
 
 def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
