@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from launchers.environment import before_torch
-from launchers.local import Ranks
+from launchers.local import Ranks, stopping
 from launchers.place import Place
+from titan import output
 from titan.cluster import devices
 from titan.endings import AGAIN
 from titan.rank import leave
@@ -91,7 +92,7 @@ def _listen() -> None:
     def hear(number: int, frame: object) -> None:
         raise Told(number)
 
-    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGUSR2, *stopping()):
         signal.signal(number, hear)
 
 
@@ -158,7 +159,7 @@ def _node(arguments: list[str], count: int) -> int:
     def hand_on(number: int, frame: object) -> None:
         ranks.send(number)
 
-    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGUSR2, *stopping()):
         signal.signal(number, hand_on)
     shared = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}  # the node's
     for local in range(count):
@@ -183,6 +184,7 @@ def _tell_of_signal(life: Path, rank: int, returned: int) -> None:
 
 def run(arguments: list[str]) -> NoReturn:
     """Carry out `main` and end."""
+    output.best_effort()
     leave(main(arguments))
 
 

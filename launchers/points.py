@@ -156,7 +156,7 @@ def _axes(points: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
 
 
 def freeze(point: Chosen, folder: Path) -> Path:
-    """Write a point's run down, for its job to read; only this user may: it may hold secrets, and is code to a reader."""
+    """Write a point's run down, for its job to read; only this user may: it may hold secrets, and readers run it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{point.id}.pickle"
     temporary = file.with_suffix(".tmp")

@@ -37,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titan import help as help_text
-from titan import settings
+from titan import output, settings
 from titan.cluster import devices
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
@@ -129,9 +129,10 @@ def exit_code(body: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read has seen enough: `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except output.Lost as lost:  # whoever read has seen enough: `... | head`
+        if lost.code != output.PIPE:
+            print(f"titan: {lost}.", file=sys.stderr)
+        return lost.code
 
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
@@ -186,7 +187,7 @@ def _typed(cfg: DictConfig) -> Recipe:
 
 
 def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
-    """Warn where `${oc.env:NAME}` brings a secret into `content`, which run.yaml will hold, as it is `written` in files."""
+    """Warn where `${oc.env:NAME}`, as `written` in files, brings a secret into `content`, as run.yaml will hold it."""
     if isinstance(written, dict):
         for key, value in written.items():
             _warn_of_secrets(value, content[key], f"{path}.{key}".lstrip("."))

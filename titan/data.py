@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from titan import compose, console
+from titan import compose, console, output
 from titan.run import Recipe
 from titan.settings import Refusal
 
@@ -125,7 +125,7 @@ def _documents(split: Split, row: int, seq_len: int, tokenizer: Tokenizer | None
 
 def cli() -> None:
     """The console script `titan-data`."""
-    sys.exit(main())
+    output.run(main, keep_going=False)
 
 
 if __name__ == "__main__":

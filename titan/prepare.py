@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan import compose, console
+from titan import compose, console, output
 from titan.dataset import report
 from titan.dataset.prepare import prepare, survey
 from titan.dataset.schema import Dataset, Prepared
@@ -77,7 +77,7 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
 
 def cli() -> None:
     """The console script `titan-prepare`."""
-    sys.exit(main())
+    output.run(main)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers.place import Place
+from titan import output
 from titan.safe import safe_lines
 from titan.settings import Failure, Refusal
 
@@ -36,6 +38,8 @@ def main(file: str, body: Body) -> int:
         return body(payload, place, tell)
     except KeyboardInterrupt:
         return 130
+    except output.Lost as lost:
+        return lost.code
     except BaseException as error:
         return tell(error)
 
@@ -70,15 +74,17 @@ def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> in
     return train(run, life, place, failed=tell)
 
 
-def run(body: Body) -> NoReturn:
-    """Be the rank that the command line's file describes, and end."""
+def run(body: Body, *, keep_going: bool = True) -> NoReturn:
+    """Be the rank that the command line's file describes, and end; `keep_going` as in `titan.output`."""
+    output.best_effort(keep_going)
     leave(main(sys.argv[1], body))
 
 
 def leave(code: int) -> NoReturn:
     """End this process at once: threads and destructors of a broken process group must not delay it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, output.Lost):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from launchers.standing import standing
-from titan import compose
+from titan import compose, output
 from titan.arguments import arguments, describe
 from titan.ledger import ENDED, Point, Sweep
 from titan.settings import Refusal, setting
@@ -131,7 +131,7 @@ def _last_step(metrics: Path) -> dict[str, Any]:
 
 def cli() -> None:
     """The console script `titan-status`."""
-    sys.exit(main())
+    output.run(main, keep_going=False)
 
 
 if __name__ == "__main__":

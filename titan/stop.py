@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 
-from launchers.local import STOPPING
+from launchers.local import STOPPING, is_repeat, stopping
+from titan import output
 from titan.endings import AGAIN
 
 
@@ -23,7 +24,7 @@ class Stop:
         self.alone, self.scheduled = alone, scheduled
 
     def __enter__(self) -> Stop:
-        numbers = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR2] if self.scheduled else [])]
+        numbers = [*stopping(), *([signal.SIGUSR2] if self.scheduled else [])]
         self.old = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -32,12 +33,14 @@ class Stop:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
+        if is_repeat(number, self.asked):
+            return
         if self.asked and not self.scheduled:
             os._exit(130)
         self.again = self.again or number == signal.SIGUSR2
         self.asked = True
         if self.alone and not self.scheduled:
-            os.write(2, STOPPING.encode())
+            output.note(STOPPING)
 
 
 def code(again: bool) -> int:
