@@ -42,6 +42,8 @@ class GridLauncher(Launcher):
     new: ClassVar[list[Path]] = []
     """Folders that this sweep brings, innermost first."""
     dry: ClassVar[bool] = False
+    trusted: ClassVar[tuple[str, ...]] = ()
+    """Packages that the user lets the points import."""
     kind: ClassVar[Any] = here.Local
     elsewhere: ClassVar[bool] = False
 
@@ -66,7 +68,7 @@ class GridLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere)
+        chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
         codes = self.grid(root, chosen, asked_of(self.config))
         GridLauncher.codes += codes
         GridLauncher.dry = getattr(self.how, "dry_run", False)

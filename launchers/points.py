@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from titan import identity, ledger
+from titan import compose, identity, ledger
 from titan.run import Run
 from titan.safe import redact
 from titan.settings import Refusal
@@ -46,7 +46,12 @@ class Chosen:
 
 
 def choose(
-    loader: Any, config: DictConfig, overrides: Sequence[Sequence[str]], first: int, elsewhere: bool
+    loader: Any,
+    config: DictConfig,
+    overrides: Sequence[Sequence[str]],
+    first: int,
+    elsewhere: bool,
+    trusted: tuple[str, ...] = (),
 ) -> list[Chosen]:
     """Compose and check every point, and give each its folder: the one that it has had, or a new one.
 
@@ -54,7 +59,7 @@ def choose(
         loader, config: Hydra's, of the sweep.
         overrides: of each point.
         first: Hydra's number of the first one.
-        elsewhere: see `titan.compose.freeze`.
+        elsewhere, trusted: see `titan.compose.freeze`.
 
     Raises:
         Refusal: for a point that can't work, with its number and overrides, and for two that are the same.
@@ -68,7 +73,8 @@ def choose(
     for number, one in enumerate(overrides):
         varied = tuple(redact(o) for o in one if o not in shared)
         with _pointing(number, varied):
-            run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
+            cfg = _composed(loader, config, list(one), first + number, _named(varied))
+            run = compose.freeze(cfg, _directory(cfg), elsewhere=elsewhere, trusted=trusted)
         point = identity.point(run)
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
@@ -77,10 +83,8 @@ def choose(
     return list(found.values())
 
 
-def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int, name: str, elsewhere: bool) -> Run:
-    from titan import compose
-
-    cfg = loader.load_sweep_config(config, overrides)
+def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int, name: str) -> DictConfig:
+    cfg: DictConfig = loader.load_sweep_config(config, overrides)
     with open_dict(cfg):
         cfg.hydra.job.id = cfg.hydra.job.num = number
         if cfg.hydra.sweep.subdir == AUTO:
@@ -88,7 +92,11 @@ def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int
         folder = Path(cfg.hydra.sweep.dir)
         cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
     compose.check_optional(loader, cfg)
-    return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere)
+    return cfg
+
+
+def _directory(cfg: DictConfig) -> str:
+    return str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
 
 
 @contextmanager

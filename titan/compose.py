@@ -37,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titan import help as help_text
-from titan import output, settings
+from titan import modules, output, settings
 from titan.cluster import devices
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
@@ -139,10 +139,17 @@ def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool
     """The checked Run of a list of overrides, for programs; see `freeze`; raises `Refusal`."""
     register()
     with _plainly(overrides), _Session() as hydra:
-        return freeze(_compose(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere)
+        trusted = modules.trusted(overrides)
+        return freeze(_compose(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
 
 
-def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = None, elsewhere: bool = False) -> Run:
+def freeze(
+    cfg: DictConfig,
+    directory: str | None = None,
+    ranks: int | None = None,
+    elsewhere: bool = False,
+    trusted: tuple[str, ...] = (),
+) -> Run:
     """Turn what Hydra composed, its own node included, into a typed and checked `Run`.
 
     Args:
@@ -150,11 +157,12 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         directory: where results go; None: `hydra.run.dir`.
         ranks: see `titan.run.resolve`.
         elsewhere: it is to run on the nodes that `cluster` describes, not on this machine.
+        trusted: packages that the user lets it import, whatever configuration files say: `titan.modules.trusted`.
 
     Raises:
         Refusal: for what can't work.
     """
-    recipe = _typed(cfg)
+    recipe = _typed(cfg, trusted)
     machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
@@ -172,18 +180,29 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
     )
 
 
-def _typed(cfg: DictConfig) -> Recipe:
+def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     HydraConfig.instance().set_config(cfg)
-    content = OmegaConf.to_container(_job(cfg), resolve=True)
+    content: Any = OmegaConf.to_container(_job(cfg), resolve=True)
     if not isinstance(content, dict):
         raise Refusal("the configuration is not a mapping.")
     _warn_of_secrets(OmegaConf.to_container(_job(cfg), resolve=False), redacted(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
-    modules = content.get("modules") or []
-    if not isinstance(modules, list):
-        raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
-    built: Recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
+    modules.check(content.get("modules") or [], trusted)
+    settings.check_targets(content, trusted)
+    if settings.is_foreign(content):
+        _check_all_else(content)
+    built: Recipe = settings.build(Recipe, content, allowed=trusted)
     return built
+
+
+def _check_all_else(content: dict[str, Any]) -> None:
+    """Refuse what can be refused without code of others, before that is imported."""
+    check_name(str(content.get("name")))
+    own = {axis: value for axis, value in content.items() if not settings.is_foreign(value)}
+    built = settings.parts(Recipe, own)
+    for axis in ("model", "training", "parallelism", "dataset", "cluster"):
+        if axis in built:
+            built[axis].check()
 
 
 def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
@@ -212,8 +231,12 @@ def _warn(sentence: str) -> None:
     print(f"titan: warning: {sentence}", file=sys.stderr)
 
 
-def recipe(arguments: Sequence[str]) -> Recipe:
+def recipe(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Recipe:
     """The typed choices of a command line, whether or not this machine can run them.
+
+    Args:
+        arguments: the command line.
+        recorded: overrides that go before its own, such as run.yaml has; they let nothing be imported.
 
     Raises:
         Refusal: for what is no choice or setting, and for options that only show something.
@@ -225,8 +248,9 @@ def recipe(arguments: Sequence[str]) -> Recipe:
     _check_arguments(args)
     if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
         raise Refusal("-m, --cfg, --info and the like are for titan.train; leave them out.")
-    with _plainly(args.overrides), _Session(args) as hydra:
-        return _typed(_compose(hydra, args.overrides, args.config_name))
+    overrides = [*recorded, *args.overrides]
+    with _plainly(overrides), _Session(args) as hydra:
+        return _typed(_compose(hydra, overrides, args.config_name), modules.trusted(args.overrides))
 
 
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
@@ -249,7 +273,8 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
             cfg = _compose(hydra, args.overrides, args.config_name)
             _check_no_grid(cfg)
             launcher = plugin.alone(cfg) if ranks is None else None
-            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
+            trusted = modules.trusted(args.overrides)
+            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
     return plugin.one(launcher, run, cfg) if launcher else job(run)
 
 
@@ -267,6 +292,10 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     from launchers import plugin
 
+    if args.multirun:
+        plugin.GridLauncher.trusted = modules.trusted(args.overrides)
+        with _Session(args) as hydra:
+            modules.check_hydra(_compose(hydra, args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
         with contextlib.redirect_stderr(io.StringIO()) if args.cfg else contextlib.nullcontext():
             hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
@@ -330,10 +359,10 @@ class _Session:
         GlobalHydra.instance().clear()
 
 
-def _compose(hydra: Hydra, overrides: list[str], name: str | None = None) -> DictConfig:
+def _compose(hydra: Hydra, overrides: list[str], name: str | None = None, mode: RunMode = RunMode.RUN) -> DictConfig:
     try:
         cfg = hydra.compose_config(
-            config_name=name or CONFIG, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False
+            config_name=name or CONFIG, overrides=overrides, run_mode=mode, with_log_configuration=False
         )
     except ValueError as error:
         raise Refusal(_value_error(error, overrides)) from error

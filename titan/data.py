@@ -74,7 +74,7 @@ def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
     lives = read_lives(Path(directory)) if Path(directory).is_dir() else []
     if not lives:
         raise Refusal(f"{directory}: there is no run; give the directory of one, such as runs/NAME.")
-    return compose.recipe([*lives[-1]["overrides"], *overrides])
+    return compose.recipe(overrides, recorded=lives[-1]["overrides"])
 
 
 def _show(recipe: Recipe, options: argparse.Namespace) -> None:

@@ -113,28 +113,74 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
     data = dict(data)
     if "_target_" in data and hasattr(cls, "build"):
         cls = _target(show(data.pop("_target_")), path, allowed)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    hints = typing.get_type_hints(cls)
+    values = parts(cls, data, path, allowed)
+    for name, field in _fields(cls).items():
+        if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
+            raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
+    return cls(**values)
+
+
+def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of those fields of the schema `cls` that `data` has; see `build`.
+
+    Raises:
+        Refusal: as `build`, but for what is missing.
+    """
+    fields, hints = _fields(cls), typing.get_type_hints(cls)
     for key in data:
         if key not in fields:
             where = _join(path, str(key))
             names = [_join(path, name) for name in fields]
             raise Refusal(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
     values = {}
-    for name, value in data.items():
+    for name, value in sorted(data.items(), key=_imports_last):
         where, kind = _join(path, name), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
         elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
-            for key in value:
-                check_text(str(key), where)
-            values[name] = {str(k): build(nested, v, _join(where, str(k)), allowed) for k, v in value.items()}
+            values[name] = _named(nested, value, where, allowed)
         else:
             values[name] = _checked(value, kind, fields[name], where)
-    for name, field in fields.items():
-        if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
-            raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
-    return cls(**values)
+    return values
+
+
+def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+def _named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """Instances of a schema by names of the user's own, in their order."""
+    for name in data:
+        check_text(str(name), path)
+    order = sorted(data.items(), key=_imports_last)
+    built = {name: build(cls, value, _join(path, str(name)), allowed) for name, value in order}
+    return {str(name): built[name] for name in data}
+
+
+def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
+    """Refuse every `_target_` in composed `data` that may not be named, before any of them is imported.
+
+    Raises:
+        Refusal: naming the first.
+    """
+    if isinstance(data, Mapping):
+        if isinstance(name := data.get("_target_"), str):
+            _check_target(name, path, allowed)
+        for key, value in data.items():
+            check_targets(value, allowed, _join(path, str(key)))
+
+
+def is_foreign(data: Any) -> bool:
+    """Whether composed `data` names a class of a package that is not titan's, so that to build it imports that."""
+    if not isinstance(data, Mapping):
+        return False
+    name = data.get("_target_")
+    return (isinstance(name, str) and not name.startswith("titan.")) or any(map(is_foreign, data.values()))
+
+
+def _imports_last(item: tuple[Any, Any]) -> bool:
+    """The order of building: code of others is imported once all else is checked."""
+    return is_foreign(item[1])
 
 
 def _values_of(kind: Any) -> Any:
@@ -193,15 +239,21 @@ def _help(field: dataclasses.Field[Any]) -> str:
     return str(field.metadata.get("help") or "a value is needed")
 
 
-def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
-    """The dataclass that `_target_` names, when its package may be named."""
+def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a class of a package that may not be named."""
     roots = ("titan", "experiments", *allowed)
-    module, _, attribute = name.rpartition(".")
+    module = name.rpartition(".")[0]
     if not any(module == root or module.startswith(root + ".") for root in roots):
         raise Refusal(
             f"{path}._target_={name}: only classes under {', '.join(roots)} may be named; "
             f"if you trust this one, add modules=[{module.partition('.')[0] or name}]."
         )
+
+
+def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
+    """The dataclass that `_target_` names, when its package may be named."""
+    _check_target(name, path, allowed)
+    module, _, attribute = name.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
