@@ -22,6 +22,7 @@ from launchers.standing import standing
 from titan import compose, console, endings, ledger, output
 from titan.ledger import Asked, Point
 from titan.run import Run
+from titan.safe import safe
 from titan.settings import setting
 
 
@@ -170,7 +171,7 @@ def _reason(directory: Path) -> str | None:
         except OSError:
             continue
         if said := [line.strip() for line in lines if line.strip()]:
-            return endings.untimed(said[-1].removeprefix("titan: "))
+            return safe(endings.untimed(said[-1].removeprefix("titan: ")))
     return None
 
 

@@ -30,7 +30,7 @@ from titan.rank import leave
 from titan.run import Run, moved
 from titan.safe import safe_lines
 from titan.settings import Failure, Refusal
-from titan.stop import code
+from titan.stop import code, preempt_signal
 
 GRACE_SECONDS = 30.0
 """How long the other ranks of a node may take to end after one of them has ended badly."""
@@ -41,7 +41,7 @@ class Told(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.again = number == signal.SIGUSR2
+        self.again = number == preempt_signal(os.environ)
 
 
 def main(arguments: list[str]) -> int:
@@ -92,7 +92,7 @@ def _listen() -> None:
     def hear(number: int, frame: object) -> None:
         raise Told(number)
 
-    for number in (signal.SIGUSR2, *stopping()):
+    for number in (preempt_signal(os.environ), *stopping()):
         signal.signal(number, hear)
 
 
@@ -159,7 +159,7 @@ def _node(arguments: list[str], count: int) -> int:
     def hand_on(number: int, frame: object) -> None:
         ranks.send(number)
 
-    for number in (signal.SIGUSR2, *stopping()):
+    for number in (preempt_signal(os.environ), *stopping()):
         signal.signal(number, hand_on)
     shared = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}  # the node's
     for local in range(count):

@@ -26,6 +26,7 @@ from typing import Any
 from launchers.environment import before_torch
 from launchers.place import Place
 from titan import output
+from titan.safe import safe_lines
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
@@ -123,6 +124,7 @@ def _environment(size: int) -> dict[str, str]:
 
 def tell(directory: Path, line: str) -> None:
     """Put a line on stderr, and with the time into the run's `log/launcher.log`."""
+    line = safe_lines(line)
     print(f"titan: {line}", file=sys.stderr)
     with contextlib.suppress(OSError), (directory / "log" / "launcher.log").open("a") as log:
         log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")

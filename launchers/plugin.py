@@ -60,6 +60,7 @@ class GridLauncher(Launcher):
             )
         self.context, self.config = hydra_context, config
         folder = Path(config.hydra.sweep.dir)
+        settings.check_text(os.path.abspath(folder), "hydra.sweep.dir")
         GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

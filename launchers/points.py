@@ -16,7 +16,7 @@ from omegaconf import DictConfig, open_dict
 
 from titan import compose, identity, ledger
 from titan.run import Run
-from titan.safe import redact
+from titan.safe import redact, safe
 from titan.settings import Refusal
 
 AUTO = "auto"
@@ -42,7 +42,7 @@ class Chosen:
     @property
     def label(self) -> str:
         """What people know it by."""
-        return " ".join(self.varied) or self.run.name
+        return safe(" ".join(self.varied) or self.run.name)
 
 
 def choose(

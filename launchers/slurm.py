@@ -25,6 +25,7 @@ from launchers.shape import Shape, shape
 from launchers.standing import adopt, numbered, standing
 from titan import console, ledger
 from titan.ledger import Asked, Point
+from titan.safe import safe
 from titan.settings import Failure, Refusal, setting
 
 CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
@@ -120,6 +121,8 @@ class Grid:
             queue.ask("scontrol", "ping")  # before anything is written
         if "%" in str(self.root):
             raise Refusal(f"hydra.run.dir={self.root}: Slurm would read the % in it; choose another name.")
+        for one in self.shapes.values():
+            script.signal_of(one.cluster)
         longest = max(one.cluster.chain for one in self.shapes.values())
         if self.how.max_jobs is not None and longest > self.how.max_jobs:
             raise Refusal(
@@ -274,7 +277,8 @@ class Grid:
         """Say how a point stands, when that is another way than before."""
         if self.said.get(point.id) != state:
             self.said[point.id] = state
-            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {point.label}{f'  ({more})' if more else ''}", flush=True)
+            why = f"  ({safe(more)})" if more else ""
+            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {point.label}{why}", flush=True)
 
     def _leave(self, left: list[Chosen]) -> None:
         if left:

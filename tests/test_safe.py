@@ -11,15 +11,16 @@ import yaml
 from launchers import points, start
 from tests.machines import detector
 from tests.runs import TINY
-from titan import compose, console, identity, ledger, lives, parents
+from titan import compose, console, identity, ledger, lives, parents, status
 from titan.cluster import devices
 from titan.compose import composed
 from titan.dataset import corpora, remote
+from titan.report import collect
 from titan.run import Run
 from titan.safe import escape, is_redacted, redact, redacted
 from titan.settings import Failure, Refusal
 
-SECRET = "hunter2hunter2"
+SECRET, OTHER = "hunter2" * 2, "swordfish" * 2  # so that no diff of this file has them
 REDACTED = {
     "password": (f"https://me:{SECRET}@host/p", "https://***@host/p"),
     "token as user": (f"git+https://{SECRET}@host/p.git", "git+https://***@host/p.git"),
@@ -51,6 +52,47 @@ def test_secrets_are_redacted(text: str, due: str) -> None:
 def test_what_is_no_secret_stays(text: str) -> None:
     assert redact(text) == text
     assert not is_redacted(text)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["name='x\n#SBATCH --account=other'"], id="name"),
+        pytest.param(["hydra.run.dir='a\nb'"], id="directory"),
+        pytest.param(["-m", "training.seed=0,1", "name='a\nb'"], id="grid"),
+        pytest.param(["-m", "training.seed=0,1", "hydra.sweep.dir='a\nb'"], id="grid's directory"),
+        pytest.param(["name='x\x1b[2J'"], id="escape"),
+        pytest.param(["name='x\u202ey'"], id="direction"),
+        pytest.param(["name='x\udcff'"], id="no utf-8"),
+        pytest.param(["metrics.wandb_project='a\rb'"], id="project"),
+    ],
+)
+def test_control_characters_are_refused(overrides: list[str], laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compose.command([*overrides, *TINY], lambda run: 0) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and escape(said[:-1]) == said[:-1]
+    assert not list(laptop.iterdir())
+
+
+def test_texts_that_may_have_lines_keep_them(laptop: Path) -> None:
+    (laptop / "a.txt").write_text("x")
+    run = composed(["dataset=text", f"dataset.path={laptop}/a.txt", "dataset.separator='\n\n'", "name=x"])
+    assert run.dataset.separator == "\n\n"  # type: ignore[attr-defined]
+    assert composed(["cluster.setup=['a\nb']", "name=x"]).cluster.setup == ("a\nb",)
+
+
+def test_names_found_on_disk_are_escaped(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = laptop / "grid" / "a\n\x1b[2Jb"
+    odd.mkdir(parents=True)
+    about = {"event": "point", "id": "a", "directory": odd.name, "steps": 1, "devices": 1}
+    point = {**about, "overrides": ["x=a\n\x1b[2Jb"]}
+    ended = {"event": "ended", "id": "a", "code": 1, "reason": "rank 0 on n\x1b[1m: x"}
+    ledger.add(laptop / "grid", point, ended)
+    assert status.main([str(laptop / "grid"), "watch=false"]) == 1
+    said = capsys.readouterr().out
+    assert "a\\n\\x1b[2Jb" in said and "n\\x1b[1m" in said and "\x1b" not in said
+    (label,) = {run.label for run in collect.collect([laptop / "grid"]).failed}
+    assert label == "x=a\\n\\x1b[2Jb"
 
 
 def test_nested_settings_are_redacted() -> None:
@@ -99,7 +141,7 @@ def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture
 
 
 def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
-    one, other = run_of(SECRET, laptop), run_of("another", laptop)
+    one, other = run_of(SECRET, laptop), run_of(OTHER, laptop)
     assert identity.point(one) == identity.point(other)
     assert identity.settings_of(one, science=False) == identity.settings_of(other, science=False)
     before: dict[str, Any] = {"config": {"checkpoint": redacted({"resume": one.checkpoint.resume, "weights": None})}}
@@ -108,14 +150,14 @@ def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
 
 def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
     kinds = []
-    for secret in (SECRET, "another"):
+    for secret in (SECRET, OTHER):
         run = composed([*TINY, "name=x", f"checkpoint.path='{address(secret, laptop)}'"])
         Path(run.directory).mkdir(parents=True, exist_ok=True)
         life = lives.begin(run)
         assert isinstance(life, lives.Life)
         kinds.append((life.kind, life.ids.execution))
     assert kinds == [("start", kinds[0][1]), ("resume", kinds[0][1])]
-    assert not [name for name, text in files_of(laptop / "runs").items() if SECRET in text or "another" in text]
+    assert not [name for name, text in files_of(laptop / "runs").items() if SECRET in text or OTHER in text]
 
 
 def test_a_redacted_url_is_refused_as_it_is(laptop: Path) -> None:

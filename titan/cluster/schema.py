@@ -11,7 +11,6 @@ from titan.settings import Refusal, setting, show
 
 TAKEN = {
     "array",
-    "comment",
     "dependency",
     "job-name",
     "output",
