@@ -20,7 +20,7 @@ from titan.run import Run
 from titan.safe import escape, is_redacted, redact, redacted
 from titan.settings import Failure, Refusal
 
-SECRET, OTHER = "hunter2" * 2, "swordfish" * 2  # so that no diff of this file has them
+SECRET, OTHER = "horse" * 3, "swordfish" * 2  # so that no diff of this file has them
 REDACTED = {
     "password": (f"https://me:{SECRET}@host/p", "https://***@host/p"),
     "token as user": (f"git+https://{SECRET}@host/p.git", "git+https://***@host/p.git"),
