@@ -25,7 +25,7 @@ from launchers.shape import Shape, shape
 from launchers.standing import adopt, numbered, standing
 from titan import console, ledger
 from titan.ledger import Asked, Point
-from titan.safe import safe
+from titan.safe import safe, safe_lines
 from titan.settings import Failure, Refusal, setting
 
 CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
@@ -237,6 +237,8 @@ class Grid:
                 first = executor._submit_command(script.command(one, work)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
             raise _failure(_own_words(error)) from error
+        for file in work.folder.glob(f"{first}_submission.sh"):
+            file.chmod(0o600)  # it may hold secrets, of cluster.environment
         return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
 
     def _wait(self, left: list[Chosen]) -> list[int]:
@@ -314,7 +316,7 @@ class Grid:
                 self.how.at_once,
             )
             print(f"# {len(chunk)} x {one}: {', '.join(p.label for p in chunk)}")
-            print(script.text(one, work))
+            print(safe_lines(script.text(one, work)))
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
         cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
         print(
