@@ -208,6 +208,14 @@ def test_a_grid_writes_no_secret_down(
     assert SECRET not in "".join(capsys.readouterr())
 
 
+def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    override = f"checkpoint.resume='{address(SECRET, laptop)}'"
+    for arguments in (["--cfg", "job"], ["--cfg", "all"], ["--info", "config"]):
+        assert compose.command([*arguments, override], lambda run: 1) == 0
+        said = "".join(capsys.readouterr())
+        assert "memory://me:***@host" in said and SECRET not in said
+
+
 def test_a_frozen_point_is_its_users_alone(laptop: Path) -> None:
     point = points.Chosen("a", (), composed([*TINY]))
     assert points.freeze(point, laptop).stat().st_mode & 0o777 == 0o600

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -298,7 +298,7 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         with _Session(args) as hydra:
             modules.check_hydra(_compose(hydra, args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
-        with contextlib.redirect_stderr(io.StringIO()) if args.cfg else contextlib.nullcontext():
+        with _showing() if args.cfg or args.info else contextlib.nullcontext():
             hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
         if args.cfg and leave.code:
@@ -309,6 +309,17 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     finally:
         plugin.tidy()
     return plugin.exit_code() if args.multirun else 0
+
+
+@contextlib.contextmanager
+def _showing() -> Iterator[None]:
+    """Show what Hydra prints without its secrets, and nothing of what it has to say beside."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        print(redact(out.getvalue()), end="")
 
 
 def _check_grid_name(name: str, overrides: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> in
     """Generate: the payload is the job."""
     from titan.generation.worker import work as generate
 
-    if payload.output:
+    if payload.settings.output:
         output.go_on()
     return generate(payload, place)
 
