@@ -16,12 +16,13 @@ from functools import partial
 from pathlib import Path
 
 from launchers import points as grid
-from launchers.local import STOPPING, hearing
+from launchers.local import STOPPING, hearing, is_repeat
 from launchers.points import Chosen
 from launchers.standing import standing
-from titan import compose, console, endings, ledger
+from titan import compose, console, endings, ledger, output
 from titan.ledger import Asked, Point
 from titan.run import Run
+from titan.safe import safe
 from titan.settings import setting
 
 
@@ -141,12 +142,14 @@ class Grid:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """While points run, Ctrl-C and SIGTERM are handed on to them, the second one too, which ends them at once."""
+        """While points run, Ctrl-C and its like are handed on to them, the second one too, which ends them at once."""
 
         def hand_on(number: int, frame: object) -> None:
+            if is_repeat(number, self.signals):
+                return
             self.signals += 1
             if self.signals == 1:
-                os.write(2, STOPPING.encode())
+                output.note(STOPPING)
             for process in self.running.values():
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
@@ -168,7 +171,7 @@ def _reason(directory: Path) -> str | None:
         except OSError:
             continue
         if said := [line.strip() for line in lines if line.strip()]:
-            return endings.untimed(said[-1].removeprefix("titan: "))
+            return safe(endings.untimed(said[-1].removeprefix("titan: ")))
     return None
 
 
@@ -183,4 +186,4 @@ def main(file: str, parent: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    output.run(partial(main, *sys.argv[1:]))

@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers.environment import before_torch
-from launchers.local import Ranks, tell
+from launchers.local import Ranks, stopping, tell
 from launchers.place import Place
-from titan import endings
+from titan import endings, output
 from titan.cluster import devices
 from titan.endings import AGAIN
 from titan.rank import leave
 from titan.run import Run, moved
+from titan.safe import safe_lines
 from titan.settings import Failure, Refusal
-from titan.stop import code
+from titan.stop import code, preempt_signal
 
 GRACE_SECONDS = 30.0
 """How long the other ranks of a node may take to end after one of them has ended badly."""
@@ -40,7 +41,7 @@ class Told(KeyboardInterrupt):
 
     def __init__(self, number: int) -> None:
         super().__init__()
-        self.again = number == signal.SIGUSR2
+        self.again = number == preempt_signal(os.environ)
 
 
 def main(arguments: list[str]) -> int:
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BaseException:
-        return _leave(life, place.rank, traceback.format_exc(), 1)
+        return _leave(life, place.rank, safe_lines(traceback.format_exc()), 1)
 
 
 def _said(life: Path, exit_code: int) -> int:
@@ -92,7 +93,7 @@ def _listen() -> None:
     def hear(number: int, frame: object) -> None:
         raise Told(number)
 
-    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+    for number in (preempt_signal(os.environ), *stopping()):
         signal.signal(number, hear)
 
 
@@ -168,7 +169,7 @@ def _node(arguments: list[str], count: int) -> int:
     def hand_on(number: int, frame: object) -> None:
         ranks.send(number)
 
-    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+    for number in (preempt_signal(os.environ), *stopping()):
         signal.signal(number, hand_on)
     shared = {name: value for name, value in os.environ.items() if name != "SLURM_CPUS_PER_TASK"}  # the node's
     for local in range(count):
@@ -193,6 +194,7 @@ def _tell_of_signal(life: Path, rank: int, returned: int) -> None:
 
 def run(arguments: list[str]) -> NoReturn:
     """Carry out `main` and end."""
+    output.best_effort()
     leave(main(arguments))
 
 

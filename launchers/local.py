@@ -25,11 +25,13 @@ from typing import Any
 
 from launchers.environment import before_torch
 from launchers.place import Place
+from titan import output
+from titan.safe import safe_lines
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
 STOPPING = "\ntitan: stopping as soon as the work under way allows; once more: at once\n"
-"""What is said at the first Ctrl-C or SIGTERM."""
+"""What is said at the first signal that asks to stop."""
 CONSEQUENCE_SECONDS = 0.5
 """Ranks that fail because another one did, fail about this much later."""
 
@@ -122,6 +124,7 @@ def _environment(size: int) -> dict[str, str]:
 
 def tell(directory: Path, line: str) -> None:
     """Put a line on stderr, and with the time into the run's `log/launcher.log`."""
+    line = safe_lines(line)
     print(f"titan: {line}", file=sys.stderr)
     with contextlib.suppress(OSError), (directory / "log" / "launcher.log").open("a") as log:
         log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
@@ -155,8 +158,8 @@ def _explain(folder: Path, codes: list[int | None], first: int, directory: Path)
     errors = sorted((json.loads(f.read_text()) for f in folder.glob("*.json")), key=lambda e: float(e["time"]))
     if not errors:
         code = codes[first]
-        if code == 130:
-            return 130
+        if code in (130, output.PIPE):
+            return int(code)
         tell(directory, f"rank {first} ended with exit code {code} and no error of its own")
         return 1
     error = errors[0]
@@ -166,22 +169,38 @@ def _explain(folder: Path, codes: list[int | None], first: int, directory: Path)
 
 @contextmanager
 def _signals(ranks: Ranks) -> Iterator[None]:
-    """While ranks run, the first Ctrl-C or SIGTERM is handed on to them, the second ends the wait."""
+    """While ranks run, the first signal that asks to stop is handed on to them, the second ends the wait."""
 
     def hand_on(number: int, frame: object) -> None:
+        if is_repeat(number, ranks.signals):
+            return
         ranks.signals += 1
         if ranks.signals == 1 and len(ranks.processes) > 1:  # a single rank says so itself
-            os.write(2, STOPPING.encode())
+            output.note(STOPPING)
         ranks.send(signal.SIGTERM)
 
     with hearing(hand_on):
         yield
 
 
+def stopping() -> list[int]:
+    """The signals that ask to stop; a hang-up only where it is not ignored, as it is under nohup."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+
+
+def is_repeat(number: int, before: int) -> bool:
+    """Whether a signal says only what signals `before` have said: a hang-up is no second word to end at once.
+
+    A shell that ends sends one after the terminal's own, and systemd one after SIGTERM.
+    """
+    return number == signal.SIGHUP and before > 0
+
+
 @contextmanager
 def hearing(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within it, Ctrl-C and SIGTERM call `handler`."""
-    old = {s: signal.signal(s, handler) for s in (signal.SIGINT, signal.SIGTERM)}
+    """Within it, Ctrl-C, SIGTERM and a terminal that hangs up call `handler`."""
+    old = {s: signal.signal(s, handler) for s in stopping()}
     try:
         yield
     finally:

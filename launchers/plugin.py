@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from launchers import here, points, slurm
 from launchers.points import Chosen
-from titan import endings, ledger, settings
+from titan import compose, endings, ledger, settings
 from titan.ledger import Asked
 from titan.run import Run
 from titan.settings import Refusal
@@ -42,6 +42,8 @@ class GridLauncher(Launcher):
     new: ClassVar[list[Path]] = []
     """Folders that this sweep brings, innermost first."""
     dry: ClassVar[bool] = False
+    trusted: ClassVar[tuple[str, ...]] = ()
+    """Packages that the user lets the points import."""
     kind: ClassVar[Any] = here.Local
     elsewhere: ClassVar[bool] = False
 
@@ -58,6 +60,7 @@ class GridLauncher(Launcher):
             )
         self.context, self.config = hydra_context, config
         folder = Path(config.hydra.sweep.dir)
+        settings.check_text(os.path.abspath(folder), "hydra.sweep.dir")
         GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -66,7 +69,7 @@ class GridLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere)
+        chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
         codes = self.grid(root, chosen, asked_of(self.config))
         GridLauncher.codes += codes
         GridLauncher.dry = getattr(self.how, "dry_run", False)
@@ -100,6 +103,11 @@ def _sweeper() -> Any:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 
     class GridSweeper(BasicSweeper):
+        def setup(self, **given: Any) -> None:
+            super().setup(**given)
+            self.config = compose.without_secrets(given["config"])  # it goes into multirun.yaml
+            OmegaConf.copy_cache(given["config"], self.config)  # so that ${now:} is the same moment in both
+
         def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
             return
 

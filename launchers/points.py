@@ -18,11 +18,12 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 
 from launchers.composing import Composer
-from titan import console, identity, ledger
+from titan import compose, console, identity, ledger
 from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.run import Run
+from titan.safe import redact, safe
 from titan.settings import Refusal
 
 AUTO = "auto"
@@ -53,11 +54,16 @@ class Chosen:
     @property
     def label(self) -> str:
         """What people know it by."""
-        return " ".join(self.varied) or self.run.name
+        return safe(" ".join(self.varied) or self.run.name)
 
 
 def choose(
-    loader: Any, config: DictConfig, overrides: Sequence[Sequence[str]], first: int, elsewhere: bool
+    loader: Any,
+    config: DictConfig,
+    overrides: Sequence[Sequence[str]],
+    first: int,
+    elsewhere: bool,
+    trusted: tuple[str, ...] = (),
 ) -> list[Chosen]:
     """Compose and check every point, and give each its folder: the one that it has had, or a new one.
 
@@ -65,7 +71,7 @@ def choose(
         loader, config: Hydra's, of the sweep.
         overrides: of each point.
         first: Hydra's number of the first one.
-        elsewhere: see `titan.compose.freeze`.
+        elsewhere, trusted: see `titan.compose.freeze`.
 
     Raises:
         Refusal: for a point that can't work, with its number and overrides, and for two that are the same.
@@ -79,9 +85,10 @@ def choose(
     kept = {point.id: Path(point.directory) for point in noted}
     found: dict[str, Chosen] = {}
     for number, one in enumerate(_counted(overrides)):
-        varied = tuple(o for o in one if o not in shared)
+        varied = tuple(redact(o) for o in one if o not in shared)
         with _pointing(number, varied):
-            run = _composed(composer, one, first + number, _named(varied), elsewhere, machine)
+            cfg = _composed(composer, one, first + number, _named(varied))
+            run = compose.freeze(cfg, _directory(cfg), elsewhere=elsewhere, machine=machine, trusted=trusted)
         point = known(run, varied, noted)
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
@@ -102,11 +109,7 @@ def known(run: Run, varied: Sequence[str], noted: Sequence[ledger.Point]) -> str
     return same[0] if len(same) == 1 else own
 
 
-def _composed(
-    composer: Composer, overrides: Sequence[str], number: int, name: str, elsewhere: bool, machine: Machines
-) -> Run:
-    from titan import compose
-
+def _composed(composer: Composer, overrides: Sequence[str], number: int, name: str) -> DictConfig:
     cfg = composer(overrides)
     with open_dict(cfg):
         cfg.hydra.job.id = cfg.hydra.job.num = number
@@ -115,7 +118,11 @@ def _composed(
         folder = Path(cfg.hydra.sweep.dir)
         cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
     compose.check_optional(composer.known, cfg)
-    return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere, machine=machine)
+    return cfg
+
+
+def _directory(cfg: DictConfig) -> str:
+    return str(Path(cfg.hydra.sweep.dir) / cfg.hydra.sweep.subdir)
 
 
 def _here(cluster: Cluster) -> Machine:
@@ -212,11 +219,12 @@ def _axes(points: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
 
 
 def freeze(point: Chosen, folder: Path) -> Path:
-    """Write a point's run down, for its job to read; only this user may, since it is code to whoever reads it."""
+    """Write a point's run down, for its job to read; only this user may: it may hold secrets, and readers run it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{point.id}.pickle"
     temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(pickle.dumps(point.run))
-    temporary.chmod(0o600)
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        pickle.dump(point.run, out)
     temporary.rename(file)
     return file

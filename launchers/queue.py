@@ -116,8 +116,14 @@ def _known(numbers: list[str]) -> list[Job]:
 
 def _queue(which: str) -> list[Job]:
     """What squeue says, of each element of an array by itself."""
-    text = ask("squeue", which, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%k|%j")
-    return [Job(*[*line.split("|"), *[""] * 5][:6]) for line in text.splitlines() if "|" in line]
+    text = ask("squeue", which, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%j|%k")
+    return [_read(line) for line in text.splitlines() if "|" in line]
+
+
+def _read(line: str) -> Job:
+    """A job of a line of squeue's; the comment comes last, for it may be the user's own and hold any character."""
+    number, state, reason, nodes, name, comment = [*line.split("|", 5), *[""] * 5][:6]
+    return Job(number, state, reason, nodes, comment, name)
 
 
 def _accounts(wanted: set[str]) -> dict[str, Job]:

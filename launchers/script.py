@@ -10,15 +10,18 @@ it does the same `cluster.restarts` times at most, and excludes the node that fa
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from launchers.shape import Shape
-from titan.cluster.schema import minutes
+from titan.cluster.schema import Cluster, minutes
 from titan.endings import AGAIN, DIED, TERMINATING
+from titan.stop import PREEMPT, preempt_signal
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ then; these restarts do not count as requeues."""
 AFTER = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
-case $code in 140) code=AGAIN ;; 143) code=130 ;; esac
+case $code in TOLD) code=AGAIN ;; 143) code=130 ;; esac
 if [ -e "$life/again" ]; then
   code=AGAIN
 elif compgen -G "$life/*/*.error" >/dev/null || grep -qsE ": (DIED)" "$life.out"; then
@@ -164,11 +167,11 @@ exit $code
 of a chain of jobs that there is nothing left to do; it is empty where jobs are put back into the queue.
 
 Ranks that ended because they were told to leave a file that says so (`launchers.job`), and end well: srun would end
-those that are not as far. Those that SIGUSR2 or SIGTERM killed before they listened show 140 or 143. srun gives the
-highest exit code of all ranks: where one failed, those of the ranks that were ended for that do not count. A job that
-was cancelled is no longer running by Slurm's account; one that is, and was told to stop by SIGTERM, is being preempted
-by a Slurm that is not set up to send SIGUSR2. Requeueing ends what runs in the job by SIGTERM, also the command that
-asks, and what follows it has until Slurm's KillWait.
+those that are not as far. Those that the signal before preemption or SIGTERM killed before they listened show 128 and
+its number (TOLD), or 143. srun gives the highest exit code of all ranks: where one failed, those of the ranks that were
+ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that is, and was told
+to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal. Requeueing ends what runs
+in the job by SIGTERM, also the command that asks, and what follows it has until Slurm's KillWait.
 
 After a failure that is no refusal (exit code 2), a job is started again where `cluster.restarts` allows, but a second
 time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that failed
@@ -178,11 +181,14 @@ credential of its last life has to expire first.
 """
 
 
+_ODD = re.compile(r"[^\w.+-]+")
+
+
 def parameters(shape: Shape, work: Work) -> dict[str, Any]:
     """What submitit is told: the options of sbatch."""
     cluster = shape.cluster
     asked: dict[str, Any] = {
-        "job_name": f"{work.name}-{work.token}",  # the comment may be a site's own
+        "job_name": f"{_ODD.sub('-', work.name)}-{work.token}",  # the comment may be the user's own
         "comment": work.token,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
@@ -204,6 +210,15 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
     }
 
 
+def signal_of(cluster: Cluster) -> Signals:
+    """The signal by which Slurm asks a job's ranks to save and end.
+
+    Raises:
+        Refusal: for one that can't mean that.
+    """
+    return preempt_signal({**os.environ, **(cluster.environment or {})})
+
+
 def _cores(shape: Shape) -> int | None:
     """Cores of a task; a node's program needs one for each of its ranks at least."""
     each = shape.cluster.cpus_per_rank
@@ -214,6 +229,7 @@ def _more(shape: Shape, work: Work) -> dict[str, Any]:
     """Options of sbatch that submitit has no words for; the user's own come last."""
     cluster = shape.cluster
     own: dict[str, Any] = {"output": f"{work.folder}/{'%A_%a' if work.count > 1 else '%j'}.out"}
+    own |= {"signal": f"{signal_of(cluster).name.removeprefix('SIG')}@{cluster.signal_seconds}"}
     own |= {"no-requeue" if cluster.chain else "requeue": True}
     own |= {"reservation": cluster.reservation} if cluster.reservation else {}
     own |= {"mem": memory} if (memory := _memory(shape)) else {}
@@ -246,12 +262,13 @@ def text(shape: Shape, work: Work) -> str:
 
 def command(shape: Shape, work: Work) -> str:
     """What the script runs, as lines of bash."""
-    before, after = (_filled(part) for part in (BEFORE, AFTER))
+    before, after = (_filled(part, shape.cluster) for part in (BEFORE, AFTER))
     return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
 
 
-def _filled(part: str) -> str:
-    for name, value in (("AGAIN", str(AGAIN)), ("DIED", DIED), ("TERMINATING", TERMINATING)):
+def _filled(part: str, cluster: Cluster) -> str:
+    told = str(128 + signal_of(cluster))
+    for name, value in (("AGAIN", str(AGAIN)), ("DIED", DIED), ("TERMINATING", TERMINATING), ("TOLD", told)):
         part = part.replace(name, value)
     return part.strip()
 
@@ -272,6 +289,7 @@ def _own(shape: Shape, work: Work) -> list[str]:
     chain = f"{work.list}.over" if shape.cluster.chain else ""
     return [
         f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
+        f"export {PREEMPT}={signal_of(shape.cluster).name.removeprefix('SIG')}",
         f"folder={shlex.quote(str(work.folder))}",
         f"runs={shlex.quote(str(work.runs))}",
         f"requeues={shape.cluster.requeues}",

@@ -27,6 +27,7 @@ from launchers.shape import Shape, shape
 from launchers.standing import adopt, numbered, standing
 from titan import console, ledger
 from titan.ledger import Asked, Point
+from titan.safe import safe, safe_lines
 from titan.settings import Failure, Refusal, setting, show
 
 CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
@@ -122,6 +123,8 @@ class Grid:
             queue.ask("scontrol", "ping")  # before anything is written
         if "%" in str(self.root):
             raise Refusal(f"hydra.run.dir={self.root}: Slurm would read the % in it; choose another name.")
+        for one in self.shapes.values():
+            script.signal_of(one.cluster)
         longest = max(one.cluster.chain for one in self.shapes.values())
         if self.how.max_jobs is not None and longest > self.how.max_jobs:
             raise Refusal(
@@ -246,6 +249,8 @@ class Grid:
                 first = executor._submit_command(script.command(one, work)).job_id
         except (FailedJobError, FailedSubmissionError) as error:
             raise _failure(_own_words(error), one) from error
+        for file in work.folder.glob(f"{first}_submission.sh"):
+            file.chmod(0o600)  # it may hold secrets, of cluster.environment
         return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
 
     def _wait(self, left: list[Chosen]) -> list[int]:
@@ -286,7 +291,8 @@ class Grid:
         """Say how a point stands, when that is another way than before."""
         if self.said.get(point.id) != state:
             self.said[point.id] = state
-            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {point.label}{f'  ({more})' if more else ''}", flush=True)
+            why = f"  ({safe(more)})" if more else ""
+            print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {point.label}{why}", flush=True)
 
     def _leave(self, left: list[Chosen]) -> None:
         if left:
@@ -316,7 +322,7 @@ class Grid:
             one = self.shapes[chunk[0].id]
             lane, before = lanes.take() if lanes and len(chunk) == 1 else (None, None)
             print(f"# {len(chunk)} x {one}: {', '.join(p.label for p in chunk)}")
-            print(script.text(one, self._work(chunk, "TOKEN", self.folder / "TOKEN.json", before)))
+            print(safe_lines(script.text(one, self._work(chunk, "TOKEN", self.folder / "TOKEN.json", before))))
             if lanes and lane is not None:
                 lanes.put(lane, [f"JOB_OF_{chunk[0].id}"])
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launchers.environment import before_torch
-from titan import compose, identity, measure, modes
+from titan import compose, identity, measure, modes, output
 from titan.checkpoint import measure as saving
 from titan.measure import SIDES, Speed, environment
 from titan.precision import CAPABILITY
@@ -308,4 +308,4 @@ def _output(command: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.run(main)

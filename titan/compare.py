@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan import compose
+from titan import compose, output
 from titan.arguments import arguments, describe
 from titan.settings import Failure, Refusal, setting
 
@@ -171,7 +171,7 @@ _WRITERS: dict[str, Callable[[Comparison, str], str]] = {
 
 def cli() -> None:
     """The console script `titan-compare`."""
-    sys.exit(main())
+    output.run(main)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +37,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from titan import help as help_text
-from titan import settings
+from titan import modules, output, settings
 from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
@@ -44,6 +45,7 @@ from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW, Muon
 from titan.run import Recipe, Run, check_name, resolve
+from titan.safe import is_secret, redact, redacted
 from titan.settings import Failure, Refusal, nearest
 from titan.sweep import Sweep
 
@@ -129,16 +131,18 @@ def exit_code(body: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read has seen enough: `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except output.Lost as lost:  # whoever read has seen enough: `... | head`
+        if lost.code != output.PIPE:
+            print(f"titan: {lost}.", file=sys.stderr)
+        return lost.code
 
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
     """The checked Run of a list of overrides, for programs; see `freeze`; raises `Refusal`."""
     register()
     with _plainly(overrides), _Session() as hydra:
-        return freeze(_compose(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere)
+        trusted = modules.trusted(overrides)
+        return freeze(_compose(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
 
 
 def freeze(
@@ -147,6 +151,7 @@ def freeze(
     ranks: int | None = None,
     elsewhere: bool = False,
     machine: Callable[[Cluster], Machine] | None = None,
+    trusted: tuple[str, ...] = (),
 ) -> Run:
     """Turn what Hydra composed, its own node included, into a typed and checked `Run`.
 
@@ -156,18 +161,21 @@ def freeze(
         ranks: see `titan.run.resolve`.
         elsewhere: it is to run on the nodes that `cluster` describes, not on this machine.
         machine: finds out what the run's machine has; None: look now.
+        trusted: packages that the user lets it import, whatever configuration files say: `titan.modules.trusted`.
 
     Raises:
         Refusal: for what can't work.
     """
-    recipe = _typed(cfg)
+    recipe = _typed(cfg, trusted)
     if machine is None:
         found = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     else:
         found = machine(recipe.cluster)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
+    settings.check_text(directory, "hydra.run.dir")
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
-    overrides = tuple(map(str, cfg.hydra.overrides.task))
+    typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
+    overrides = tuple(redact(str(override)) for override in typed)
     return resolve(
         recipe,
         found,
@@ -180,21 +188,63 @@ def freeze(
     )
 
 
-def _typed(cfg: DictConfig) -> Recipe:
+def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     HydraConfig.instance().set_config(cfg)
-    content = OmegaConf.to_container(_job(cfg), resolve=True)
+    content: Any = OmegaConf.to_container(_job(cfg), resolve=True)
     if not isinstance(content, dict):
         raise Refusal("the configuration is not a mapping.")
+    _warn_of_secrets(OmegaConf.to_container(_job(cfg), resolve=False), redacted(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
-    modules = content.get("modules") or []
-    if not isinstance(modules, list):
-        raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
-    built: Recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
+    modules.check(content.get("modules") or [], trusted)
+    settings.check_targets(content, trusted)
+    if settings.is_foreign(content):
+        _check_all_else(content)
+    built: Recipe = settings.build(Recipe, content, allowed=trusted)
     return built
 
 
-def recipe(arguments: Sequence[str]) -> Recipe:
+def _check_all_else(content: dict[str, Any]) -> None:
+    """Refuse what can be refused without code of others, before that is imported."""
+    check_name(str(content.get("name")))
+    own = {axis: value for axis, value in content.items() if not settings.is_foreign(value)}
+    built = settings.parts(Recipe, own)
+    for axis in ("model", "training", "parallelism", "dataset", "cluster"):
+        if axis in built:
+            built[axis].check()
+
+
+def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
+    """Warn where `${oc.env:NAME}`, as `written` in files, brings a secret into `content`, as run.yaml will hold it."""
+    if isinstance(written, dict):
+        for key, value in written.items():
+            _warn_of_secrets(value, content[key], f"{path}.{key}".lstrip("."))
+    elif isinstance(written, list):
+        for value, text in zip(written, content, strict=True):
+            _warn_of_secrets(value, text, path)
+    elif isinstance(written, str):
+        for name in _ENVIRONMENT.findall(written):
+            if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
+                _warn(
+                    f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that "
+                    "needs it read it from the environment."
+                )
+
+
+_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
+
+
+@functools.cache
+def _warn(sentence: str) -> None:
+    """Say a sentence on stderr, once: the points of a grid have the same to say."""
+    print(f"titan: warning: {sentence}", file=sys.stderr)
+
+
+def recipe(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Recipe:
     """The typed choices of a command line, whether or not this machine can run them.
+
+    Args:
+        arguments: the command line.
+        recorded: overrides that go before its own, such as run.yaml has; they let nothing be imported.
 
     Raises:
         Refusal: for what is no choice or setting, and for options that only show something.
@@ -206,8 +256,9 @@ def recipe(arguments: Sequence[str]) -> Recipe:
     _check_arguments(args)
     if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
         raise Refusal("-m, --cfg, --info and the like are for titan.train; leave them out.")
-    with _plainly(args.overrides), _Session(args) as hydra:
-        return _typed(_compose(hydra, args.overrides, args.config_name))
+    overrides = [*recorded, *args.overrides]
+    with _plainly(overrides), _Session(args) as hydra:
+        return _typed(_compose(hydra, overrides, args.config_name), modules.trusted(args.overrides))
 
 
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
@@ -230,7 +281,8 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
             cfg = _compose(hydra, args.overrides, args.config_name)
             _check_no_grid(cfg)
             launcher = plugin.alone(cfg) if ranks is None else None
-            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
+            trusted = modules.trusted(args.overrides)
+            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
     return plugin.one(launcher, run, cfg) if launcher else job(run)
 
 
@@ -248,8 +300,12 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     from launchers import plugin
 
+    if args.multirun:
+        plugin.GridLauncher.trusted = modules.trusted(args.overrides)
+        with _Session(args) as hydra:
+            modules.check_hydra(_compose(hydra, args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
-        with contextlib.redirect_stderr(io.StringIO()) if args.cfg else contextlib.nullcontext():
+        with _showing() if args.cfg or args.info else contextlib.nullcontext():
             hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
         if args.cfg and leave.code:
@@ -260,6 +316,17 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     finally:
         plugin.tidy()
     return plugin.exit_code() if args.multirun else 0
+
+
+@contextlib.contextmanager
+def _showing() -> Iterator[None]:
+    """Show what Hydra prints without its secrets, and nothing of what it has to say beside."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        print(redact(out.getvalue()), end="")
 
 
 def _check_grid_name(name: str, overrides: Sequence[str]) -> None:
@@ -311,10 +378,10 @@ class _Session:
         GlobalHydra.instance().clear()
 
 
-def _compose(hydra: Hydra, overrides: list[str], name: str | None = None) -> DictConfig:
+def _compose(hydra: Hydra, overrides: list[str], name: str | None = None, mode: RunMode = RunMode.RUN) -> DictConfig:
     try:
         cfg = hydra.compose_config(
-            config_name=name or CONFIG, overrides=overrides, run_mode=RunMode.RUN, with_log_configuration=False
+            config_name=name or CONFIG, overrides=overrides, run_mode=mode, with_log_configuration=False
         )
     except ValueError as error:
         raise Refusal(_value_error(error, overrides)) from error
@@ -359,13 +426,13 @@ def _job(cfg: DictConfig) -> DictConfig:
 
 def _hydra_files(cfg: DictConfig) -> dict[str, str]:
     """What Hydra would have written under `.hydra/`."""
-    node = Hydra.get_sanitized_hydra_cfg(cfg)
-    job = _job(cfg)
-    return {
-        "config.yaml": OmegaConf.to_yaml(job),
-        "hydra.yaml": OmegaConf.to_yaml(node),
-        "overrides.yaml": OmegaConf.to_yaml(cfg.hydra.overrides.task),
-    }
+    parts = {"config": _job(cfg), "hydra": Hydra.get_sanitized_hydra_cfg(cfg), "overrides": cfg.hydra.overrides.task}
+    return {f"{name}.yaml": OmegaConf.to_yaml(without_secrets(part)) for name, part in parts.items()}
+
+
+def without_secrets(cfg: Any) -> Any:
+    """A copy of a part of the configuration, interpolations left as they are, with its texts redacted."""
+    return OmegaConf.create(redacted(OmegaConf.to_container(cfg, resolve=False)))
 
 
 def _refuse_arguments(message: str) -> NoReturn:

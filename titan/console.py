@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan import capacity
 from titan.run import Run, billions
+from titan.safe import safe
 
 if TYPE_CHECKING:
     from titan.dataset.mix import Mix
@@ -215,6 +216,7 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line of its own."""
+        line = safe(line)
         if self.bar is not None:
             self.bar.write(line, file=sys.stdout)
         else:
@@ -234,6 +236,7 @@ def progress_line() -> Iterator[Callable[[str], None]]:
     terminal = sys.stderr.isatty()
 
     def show(line: str) -> None:
+        line = safe(line)
         print(f"{WIPE}{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
     try:
@@ -256,7 +259,7 @@ def _bar(done: int, steps: int) -> Any:
 def table(rows: Mapping[str, str]) -> None:
     """Print names and what there is to say of each."""
     for name, value in rows.items():
-        print(f"  {name:<10}  {value}", flush=True)
+        print(f"  {name:<10}  {safe(value)}", flush=True)
 
 
 def _life(life: Life) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan import compose, console
+from titan import compose, console, output
 from titan.arguments import arguments, describe
 from titan.dataset import report
 from titan.settings import Failure, Refusal, setting
@@ -222,7 +222,7 @@ def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float
 
 def cli() -> None:
     """The console script `titan-convert`."""
-    sys.exit(main())
+    output.run(main)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from titan import compose, console
+from titan import compose, console, output
 from titan.run import Recipe
 from titan.settings import Refusal
 
@@ -74,7 +74,7 @@ def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
     lives = read_lives(Path(directory)) if Path(directory).is_dir() else []
     if not lives:
         raise Refusal(f"{directory}: there is no run; give the directory of one, such as runs/NAME.")
-    return compose.recipe([*lives[-1]["overrides"], *overrides])
+    return compose.recipe(overrides, recorded=lives[-1]["overrides"])
 
 
 def _show(recipe: Recipe, options: argparse.Namespace) -> None:
@@ -125,7 +125,7 @@ def _documents(split: Split, row: int, seq_len: int, tokenizer: Tokenizer | None
 
 def cli() -> None:
     """The console script `titan-data`."""
-    sys.exit(main())
+    output.run(main, keep_going=False)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launchers.environment import before_torch
-from titan import compose
+from titan import compose, output
 from titan.arguments import arguments, describe
 from titan.cluster import devices
 from titan.generation.schema import Degrees, Settings
@@ -48,6 +48,8 @@ def _main(given: list[str]) -> int:
     layout = _layout([argument for argument in given if argument.startswith(_PREFIX)])
     texts = settings.texts()
     _check_paths(settings)
+    if settings.output:
+        output.go_on()
     machine = devices.detect(settings.device)
 
     from titan.checkpoint.weights import open_weights, verify  # only now: refusals need not wait for torch
@@ -88,7 +90,7 @@ def _check_paths(settings: Settings) -> None:
 
 def cli() -> None:
     """The console script `titan-generate`."""
-    sys.exit(main())
+    output.run(main, keep_going=False)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from launchers.place import Place
+from titan import output
 from titan.rank import run
 
 
@@ -13,8 +14,10 @@ def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> in
     """Generate: the payload is the job."""
     from titan.generation.worker import work as generate
 
+    if payload.settings.output:
+        output.go_on()
     return generate(payload, place)
 
 
 if __name__ == "__main__":
-    run(work)
+    run(work, keep_going=False)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titan
+from titan.safe import redacted
 from titan.settings import plain
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ class Ids:
 
 
 def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
-    """The science (or else the execution) settings that differ from their defaults, by dotted name."""
+    """The science (or else the execution) settings that differ from their defaults, by dotted name.
+
+    Without passwords and tokens in URLs: who gets a new one goes on with the same run.
+    """
     found: dict[str, Any] = {}
     declared = typing.get_type_hints(type(run))
     for axis in run.axes():
@@ -56,7 +60,7 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
             if not field.metadata.get("told", True):
                 continue
             if (default if mark is None else mark) == science and setting != field.default:
-                found[f"{axis}.{field.name}"] = plain(setting)
+                found[f"{axis}.{field.name}"] = redacted(plain(setting))
     return found
 
 

@@ -34,6 +34,7 @@ from titan.dataset.mix import Mix
 from titan.identity import Ids
 from titan.parents import Parent, parent, rows_read
 from titan.run import Run, as_config
+from titan.safe import redacted
 from titan.settings import Refusal, show
 
 OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
@@ -483,17 +484,17 @@ def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[s
         "science": dict(science),
         "config": as_config(run),
     }
-    _write(directory, [*lives, document])
+    _write(directory, [*lives, redacted(document)])
     (directory / ".hydra").mkdir(exist_ok=True)
     for name, text in run.hydra.items():
         (directory / ".hydra" / name).write_text(text)
-    (directory / "env.json").write_text(json.dumps(_environment(run), indent=1))
+    (directory / "env.json").write_text(json.dumps(redacted(_environment(run)), indent=1))
 
 
 def _correct(directory: Path, life: Life) -> None:
     """Let the last document of run.yaml say where the life really begins."""
     *earlier, document = read_lives(directory)
-    _write(directory, [*earlier, document | {"from_step": life.step, "notes": list(life.notes)}])
+    _write(directory, [*earlier, document | redacted({"from_step": life.step, "notes": list(life.notes)})])
 
 
 def _write(directory: Path, documents: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from titan.checkpoint.manifest import Manifest, check_resumable
 from titan.dataset import order
 from titan.dataset.mix import Mix
 from titan.run import Run, as_model
+from titan.safe import redacted
 from titan.settings import Refusal, show
 
 
@@ -63,7 +64,7 @@ def parent(run: Run, lives: list[dict[str, Any]], mix: Mix, own: bool) -> Parent
 def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
     """Whether this life's command names the same place as the last one's."""
     before = last["config"].get("checkpoint", {})
-    return all(getattr(run.checkpoint, name) == before.get(name) for name in ("resume", "weights"))
+    return all(redacted(getattr(run.checkpoint, name)) == redacted(before.get(name)) for name in ("resume", "weights"))
 
 
 def _fork(run: Run, resume: str, mix: Mix) -> Parent:

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan import compose, console
+from titan import compose, console, output
 from titan.dataset import report
 from titan.dataset.prepare import prepare, survey
 from titan.dataset.schema import Dataset, Prepared
+from titan.safe import safe
 
 HELP = """\
 Prepare data: python -m titan.prepare [--verify] [--dry-run] [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
@@ -47,7 +48,7 @@ def _main(arguments: list[str]) -> int:
     recipe.dataset.check()
     for name, dataset in recipe.dataset.corpora().items():
         if isinstance(dataset, Prepared):
-            print(f"{name}: prepared already, at {dataset.path}")
+            print(f"{name}: prepared already, at {safe(dataset.path)}")
             continue
         _prepare(name, dataset, verify="--verify" in own, dry="--dry-run" in own)
     return 0
@@ -77,7 +78,7 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
 
 def cli() -> None:
     """The console script `titan-prepare`."""
-    sys.exit(main())
+    output.run(main)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers.place import Place
+from titan import output
+from titan.safe import safe_lines
 from titan.settings import Failure, Refusal
 
 Body = Callable[[Any, Place, Callable[[BaseException], int]], int]
@@ -35,6 +38,8 @@ def main(file: str, body: Body) -> int:
         return body(payload, place, tell)
     except KeyboardInterrupt:
         return 130
+    except output.Lost as lost:
+        return lost.code
     except BaseException as error:
         return tell(error)
 
@@ -44,7 +49,7 @@ def _tell(file: Path, rank: int, error: BaseException) -> int:
     plain, code = isinstance(error, (Refusal, Failure)), 2 if isinstance(error, Refusal) else 1
     if file.exists():
         return code
-    text = str(error) if plain else "".join(traceback.format_exception(error))
+    text = str(error) if plain else safe_lines("".join(traceback.format_exception(error)))
     if rank > 0:
         print(text, file=sys.stderr)  # to this rank's own log
     temporary = file.with_suffix(".tmp")
@@ -69,15 +74,17 @@ def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> in
     return train(run, life, place, failed=tell)
 
 
-def run(body: Body) -> NoReturn:
-    """Be the rank that the command line's file describes, and end."""
+def run(body: Body, *, keep_going: bool = True) -> NoReturn:
+    """Be the rank that the command line's file describes, and end; `keep_going` as in `titan.output`."""
+    output.best_effort(keep_going)
     leave(main(sys.argv[1], body))
 
 
 def leave(code: int) -> NoReturn:
     """End this process at once: threads and destructors of a broken process group must not delay it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, output.Lost):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

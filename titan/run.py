@@ -26,6 +26,7 @@ from titan.optimizer import Optimizer
 from titan.parallelism.schema import Layout, Parallelism, Staging
 from titan.parallelism.staging import staging
 from titan.precision import Cut, Precision
+from titan.safe import redacted
 from titan.settings import Refusal, plain, setting
 from titan.training import Training
 
@@ -243,8 +244,8 @@ def check_name(name: str) -> None:
 
 
 def as_config(run: Recipe) -> dict[str, Any]:
-    """The recipe as plain containers, for run.yaml and for trackers."""
-    return {f.name: plain(getattr(run, f.name)) for f in dataclasses.fields(Recipe)}
+    """The recipe as plain containers without secrets, for run.yaml and for trackers."""
+    return {f.name: redacted(plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe)}
 
 
 def as_model(run: Recipe) -> dict[str, Any]:

@@ -17,8 +17,10 @@ import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
+
+from titan.safe import escape, is_redacted, safe
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
@@ -32,11 +34,18 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
 """The limits that a setting may declare, and what each demands of a number."""
 
 
-class Refusal(Exception):
+class _Sentence(Exception):
+    """A sentence for the user; whatever names and URLs it quotes, it holds no secret and stays one line."""
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(safe(sentence))
+
+
+class Refusal(_Sentence):
     """What can't work, in one plain sentence for the user: the program ends with exit code 2, without a traceback."""
 
 
-class Failure(Exception):
+class Failure(_Sentence):
     """What made a run fail, in one plain sentence for the user: exit code 1, without a traceback."""
 
 
@@ -51,6 +60,7 @@ def setting(
     below: float | None = None,
     words: tuple[str, ...] = (),
     told: bool = True,
+    lines: bool = False,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -61,6 +71,7 @@ def setting(
         at_least, at_most, above, below: the range of a number (of each number, in a tuple).
         words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
         told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
+        lines: whether a text may have line breaks and other control characters.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -68,6 +79,7 @@ def setting(
         "science": science,
         "words": words,
         "told": told,
+        "lines": lines,
         "limits": {k: v for k, v in limits.items() if v is not None},
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -101,26 +113,74 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
     data = dict(data)
     if "_target_" in data and hasattr(cls, "build"):
         cls = _target(show(data.pop("_target_")), path, allowed)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-    hints = typing.get_type_hints(cls)
+    values = parts(cls, data, path, allowed)
+    for name, field in _fields(cls).items():
+        if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
+            raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
+    return cls(**values)
+
+
+def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of those fields of the schema `cls` that `data` has; see `build`.
+
+    Raises:
+        Refusal: as `build`, but for what is missing.
+    """
+    fields, hints = _fields(cls), typing.get_type_hints(cls)
     for key in data:
         if key not in fields:
             where = _join(path, str(key))
             names = [_join(path, name) for name in fields]
             raise Refusal(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
     values = {}
-    for name, value in data.items():
+    for name, value in sorted(data.items(), key=_imports_last):
         where, kind = _join(path, name), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
         elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
-            values[name] = {str(k): build(nested, v, _join(where, str(k)), allowed) for k, v in value.items()}
+            values[name] = _named(nested, value, where, allowed)
         else:
             values[name] = _checked(value, kind, fields[name], where)
-    for name, field in fields.items():
-        if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
-            raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
-    return cls(**values)
+    return values
+
+
+def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+def _named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """Instances of a schema by names of the user's own, in their order."""
+    for name in data:
+        check_text(str(name), path)
+    order = sorted(data.items(), key=_imports_last)
+    built = {name: build(cls, value, _join(path, str(name)), allowed) for name, value in order}
+    return {str(name): built[name] for name in data}
+
+
+def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
+    """Refuse every `_target_` in composed `data` that may not be named, before any of them is imported.
+
+    Raises:
+        Refusal: naming the first.
+    """
+    if isinstance(data, Mapping):
+        if isinstance(name := data.get("_target_"), str):
+            _check_target(name, path, allowed)
+        for key, value in data.items():
+            check_targets(value, allowed, _join(path, str(key)))
+
+
+def is_foreign(data: Any) -> bool:
+    """Whether composed `data` names a class of a package that is not titan's, so that to build it imports that."""
+    if not isinstance(data, Mapping):
+        return False
+    name = data.get("_target_")
+    return (isinstance(name, str) and not name.startswith("titan.")) or any(map(is_foreign, data.values()))
+
+
+def _imports_last(item: tuple[Any, Any]) -> bool:
+    """The order of building: code of others is imported once all else is checked."""
+    return is_foreign(item[1])
 
 
 def _values_of(kind: Any) -> Any:
@@ -179,15 +239,21 @@ def _help(field: dataclasses.Field[Any]) -> str:
     return str(field.metadata.get("help") or "a value is needed")
 
 
-def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
-    """The dataclass that `_target_` names, when its package may be named."""
+def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a class of a package that may not be named."""
     roots = ("titan", "experiments", *allowed)
-    module, _, attribute = name.rpartition(".")
+    module = name.rpartition(".")[0]
     if not any(module == root or module.startswith(root + ".") for root in roots):
         raise Refusal(
             f"{path}._target_={name}: only classes under {', '.join(roots)} may be named; "
             f"if you trust this one, add modules=[{module.partition('.')[0] or name}]."
         )
+
+
+def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
+    """The dataclass that `_target_` names, when its package may be named."""
+    _check_target(name, path, allowed)
+    module, _, attribute = name.rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -202,9 +268,40 @@ def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -
         return MISSING
     words = field.metadata.get("words", ())
     converted = _convert(value, kind, where, words)
+    for text in _texts(converted):
+        check_text(text, where, lines=field.metadata.get("lines", False))
     for number in converted if isinstance(converted, tuple) else (converted,):
         _in_range(number, field.metadata.get("limits", {}), f"{where}={show(value)}", words)
     return converted
+
+
+def check_text(text: str, where: str, *, lines: bool = False) -> None:
+    """Refuse control characters, which a name, a path or a script would carry on, and URLs without their secrets.
+
+    Args:
+        text: the value of a setting, or a part of it.
+        where: the setting.
+        lines: whether it may have control characters.
+
+    Raises:
+        Refusal: for what it must not have.
+    """
+    if not lines and escape(text) != text:
+        raise Refusal(f"{where}={text}: has a control character or a line break in it; take it out.")
+    if not lines and is_redacted(text):
+        raise Refusal(f"{where}={text}: *** stands for a secret that titan did not write down; give the whole URL.")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a converted value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
 
 
 def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from launchers.standing import standing
-from titan import compose
+from titan import compose, output
 from titan.arguments import arguments, describe
 from titan.ledger import ENDED, Point, Sweep
+from titan.safe import safe
 from titan.settings import Refusal, setting
 
 CLEAR = "\x1b[H\x1b[J"
@@ -84,14 +85,15 @@ def lines(sweep: Sweep, width: int) -> list[str]:
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     reasons = [f"{_name(p)}: {p.reason}" for p in sweep.points if p.reason]
-    return [
+    shown = [
         *head,
-        *([sweep.asked.question] if sweep.asked.question else []),
+        *(sweep.asked.question or "").splitlines(),
         "",
         *table,
         *([""] * bool(reasons)),
         *reasons,
     ]
+    return [safe(line) for line in shown]
 
 
 def _row(point: Point) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ def _row(point: Point) -> tuple[str, ...]:
 
 
 def _name(point: Point) -> str:
-    return " ".join(point.overrides) or Path(point.directory).name
+    return safe(" ".join(point.overrides) or Path(point.directory).name)
 
 
 def _fit(cell: str, width: int) -> str:
@@ -131,7 +133,7 @@ def _last_step(metrics: Path) -> dict[str, Any]:
 
 def cli() -> None:
     """The console script `titan-status`."""
-    sys.exit(main())
+    output.run(main, keep_going=False)
 
 
 if __name__ == "__main__":

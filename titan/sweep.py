@@ -12,7 +12,7 @@ from titan.settings import setting
 class Sweep:
     """What a named grid says of itself; nothing of it changes a run."""
 
-    question: str | None = setting(None, "what the grid is to answer")
+    question: str | None = setting(None, "what the grid is to answer", lines=True)
     baseline: Mapping[str, str] | None = setting(
         None, "the arm that the others are held against, such as {parallelism:single}; null: the first"
     )

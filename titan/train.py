@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
 from launchers import place
 from launchers.environment import before_torch
-from titan import compose
+from titan import compose, output
 from titan.rank import leave
 from titan.run import Run
 
@@ -52,11 +51,12 @@ def _lead(argv: Sequence[str] | None, mine: place.Place) -> int:
 def cli() -> None:
     """The console script `titan-train`."""
     if place.found(os.environ) is None:
-        sys.exit(main())
+        output.run(main)
+    output.best_effort()
     try:
         code = main()
     except Exception:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         code = 1
     leave(code)
 

@@ -22,6 +22,7 @@ from titan.lives import Life, without
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import Run
+from titan.safe import safe_lines
 from titan.settings import Failure, Refusal
 from titan.stop import Stop, code
 from titan.trainer import Trainer
@@ -172,11 +173,18 @@ def _log_to(file: Path) -> None:
     logging.raiseExceptions = False  # a full disk shall not fill the terminal too
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Safe("%(asctime)s %(levelname)s %(message)s"))
     for old in log.handlers:
         old.close()
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
+
+
+class _Safe(logging.Formatter):
+    """Writes lines without secrets and control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe_lines(super().format(record))
 
 
 def _out_of_memory(run: Run, error: Exception) -> str:

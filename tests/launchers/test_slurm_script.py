@@ -6,12 +6,14 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launchers import queue
 from launchers.script import AFTER, BEFORE, Work, parameters, text
 from launchers.shape import shape
 from titan import endings
@@ -20,6 +22,7 @@ from titan.compose import composed
 from titan.endings import AGAIN
 from titan.run import Run
 from titan.settings import Refusal
+from titan.stop import PREEMPT, Stop
 
 
 def job(*overrides: str) -> Run:
@@ -74,6 +77,9 @@ def test_time_limits(time: str | None, expected: int | None) -> None:
         pytest.param("cluster.image=x", "no container is chosen", id="no-container"),
         pytest.param("cluster.sbatch={output:x}", "titan gives output itself", id="taken"),
         pytest.param("cluster.exclusive=maybe", "expected true, false or auto", id="exclusive"),
+        pytest.param("cluster.sbatch={comment:'a\n#SBATCH --x'}", "has a control character", id="line-in-a-comment"),
+        pytest.param("cluster.partition='a\nb'", "has a control character", id="line-in-a-name"),
+        pytest.param("cluster.modules=['a\nb']", "has a control character", id="line-in-a-module"),
     ],
 )
 def test_jobs_that_no_site_can_run(override: str, sentence: str) -> None:
@@ -121,6 +127,48 @@ def test_nodes_of_gpus_are_asked_for_with_cores_and_memory(
     script = text(shape(job(f"cluster={cluster}", *overrides)), work(tmp_path))
     lines = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {line for line in lines if re.match("exclusive|cpus|mem", line)} == asked
+
+
+def test_a_comment_is_the_users_own_and_the_name_finds_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = job("cluster=cpu", "cluster.sbatch={comment:'team|a b'}")
+    odd = Work(tmp_path, tmp_path / "t.json", "a|b\nc", "titan-0123456789ab", tmp_path / "code", 1)
+    script = text(shape(run), odd)
+    assert "#SBATCH --comment='team|a b'\n" in script and script.count("--comment=") == 1
+    (name,) = (line.partition("=")[2] for line in script.splitlines() if line.startswith("#SBATCH --job-name="))
+    assert name == "a-b-c-titan-0123456789ab"
+    line = f"7|PENDING|None||{name}|team|a b\n8|RUNNING|None|n1|other|x|titan-0123456789ab\n9|RUNNING|None|n1|other|\n"
+    monkeypatch.setattr(queue, "ask", lambda *command: line)
+    assert [found.id for found in queue.sent("titan-0123456789ab")] == ["7"]
+    assert queue._mine()[0] == queue.Job("7", "PENDING", "None", "", "team|a b", name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "variable", "name", "code"),
+    [
+        pytest.param([], None, "USR2", 140, id="titan's own"),
+        pytest.param([], "USR1", "USR1", 138, id="environment"),
+        pytest.param([], "SIGUSR1", "USR1", 138, id="long name"),
+        pytest.param(["cluster.environment={SUBMITIT_PREEMPT_SIGNAL:USR1}"], "USR2", "USR1", 138, id="cluster"),
+    ],
+)
+def test_the_signal_before_preemption_is_one_for_sbatch_script_and_ranks(
+    overrides: list[str], variable: str | None, name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PREEMPT, variable) if variable else monkeypatch.delenv(PREEMPT, raising=False)
+    script = text(shape(job("cluster=cpu", *overrides)), work(tmp_path))
+    assert f"#SBATCH --signal={name}@120\n" in script
+    assert f"case $code in {code}) code={AGAIN}" in script
+    assert script.rindex(f"export {PREEMPT}={name}\n") > script.rfind("export SUBMITIT_PREEMPT_SIGNAL=USR1\n") - 1
+    monkeypatch.setenv(PREEMPT, name)
+    with Stop(scheduled=True) as stop:
+        signal.raise_signal(signal.Signals[f"SIG{name}"])
+        assert stop.asked and stop.again
+
+
+def test_a_signal_that_means_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREEMPT, "TERM")
+    with pytest.raises(Refusal, match="SUBMITIT_PREEMPT_SIGNAL=TERM: only USR1 and USR2"):
+        text(shape(job("cluster=cpu")), work(tmp_path))
 
 
 def test_what_is_not_asked_for_is_left_to_the_site(tmp_path: Path) -> None:

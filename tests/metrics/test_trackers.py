@@ -4,6 +4,7 @@ import http.server
 import importlib.util
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -196,6 +197,7 @@ def end_wandb() -> Iterator[None]:
 @pytest.mark.usefixtures("no_wandb_key", "end_wandb")
 def test_wandb_offline_two_lives_and_no_secret_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUD_SECRET", "planted-secret")
+    monkeypatch.setattr(sys, "argv", ["train", "dataset.path=https://me:planted-secret@host/x"])
     monkeypatch.setattr(trackers, "PATIENCE", 120.0)  # its service writes the files, however busy the machine is
     said: list[str] = []
     for _ in range(2):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from launchers import queue
 from launchers.standing import standing
 from tests.launchers.processes import ROOT, ended, program, until
 from tests.runs import TINY, learned, tiny, train
@@ -209,17 +210,27 @@ def _from_steps(run: Path) -> list[int]:
 def test_a_chain_of_jobs_in_place_of_requeueing(slurm: Slurm, tmp_path: Path) -> None:
     slow = "cluster.environment={FAULTS:'0.001:slow:0'}"
     chain = ["cluster.chain=3", slow, "training.steps=60", "hydra.launcher.wait=false"]
-    code, _, err = titan(tmp_path, "name=chained", *TINY, *LAUNCH, *HARM, *chain)
+    own = {"SUBMITIT_PREEMPT_SIGNAL": "USR1"}
+    code, _, err = titan(
+        tmp_path, "name=chained", *TINY, *LAUNCH, *HARM, *chain, "cluster.sbatch={comment:own}", env=own
+    )
     assert (code, err) == (0, "")
+    scripts = list((tmp_path / "runs/chained/slurm").glob("*_submission.sh"))
+    assert len(scripts) == 3 and {script.stat().st_mode & 0o777 for script in scripts} == {0o600}
     (point,) = points(tmp_path, "chained").values()
     assert len(point.jobs) == 3
     until(lambda: _lines(Path(point.directory)) >= 5, "five steps", SECONDS)
-    slurm.run("scancel", "--signal=USR2", point.jobs[0])
+    assert point.jobs[0] in [job.id for job in queue.sent(_token(tmp_path / "runs/chained"))]
+    slurm.run("scancel", "--signal=USR1", point.jobs[0])
     until(lambda: {slurm.jobs().get(job) for job in point.jobs} <= {"COMPLETED", "FAILED"}, "all jobs", SECONDS)
     (point,) = points(tmp_path, "chained").values()
     states = [slurm.jobs()[job] for job in point.jobs]
     assert point.state == "finished" and states == ["FAILED", "COMPLETED", "COMPLETED"]
     assert len(_from_steps(Path(point.directory))) == 2
+
+
+def _token(sweep: Path) -> str:
+    return next(str(event["token"]) for event in ledger.events(sweep) if event["event"] == "sending")
 
 
 def test_a_ledger_goes_on_after_its_launcher_was_killed(slurm: Slurm, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from titan.checkpoint.hf_config import schema_of
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import INDEX
 from titan.model.schema import Decoder
+from titan.safe import safe
 from titan.settings import Refusal
 
 _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
@@ -100,7 +101,7 @@ def find(path: str | Path, setting: str = "checkpoint.weights") -> Origin:
 def _last(found: choose.Candidate) -> str:
     """The folder of a run's last complete checkpoint; those that were passed over are told."""
     for note in found.notes:
-        print(f"titan: {note}; {Path(found.path).name} is taken", file=sys.stderr)
+        print(f"titan: {safe(note)}; {Path(found.path).name} is taken", file=sys.stderr)
     return found.path
 
 

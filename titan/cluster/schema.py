@@ -11,7 +11,6 @@ from titan.settings import Refusal, setting, show
 
 TAKEN = {
     "array",
-    "comment",
     "dependency",
     "job-name",
     "output",
@@ -28,9 +27,9 @@ STEP_SECONDS = 600.0
 """How long ranks wait for each other within a step, by default: what torch gives NCCL."""
 
 
-def _job(default: Any, help: str, **limits: Any) -> Any:
+def _job(default: Any, help: str, **more: Any) -> Any:
     """A setting of what Slurm is asked for: no id depends on it."""
-    return setting(default, help, told=False, **limits)
+    return setting(default, help, told=False, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class Cluster:
     srun: tuple[str, ...] = _job((), "further arguments of srun, such as [--cpu-bind=cores]")
     sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}")
     modules: tuple[str, ...] = _job((), "environment modules to load")
-    setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start")
+    setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start", lines=True)
     environment: Mapping[str, str] | None = _job(None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}")
     container: Literal["none", "pyxis", "apptainer"] = _job("none", "what runs the ranks in an image")
     image: str | None = _job(None, "the container's image")

@@ -71,8 +71,12 @@ def _tell_failure(process: BaseProcess, ended: threading.Event, folders: Folders
 
 
 def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
-    """The process's body. Ctrl-C is for its parent, without which it doesn't go on; training goes before it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The process's body. Ctrl-C, or a terminal that hangs up, is for its parent, without which it doesn't go on.
+
+    Training goes before it.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     os.nice(NICENESS)
     with open(log, "a", buffering=1) as file:

@@ -80,11 +80,14 @@ def opened(folders: Folders, dataset: Dataset | None = None) -> dict[str, Corpus
 
     Args:
         folders: where they lie.
-        dataset: what they are of, so that a machine that has nothing yet of one that lies elsewhere can begin to.
+        dataset: what they are of, so that a machine that has nothing yet of one that lies elsewhere can begin to, and
+            a process knows the secrets of its URL.
     """
     parts = dataset.corpora() if dataset is not None else {}
     for name, folder in folders.items():
         part = parts.get(name)
+        if isinstance(part, Prepared) and "://" in part.path:
+            remote.know(part.path)
         if isinstance(part, Prepared) and not Path(folder).exists():
             _there(part)
     return {name: open_corpus(folder, partial=True) for name, folder in folders.items()}

@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from titan.dataset.documents import Part, Skip, content_digest
+from titan.safe import redact
 from titan.settings import Refusal
 
 PART_BYTES = 64 * 1024 * 1024
@@ -291,7 +292,10 @@ def _remote(files: Any, info: dict[str, Any]) -> File:
     size = info.get("size")
     known = next((str(info[key]) for key in _MARKS if info.get(key)), None)
     changed = next((str(info[key]) for key in _TIMES if info.get(key)), None)
-    mark = content_digest(size, known or changed or files.ukey(info["name"]))
+    name = str(info["name"])
+    named = files.ukey(name) if redact(name) == name else redact(name)  # a new password makes no other file
+    key = known or changed or named
+    mark = content_digest(size, key)
     return File(files.unstrip_protocol(info["name"]), 1 if size is None else size, mark)
 
 

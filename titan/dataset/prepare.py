@@ -62,7 +62,7 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
     Raises:
         Refusal: for input that can't be used, or a cache that can't be written.
         Failure: when a process that prepares died.
-        KeyboardInterrupt: on SIGTERM too, which would else leave processes behind.
+        KeyboardInterrupt: on SIGTERM and SIGHUP too, which would else leave processes behind.
     """
     known = examine(dataset)
     with cache_errors(cache_folder(dataset)), _interruptible():
@@ -241,17 +241,17 @@ def _is_manifest(folder: Path, plan: Plan) -> bool:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does meanwhile, unless the program has its own way."""
+    """SIGTERM and SIGHUP interrupt as Ctrl-C does meanwhile, unless the program has its own way."""
     here = threading.current_thread() is threading.main_thread()
-    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+    numbers = [s for s in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(s) is signal.SIG_DFL]
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in numbers:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)

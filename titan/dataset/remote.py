@@ -16,11 +16,14 @@ from typing import Any
 
 from titan.dataset.documents import content_digest
 from titan.dataset.owners import sweep, temporary
+from titan.safe import redact
 from titan.settings import Failure, Refusal
 
 ORIGIN = "origin.json"
 """In a folder of the cache: where its files come from."""
 _CHUNK = 16 * 2**20
+_WHOLE: dict[str, str] = {}
+"""URLs with their secrets, which only this process knows, by what is written down of them."""
 
 
 def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
@@ -35,14 +38,15 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
         Refusal: when nothing of the kind is there.
     """
     url = url.rstrip("/")
+    know(url)
     try:
         with _reading(url, "manifest.json") as source:
             manifest = source.read()
         content = json.loads(manifest)
-        folder = cache / "remote" / content_digest(url, content["digest"])[:20]
+        folder = cache / "remote" / content_digest(redact(url), content["digest"])[:20]
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
-        _write(folder / ORIGIN, [json.dumps({"url": url, "keep_gib": keep_gib}).encode()])
+        _write(folder / ORIGIN, [json.dumps({"url": redact(url), "keep_gib": keep_gib}).encode()])
         for name in ("token_bytes.npy", content["tokenizer"].get("file")):
             if name and not (folder / name).exists():
                 _download(url, folder, name)
@@ -55,6 +59,11 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
             "give the folder or the URL that holds manifest.json."
         ) from error
     return folder
+
+
+def know(url: str) -> None:
+    """Let this process fetch from a URL whose secrets are not written down."""
+    _WHOLE[redact(url.rstrip("/"))] = url.rstrip("/")
 
 
 def elsewhere(path: Path) -> bool:
@@ -73,7 +82,7 @@ def fetch(path: Path) -> None:
         return
     about = json.loads(origin.read_bytes())
     try:
-        _download(about["url"], path.parent, path.name)
+        _download(_WHOLE.get(about["url"], about["url"]), path.parent, path.name)
     except OSError as error:
         raise Failure(
             f"{about['url']}/{path.name}: can't be fetched ({error}); mend the connection, and resume."

@@ -93,7 +93,9 @@ class Text(Dataset):
 
     path: str = setting(MISSING, "a file, a folder, a glob or a URL of text files (also .gz, .zst)", science=False)
     separator: str | None = setting(
-        None, "text that ends a document inside a file, such as '<|endoftext|>'; null: files are cut into passages"
+        None,
+        "text that ends a document inside a file, such as '<|endoftext|>'; null: files are cut into passages",
+        lines=True,
     )
 
     def build(self) -> Source:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
+from titan import output
 from titan.dataset import sources
 from titan.dataset.documents import Source
 from titan.dataset.tokenizer import PATTERN, cut_spaces, write_ranks
@@ -88,4 +89,4 @@ def _run(out: Path, paths: Sequence[str], ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    output.run(main)

@@ -23,6 +23,7 @@ from titan.dataset.plan import Plan
 from titan.dataset.shards import SPLITS
 from titan.dataset.tokenizer import load_tokenizer
 from titan.dataset.writer import HashedFile, SplitWriter, checksum, read_json, sync_folder, write_json
+from titan.safe import safe
 from titan.settings import Refusal
 
 Receipt = dict[str, Any]
@@ -191,7 +192,7 @@ class _Writer:
     def _add(self, group: list[tuple[Content, Document] | Skip]) -> None:
         for skip in group:
             if isinstance(skip, Skip):
-                self.skipped.setdefault(skip.reason, [0, skip.where])[0] += 1
+                self.skipped.setdefault(skip.reason, [0, safe(skip.where)])[0] += 1
         documents = [entry for entry in group if not isinstance(entry, Skip)]
         if not documents:
             return

@@ -169,8 +169,9 @@ def _death(code: int) -> str:
 
 
 def _child(parent: int, pipe: Connection) -> None:
-    """The body of a process. Ctrl-C is for its parent, without which it doesn't go on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The body of a process. Ctrl-C, or a terminal that hangs up, is for its parent, without which it doesn't go on."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

@@ -43,7 +43,7 @@ class Settings:
     """What to continue, with which model, and how."""
 
     from_: str = setting(MISSING, "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
-    prompt: str | None = setting(None, "a text to continue, or several: [a,b]")
+    prompt: str | None = setting(None, "a text to continue, or several: [a,b]", lines=True)
     prompts: str | None = setting(None, "a file with a prompt a line, or *.jsonl with the key text")
     tokens: tuple[int, ...] | None = setting(None, "token ids to continue, taken as they are: [1,2,3]", at_least=0)
     markup: bool = setting(False, "special tokens that a prompt spells are taken for them")
@@ -55,7 +55,7 @@ class Settings:
         1.0, "draw from the fewest likeliest tokens that have this probability together", above=0, at_most=1
     )
     seed: int = setting(0, "of the draws", at_least=0)
-    stop: str | None = setting(None, "a text that ends the continuation where it comes, or several: [a,b]")
+    stop: str | None = setting(None, "a text that ends the continuation where it comes, or several: [a,b]", lines=True)
     ignore_eos: bool = setting(False, "go on after the token that ends a document")
     output: str | None = setting(None, "a file to write to as JSON Lines; null: the terminal")
     dtype: Literal["auto", "bf16", "fp32"] = setting(

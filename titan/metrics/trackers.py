@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import ssl
+import sys
 import threading
 import time
 import urllib.error
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from titan.metrics.schema import Metrics
+from titan.safe import redact
 
 Warn = Callable[[str], None]
 
@@ -263,6 +265,7 @@ class WeightsAndBiases:
 def _start(metrics: Metrics, directory: Path, settings: Mapping[str, Any], mode: Literal["online", "offline"]) -> Any:
     import wandb
 
+    sys.argv[:] = map(hide_secrets, sys.argv)  # which W&B writes down, and nobody reads any more
     options = wandb.Settings(
         init_timeout=INIT_SECONDS,
         finish_timeout=PATIENCE,
@@ -360,8 +363,8 @@ def without_secrets(config: Mapping[str, Any], environ: Mapping[str, str] = os.e
 
 
 def hide_secrets(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """`text` without passwords in addresses and without the values of secret environment variables."""
+    """`text` without passwords and tokens in URLs and without the values of secret environment variables."""
     for name, value in environ.items():
         if len(value) >= 8 and _SECRET.search(name):
             text = text.replace(value, "***")
-    return re.sub(r"//[^/@\s]+@", "//***@", text)
+    return redact(text)

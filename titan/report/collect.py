@@ -23,6 +23,7 @@ from titan.lives import read_lives
 from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
+from titan.safe import safe
 from titan.settings import Refusal, show
 
 ESSENTIAL = (
@@ -190,7 +191,7 @@ def _take(directory: Path, found: _Found, point: Point | None) -> None:
 
 def _read(directory: Path, point: Point | None) -> Raw | Failed:
     """A run; or why there is none."""
-    label = " ".join(map(_typed, point.overrides)) if point else directory.name
+    label = safe(" ".join(map(_typed, point.overrides)) if point else directory.name)
     try:
         documents = tuple(read_lives(directory)) if (directory / "run.yaml").is_file() else ()
     except Refusal as refusal:

@@ -1,0 +1,82 @@
+"""What may be shown and written down: text without secrets, and without characters that change what a terminal shows.
+
+`redact` takes passwords and tokens out of URLs, `escape` writes control characters as Python would, `safe` does both.
+All that titan prints, logs or writes into a run's directory goes through one of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MARK = "***"
+"""What stands in place of a secret."""
+
+_URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s\"']+")
+_WEB_USER = re.compile(r"(https?://)[^\s/?#]*@")
+_USER = re.compile(r"(://[^\s/?#@:]*:)[^\s/?#]*@")
+_ODD_PASSWORD = re.compile(r"(://[^\s/?#@:]*:)(?!\*\*\*@)(?!\d*(?:[/?#,;\]})]|$))[^\s,]*@")
+"""A password with characters that an address must not have unencoded; a port is none."""
+_WORD = r"token(?!iz)|secret|passw(?:or)?d|pwd|credential|signature|api[_-]?key|access[_-]?key|private[_-]?key"
+_QUERY = re.compile(
+    rf"([?&;#](?:[\w.%-]*(?:{_WORD})[\w.%-]*|sig|key|auth|authorization|jwt)=)"
+    r"(?:(?!,[A-Za-z][\w+.-]*://)[^&#])*?(?=[\])}.,:;]*(?:[&#]|,[A-Za-z][\w+.-]*://|$))",
+    re.IGNORECASE,
+)
+_TAKEN = re.compile(r"[/:]\*\*\*@|[?&;#][^&#=]*=\*\*\*(?:[&#]|$)")
+_VARIABLE = re.compile(
+    r"\b([A-Z][A-Z0-9_]*_(?:TOKEN|SECRET|PASSWORD|PASSWD|KEY|CREDENTIALS?)(?:=|: ?))(\"[^\"]*\"|'[^']*'|[^\s,;}\]\"']+)"
+)
+_SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
+_ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, other ends of lines, marks that turn the direction of text, and bytes that are no UTF-8."""
+
+
+def redact(text: str) -> str:
+    """`text` without passwords and tokens in URLs, and without values that are given to secret variables."""
+    return _VARIABLE.sub(rf"\g<1>{MARK}", _URL.sub(lambda url: _redact_url(url[0]), text))
+
+
+def _redact_url(url: str) -> str:
+    url = _WEB_USER.sub(rf"\g<1>{MARK}@", url)  # of web addresses the user too: many take a token for one
+    url = _ODD_PASSWORD.sub(rf"\g<1>{MARK}@", _USER.sub(rf"\g<1>{MARK}@", url))
+    return _QUERY.sub(rf"\g<1>{MARK}", url)
+
+
+def redacted(value: Any) -> Any:
+    """Nested mappings and lists with all texts redacted, those of keys that name a secret variable as a whole."""
+    if isinstance(value, Mapping):
+        return {k: MARK if _is_variable(k) and isinstance(v, str) else redacted(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(v) for v in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _is_variable(key: object) -> bool:
+    return bool(_VARIABLE.fullmatch(f"{key}=x"))
+
+
+def is_redacted(text: str) -> bool:
+    """Whether a text holds a URL from which a secret was taken: it can't be used as it is."""
+    return any(_TAKEN.search(url) for url in _URL.findall(text))
+
+
+def escape(text: str) -> str:
+    r"""`text` with control characters written as `\n`, `\x1b` and the like."""
+    return _ODD.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def safe(text: str) -> str:
+    """`text` as it may be shown on a line."""
+    return escape(redact(text))
+
+
+def safe_lines(text: str) -> str:
+    """The same of several lines, such as a traceback."""
+    return "\n".join(map(escape, redact(text).split("\n")))
+
+
+def is_secret(variable: str) -> bool:
+    """Whether the value of an environment variable is a secret, by the variable's name."""
+    return bool(_SECRET_NAME.search(variable))
