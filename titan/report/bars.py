@@ -39,7 +39,9 @@ def memory_bars(comparison: Comparison) -> Chart | None:
     """Bars of the most memory that rank 0 held."""
     most = [(i, memory(arm)) for i, arm in enumerate(comparison.arms)]
     bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
-    return _bars(comparison, bars, "Memory", "The most that rank 0 held in any run of the arm, in GiB.", rising=True)
+    return _bars(
+        comparison, bars, "Memory", "The most that rank 0 held in any run of the variant, in GiB.", rising=True
+    )
 
 
 def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
