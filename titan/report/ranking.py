@@ -53,5 +53,10 @@ def _to_target(arm: Arm) -> float:
 
 def merit(arm: Arm, bits: bool = False) -> tuple[float, float]:
     """By what arms of equal tokens are ranked, the least first."""
-    known, found = arm.outcomes.known, result(arm, bits)
-    return arm.outcomes.diverged / known if known else 0.0, found.estimate if found else math.inf
+    found = result(arm, bits)
+    return share(arm), found.estimate if found else math.inf
+
+
+def share(arm: Arm) -> float:
+    """The share of its seeds with an outcome that diverged."""
+    return arm.outcomes.diverged / arm.outcomes.known if arm.outcomes.known else 0.0

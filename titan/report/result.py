@@ -33,15 +33,21 @@ def _best(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
     ranked = [arm for arm in others if (q := verdict(arm)) and q.difference and ranking.result(arm, bits)]
     if not ranked or ranking.result(base, bits) is None:
         return []
-    ranked.sort(key=lambda arm: ranking.merit(arm, bits))
+    ranked.sort(key=_merit)
     first = ranked[0]
-    if ranking.merit(first, bits) < ranking.merit(base, bits):
+    if _merit(first) < _merit(base):
         said = f"{_named(first)}, {_value(first, bits)}, {_gap(first)} the baseline's ({_named(base)})"
         return [f"Best so far: {said}; {_shown(first, comparison)}."]
     said = f"Best so far: the baseline, {_named(base)}, {_value(base, bits)}"
     if first.outcomes.diverged:
         return [f"{said}."]
     return [f"{said}, {_gap(first, turned=True)} that of {_named(first)}; {_shown(first, comparison)}."]
+
+
+def _merit(arm: Arm) -> tuple[float, float]:
+    """By what variants are ranked: the share of seeds that diverged, then the difference to the baseline."""
+    quality = verdict(arm)
+    return ranking.share(arm), quality.difference.estimate if quality and quality.difference else 0.0
 
 
 def _named(arm: Arm) -> str:
@@ -123,7 +129,7 @@ def _counts(arms: Sequence[Arm]) -> list[str]:
         (said.count("differs"), "differs", "differ"),
         (said.count("no difference"), "shows no difference", "show no difference"),
         (
-            said.count("not compared"),
+            sum(arm.untuned for arm in arms),
             "is at a learning rate that is not its best",
             "are not at their best learning rate",
         ),
@@ -133,10 +139,6 @@ def _counts(arms: Sequence[Arm]) -> list[str]:
         return [f"{arms[0].label} {counts.removeprefix('1 ')}."]
     rivals = " The better ones were not compared with each other." if said.count("better") > 1 else ""
     return [f"Of {len(arms)} variants with other hyperparameters, {counts}.{rivals}"]
-
-
-def _untuned(arms: Sequence[Arm]) -> int:
-    return sum(arm.untuned for arm in arms)
 
 
 def _unequal(comparison: Comparison, others: Sequence[Arm]) -> list[str]:

@@ -128,7 +128,7 @@ def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: st
         families.setdefault(_others(comparison.arms[spot.index], name), []).append(spot)
     body, labels = "", []
     for family, members in families.items():
-        known = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None]
+        known = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None and not s.diverged]
         if known:
             xs, ys = zip(*known, strict=True)
             body += svg.line(frame, xs, ys, 'class="family"', family)
