@@ -31,17 +31,16 @@ def _best(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
     bits = ranking.by_bits(comparison.arms)
     base = comparison.arms[0]
     ranked = [arm for arm in others if (q := verdict(arm)) and q.difference and ranking.result(arm, bits)]
-    if not ranked or ranking.result(base, bits) is None:
-        return []
     ranked.sort(key=_merit)
-    first = ranked[0]
-    if _merit(first) < _merit(base):
-        said = f"{_named(first)}, {_value(first, bits)}, {_gap(first)} the baseline's ({_named(base)})"
-        return [f"Best so far: {said}; {_shown(first, comparison)}."]
+    if not (ranked or any(arm.outcomes.diverged for arm in others)) or ranking.result(base, bits) is None:
+        return []
+    if ranked and _merit(ranked[0]) < _merit(base):
+        said = f"{_named(ranked[0])}, {_value(ranked[0], bits)}, {_gap(ranked[0])} the baseline's ({_named(base)})"
+        return [f"Best so far: {said}; {_shown(ranked[0], comparison)}."]
     said = f"Best so far: the baseline, {_named(base)}, {_value(base, bits)}"
-    if first.outcomes.diverged:
+    if not ranked or ranked[0].outcomes.diverged:
         return [f"{said}."]
-    return [f"{said}, {_gap(first, turned=True)} that of {_named(first)}; {_shown(first, comparison)}."]
+    return [f"{said}, {_gap(ranked[0], turned=True)} that of {_named(ranked[0])}; {_shown(ranked[0], comparison)}."]
 
 
 def _merit(arm: Arm) -> tuple[float, float]:
