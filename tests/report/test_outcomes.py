@@ -53,6 +53,10 @@ DIVERGED = [
     pytest.param(SOME, NOISE, "undecided", "better on 4 of 6 seeds|2 diverged|bad", BASE, id="better-if-it-survived"),
     pytest.param(ALL, (0.0, None, 0.1, 0.0, None, 0.0), "yes", f"better|{TOLD}|good", WON, id="the-baseline-diverged"),
     pytest.param((None,) * 6, NOISE, "yes", "worse|better on 0 of 6 seeds, 6 diverged|bad", BASE, id="all-diverged"),
+    pytest.param(
+        (*ALL, -0.1, -0.1, None), (*NOISE, 0.001, 0.0, 0.002), "undecided", "better on 8 of 9 seeds|1 diverged|bad",
+        BASE[:40], id="significant-and-yet-not-plainly-better",
+    ),
     pytest.param((-0.1, None), (0.0, 0.003), "undecided", "better on 1 of 2 seeds|1 diverged|bad", BASE[:40], id="few"),
     pytest.param(
         BOTH, (0.0, None, 0.003), "undecided", "better on 2 of 3 seeds|1 diverged, of the baseline 1 diverged|bad",

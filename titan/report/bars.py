@@ -31,7 +31,9 @@ def throughput(comparison: Comparison) -> Chart | None:
             ratio = "" if arm.speed_ratio is None or arm.baseline else f"{arm.speed_ratio.estimate:.2f} of baseline"
             whisker = (value * middle / slow, value * middle / fast)
             bars.append(Bar(i, value, few(value), ratio, whisker))
+    doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
     caption = "Tokens a second a device at the median step; the line spans the middle 80% of the steps."
+    caption += f" Speeds are not judged: {'; '.join(doubts)}." if doubts else ""
     return _bars(comparison, bars, "Throughput", caption)
 
 

@@ -89,8 +89,11 @@ def _shown(arm: Arm, comparison: Comparison) -> str:
 def _significant(quality: Quality) -> str:
     """What the sign test says, which counts the pairs where runs diverged."""
     word = "better" if quality.better > quality.worse else "worse"
-    said = f"significantly {word}" if quality.answer == "yes" else "not significant"
-    return said if quality.p_holm is None else f"{said}, p {quality.p_holm:.2g}"
+    if quality.p_holm is None:
+        return "not significant"
+    shown = quality.p_holm < statistics.ALPHA
+    said = f"significantly {word}" if quality.answer == "yes" else f"not plainly {word}" if shown else "not significant"
+    return f"{said}, p {quality.p_holm:.2g}"
 
 
 def _needed(quality: Quality) -> str:
