@@ -237,6 +237,12 @@ def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) ->
     assert "times the baseline's tokens to come to the loss 3.3" in told.text
 
 
+def test_a_target_before_the_first_validation_tells_nothing(tmp_path: Path) -> None:
+    found = batches(tmp_path, target=9.0)
+    assert "Runs had come there before their first validation: a lower target or" in " ".join(sentences.lead(found))
+    assert found.arms[1].quality[0].answer == "undecided" and found.arms[1].quality[0].p is None
+
+
 def test_a_run_that_never_comes_to_the_target_loses_to_those_that_do(tmp_path: Path) -> None:
     found = batches(tmp_path, target=2.96)
     told = found.arms[1].quality[0]

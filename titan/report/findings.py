@@ -284,6 +284,7 @@ class Reached:
     """When an arm came to the target loss: of `runs` runs, `reached` did; the others are censored.
 
     Attributes:
+        at_first: runs that were there at their first validation, so that it is not known when they came.
         median_tokens, median_device_hours: the Kaplan-Meier median; None where less than half came there.
     """
 
@@ -291,6 +292,7 @@ class Reached:
     reached: int
     median_tokens: float | None
     median_device_hours: float | None
+    at_first: int = 0
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,7 @@ def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
         reached=sum(came),
         median_tokens=statistics.median_time(spent, came),
         median_device_hours=statistics.median_time(hours_spent, came),
+        at_first=sum(bool(m.run.curves.validation[0] <= target) for m in validated),
     )
 
 

@@ -28,14 +28,19 @@ SEED = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
     """The members of all arms, with those marked whose final loss is an outlier.
 
-    An outlier is further from its arm's median than the margin, and than `FAR` times the median of all such distances
-    in all arms: of three seeds alone no spread can be told, of those of a whole grid it can.
+    An outlier is further from its arm's median than the margin, and than `FAR` times the lower median of all such
+    distances in all arms: three seeds alone hardly tell a spread, those of a whole grid do.
     """
     finals = [[m.run.validation for m in members if m.run.validation is not None] for members in groups]
     middles = [float(np.median(values)) if len(values) >= FEWEST else None for values in finals]
-    away = [abs(v - c) for values, c in zip(finals, middles, strict=True) if c is not None for v in values]
-    limit = max(margin, FAR * float(np.median(away))) if away else np.inf
+    away = [d for values, c in zip(finals, middles, strict=True) if c is not None for d in _distances(values, c)]
+    limit = max(margin, FAR * float(np.quantile(away, 0.5, method="lower"))) if away else np.inf
     return [[_marked(m, middle, limit) for m in members] for members, middle in zip(groups, middles, strict=True)]
+
+
+def _distances(values: Sequence[float], middle: float) -> list[float]:
+    """Of an odd number of values without that of the median itself, which is 0 whatever the spread is."""
+    return sorted(abs(value - middle) for value in values)[len(values) % 2 :]
 
 
 def _marked(member: Member, middle: float | None, limit: float) -> Member:

@@ -32,6 +32,7 @@ READ_AS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", 
 """Settings of a dataset that say how its text is read, not which text is held out."""
 HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
 
+SOONER = "a lower target or a lower metrics.validate_every tells when"
 NOWHERE = "a run has no validation as early as the shortest one ended (metrics.validate_every makes some on the way)"
 
 Measured = Callable[[Member], float | None]
@@ -221,6 +222,10 @@ def _at_unequal_tokens(
 
 def _to_target(arm: Sequence[Member], baseline: Sequence[Member], target: float) -> Open:
     """The tokens that it took the runs to come to the target; those that ended above it never came there."""
+
+    if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*arm, *baseline))):
+        text = f"undecided: runs had come to the loss {target:g} before their first validation; {SOONER}"
+        return _nothing("tokens to the target", "the target", text)
 
     def of(m: Member) -> float | None:
         tokens = crossing(_token_axis(m), m.run.curves.validation, target)

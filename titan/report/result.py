@@ -9,6 +9,7 @@ from titan.metrics.plot import short
 from titan.report import ranking, statistics
 from titan.report.figures import answer, few, lost_seeds, won
 from titan.report.findings import Arm, Comparison, Quality
+from titan.report.quality import SOONER
 from titan.report.ranking import verdict
 
 NAMED = 4
@@ -164,6 +165,8 @@ def _to_target(comparison: Comparison) -> list[str]:
     arms = [arm for arm in comparison.arms if arm.reached and arm.reached.median_tokens]
     if not arms:
         return ["In no variant did half of the runs come there."]
+    if any(arm.reached and arm.reached.at_first for arm in comparison.arms):
+        return [f"Runs had come there before their first validation: {SOONER}."]
     arms.sort(key=_tokens)
     arm = arms[0]
     rival = next((other for other in arms if not other.baseline), arm)
