@@ -24,7 +24,7 @@ Compare runs and sweeps: python -m titan.compare DIR [DIR ...] [SETTING=VALUE ..
 
   python -m titan.compare runs/grid                       all runs of a sweep; also while it still goes on
   python -m titan.compare runs/a runs/b runs/c            any runs; the first one is the baseline
-  python -m titan.compare runs baseline=parallelism=ddp   all runs below a folder, held against one of them
+  python -m titan.compare runs baseline=parallelism=ddp   all runs below a folder, compared with one of them
   python -m titan.compare runs/grid to=[a.html,a.csv]     written elsewhere, and in other formats
 
 A table and the answers in words go to the terminal, the same with charts into a page that opens offline.
@@ -45,7 +45,7 @@ class Settings:
     """What `python -m titan.compare` understands beside directories."""
 
     baseline: str | None = setting(
-        None, "what the others are held against: settings, such as parallelism=ddp,lr=0.001, or a run's directory"
+        None, "what the others are compared with: settings, such as parallelism=ddp,lr=0.001, or a run's directory"
     )
     margin: float | None = setting(
         None, "nats of validation loss that count as no difference; null: as the sweep says, else 0.02", above=0

@@ -1,4 +1,4 @@
-"""The sweep node: what a grid of runs asks, and what its arms are held against. Free of torch."""
+"""The sweep node: what a grid of runs asks, and what its variants are compared with. Free of torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Sweep:
 
     question: str | None = setting(None, "what the grid is to answer", lines=True)
     baseline: Mapping[str, str] | None = setting(
-        None, "the arm that the others are held against, such as {parallelism:single}; null: the first"
+        None, "the variant that the others are compared with, such as {parallelism:single}; null: the first"
     )
     margin: float = setting(0.02, "difference in validation loss, in nats, that counts as none", above=0)
     target: float | None = setting(None, "validation loss to come to; null: none", above=0)

@@ -26,6 +26,8 @@ BEGAN = 1_760_000_000
 """When the first life of every made run began, in seconds since 1970."""
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """The one in C, where there is one."""
+GIVES_UP = 3
+"""training.bad_steps of every made run."""
 START, BETWEEN = 20.0, 600.0
 """Seconds from a life's beginning to its first step, and from its last line to the next life."""
 H200 = {"device": "cuda", "name": "NVIDIA H200", "count": 8, "cores": 64, "memory_gib": 140.4, "bf16_fast": True}
@@ -64,6 +66,9 @@ class Story:
         parent, digest: of the science; the data's.
         code: id of the code.
         device: of env.json.
+        bad: the step from which on no loss is finite, so that the run gives up; None: all are.
+        rises: added to the loss of steps, by their number.
+        host, began: of env.json, and when its first life began after the usual time.
     """
 
     seed: int = 0
@@ -87,6 +92,10 @@ class Story:
     digest: str = "d" * 64
     code: str = "c0de00000000"
     device: Mapping[str, Any] = field(default_factory=lambda: dict(H200))
+    bad: int | None = None
+    rises: Mapping[int, float] = field(default_factory=dict)
+    host: str = ""
+    began: float = 0.0
 
 
 @lru_cache(maxsize=256)
@@ -106,9 +115,9 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     story = story or Story()
     directory.mkdir(parents=True)
     (directory / ".lock").touch()
-    (directory / "env.json").write_text(json.dumps({"device": story.device}))
-    lives = story.lives or (Life(0, story.steps),)
-    clock, documents, lines = float(BEGAN), [], []
+    (directory / "env.json").write_text(json.dumps({"device": story.device, "host": story.host}))
+    lives = story.lives or (Life(0, story.steps if story.bad is None else story.bad + GIVES_UP - 2),)
+    clock, documents, lines = BEGAN + story.began, [], []
     for number, life in enumerate(lives, 1):
         run = _run(story, (*overrides, *life.overrides))
         documents.append(_document(run, story, number, life, clock, (*overrides, *life.overrides)))
@@ -119,9 +128,18 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
         "".join("---\n" + yaml.dump(d, Dumper=DUMPER, sort_keys=False) for d in documents)
     )
     write_lines(directory, lines if story.timed else [{k: v for k, v in x.items() if k != "time"} for x in lines])
-    if lives[-1].end == story.steps:
+    if story.bad is not None:
+        _give_up(directory, story.bad)
+    elif lives[-1].end == story.steps:
         _finish(directory, story, lines, len(lives))
     return directory
+
+
+def _give_up(directory: Path, bad: int) -> None:
+    """What a run leaves that ends by `training.bad_steps`; the last of these steps has no line."""
+    said = f"{GIVES_UP} steps in a row were not finite, the last one step {bad + GIVES_UP - 1}: gradients"
+    (directory / "log").mkdir()
+    (directory / "log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {said}\n")
 
 
 def swept(directory: Path, asked: Asked, points: Mapping[str, tuple[str, ...]], *events: Mapping[str, Any]) -> None:
@@ -187,7 +205,9 @@ def _lines(run: Run, story: Story, number: int, life: Life, clock: float) -> Ite
         seconds = story.seconds * math.exp(speed[step] * story.jitter)
         clock += seconds
         loss = level + 2 * math.exp(-5 * step / story.steps) + story.off * max(0, min(1, (step - 5) / 5))
-        yield _step(run, story, step, loss + sound[step], seconds) | {"time": round(clock, 3), "life": number}
+        seen = loss + sound[step] + story.rises.get(step, 0.0)
+        seen = None if story.bad is not None and step >= story.bad else seen
+        yield _step(run, story, step, seen, seconds) | {"time": round(clock, 3), "life": number}
         if step == story.steps or (story.every and step % story.every == 0):
             yield _validation(run, story, step, loss) | {"time": round(clock, 3), "life": number}
     clock += story.stall
@@ -195,14 +215,14 @@ def _lines(run: Run, story: Story, number: int, life: Life, clock: float) -> Ite
     yield saved | {"time": round(clock, 3), "life": number}
 
 
-def _step(run: Run, story: Story, step: int, loss: float, seconds: float) -> dict[str, Any]:
+def _step(run: Run, story: Story, step: int, loss: float | None, seconds: float) -> dict[str, Any]:
     tokens, wrong = run.training.global_batch, story.first_off
     rate = tokens / seconds / run.layout.devices
     tflops = rate * run.model.flops_per_token(run.training.seq_len) / 1e12
     return {
         "step": step,
         "tokens": step * tokens,
-        "loss": loss * wrong,
+        "loss": None if loss is None else loss * wrong,
         "grad_norm": (1 + 1 / step) * wrong,
         "lr": run.optimizer.lr * lr_factor(run.training, step),
         "step_seconds": seconds,

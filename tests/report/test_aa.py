@@ -10,6 +10,7 @@ import pytest
 
 from tests.report.aa import INJECTED, NEUTRAL, end
 from tests.report.made import Story, made
+from tests.report.unlucky import SCENES, Rates, Scene, simulated, templates
 from titan.report.judge import Options, compare
 from titan.report.quality import difference
 from titan.report.statistics import seeds_needed
@@ -46,7 +47,7 @@ def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
 def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path: Path) -> None:
     for seed in range(8):
         made(tmp_path / f"a{seed}", story(seed))
-    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds an arm" in note]
+    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds a variant" in note]
     needed = int(re.findall(r"takes about (\d+) seeds", told[0])[0])
     assert 4 <= needed <= 8
     for seed in range(needed):
@@ -66,3 +67,21 @@ def test_the_seeds_told_find_it_as_often_as_promised() -> None:
         seeds = difference(dict(enumerate(arm)), dict(enumerate(baseline)))
         found += seeds is not None and (seeds.difference.p() or 0) < 0.05
     assert found / 1000 > 0.77
+
+
+def rates_of(scene: Scene, repetitions: int, folder: Path) -> Rates:
+    return simulated(templates(folder, scene.seeds), scene, repetitions)
+
+
+@pytest.mark.parametrize(
+    "repetitions", [pytest.param(150, id="sample"), pytest.param(2000, id="many", marks=pytest.mark.full)]
+)
+@pytest.mark.parametrize("scene", [pytest.param(scene, id=name) for name, scene in SCENES.items()])
+def test_a_variant_that_loses_its_unlucky_seeds_is_no_better_for_it(
+    scene: Scene, repetitions: int, tmp_path: Path
+) -> None:
+    assert rates_of(scene, repetitions, tmp_path).better <= 0.05
+
+
+def test_survivors_alone_would_look_better(tmp_path: Path) -> None:
+    assert rates_of(SCENES["the variant alone loses a half"], 300, tmp_path).survivors > 0.08

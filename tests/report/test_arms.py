@@ -87,28 +87,29 @@ def test_labels_of_runs_name_seed_and_repeat_only_where_these_vary(tmp_path: Pat
 
 
 BASELINES = [
-    pytest.param(None, {}, 0, id="the-first"),
-    pytest.param(None, {"parallelism": "fsdp"}, 1, id="the-sweeps"),
-    pytest.param(None, {"parallelism": "fsdp", "optimizer.lr": "3e-3"}, 2, id="the-sweeps-numbers-as-typed"),
-    pytest.param("parallelism=fsdp,optimizer.lr=0.003", {"parallelism": "single"}, 2, id="the-users"),
-    pytest.param("lr=3e-3", {}, 2, id="in-short"),
-    pytest.param("parallelism=fsdp lr=0.001", {}, 1, id="a-label"),
+    pytest.param(None, {}, [0], id="the-first"),
+    pytest.param(None, {"parallelism": "fsdp"}, [1, 2], id="the-sweeps-at-any-rate"),
+    pytest.param(None, {"parallelism": "fsdp", "optimizer.lr": "3e-3"}, [2], id="the-sweeps-numbers-as-typed"),
+    pytest.param("parallelism=fsdp,optimizer.lr=0.003", {"parallelism": "single"}, [2], id="the-users"),
+    pytest.param("lr=3e-3", {}, [2], id="in-short"),
+    pytest.param("parallelism=fsdp lr=0.001", {}, [1], id="a-label"),
     pytest.param("parallelism=tp", {}, None, id="fits-none"),
-    pytest.param("parallelism=fsdp", {}, None, id="fits-two"),
+    pytest.param("parallelism=fsdp", {}, [1, 2], id="at-any-rate"),
+    pytest.param("optimizer.weight_decay=0.1", {}, None, id="fits-several"),
     pytest.param("fsdp", {}, None, id="no-setting"),
 ]
 
 
-@pytest.mark.parametrize(("option", "asked", "place"), BASELINES)
-def test_the_baseline(option: str | None, asked: dict[str, str], place: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("option", "asked", "places"), BASELINES)
+def test_the_baseline(option: str | None, asked: dict[str, str], places: list[int] | None, tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "optimizer.lr=3e-3")))
-    if place is not None:
-        assert arms.baseline(found, option, asked) == place
+    if places is not None:
+        assert arms.baselines(found, option, asked) == places
         return
     with pytest.raises(Refusal, match=f"baseline={option}: fits"):
-        arms.baseline(found, option, asked)
+        arms.baselines(found, option, asked)
 
 
 def test_the_baseline_by_its_directory(tmp_path: Path) -> None:
     found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)))
-    assert arms.baseline(found, str(tmp_path / "runs" / "01"), {}) == 1
+    assert arms.baselines(found, str(tmp_path / "runs" / "01"), {}) == [1]

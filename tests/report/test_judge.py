@@ -40,13 +40,12 @@ def test_the_baseline_comes_first(tmp_path: Path) -> None:
         compare([tmp_path], Options(baseline="parallelism=tp"))
 
 
-def test_a_ratio_from_one_run_each_is_from_blocks_and_says_so(tmp_path: Path) -> None:
+def test_a_ratio_from_one_run_each_has_no_interval(tmp_path: Path) -> None:
     made(tmp_path / "a", replace(S, steps=200), SINGLE)
     made(tmp_path / "b", replace(S, steps=200, seconds=0.2, luck=1), FSDP)
-    ratio = compare([tmp_path]).arms[1].speed_ratio
-    assert ratio is not None and ratio.low is not None and ratio.high is not None
-    assert ratio.low < 1.25 < ratio.high and ratio.high - ratio.low < 0.05  # 2.5 times, on two devices
-    assert any("blocks of steps" in note for note in compare([tmp_path]).arms[1].notes)
+    arm = compare([tmp_path]).arms[1]
+    assert arm.speed_ratio is not None and arm.speed_ratio.low is None and arm.few
+    assert arm.speed_ratio.estimate == pytest.approx(1.25, abs=0.02)  # 2.5 times, on two devices
 
 
 def test_a_ratio_from_several_runs_is_from_pairs(tmp_path: Path) -> None:
@@ -56,18 +55,7 @@ def test_a_ratio_from_several_runs_is_from_pairs(tmp_path: Path) -> None:
     arm = compare([tmp_path]).arms[1]
     assert arm.speed_ratio is not None and arm.speed_ratio.low == pytest.approx(1.25)
     assert arm.speed is not None and arm.speed.low is not None and arm.speed.low < 0.9 * arm.speed.estimate
-    assert not any("blocks of steps" in note for note in arm.notes)
-
-
-def test_a_ratio_from_two_runs_each_is_from_blocks_of_both(tmp_path: Path) -> None:
-    for seed in range(2):
-        made(tmp_path / f"a{seed}", replace(S, seed=seed), SINGLE)
-        made(tmp_path / f"b{seed}", replace(S, seed=seed, seconds=0.2 + 0.02 * seed, luck=1), FSDP)
-    arm = compare([tmp_path]).arms[1]
-    assert arm.speed_ratio is not None and arm.speed_ratio.low is not None and arm.speed_ratio.high is not None
-    assert arm.speed_ratio.low < 1.17 < arm.speed_ratio.estimate < 1.22 < arm.speed_ratio.high  # 1.25 and 1.14
-    assert 0.06 < arm.speed_ratio.high - arm.speed_ratio.low < 0.2
-    assert any("blocks of steps" in note for note in arm.notes)
+    assert not arm.few and not arm.speed_doubt
 
 
 def test_ratios_of_runs_without_pairs_are_of_independent_runs(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ CASES = [
     pytest.param([S], [S], "yes", "all losses are the same bits, in 1 pair", id="the-same-bits"),
     pytest.param(THREE, seeds(0.001, -0.001, 0.002), "yes", "margin 0.02", id="equivalent"),
     pytest.param(THREE, seeds(0.1, 0.101, 0.099), "no", "differs by +0.1000 nats", id="beyond-the-margin"),
-    pytest.param(THREE, seeds(0.03, -0.02, 0.01), "undecided", "pairs would decide", id="too-noisy"),
+    pytest.param(THREE, seeds(0.03, -0.02, 0.01), "undecided", "would decide", id="too-noisy"),
     pytest.param(
         THREE, seeds(0.021, 0.029, 0.016), "undecided", "hardly show that there is none", id="about-the-margin"
     ),
@@ -84,7 +84,7 @@ def test_repeats_of_the_baseline_tell_how_many_pairs_one_pair_lacks(tmp_path: Pa
     repeats = [replace(S, repeat=r, off=off) for r, off in enumerate((0.0, 0.01, -0.01, 0.005))]
     found = learning(tmp_path, repeats, [replace(S, off=0.004)])
     assert found.answer == "undecided" and found.needed is not None and 3 <= found.needed <= 8
-    assert f"by the spread of the baseline's repeats {found.needed}" in found.text
+    assert f"by the spread of the baseline's repeats about {found.needed} pairs (95% range " in found.text
 
 
 def test_repeats_make_pairs(tmp_path: Path) -> None:

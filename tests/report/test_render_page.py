@@ -108,3 +108,18 @@ def test_a_large_comparison_stays_small() -> None:
     text = page(shown.many(64, 10_000))
     assert len(text) < 1_000_000
     assert max(points.count(",") for points in re.findall(r'points="([^"]*)"', text)) <= 400
+
+
+def test_the_loss_is_never_out_of_sight() -> None:
+    heads = re.findall(r"<th title=[^>]*>(\w+)", page(shown.mixed()))
+    assert heads[:2] == ["answer", "validation"]
+    style = page(shown.mixed()).partition("<style>")[2].partition("</style>")[0]
+    assert int(re.findall(r"main { max-width: (\d+)px", style)[0]) > 1600
+    assert ".scroll td small { white-space: normal; }" in style  # an interval widens no column
+
+
+def test_what_qualifies_an_answer_is_in_the_table() -> None:
+    lost = shown.quality("undecided", better=4, worse=2, pairs=6, diverged=2)
+    arm = shown.arm("lr=3", quality=(lost,), same_science=False)
+    read = Reader(page(shown.comparison(shown.arm("base", baseline=True), arm)))
+    assert "better on 4 of 6 seeds2 diverged" in read.text and "(2 diverged)" in read.text

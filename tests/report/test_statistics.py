@@ -173,3 +173,41 @@ def test_without_scipy_the_refusal_names_the_extra(monkeypatch: pytest.MonkeyPat
 
 def test_a_difference_too_few_for_an_error_is_not_a_number() -> None:
     assert math.isnan(welch([1.0], [2.0, 3.0]).error)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "low", "high"),
+    [
+        pytest.param(1, 0.446, 31.91, id="two-pairs"),
+        pytest.param(4, 0.599, 2.874, id="five"),
+        pytest.param(99, 0.878, 1.162, id="a-hundred"),
+    ],
+)
+def test_the_interval_of_a_standard_deviation(freedom: int, low: float, high: float) -> None:
+    assert statistics.spread_interval(1.0, freedom) == pytest.approx((low, high), rel=2e-3)
+
+
+def test_two_pairs_hardly_tell_how_many_it_takes() -> None:
+    needed = statistics.with_range(lambda s: statistics.seeds_needed(0.38, s), 0.1, 1, 2)
+    assert needed.count == 3 and needed.low is not None and needed.low <= 3 and needed.high is not None
+    assert needed.high > 100 and statistics.about(needed, "seeds").startswith("about 3 seeds (95% range ")
+
+
+def test_the_wider_the_spread_the_more_seeds_it_takes() -> None:
+    spreads = [0.0005 * 1.3**k for k in range(20)]
+    for needed in (statistics.seeds_needed, statistics.pairs_to_equal):
+        counts = [needed(0.02, spread) or statistics.MOST for spread in spreads]
+        assert counts == sorted(counts) and counts[0] <= 3, counts
+
+
+@pytest.mark.parametrize(
+    ("arm", "baseline", "wins", "p"),
+    [
+        pytest.param([1, 1, 1, 1, 1, 1], [2, 2, 2, 2, 2, math.inf], 6, 2 / 64, id="all-won"),
+        pytest.param([1, 1, math.inf, 1], [2, 2, 2, 2], 3, 0.625, id="one-diverged"),
+        pytest.param([math.inf], [math.inf], 0, None, id="both-diverged"),
+    ],
+)
+def test_signs(arm: list[float], baseline: list[float], wins: int, p: float | None) -> None:
+    found = statistics.signs(arm, baseline)
+    assert (found.wins, found.count) == (wins, len(arm)) and found.p() == (p and pytest.approx(p))

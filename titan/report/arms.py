@@ -14,7 +14,7 @@ from titan.identity import SCIENCE
 from titan.lives import flat
 from titan.report.collect import Raw, neat
 from titan.run import Recipe
-from titan.settings import Refusal, plain
+from titan.settings import Refusal, plain, show
 
 IGNORED = re.compile(
     r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # what cluster comes to: layout and hardware
@@ -25,6 +25,7 @@ IGNORED = re.compile(
 """Settings that tell no arm from another."""
 PATHS = re.compile(r"dataset\.(.*\.)?path")
 """They tell arms apart only where other data lie there."""
+RATE = "optimizer.lr"
 TAKEN = ("training.seed", "training.repeat")
 CONTINUED = "training.continued_from"
 """The fact of how many steps earlier lives were to do, where these were others."""
@@ -68,6 +69,12 @@ class Group:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
         return " ".join(f"{short(name, self.facts.values)}={value}" for name, value in self.settings.items())
+
+    @cached_property
+    def rest(self) -> str:
+        """All settings but the learning rate, as one text."""
+        values = {name: show(value) for name, value in self.facts.values.items() if name != RATE}
+        return repr(sorted(values.items()))
 
     @property
     def group_id(self) -> str:
@@ -188,8 +195,10 @@ def labels(group: Group, groups: Sequence[Group]) -> list[str]:
     return [f"{x} ({raw.directory.name})" if x in twice else x for x, raw in zip(found, group.runs, strict=True)]
 
 
-def baseline(groups: Sequence[Group], option: str | None, asked: Mapping[str, str]) -> int:
-    """The place of the arm that the others are held against.
+def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, str]) -> list[int]:
+    """The places of the arms that may be the baseline, in the order in which they were found.
+
+    Several differ in the learning rate alone: no word of the user's or the sweep's says which one, and the best is.
 
     Args:
         groups: all of them.
@@ -197,20 +206,38 @@ def baseline(groups: Sequence[Group], option: str | None, asked: Mapping[str, st
         asked: what the sweep says.
 
     Raises:
-        Refusal: when the user's words fit no arm, or several.
+        Refusal: when the user's words fit no arm, or several that differ in more.
     """
     if option is None:
-        return next(iter(fitting(groups, asked)), 0)
-    if Path(option).is_dir():
-        at = Path(option).resolve()
-        found = [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]]
-    else:
-        wanted = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
-        found = [i for i, group in enumerate(groups) if option == group.label] or fitting(groups, wanted)
+        found = fitting(groups, asked) or [0]
+        return found[:1] if _names_rate(asked) else _family(groups, found[0], found if asked else range(len(groups)))
+    found, exact = _wanted(groups, option)
+    if found and not exact and len(family := _family(groups, found[0], found)) == len(found):
+        return family
     if len(found) != 1:
         names = "; ".join(group.label for group in groups[:8])
-        raise Refusal(f"baseline={option}: fits {len(found) or 'none'} of the arms ({names}); name one of them.")
-    return found[0]
+        raise Refusal(f"baseline={option}: fits {len(found) or 'none'} of the variants ({names}); name one of them.")
+    return found
+
+
+def _wanted(groups: Sequence[Group], option: str) -> tuple[list[int], bool]:
+    """The places of the arms that the user's words fit, and whether they name one learning rate."""
+    if Path(option).is_dir():
+        at = Path(option).resolve()
+        return [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]], True
+    if labelled := [i for i, group in enumerate(groups) if option == group.label]:
+        return labelled, True
+    wanted = dict(re.findall(r"([^\s,=]+)=(\[[^\]]*\]|[^\s,]*)", option))
+    return fitting(groups, wanted), _names_rate(wanted)
+
+
+def _names_rate(wanted: Mapping[str, str]) -> bool:
+    return any(name in (RATE, "lr") for name in wanted)
+
+
+def _family(groups: Sequence[Group], one: int, among: Iterable[int]) -> list[int]:
+    """Those of some arms that differ from one of them in the learning rate alone."""
+    return [i for i in among if groups[i].rest == groups[one].rest]
 
 
 def fitting(groups: Sequence[Group], wanted: Mapping[str, str]) -> list[int]:

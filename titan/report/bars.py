@@ -31,7 +31,9 @@ def throughput(comparison: Comparison) -> Chart | None:
             ratio = "" if arm.speed_ratio is None or arm.baseline else f"{arm.speed_ratio.estimate:.2f} of baseline"
             whisker = (value * middle / slow, value * middle / fast)
             bars.append(Bar(i, value, few(value), ratio, whisker))
+    doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
     caption = "Tokens a second a device at the median step; the line spans the middle 80% of the steps."
+    caption += f" Speeds are not judged: {'; '.join(doubts)}." if doubts else ""
     return _bars(comparison, bars, "Throughput", caption)
 
 
@@ -39,7 +41,9 @@ def memory_bars(comparison: Comparison) -> Chart | None:
     """Bars of the most memory that rank 0 held."""
     most = [(i, memory(arm)) for i, arm in enumerate(comparison.arms)]
     bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
-    return _bars(comparison, bars, "Memory", "The most that rank 0 held in any run of the arm, in GiB.", rising=True)
+    return _bars(
+        comparison, bars, "Memory", "The most that rank 0 held in any run of the variant, in GiB.", rising=True
+    )
 
 
 def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:

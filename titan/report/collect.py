@@ -45,6 +45,7 @@ class Raw:
         device: what env.json says of the machine.
         state, reason: how it stands; of one that did not finish, why.
         overrides: what a sweep's command line says of it alone; of other runs, the whole command line.
+        host: the name of the machine of its first rank; empty where env.json does not say.
     """
 
     directory: Path
@@ -55,6 +56,7 @@ class Raw:
     state: State
     reason: str | None
     overrides: tuple[str, ...] = ()
+    host: str = ""
 
     @property
     def last(self) -> Mapping[str, Any]:
@@ -195,10 +197,11 @@ def _read(directory: Path, point: Point | None) -> Raw | Failed:
     try:
         documents = tuple(read_lives(directory)) if (directory / "run.yaml").is_file() else ()
     except Refusal as refusal:
-        return Failed(label, str(directory), "failed", str(refusal))
+        return Failed(label, str(directory), "failed", str(refusal), _overrides(point))
     if not documents:
         state: State = point.state if point else "failed"
-        return Failed(label, str(directory), state, _reason(point) or _nothing(state, point))
+        why = _reason(point) or _nothing(state, point)
+        return Failed(label, str(directory), state, why, _overrides(point))
     if lacking := _lacking(documents):
         return Failed(
             label, str(directory), "failed", f"its run.yaml does not say {lacking}: it is of another version of titan"
@@ -206,8 +209,13 @@ def _read(directory: Path, point: Point | None) -> Raw | Failed:
     metrics, result = columns.read(directory / "metrics.jsonl"), _json(directory / "result.json")
     state, reason = _state(directory, documents[-1], result, point, metrics.steps)
     overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
-    device = dict(_json(directory / "env.json").get("device") or {})
-    return Raw(directory, documents, metrics, result, device, state, reason, overrides)
+    machine = _json(directory / "env.json")
+    device, host = dict(machine.get("device") or {}), str(machine.get("host") or "")
+    return Raw(directory, documents, metrics, result, device, state, reason, overrides, host)
+
+
+def _overrides(point: Point | None) -> tuple[str, ...]:
+    return point.overrides if point else ()
 
 
 def neat(value: Any) -> str:

@@ -195,9 +195,11 @@ def _dress(comparison: Comparison) -> str:
 
 def _told(comparison: Comparison) -> str:
     rest = len(comparison.arms) - len(coloured(comparison))
-    told = "Seeds of an arm share its colour. " if "thin" in _dress(comparison) else ""
+    told = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
     if rest > 0:
-        told += f"In colour: the baseline, the fastest arms of its science, the best of others. In grey: {rest} more. "
+        told += (
+            f"In colour: the baseline, the fastest with its hyperparameters, the best of others. In grey: {rest} more. "
+        )
     return told
 
 

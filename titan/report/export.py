@@ -20,7 +20,7 @@ COLUMNS = (
     "execution_id", "code_id", "devices", "hardware", "step", "steps", "tokens", "decayed", "loss", "validation_loss",
     "bits_per_byte", "step_seconds", "step_seconds_p10", "step_seconds_p90", "tokens_per_second_per_device",
     "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "lives",
-    "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again",
+    "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again", "diverged", "outlier",
 )  # fmt: skip
 """Of every CSV, in this order; after them come settings as `setting/NAME`, and `bits_per_byte/SOURCE`."""
 
@@ -58,6 +58,8 @@ def _row(arm: Arm, run: RunFound) -> dict[str, Any]:
         "validation_loss": run.validation,
         "bits_per_byte": run.bits,
         **_speed(run),
+        "diverged": run.diverged,
+        "outlier": run.outlier,
         **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
         **{f"setting/{name}": value for name, value in arm.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},

@@ -1,15 +1,16 @@
-"""The table of a comparison as data: a row an arm, a column a figure; terminal, Markdown and HTML lay it out."""
+"""The table of a comparison as data: a row a variant, a column a figure; terminal, Markdown and HTML lay it out."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
 from titan.metrics.plot import short
+from titan.report import ranking
 from titan.report.findings import Arm, Comparison, Interval, Quality, Reached, RunFound, Speed
 
 Mood = Literal["", "good", "bad", "open"]
@@ -48,13 +49,14 @@ class Column:
 
 _SORTS: tuple[tuple[str, str, str, int, Callable[[Arm], Cell]], ...] = (
     ("answer", "", "what the comparison with the baseline says", 0, lambda arm: answer(arm)),
+    ("validation", "nats", "final loss on the fixed rows; 95% interval", 0, lambda arm: _validation(arm)),
+    ("tokens", "seen", "of finished runs, where variants differ in them", 0, lambda arm: _tokens(arm)),
     ("runs", "", "how many runs, and how those stand that are not finished", 3, lambda arm: _runs(arm)),
     ("speed", "of baseline", "ratio of tokens/s a device, with its 95% interval", 0, lambda arm: _ratio(arm)),
     ("tokens/s", "a device", "at the median step", 1, lambda arm: _speed(arm)),
     ("step time", "ms", "median of the steps (p10-p90), without each life's warm-up", 2, lambda arm: _step(arm)),
     ("memory", "GiB", "the most that rank 0 held in any run", 1, lambda arm: _memory(arm)),
     ("MFU", "(causal)", "model FLOPs' share of the peak: attention in full, and half of it", 6, lambda arm: _mfu(arm)),
-    ("validation", "nats", "final loss on the fixed rows; 95% interval", 0, lambda arm: estimate(arm.validation)),
     ("bits", "a byte", "the same a byte of text; 95% interval", 5, lambda arm: estimate(arm.bits)),
     ("reached", "target", "runs that came to the target loss; the median tokens", 4, lambda arm: _reached(arm.reached)),
     ("device-hours", "a run", "devices times hours of all lives, mean over the runs", 8, lambda arm: _hours(arm)),
@@ -70,33 +72,62 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         for name, unit, meaning, weight, cell in _SORTS
     )
     told = [column for column in made if any(cell.main for cell in column.cells)]
-    return tuple(column for column in told if len(comparison.arms) > 1 or column.name not in ("speed", "answer"))
+    needless = {"tokens"} if len(ranking.tokens(comparison.arms)) < 2 else set()
+    needless |= {"speed", "answer"} if len(comparison.arms) < 2 else set()
+    return tuple(column for column in told if column.name not in needless)
 
 
 def answer(arm: Arm) -> Cell:
-    """The answer about an arm in a word or two."""
+    """The answer about an arm in a few words."""
     if arm.baseline:
-        return Cell("baseline")
-    if arm.learning is not None:
+        return Cell("baseline", _lost(arm))
+    if arm.same_science and arm.learning is not None:
         words: dict[str, Cell] = {"yes": Cell("same", mood="good"), "no": Cell("not the same", mood="bad")}
-        return words.get(arm.learning.answer, Cell("undecided", mood="open"))
-    quality = at_the_end(arm)
-    return Cell("not judged", mood="open") if quality is None else _quality(quality)
+        return words.get(arm.learning.answer, Cell("undecided", _lost(arm), "open"))
+    if arm.untuned:
+        told, _, lost = arm.against_best.partition(", ")
+        return Cell(told or "not compared", f"{lost}, another lr is best" if lost else "another lr is best")
+    quality = ranking.verdict(arm)
+    return Cell("not judged", _lost(arm), "open") if quality is None else _quality(quality)
 
 
-def at_the_end(arm: Arm) -> Quality | None:
-    """The verdict at the end of training, else the first that there is."""
-    return next((quality for quality in arm.quality if quality.at == "the end"), next(iter(arm.quality), None))
+def _lost(arm: Arm) -> str:
+    """How many of its seeds diverged; empty where none did."""
+    return f"{arm.outcomes.diverged} of {arm.outcomes.known} diverged" if arm.outcomes.diverged else ""
 
 
 def _quality(quality: Quality) -> Cell:
+    where = "" if quality.at == "the end" else f"at {quality.at}"
+    if quality.diverged or quality.baseline_diverged:
+        return _with_lost(quality)
     if quality.answer == "undecided":
-        return Cell("undecided", mood="open")
+        return Cell("undecided", where, "open")
     if quality.answer == "no":
-        return Cell("no difference")
+        return Cell("no difference", where)
     if quality.difference is None:
-        return Cell("differs")
-    return Cell("better", mood="good") if quality.difference.estimate < 0 else Cell("worse", mood="bad")
+        return Cell("differs", where)
+    return Cell("better", where, "good") if quality.difference.estimate < 0 else Cell("worse", where, "bad")
+
+
+def _with_lost(quality: Quality) -> Cell:
+    """The answer where runs diverged: "better" and "worse" alone only where that is shown of all seeds."""
+    told, lost = won(quality), lost_seeds(quality)
+    if quality.answer != "yes":
+        return Cell(told, lost, "bad" if quality.diverged else "open")
+    word, mood = ("better", "good") if quality.better > quality.worse else ("worse", "bad")
+    return Cell(word, f"{told}, {lost}", "good" if mood == "good" else "bad")
+
+
+def won(quality: Quality) -> str:
+    """On how many seeds the arm did better than the baseline."""
+    return f"better on {quality.better} of {quality.pairs} seeds"
+
+
+def lost_seeds(quality: Quality) -> str:
+    """How many seeds of both sides diverged, or never came to the target."""
+    what = "did not come to the target" if quality.at == "the target" else "diverged"
+    own = [f"{quality.diverged} {what}"] if quality.diverged else []
+    return ", ".join(own + [f"of the baseline {quality.baseline_diverged} {what}"] * bool(quality.baseline_diverged))
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -149,21 +180,37 @@ def memory(arm: Arm) -> float | None:
 
 
 def _runs(arm: Arm) -> Cell:
-    seeds, states = len({run.seed for run in arm.runs}), Counter(run.state for run in arm.runs)
+    seeds, states = len({run.seed for run in arm.runs}), Counter(map(_stands, arm.runs))
     told = [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds != len(arm.runs) else []
     told += [_standing(arm.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
     return Cell(str(len(arm.runs)), f"({', '.join(told)})" if told else "")
 
 
+def _stands(run: RunFound) -> str:
+    return "diverged" if run.diverged else run.state
+
+
 def _standing(runs: tuple[RunFound, ...], state: str, count: int) -> str:
     """How many stand so, and how far they are."""
-    done = median(run.step / max(1, run.steps) for run in runs if run.state == state)
+    done = median(run.step / max(1, run.steps) for run in runs if _stands(run) == state)
     return f"{count} {state} at {done:.0%}" if len(runs) > 1 else f"{state} at {done:.0%}"
 
 
 def _step(arm: Arm) -> Cell:
     times = step_ms(arm)
     return Cell() if times is None else Cell(few(times[0]), f"({few(times[1])}-{few(times[2])})")
+
+
+def _validation(arm: Arm) -> Cell:
+    """The mean, and what it does not show: diverged runs, which are not in it, and outliers, which are."""
+    far, found = sum(run.outlier for run in arm.runs), estimate(arm.validation)
+    odd = [f"without {arm.outcomes.diverged} diverged"] if arm.outcomes.diverged and found.main else []
+    odd += [f"{far} outlier{'s' * (far > 1)}"] if far else []
+    return Cell(found.main, " ".join(filter(None, [found.detail, ", ".join(odd)])))
+
+
+def _tokens(arm: Arm) -> Cell:
+    return Cell(" ".join(f"{seen:,}" for seen in ranking.tokens([arm])))
 
 
 def _speed(arm: Arm) -> Cell:
@@ -173,7 +220,8 @@ def _speed(arm: Arm) -> Cell:
 def _ratio(arm: Arm) -> Cell:
     if arm.speed_ratio is None or arm.baseline:
         return Cell("1" if arm.baseline and arm.speed else "")
-    return estimate(arm.speed_ratio, ratio)
+    found = estimate(arm.speed_ratio, ratio)
+    return replace(found, detail="not judged") if arm.speed_doubt else found
 
 
 def _mfu(arm: Arm) -> Cell:

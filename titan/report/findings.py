@@ -107,6 +107,15 @@ class Curves:
 
 
 @dataclass(frozen=True)
+class Spike:
+    """A rise of the training loss far above the steps before it: where it is highest, how high, and from what."""
+
+    step: int
+    loss: float
+    usual: float
+
+
+@dataclass(frozen=True)
 class RunFound:
     """One run.
 
@@ -129,6 +138,11 @@ class RunFound:
         cost: what it took.
         curves: over time.
         repeat: training.repeat: which repeat of the same seed it is.
+        diverged: whether it has no finite result because of its recipe: an outcome, other than that of a run whose
+            machine failed.
+        outlier: whether its final validation loss is finite and far from those of its arm's other seeds.
+        spikes: of the training loss, in the order of steps.
+        shared: whether another run of the comparison used the same machine while its steps were timed.
     """
 
     label: str
@@ -155,6 +169,26 @@ class RunFound:
     cost: Cost
     curves: Curves
     repeat: int = 0
+    diverged: bool = False
+    outlier: bool = False
+    spikes: tuple[Spike, ...] = ()
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Needed:
+    """How many repeats a question takes, as far as an estimated spread can tell.
+
+    Attributes:
+        count: by the spread as estimated; None: more than can be counted.
+        low, high: by the bounds of the spread's 95% confidence interval; high None: more than can be counted.
+        seen: repeats that the spread was estimated from.
+    """
+
+    count: int | None
+    low: int | None
+    high: int | None
+    seen: int
 
 
 @dataclass(frozen=True)
@@ -171,6 +205,7 @@ class Learning:
         margin: the difference that was declared beforehand to be none.
         pairs: how many pairs there were.
         needed: pairs that would decide, where undecided and known.
+        needed_range: the same, with its uncertainty.
     """
 
     answer: Answer
@@ -182,6 +217,7 @@ class Learning:
     margin: float
     pairs: int
     needed: int | None
+    needed_range: Needed | None = None
 
 
 @dataclass(frozen=True)
@@ -192,12 +228,16 @@ class Quality:
         answer: whether there is a difference: yes, no (within what the repeats can tell: undecided, never "no", unless
             it is shown to be below the margin) or undecided.
         text: the same as a sentence; with one seed it speaks of this pair only.
-        measure: what was compared: "validation loss" or "bits a byte".
-        at: "the end", "equal tokens" or "equal device-hours".
-        difference: arm minus baseline over pairs of equal seeds.
-        p: of the paired t-test; p_holm after Holm's correction over the arms.
+        measure: what was compared: "validation loss", "bits a byte" or "tokens to the target".
+        at: "the end", "equal tokens", "the target" or "equal device-hours".
+        difference: arm minus baseline over pairs of equal seeds; for "tokens to the target" their ratio. Where runs
+            diverged it is of the pairs in which none did, and has no interval.
+        p: of the paired t-test, where runs diverged of the sign test; p_holm after Holm's correction over the arms.
         by_source: the same difference for each source of a mixture.
         pairs, needed: how many pairs there were, and how many would decide.
+        needed_range: the latter with its uncertainty.
+        better, worse: pairs in which the arm did better or worse than the baseline; counted where runs diverged.
+        diverged, baseline_diverged: seeds of the one and of the other that did; at the target: that never came there.
     """
 
     answer: Answer
@@ -210,6 +250,33 @@ class Quality:
     by_source: Mapping[str, Interval]
     pairs: int
     needed: int | None
+    needed_range: Needed | None = None
+    better: int = 0
+    worse: int = 0
+    diverged: int = 0
+    baseline_diverged: int = 0
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """How many of an arm's seeds have which outcome.
+
+    Attributes:
+        ended: with a finite result.
+        diverged: with none because of the recipe; a seed of which any repeat diverged counts here.
+        failed: with none for another reason: its machine failed, or someone stopped it.
+        waiting: with none yet: still running, or not begun.
+    """
+
+    ended: int = 0
+    diverged: int = 0
+    failed: int = 0
+    waiting: int = 0
+
+    @property
+    def known(self) -> int:
+        """Seeds with an outcome of the recipe."""
+        return self.ended + self.diverged
 
 
 @dataclass(frozen=True)
@@ -217,6 +284,7 @@ class Reached:
     """When an arm came to the target loss: of `runs` runs, `reached` did; the others are censored.
 
     Attributes:
+        at_first: runs that were there at their first validation, so that it is not known when they came.
         median_tokens, median_device_hours: the Kaplan-Meier median; None where less than half came there.
     """
 
@@ -224,6 +292,7 @@ class Reached:
     reached: int
     median_tokens: float | None
     median_device_hours: float | None
+    at_first: int = 0
 
 
 @dataclass(frozen=True)
@@ -239,9 +308,13 @@ class Arm:
         speed: tokens a second a device, and its ratio to the baseline's with an interval; None where none was timed.
         speed_ratio: see `speed`.
         validation, bits: mean over its finished runs, with an interval where there are several.
-        few: whether the interval of `speed_ratio` is from the steps of few runs, and says little of how runs differ.
-        learning: for an arm of the baseline's science other than the baseline.
-        quality: for arms of another science: at the end, at equal tokens, at equal device-hours, as far as they apply.
+        few: whether there are fewer than three runs on a side, so that nothing can be said of speed.
+        speed_doubt: why nothing is said of "faster" or "slower"; empty where it may be.
+        outcomes: of its seeds.
+        tried: learning rates that it is the best of; 0 or 1: only this one. `untuned`: another of its rates is better.
+        against_best: how it compares with that one where runs diverged, such as "better on 4 of 6 seeds, 2 diverged".
+        learning: for an arm of the baseline's science other than the baseline, or of another of its learning rates.
+        quality: for arms of another science; the first one is the verdict.
         reached: where there is a target loss.
         notes: what has to be known of it: unfinished decay, learning rate not tuned, other hardware, other code.
     """
@@ -260,16 +333,22 @@ class Arm:
     reached: Reached | None = None
     notes: tuple[str, ...] = ()
     few: bool = False
+    speed_doubt: str = ""
+    outcomes: Outcomes = Outcomes()
+    tried: int = 0
+    untuned: bool = False
+    against_best: str = ""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A point that has no figures, perhaps none yet, or a run that ended badly: which, how and why."""
+    """A trial that has no figures, perhaps none yet, or a run that ended badly: which, how and why."""
 
     label: str
     directory: str
     state: State
     reason: str
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

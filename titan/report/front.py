@@ -48,7 +48,7 @@ def pareto(comparison: Comparison) -> Chart | None:
     named = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured(comparison))]
     body += _names(comparison, frame, spots, list(dict.fromkeys(named)))
     outside = " Hollow: does not learn the same, so it is not on the front." if any(s.out for s in spots) else ""
-    caption = f"The line joins the arms that no other beats in both speed and memory.{outside}"
+    caption = f"The line joins the variants that no other beats in both speed and memory.{outside}"
     return Chart("Speed and memory", caption, svg.picture(frame, "Speed and memory", body))
 
 

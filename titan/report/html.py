@@ -9,6 +9,7 @@ import importlib.resources
 from collections.abc import Callable, Sequence
 from html import escape
 
+from titan.report import ranking
 from titan.report.bars import memory_bars, throughput
 from titan.report.charts import Chart, marks
 from titan.report.curves import differences, training, validation
@@ -17,12 +18,14 @@ from titan.report.findings import Arm, Comparison, RunFound
 from titan.report.front import pareto
 from titan.report.markdown import by_source
 from titan.report.sentences import answers, lead, missing, notes, question
+from titan.report.varied import settings
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 """The page may load nothing from anywhere."""
 MANY = 12
 """Answers beyond so many scroll in a box of their own."""
 CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
+    settings,
     training,
     validation,
     differences,
@@ -98,8 +101,9 @@ def _answers(comparison: Comparison) -> str:
 
 
 def _answer(comparison: Comparison, arm: Arm, index: int, said: Sequence[str]) -> str:
-    name = f'<span class="key"></span><strong>{escape(arm.label)}</strong>'
-    return f"<li {marks(comparison, index)}>{name} {_pill(answer(arm))} {escape(' '.join(said))}</li>"
+    name, cell = f'<span class="key"></span><strong>{escape(arm.label)}</strong>', answer(arm)
+    detail = f" ({escape(cell.detail)})" if cell.detail else ""
+    return f"<li {marks(comparison, index)}>{name} {_pill(cell)}{detail} {escape(' '.join(said))}</li>"
 
 
 def _pill(cell: Cell) -> str:
@@ -110,8 +114,8 @@ def _figures(comparison: Comparison) -> str:
     if not comparison.arms:
         return ""
     told = columns(comparison)
-    head = "<th>arm</th>" + "".join(_heading(column) for column in told)
-    rows = "".join(_figure_row(comparison, i, told) for i in range(len(comparison.arms)))
+    head = "<th>variant</th>" + "".join(_heading(column) for column in told)
+    rows = "".join(_figure_row(comparison, i, told) for i in ranking.order(comparison.arms))
     return _scroll(head, rows)
 
 
@@ -131,10 +135,9 @@ def _figure_row(comparison: Comparison, index: int, told: Sequence[Column]) -> s
 
 
 def _cell(column: Column, cell: Cell) -> str:
-    if column.name == "answer":
-        return f"<td>{_pill(cell)}</td>"
+    main = _pill(cell) if column.name == "answer" else escape(cell.main)
     detail = f"<small>{escape(cell.detail)}</small>" if cell.detail else ""
-    return f"<td>{escape(cell.main)}{detail}</td>"
+    return f"<td>{main}{detail}</td>"
 
 
 def _sources(comparison: Comparison) -> str:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.ledger import Asked
 from titan.metrics.plot import short
-from titan.report import arms, learning, quality, speed, statistics, tuning
+from titan.report import (
+    arms,
+    divergence,
+    learning,
+    outcomes,
+    quality,
+    ranking,
+    sharing,
+    speed,
+    statistics,
+    tuning,
+)
 from titan.report.arms import Group
 from titan.report.collect import Collected, collect
-from titan.report.findings import Arm, Comparison, Failed, Quality, Reached
+from titan.report.findings import Arm, Comparison, Failed, Learning, Quality, Reached
 from titan.report.quality import hour_axis
 from titan.report.runs import Member, member
 from titan.report.tuning import Tuned
@@ -51,24 +62,57 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
     options = options or Options()
     found = collect([Path(directory) for directory in directories])
     asked = _asked(found, options)
-    begun = [raw for raw in found.runs if len(raw.metrics.steps)]
-    groups = arms.grouped(begun)
-    if groups:
-        first = arms.baseline(groups, options.baseline, asked.baseline)
-        groups = [groups[first], *groups[:first], *groups[first + 1 :]]
-    members = [_members(group, groups) for group in groups]
-    judged = _judged(groups, members, asked)
+    variants = _variants(found, asked, options)
+    groups, members = [v.group for v in variants], [v.members for v in variants]
     return Comparison(
         title=_title(found, directories),
         question=asked.question,
         common=_common(groups),
         differs=arms.differs(groups),
-        arms=tuple(judged),
+        arms=_ordered(_judged(variants, asked)),
         failed=_failed(found, members),
         target=asked.target,
         margin=asked.margin,
-        notes=_notes(groups, members, found, options, asked),
+        notes=_notes(variants, found, options, asked),
     )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an arm is made of.
+
+    Attributes:
+        group: its runs' files, and the settings that tell it from the others.
+        members: its runs.
+        tuned: whether it has the best of its learning rates.
+        missing: its trials without figures.
+    """
+
+    group: Group
+    members: Sequence[Member]
+    tuned: Tuned
+    missing: tuple[Failed, ...] = ()
+
+
+def _variants(found: Collected, asked: Asked, options: Options) -> list[Variant]:
+    """All arms, the baseline first: of several learning rates of it the one that is best."""
+    begun = [raw for raw in found.runs if len(raw.metrics.steps) or divergence.gave_up(raw)]
+    groups, alongside = arms.grouped(begun), sharing.shared(found.runs)
+    members = outcomes.marked([_members(group, groups, alongside) for group in groups], asked.margin)
+    tuned = tuning.tuned(groups, members)
+    missing = [_missing(group, found.failed) for group in groups]
+    made = [Variant(*each) for each in zip(groups, members, tuned, missing, strict=True)]
+    if not made:
+        return []
+    candidates = arms.baselines(groups, options.baseline, asked.baseline)
+    first = next((i for i in candidates if tuned[i].chosen), candidates[0])
+    return [made[first], *made[:first], *made[first + 1 :]]
+
+
+def _missing(group: Group, failed: Sequence[Failed]) -> tuple[Failed, ...]:
+    """The trials without figures that differ from an arm's runs in their seed alone."""
+    recipes = {outcomes.recipe(raw.overrides) for raw in group.runs}
+    return tuple(trial for trial in failed if trial.overrides and outcomes.recipe(trial.overrides) in recipes)
 
 
 def _asked(found: Collected, options: Options) -> Asked:
@@ -85,64 +129,79 @@ def _title(found: Collected, directories: Sequence[str | os.PathLike[str]]) -> s
     return ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
 
 
-def _members(group: Group, groups: Sequence[Group]) -> list[Member]:
-    return [member(raw, label) for raw, label in zip(group.runs, arms.labels(group, groups), strict=True)]
+def _members(group: Group, groups: Sequence[Group], alongside: Collection[Path]) -> list[Member]:
+    labels = arms.labels(group, groups)
+    return [member(raw, label, raw.directory in alongside) for raw, label in zip(group.runs, labels, strict=True)]
 
 
-def _judged(groups: Sequence[Group], members: Sequence[Sequence[Member]], asked: Asked) -> list[Arm]:
-    """All arms; the first one is the baseline, or stands for the learning rate of it that was best."""
-    tuned = tuning.tuned(groups, members)
-    against = _best_of_baseline(groups, members, tuned)
-    others = [
-        i for i, group in enumerate(groups) if group.group_id != groups[against].group_id and tuned[i].chosen and i
-    ]
-    opened = [quality.judged(members[i], members[against]) for i in others]
-    judged = dict(zip(others, quality.corrected(opened, asked.margin), strict=True))
-    if against:
-        judged = {i: tuple(_named(each, groups[against].label) for each in found) for i, found in judged.items()}
-    return [_arm(i, groups, members, tuned[i], judged.get(i, ()), asked) for i in range(len(groups))]
+def _judged(variants: Sequence[Variant], asked: Asked) -> list[Arm]:
+    """All arms, the baseline first."""
+    if not variants:
+        return []
+    baseline = variants[0]
+    others = [v for v in variants[1:] if v.group.group_id != baseline.group.group_id and v.tuned.chosen]
+    opened = [quality.judged(v.members, baseline.members, asked.target) for v in others]
+    judged = dict(zip(map(id, others), quality.corrected(opened, asked.margin), strict=True))
+    return [_arm(v, variants, judged.get(id(v), ()), asked) for v in variants]
 
 
-def _named(found: Quality, against: str) -> Quality:
-    """With what the arm was held against in its text, where that is not the baseline itself."""
-    word, _, text = found.text.partition(": ")
-    return replace(found, text=f"{word}: against {against} (the baseline's best learning rate): {text}")
+def _ordered(made: Sequence[Arm]) -> tuple[Arm, ...]:
+    """The baseline first, then the others by their result."""
+    return (*made[:1], *(made[i] for i in ranking.order(made) if i))
 
 
-def _best_of_baseline(groups: Sequence[Group], members: Sequence[Sequence[Member]], tuned: Sequence[Tuned]) -> int:
-    """The arm that others' quality is held against: the baseline with the best of its learning rates."""
-    family = [i for i, group in enumerate(groups) if tuning.rest(group) == tuning.rest(groups[0]) and tuned[i].chosen]
-    return family[0] if groups and family else 0
-
-
-def _arm(
-    index: int,
-    groups: Sequence[Group],
-    members: Sequence[Sequence[Member]],
-    tuned: Tuned,
-    judged: tuple[Quality, ...],
-    asked: Asked,
-) -> Arm:
-    group, own, baseline = groups[index], members[index], members[0]
-    same = group.group_id == groups[0].group_id
+def _arm(variant: Variant, variants: Sequence[Variant], judged: tuple[Quality, ...], asked: Asked) -> Arm:
+    group, own, baseline = variant.group, variant.members, variants[0].members
+    first = variant is variants[0]
     rates, theirs = (speed.rates([m.raw for m in side]) for side in (own, baseline))
-    few = bool(index) and speed.from_blocks(rates, theirs)
+    few = not first and speed.few(rates, theirs)
+    doubt = "" if first else _doubt(own, baseline, few)
     return Arm(
         label=group.label,
         settings=group.settings,
-        baseline=index == 0,
-        same_science=same,
+        baseline=first,
+        same_science=group.group_id == variants[0].group.group_id,
         runs=tuple(m.run for m in own),
         speed=speed.of_arm(rates),
-        speed_ratio=speed.ratio(rates, theirs) if index else None,
+        speed_ratio=None if first else speed.doubted(speed.ratio(rates, theirs), doubt),
         validation=statistics.mean(list(quality.by_seed(own, lambda m: m.run.validation).values())),
         bits=statistics.mean(list(quality.by_seed(own, lambda m: m.run.bits).values())),
         few=few,
-        learning=learning.judged(own, baseline, asked.margin) if same and index else None,
+        speed_doubt=doubt if rates and theirs else "",
+        learning=_learning(variant, variants, asked.margin),
         quality=judged,
         reached=_reached(own, asked.target) if _in_nats(own, baseline) else None,
-        notes=_arm_notes(own, baseline, tuned, few),
+        notes=_arm_notes(variant, variants[0]),
+        outcomes=outcomes.of_arm(own, variant.missing),
+        tried=variant.tuned.tried,
+        untuned=not variant.tuned.chosen,
+        against_best=variant.tuned.against,
     )
+
+
+def _doubt(own: Sequence[Member], baseline: Sequence[Member], few: bool) -> str:
+    """Why nothing is said of "faster" or "slower"; empty where it may be."""
+    if any(m.run.shared for m in (*own, *baseline)):
+        return "trials shared a machine at the same time"
+    return f"it takes {speed.FEW} runs of each variant" if few else ""
+
+
+def _learning(variant: Variant, variants: Sequence[Variant], margin: float) -> Learning | None:
+    """Whether an arm learns what the one of the same recipe learns: the baseline, or another learning rate of it."""
+    twin = next((v for v in variants if _twins(variant, v, variants[0])), None)
+    if twin is None or variant is variants[0]:
+        return None
+    found = learning.judged(variant.members, twin.members, margin)
+    if twin is variants[0]:
+        return found
+    word, _, text = found.text.partition(": ")
+    return replace(found, text=f"{word}: against {twin.group.label}: {text}")
+
+
+def _twins(variant: Variant, other: Variant, baseline: Variant) -> bool:
+    """Whether an arm must learn what another one learns, which differs from the baseline in its learning rate only."""
+    same = variant.group.group_id == other.group.group_id
+    return same and variant is not other and other.group.rest == baseline.group.rest
 
 
 def _in_nats(own: Sequence[Member], baseline: Sequence[Member]) -> bool:
@@ -158,54 +217,57 @@ def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
         return None
     times: list[tuple[float, float, bool]] = []
     for m in validated:
-        failed = m.run.state == "failed"  # it will never come there: to leave it out would flatter those that did
-        below = [i for i, value in enumerate(m.run.curves.validation) if value <= target]
-        at = below[0] if below else -1
-        tokens_hours = float(m.run.curves.validation_tokens[at]), float(hour_axis(m)[at])
-        times.append((*((math.inf, math.inf) if failed and not below else tokens_hours), bool(below)))
-    tokens, hours, came = (list(column) for column in zip(*times, strict=True))
+        curves, hours = m.run.curves, hour_axis(m)
+        tokens = quality.crossing(curves.validation_tokens, curves.validation, target)
+        if tokens is not None:
+            times.append((tokens, quality.crossing(hours, curves.validation, target) or 0.0, True))
+        elif m.run.state == "failed" or m.run.diverged:  # it never will: to leave it out would flatter those that did
+            times.append((math.inf, math.inf, False))
+        else:
+            times.append((float(curves.validation_tokens[-1]), float(hours[-1]), False))
+    spent, hours_spent, came = (list(column) for column in zip(*times, strict=True))
     return Reached(
         runs=len(times),
         reached=sum(came),
-        median_tokens=statistics.median_time(tokens, came),
-        median_device_hours=statistics.median_time(hours, came),
+        median_tokens=statistics.median_time(spent, came),
+        median_device_hours=statistics.median_time(hours_spent, came),
+        at_first=sum(bool(m.run.curves.validation[0] <= target) for m in validated),
     )
 
 
-def _arm_notes(own: Sequence[Member], baseline: Sequence[Member], tuned: Tuned, blocks: bool) -> tuple[str, ...]:
+def _arm_notes(variant: Variant, first: Variant) -> tuple[str, ...]:
     """What has to be known of an arm."""
-    open_runs = [m.run for m in own if not m.run.decayed]
-    notes = [tuned.note] if tuned.note else []
-    if open_runs:
-        lost = sum(run.state == "failed" for run in open_runs)
-        failed = f" ({lost} failed)" if lost else ""
-        rest = "; the final figures are of the others alone" if len(open_runs) < len(own) else ""
-        notes.append(
-            f"{len(open_runs)} of {len(own)} runs not finished{failed}: their decay is not done, they are not ranked"
-            + rest
-        )
-    notes += _odd(own)
+    own, baseline = variant.members, first.members
+    notes = [variant.tuned.note] if variant.tuned.note else []
+    notes += [*_unfinished(own), *outcomes.notes(own)]
+    if counts := outcomes.missing(variant.missing):
+        notes.append(f"{counts}: no outcome of the recipe")
     if own[0].raw.continued:
         steps = ", then ".join(f"{number:,}" for number in own[0].raw.continued)
         notes.append(f"continued: its schedule was one of {steps} steps before; it counts as other science")
     if any(len({speed.way(d) for d in m.raw.documents}) > 1 for m in own):
         notes.append("its layout changed between lives, or its use of memory: its speed is that of the last life's")
+    if shared := [m.run.label for m in own if m.run.shared]:
+        notes.append(
+            f"{len(shared)} of {len(own)} runs shared a machine with another run at the same time: their times, "
+            "speeds and device-hours say little"
+        )
     if own is not baseline:
         notes += [*_other(own, baseline), *_texts(own, baseline)]
-        notes += ["its speed ratio is from blocks of steps of few runs: it says little of how runs differ"] * blocks
     return tuple(notes)
 
 
-def _odd(own: Sequence[Member]) -> list[str]:
-    """What was not finite in an arm's runs."""
-    counts = [int(m.history.steps.odd().sum()) for m in own]
-    notes = []
-    if any(counts):
-        of, steps = f"{sum(map(bool, counts))} of {len(own)} runs", f"{sum(counts):,} step{'s' * (sum(counts) > 1)}"
-        notes.append(f"not finite in {of}: {steps}, which left the weights as they were")
-    if lost := sum(not math.isfinite(m.history.last_validation) for m in own if m.run.state == "finished"):
-        notes.append(f"the final validation of {lost} of {len(own)} runs is not finite: these are left out of its mean")
-    return notes
+def _unfinished(own: Sequence[Member]) -> list[str]:
+    """That runs are not finished, for another reason than divergence."""
+    lacking = [m.run for m in own if not m.run.decayed and not m.run.diverged]
+    if not lacking:
+        return []
+    lost = sum(run.state == "failed" for run in lacking)
+    failed = f" ({lost} failed)" if lost else ""
+    rest = "; the final figures are of the others alone" if len(lacking) < len(own) else ""
+    return [
+        f"{len(lacking)} of {len(own)} runs not finished{failed}: their decay is not done, they are not ranked{rest}"
+    ]
 
 
 def _texts(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
@@ -270,7 +332,7 @@ def _parameters(group: Group) -> int | None:
 
 
 def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Failed, ...]:
-    """Points without figures, and runs that ended badly."""
+    """Trials without figures, and runs that ended badly."""
     out = list(found.failed)
     known = {m.raw.directory: m for each in members for m in each}
     for raw in found.runs:
@@ -278,19 +340,13 @@ def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Fail
             continue
         label = known[raw.directory].run.label if raw.directory in known else " ".join(raw.overrides)
         reason = raw.reason or "has not come to the end of its first step yet"
-        out.append(Failed(label or raw.directory.name, str(raw.directory), raw.state, reason))
+        out.append(Failed(label or raw.directory.name, str(raw.directory), raw.state, reason, raw.overrides))
     return tuple(out)
 
 
-def _notes(
-    groups: Sequence[Group],
-    members: Sequence[Sequence[Member]],
-    found: Collected,
-    options: Options,
-    asked: Asked,
-) -> tuple[str, ...]:
+def _notes(variants: Sequence[Variant], found: Collected, options: Options, asked: Asked) -> tuple[str, ...]:
     """What holds for the whole."""
-    every = [m for each in members for m in each]
+    groups, every = [v.group for v in variants], [m for v in variants for m in v.members]
     notes = []
     if len(codes := _codes(every)) > 1:
         notes.append(f"the runs have {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
@@ -300,19 +356,28 @@ def _notes(
         notes.append("there are several sweeps: their questions, margins and targets are left aside")
     if not found.sweeps and options.margin is None:
         notes.append("no margin was stated beforehand: that of 0.02 nats is titan's own")
-    if groups and asked.baseline and options.baseline is None and not arms.fits(groups[0], asked.baseline):
-        wanted = " ".join(f"{name}={value}" for name, value in asked.baseline.items())
-        notes.append(f"the sweep's baseline ({wanted}) has no figures: {groups[0].label} stands in for it")
-    if asked.baseline and options.baseline is None and (many := len(arms.fitting(groups, asked.baseline))) > 1:
-        notes.append(f"the sweep's baseline fits {many} arms: {groups[0].label}, found first, is taken")
-    against = _best_of_baseline(groups, members, tuning.tuned(groups, members))
-    if against:
-        notes.append(f"quality is held against {groups[against].label}: the baseline's best learning rate")
+    notes += _of_baseline(variants, options, asked) if variants else []
     emulated = [m for m in every if _emulated(m)]
-    notes += ["eight bits are emulated in some arms: their speed says nothing of hardware that has them"] * bool(
+    notes += ["eight bits are emulated in some variants: their speed says nothing of hardware that has them"] * bool(
         emulated
     )
-    return (*notes, *_seeds(members, asked.margin))
+    return (*notes, *(_seeds(variants[0].members, asked.margin) if groups else []))
+
+
+def _of_baseline(variants: Sequence[Variant], options: Options, asked: Asked) -> list[str]:
+    """How the baseline was found, where that is not plain."""
+    first, groups = variants[0], [v.group for v in variants]
+    notes = []
+    wanted = {} if options.baseline is not None else asked.baseline
+    if wanted and not arms.fits(first.group, wanted):
+        told = " ".join(f"{name}={value}" for name, value in wanted.items())
+        notes.append(f"the sweep's baseline ({told}) has no figures: {first.group.label} stands in for it")
+    fitting = [groups[i] for i in arms.fitting(groups, wanted)]
+    if len({group.rest for group in fitting}) > 1 or (len(fitting) > 1 and first.tuned.tried < 2):
+        notes.append(f"the sweep's baseline fits {len(fitting)} variants: {first.group.label}, found first, is taken")
+    if first.tuned.chosen and first.tuned.tried > 1:
+        notes.append(f"the baseline is {first.group.label}: the best of its {first.tuned.tried} learning rates")
+    return notes
 
 
 def _emulated(member: Member) -> bool:
@@ -321,14 +386,16 @@ def _emulated(member: Member) -> bool:
     return bool(precision.get("emulate")) and precision.get("products", "compute") != "compute"
 
 
-def _seeds(members: Sequence[Sequence[Member]], margin: float) -> list[str]:
+def _seeds(baseline: Sequence[Member], margin: float) -> list[str]:
     """How many seeds a difference as large as the margin takes, by the spread of the baseline's seeds."""
-    losses = list(quality.by_seed(members[0], lambda m: m.run.validation).values()) if members else []
+    losses = list(quality.by_seed(baseline, lambda m: m.run.validation).values())
     if len(losses) < 2 or not (spread := statistics.paired(losses).spread):
         return []
-    needed = statistics.seeds_needed(margin, math.sqrt(2) * spread)
-    count = f"about {needed:,}" if needed else f"more than {statistics.MOST:,}"
+    needed = statistics.with_range(
+        lambda s: statistics.seeds_needed(margin, math.sqrt(2) * s), spread, len(losses) - 1, len(losses)
+    )
     return [
         f"the baseline's final validation loss spreads by {spread:.4f} nats over {len(losses)} seeds (standard "
-        f"deviation): to show a difference of {margin:g} takes {count} seeds an arm, fewer where pairs go together"
+        f"deviation): to show a difference of {margin:g} takes {statistics.about(needed, 'seeds a variant')}, fewer "
+        "where pairs go together"
     ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from titan.report import statistics
 from titan.report.columns import Steps
-from titan.report.findings import Answer, Interval, Learning, Numbers
+from titan.report.findings import Answer, Interval, Learning, Needed, Numbers
 from titan.report.runs import Member
 from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference, signed, span
 
@@ -60,7 +60,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
     """
     pairs = paired(arm, baseline)
     if not pairs:
-        text = "undecided: the arm and the baseline have no seed in common"
+        text = "undecided: the variant and the baseline have no seed in common"
         return Learning("undecided", text, None, None, None, None, margin, 0, None)
     parities = [parity(*pair) for pair in pairs]
     ends = [pair for pair in pairs if _end(pair) is not None]
@@ -76,7 +76,8 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
         difference=found.interval(EQUIVALENT) if found else None,
         margin=margin,
         pairs=found.count if found else 0,
-        needed=needed,
+        needed=needed.count if needed else None,
+        needed_range=needed,
     )
 
 
@@ -152,8 +153,8 @@ def _answer(
     ends: Sequence[tuple[Member, Member]],
     found: Difference | None,
     margin: float,
-    noise: float | None,
-) -> tuple[Answer, str, int | None]:
+    noise: Spread | None,
+) -> tuple[Answer, str, Needed | None]:
     if odd := [p for p in parities if p.unequal]:
         first = min(p.first_unequal or 0 for p in odd)
         return "no", f"it was given other batches ({_share(odd)} steps differ, the first is step {first})", None
@@ -161,11 +162,22 @@ def _answer(
         return "no", wrong, None
     if all(p.identical for p in parities) and len(ends) == len(pairs):
         return "yes", f"all losses are the same bits, in {_count(len(pairs), 'pair')}", None
+    if lost := _diverged(pairs):
+        return "undecided", lost, None
     if found is None:
         begun = "batches and first steps agree" if any(p.loss_gap is not None for p in parities) else "nothing differs"
         return "undecided", f"{begun} so far, but no pair of runs has finished{_odd(pairs)}", None
     once = " (repeats with the very same losses count once)" if len(ends) > found.count else ""
     return _of_ends(found, margin, noise, _measure(ends) + once)
+
+
+def _diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
+    """The sentence about pairs of which one run diverged and the other did not; None where there are none."""
+    ways = [(a.run.diverged, b.run.diverged) for a, b in pairs]
+    own, other = ways.count((True, False)), ways.count((False, True))
+    if not own and not other:
+        return None
+    return f"of {_count(len(pairs), 'pair')} {own} diverged in this variant alone and {other} in the baseline alone"
 
 
 def _odd(pairs: Sequence[tuple[Member, Member]]) -> str:
@@ -189,13 +201,11 @@ def _beyond(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) 
     return None
 
 
-def _of_ends(found: Difference, margin: float, noise: float | None, what: str) -> tuple[Answer, str, int | None]:
+def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) -> tuple[Answer, str, Needed | None]:
     """The answer that the final losses give."""
     said = f"final {what} differs by {signed(found.estimate)} nats"
     if found.count < 2:
-        needed = max(2, statistics.pairs_to_equal(margin, noise * math.sqrt(2)) or 2) if noise else 2
-        known = f", by the spread of the baseline's repeats {needed}" if noise else ""
-        return "undecided", f"{said} in the only pair; it takes at least 2 pairs{known}", needed
+        return "undecided", *_of_one(said, margin, noise)
     within = found.interval(EQUIVALENT)
     said += f" {span(within)} (90% interval) over {_count(found.count, 'pair')}, margin {margin:g}"
     p = found.p_equivalent(margin)
@@ -203,9 +213,23 @@ def _of_ends(found: Difference, margin: float, noise: float | None, what: str) -
         return "yes", said, None
     if _outside(found.interval(LEVEL), margin):
         return "no", said, None
-    needed_pairs = statistics.pairs_to_equal(margin, found.spread, found.estimate)
-    more = f"{needed_pairs} pairs would decide" if needed_pairs else "more pairs would hardly show that there is none"
-    return "undecided", f"{said}; {more}", needed_pairs
+    if abs(found.estimate) >= margin:
+        return "undecided", f"{said}; more pairs would hardly show that there is none", None
+    needed = statistics.with_range(
+        lambda s: statistics.pairs_to_equal(margin, s, found.estimate), found.spread, found.freedom, found.count
+    )
+    return "undecided", f"{said}; {statistics.about(needed, 'pairs')} would decide", needed
+
+
+def _of_one(said: str, margin: float, noise: Spread | None) -> tuple[str, Needed]:
+    """What the only pair tells, and how many it takes by the spread of the baseline's repeats."""
+    said += " in the only pair; it takes at least 2 pairs"
+    if noise is None:
+        return said, Needed(2, 2, None, 1)
+    needed = statistics.with_range(
+        lambda s: statistics.pairs_to_equal(margin, s * math.sqrt(2)), noise.deviation, noise.freedom, noise.count
+    )
+    return f"{said}, by the spread of the baseline's repeats {statistics.about(needed, 'pairs')}", needed
 
 
 def _outside(interval: Interval, margin: float) -> bool:
@@ -235,17 +259,25 @@ def _measure(ends: Sequence[tuple[Member, Member]]) -> str:
     return "validation loss" if all(validated) else "training loss"
 
 
-def _repeated(members: Sequence[Member]) -> float | None:
-    """Standard deviation of the final validation loss over repeats of one seed; None where there are none."""
+@dataclass(frozen=True)
+class Spread:
+    """A standard deviation, its degrees of freedom, and of how many values it is."""
+
+    deviation: float
+    freedom: int
+    count: int
+
+
+def _repeated(members: Sequence[Member]) -> Spread | None:
+    """The spread of the final validation loss over repeats of one seed; None where there are none, or none differ."""
     by_seed: dict[int, list[float]] = {}
     for m in members:
         if m.run.validation is not None:
             by_seed.setdefault(m.raw.seed, []).append(m.run.validation)
     several = [values for values in by_seed.values() if len(values) > 1]
-    if not several:
-        return None
     squares = sum(float(np.var(values)) * len(values) for values in several)
-    return math.sqrt(squares / sum(len(values) - 1 for values in several))
+    freedom = sum(len(values) - 1 for values in several)
+    return Spread(math.sqrt(squares / freedom), freedom, sum(map(len, several))) if squares else None
 
 
 def _largest(values: Sequence[float | None]) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from titan.report import ranking
 from titan.report.figures import between, columns, number
 from titan.report.findings import Comparison
 from titan.report.sentences import answers, lead, missing, notes, question
@@ -33,8 +34,9 @@ def _figures(comparison: Comparison) -> list[str]:
     told = columns(comparison)
     if not comparison.arms:
         return []
-    head = ["arm", *(f"{column.name} {column.unit}".strip() for column in told)]
-    rows = [[arm.label, *(column.cells[i].line() for column in told)] for i, arm in enumerate(comparison.arms)]
+    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in told)]
+    order = ranking.order(comparison.arms)
+    rows = [[comparison.arms[i].label, *(column.cells[i].line() for column in told)] for i in order]
     return _table(head, rows, figures=len(told))
 
 
@@ -47,7 +49,7 @@ def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         there = [quality.by_source.get(source) for source in sources]
         shown = ["" if i is None else f"{i.estimate:+.4f} {between(i, number)}".strip() for i in there]
         rows.append([label, f"{quality.measure} at {quality.at}", *shown])
-    return ["arm", "difference in", *sources], rows
+    return ["variant", "difference in", *sources], rows
 
 
 def _sources(comparison: Comparison) -> list[str]:

@@ -2,6 +2,12 @@
 
 The seed is the unit: repeats of one seed are averaged, seeds that both arms have are paired (the same rows in the same
 order take the same part of the noise out of both), others are held against each other as independent samples.
+
+Divergence is an outcome. Where a run of either side diverged, the seeds that are left would flatter that side, so that
+the pairs are counted instead (sign test), and an arm that diverged anywhere is never plainly better.
+
+Arms that saw different numbers of tokens are not ranked by what they came to. They are judged by the tokens that it
+took them to come to the target where there is one, else at equal tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from titan.report import statistics
-from titan.report.findings import Answer, Interval, Numbers, Quality
+from titan.report.findings import Answer, Interval, Needed, Numbers, Quality
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, Difference, signed, span
+from titan.report.statistics import ALPHA, Difference, Signs, signed, span
 from titan.settings import show
 
 SAME_HOURS = 0.02
@@ -26,6 +32,7 @@ READ_AS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", 
 """Settings of a dataset that say how its text is read, not which text is held out."""
 HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
 
+SOONER = "a lower target or a lower metrics.validate_every tells when"
 NOWHERE = "a run has no validation as early as the shortest one ended (metrics.validate_every makes some on the way)"
 
 Measured = Callable[[Member], float | None]
@@ -37,45 +44,102 @@ class Measure:
     """What two arms can be compared by.
 
     Attributes:
-        name: "validation loss", in nats a token, or "bits a byte".
-        of: a run's final value.
+        name: "validation loss", "bits a byte" or "tokens to the target".
+        unit: of a difference; empty: values are logarithms, whose difference is told as a ratio.
+        of: a run's final value; infinite where it never came to one.
         curve: its values at its validations.
+        lost: what is said of a run whose value is infinite.
     """
 
     name: str
+    unit: str
     of: Measured
     curve: Callable[[Member], Numbers]
+    lost: str = "diverged"
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """Arm against baseline over seeds: as pairs, or as two independent samples.
+
+    Attributes:
+        difference: arm minus baseline, of pairs in which both are finite; None where there is none.
+        paired: whether of pairs.
+        pairs: how many there are.
+        signs: the pairs counted; None where no run of either side diverged.
+        lost, baseline_lost: seeds of each side whose value is infinite, as where they diverged.
+    """
+
+    difference: Difference | None
+    paired: bool
+    pairs: int = 0
+    signs: Signs | None = None
+    lost: int = 0
+    baseline_lost: int = 0
+
+    def p(self) -> float | None:
+        """Of the test that fits: of signs where runs diverged, else Student's t."""
+        if self.signs is not None:
+            return self.signs.p()
+        return self.difference.p() if self.difference else None
+
+    def interval(self) -> Interval | None:
+        """Of the difference; without bounds where only survivors tell of it."""
+        if self.difference is None:
+            return None
+        return Interval(self.difference.estimate, None, None) if self.signs else self.difference.interval()
 
 
 @dataclass(frozen=True)
 class Open:
-    """A comparison before Holm's correction; without a difference it is not ranked and stays as it is."""
+    """A comparison before Holm's correction; without seeds it is not ranked and stays as it is."""
 
     quality: Quality
-    difference: Difference | None = None
+    seeds: Seeds | None = None
+    measure: Measure | None = None
 
 
-def judged(arm: Sequence[Member], baseline: Sequence[Member]) -> list[Open]:
-    """What can be said of an arm's runs at the end, at equal tokens and at equal device-hours."""
+def judged(arm: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
+    """What can be said of an arm's runs; the first is the verdict.
+
+    Args:
+        arm: its runs.
+        baseline: those of the baseline.
+        target: the validation loss to come to, by which arms of unequal tokens are judged.
+    """
     measure = measure_of(arm[0], baseline[0])
     if measure is None:
         text = "undecided: their validation sets are not the same text, so that no loss of theirs can be compared"
         return [_nothing("validation loss", "the end", text)]
     end = _at_the_end(arm, baseline, measure)
     found = [end]
-    if _tokens(arm) != _tokens(baseline):
+    if unequal(arm, baseline):
+        found = _at_unequal_tokens(arm, baseline, measure, end, target)
+    elif _tokens(arm) and _tokens(baseline) and _tokens(arm) != _tokens(baseline):
         found.append(_on_the_way(arm, baseline, measure, "equal tokens", _token_axis))
-    if {m.run.hardware for m in arm} == {m.run.hardware for m in baseline} != {""}:
+    if _same_machines(arm, baseline):
         found += _at_equal_hours(arm, baseline, measure, end)
     return found
+
+
+def unequal(arm: Sequence[Member], baseline: Sequence[Member]) -> bool:
+    """Whether runs of both sides are finished, with other numbers of tokens."""
+    one, two = _ended(arm), _ended(baseline)
+    return bool(one and two) and one != two
+
+
+def _same_machines(arm: Sequence[Member], baseline: Sequence[Member]) -> bool:
+    """Whether hours of both sides mean the same: on the same hardware, which no other run used at the same time."""
+    one, two = ({m.run.hardware for m in side} for side in (arm, baseline))
+    return one == two != {""} and not any(m.run.shared for m in (*arm, *baseline))
 
 
 def measure_of(one: Member, two: Member) -> Measure | None:
     """By what runs can be compared: nats on the same tokens, bits a byte on the same text; None: by neither."""
     if _held(one) == _held(two):
-        return Measure("validation loss", lambda m: m.run.validation, lambda m: m.run.curves.validation)
+        return Measure("validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation)
     if same_text(one, two):
-        return Measure("bits a byte", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
+        return Measure("bits a byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
     return None
 
 
@@ -124,47 +188,130 @@ def _nothing(measure: str, at: str, text: str) -> Open:
 
 def _at_the_end(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
     """The final values of the runs that came to the end of their schedule."""
-    found = difference(by_seed(arm, measure.of), by_seed(baseline, measure.of))
+    found = difference(outcomes(arm, measure.of), outcomes(baseline, measure.of))
     if found is None:
         return _nothing(measure.name, "the end", "undecided: " + _lacking(arm, baseline, measure))
-    one, two = _tokens(arm), _tokens(baseline)
-    after = "" if one == two else f" after {max(one):,} tokens against {max(two):,}"
-    return Open(_quality(found, measure, after, _by_source(arm, baseline)), found.difference)
+    one, two = _ended(arm), _ended(baseline)
+    after = "" if one == two or not (one and two) else f" after {max(one):,} tokens against {max(two):,}"
+    return _ranked(found, measure, "the end", after, _by_source(arm, baseline))
 
 
 def _lacking(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
-    for who, members in (("of this arm", arm), ("of the baseline", baseline)):
-        if not any(m.run.state == "finished" for m in members):
+    for who, members in (("of this variant", arm), ("of the baseline", baseline)):
+        if not any(m.run.state == "finished" or m.run.diverged for m in members):
             return f"no run {who} has come to the end of its learning rate schedule; unfinished decays are not ranked"
-        if not by_seed(members, measure.of):
+        if not outcomes(members, measure.of):
             return f"no run {who} has a final {measure.name}"
-    return "the arms have no seed in common, and too few for a comparison without pairs"
+    diverged = sum(m.run.diverged for m in (*arm, *baseline))
+    said = "the variants have no seed in common, and too few for a comparison without pairs"
+    return f"{diverged} runs diverged, and without common seeds that can't be weighed" if diverged else said
+
+
+def _at_unequal_tokens(
+    arm: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open, target: float | None
+) -> list[Open]:
+    """By the target where there is one, then at equal tokens; the final values are told and not ranked."""
+    found = [_at_equal_tokens(arm, baseline, measure)]
+    if target is not None and measure.name == "validation loss":
+        found.insert(0, _to_target(arm, baseline, target))
+    if end.seeds is None:
+        return [*found, end]
+    text = f"undecided: {end.quality.text}; not ranked, as the numbers of tokens are not equal"
+    return [*found, Open(dataclasses.replace(end.quality, text=text, p=None))]
+
+
+def _to_target(arm: Sequence[Member], baseline: Sequence[Member], target: float) -> Open:
+    """The tokens that it took the runs to come to the target; those that ended above it never came there."""
+
+    if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*arm, *baseline))):
+        text = f"undecided: runs had come to the loss {target:g} before their first validation; {SOONER}"
+        return _nothing("tokens to the target", "the target", text)
+
+    def of(m: Member) -> float | None:
+        tokens = crossing(_token_axis(m), m.run.curves.validation, target)
+        if tokens is not None:
+            return math.log(tokens)
+        return math.inf if m.run.state == "finished" or m.run.diverged else None
+
+    measure = Measure("tokens to the target", "", of, _token_axis, f"did not come to the loss {target:g}")
+    found = difference(by_seed(arm, of), by_seed(baseline, of))
+    if found is None:
+        return _nothing(measure.name, "the target", f"undecided: {_lacking(arm, baseline, measure)}")
+    return _ranked(found, measure, "the target", f" to come to the loss {target:g}")
+
+
+def crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
+    """Where on the axis values first come to the target, between two of them on a line; None where they do not."""
+    below = np.flatnonzero(values <= target)
+    if not len(below):
+        return None
+    at = int(below[0])
+    if at == 0 or not np.isfinite(values[at - 1]):
+        return float(axis[at])
+    share = (values[at - 1] - target) / (values[at - 1] - values[at])
+    return float(axis[at - 1] + share * (axis[at] - axis[at - 1]))
+
+
+def _at_equal_tokens(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
+    """At the most tokens after which all runs validated; refused where there are no such tokens."""
+    points = _common_points([m for m in (*arm, *baseline) if m.run.state == "finished"], measure)
+    if not points:
+        text = (
+            "undecided: not ranked, as the numbers of tokens are not equal and no validation of all runs is at the "
+            "same tokens (metrics.validate_every makes some on the way)"
+        )
+        return _nothing(measure.name, "equal tokens", text)
+    point = max(points)
+    found = difference(*(outcomes(side, lambda m: _value_at(m, measure, point)) for side in (arm, baseline)))
+    if found is None:
+        return _nothing(measure.name, "equal tokens", f"undecided: {_lacking(arm, baseline, measure)}")
+    share = point / max(m.run.tokens for m in (*arm, *baseline))
+    where = f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
+    return _ranked(found, measure, "equal tokens", where)
+
+
+def _common_points(members: Sequence[Member], measure: Measure) -> set[int]:
+    """Tokens after which every one of some runs has a finite validation."""
+    known = [_token_axis(m)[np.isfinite(measure.curve(m))] for m in members if not m.run.diverged]
+    return set.intersection(*(set(map(int, tokens)) for tokens in known)) if known else set()
+
+
+def _value_at(member: Member, measure: Measure, point: int) -> float | None:
+    where = np.flatnonzero(_token_axis(member) == point)
+    return float(measure.curve(member)[where[-1]]) if len(where) and member.run.state == "finished" else None
+
+
+def outcomes(members: Sequence[Member], of: Measured) -> dict[int, float]:
+    """The mean over the repeats of each seed; infinite where a repeat diverged, left out where it is not known."""
+    lost = {m.raw.seed: math.inf for m in members if m.run.diverged}
+    return by_seed(members, of) | lost
 
 
 def by_seed(members: Sequence[Member], of: Measured) -> dict[int, float]:
-    """The mean over the repeats of each seed, of what is known and finite."""
+    """The mean over the repeats of each seed, of what is known; NaN is not."""
     values: dict[int, list[float]] = {}
     for m in members:
         value = of(m)
-        if value is not None and math.isfinite(value):
+        if value is not None and not math.isnan(value):
             values.setdefault(m.raw.seed, []).append(value)
     return {seed: float(np.mean(known)) for seed, known in values.items()}
 
 
-@dataclass(frozen=True)
-class Seeds:
-    """A difference over seeds: of pairs, or of two independent samples."""
-
-    difference: Difference
-    paired: bool
-
-
 def difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Seeds | None:
-    """Arm minus baseline; None where neither pairs nor two samples can be made."""
+    """Arm minus baseline; infinite values are worse than any other. None where no test can be made."""
     common = [seed for seed in arm if seed in baseline]
+    lost, baseline_lost = (sum(map(math.isinf, side.values())) for side in (arm, baseline))
     if len(common) < 2 <= min(len(arm), len(baseline)):
+        if lost or baseline_lost:
+            return None
         return Seeds(statistics.welch(list(arm.values()), list(baseline.values())), False)
-    return Seeds(statistics.paired([arm[seed] - baseline[seed] for seed in common]), True) if common else None
+    if not common:
+        return None
+    one, two = (np.array([side[seed] for seed in common]) for side in (arm, baseline))
+    both = np.isfinite(one) & np.isfinite(two)
+    known = statistics.paired(one[both] - two[both]) if both.any() else None
+    signs = statistics.signs(one, two) if lost or baseline_lost else None
+    return Seeds(known, True, len(common), signs, lost, baseline_lost)
 
 
 def _by_source(arm: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
@@ -173,32 +320,43 @@ def _by_source(arm: Sequence[Member], baseline: Sequence[Member]) -> dict[str, I
     found = {}
     for name in names:
         of: Measured = lambda m, name=name: m.run.bits_by_source.get(name)  # type: ignore[misc]  # noqa: E731
-        if seeds := difference(by_seed(arm, of), by_seed(baseline, of)):
-            found[name] = seeds.difference.interval()
+        seeds = difference(outcomes(arm, of), outcomes(baseline, of))
+        if seeds and (interval := seeds.interval()):
+            found[name] = interval
     return found
 
 
-def _quality(found: Seeds, measure: Measure, after: str, by_source: Mapping[str, Interval]) -> Quality:
+def _ranked(
+    found: Seeds, measure: Measure, at: str, after: str, by_source: Mapping[str, Interval] | None = None
+) -> Open:
     """A comparison that is ranked; the answer comes with Holm's correction."""
-    return Quality(
+    made = Quality(
         answer="undecided",
         text=_said(found, measure, after),
         measure=measure.name,
-        at="the end",
-        difference=found.difference.interval(),
-        p=found.difference.p(),
+        at=at,
+        difference=found.interval(),
+        p=found.p(),
         p_holm=None,
-        by_source=by_source,
-        pairs=found.difference.count if found.paired else 0,
+        by_source=by_source or {},
+        pairs=found.pairs,
         needed=None,
+        better=found.signs.wins if found.signs else 0,
+        worse=found.signs.losses if found.signs else 0,
+        diverged=found.lost,
+        baseline_diverged=found.baseline_lost,
     )
+    return Open(made, found, measure)
 
 
 def _said(found: Seeds, measure: Measure, after: str = "") -> str:
     """The difference in words, with `after` behind its figure."""
-    unit = "nats" if measure.name == "validation loss" else "bits"
-    said = f"{measure.name} differs by {signed(found.difference.estimate)} {unit}{after}"
-    bounds = span(found.difference.interval())
+    if found.signs is not None:
+        return _said_of_signs(found, found.signs, measure, after)
+    if found.difference is None:
+        return ""
+    said = _figure(found.difference.estimate, measure, after)
+    bounds = _bounds(found.difference.interval(), measure)
     if not bounds:
         return f"this pair differs: {said}; one seed says nothing about the recipes"
     count = found.difference.count
@@ -206,9 +364,36 @@ def _said(found: Seeds, measure: Measure, after: str = "") -> str:
     return f"{said} {bounds} over {seeds}"
 
 
+def _figure(estimate: float, measure: Measure, after: str) -> str:
+    if not measure.unit:
+        return f"it takes {math.exp(estimate):.3g} times the baseline's tokens{after}"
+    return f"{measure.name} differs by {signed(estimate)} {measure.unit}{after}"
+
+
+def _bounds(interval: Interval, measure: Measure) -> str:
+    if measure.unit or interval.low is None or interval.high is None:
+        return span(interval)
+    return f"[{math.exp(interval.low):.3g}, {math.exp(interval.high):.3g}]"
+
+
+def _said_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -> str:
+    """Which pairs were won, how many runs were lost, and the difference of those that are left, which is no result."""
+    told = f"better on {signs.wins} of {signs.count} seeds"
+    told += f", {found.lost} {measure.lost}" if found.lost else ""
+    told += f", of the baseline {found.baseline_lost} {measure.lost}" if found.baseline_lost else ""
+    if found.difference is None:
+        return told
+    left = f"where neither did, {_figure(found.difference.estimate, measure, after)}"
+    return f"{told} ({left}, which flatters the side that lost runs)"
+
+
+def _ended(members: Sequence[Member]) -> set[int]:
+    """The numbers of tokens of the runs that are finished."""
+    return {m.run.tokens for m in members if m.run.state == "finished"}
+
+
 def _tokens(members: Sequence[Member]) -> set[int]:
-    finished = {m.run.tokens for m in members if m.run.state == "finished"}
-    return finished or {m.run.tokens for m in members if m.run.step}
+    return _ended(members) or {m.run.tokens for m in members if m.run.step and not m.run.diverged}
 
 
 def _token_axis(member: Member) -> Numbers:
@@ -230,8 +415,8 @@ def _at_equal_hours(arm: Sequence[Member], baseline: Sequence[Member], measure: 
     if not all(spent) or min(map(min, spent)) <= 0:
         return []
     low, high = min(map(min, spent)), max(map(max, spent))
-    if high - low <= SAME_HOURS * high and end.difference is not None:
-        return [Open(dataclasses.replace(end.quality, at="equal device-hours"), end.difference)]
+    if high - low <= SAME_HOURS * high and end.seeds is not None:
+        return [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal device-hours"))]
     return [_on_the_way(arm, baseline, measure, "equal device-hours", hour_axis)]
 
 
@@ -239,17 +424,19 @@ def _on_the_way(
     arm: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
 ) -> Open:
     """Where the one that went least far ended: not ranked, since the others' learning rates had not come down."""
-    ends = [float(axis(m)[-1]) for m in (*arm, *baseline) if len(axis(m)) and m.run.state != "failed"]
+    ends = [float(axis(m)[-1]) for m in (*arm, *baseline) if len(axis(m)) and _goes_on(m)]
     point = min(ends, default=0.0)
     of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
-    found = difference(by_seed(arm, of), by_seed(baseline, of)) if point > 0 else None
+    found = difference(outcomes(arm, of), outcomes(baseline, of)) if point > 0 else None
     if found is None:
         return _nothing(measure.name, at, f"undecided: {NOWHERE}")
     where = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
     text = f"undecided: at {where} {_said(found, measure)}; not ranked, as not all had come to the end of their decay"
-    shown = found.difference.interval()
-    pairs = found.difference.count if found.paired else 0
-    return Open(Quality("undecided", text, measure.name, at, shown, None, None, {}, pairs, None))
+    return Open(Quality("undecided", text, measure.name, at, found.interval(), None, None, {}, found.pairs, None))
+
+
+def _goes_on(member: Member) -> bool:
+    return member.run.state != "failed" and not member.run.diverged
 
 
 def _at(axis: Numbers, values: Numbers, point: float) -> float | None:
@@ -262,24 +449,25 @@ def _at(axis: Numbers, values: Numbers, point: float) -> float | None:
 
 
 def corrected(arms: Sequence[Sequence[Open]], margin: float) -> list[tuple[Quality, ...]]:
-    """The comparisons with p-values by Holm over the arms, for each point of comparison, and with answers.
+    """The comparisons with p-values by Holm over the arms, and with answers.
+
+    The verdicts are one family of tests, whatever point each is at; other comparisons are one for each point.
 
     Args:
         arms: what was found of each arm.
         margin: difference in validation loss, nats, that counts as none.
     """
-    adjusted: dict[tuple[int, int], float | None] = {}
-    tests: dict[str, int] = {}
-    places = [(i, j, each) for i, found in enumerate(arms) for j, each in enumerate(found)]
-    for at in {each.quality.at for _, _, each in places}:
-        here = [(i, j, each.quality.p) for i, j, each in places if each.quality.at == at]
-        tests[at] = sum(p is not None for _, _, p in here)
-        for (i, j, _), p in zip(here, statistics.holm([p for _, _, p in here]), strict=True):
-            adjusted[i, j] = p
-    return [
-        tuple(_decided(each, adjusted[i, j], margin, tests[each.quality.at]) for j, each in enumerate(found))
-        for i, found in enumerate(arms)
-    ]
+    families: dict[str, list[tuple[int, int]]] = {}
+    for i, found in enumerate(arms):
+        for j, each in enumerate(found):
+            families.setdefault(each.quality.at if j else "verdict", []).append((i, j))
+    told: dict[tuple[int, int], Quality] = {}
+    for places in families.values():
+        values = [arms[i][j].quality.p for i, j in places]
+        tests = sum(p is not None for p in values)
+        for (i, j), p in zip(places, statistics.holm(values), strict=True):
+            told[i, j] = _decided(arms[i][j], p, margin, tests)
+    return [tuple(told[i, j] for j in range(len(found))) for i, found in enumerate(arms)]
 
 
 def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Quality:
@@ -291,31 +479,46 @@ def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Qua
         margin: in nats.
         tests: how many comparisons the correction is over.
     """
-    quality, found = each.quality, each.difference
-    if found is None:
+    quality, seeds = each.quality, each.seeds
+    if seeds is None:
         return quality
-    if p_holm is None:
+    if seeds.signs is not None:
+        return _by_signs(quality, seeds.signs, p_holm)
+    if p_holm is None or seeds.difference is None:
         return dataclasses.replace(quality, text=f"undecided: {quality.text}", needed=2)
     nats = quality.measure == "validation loss"
-    p_none = found.p_equivalent(margin) if nats else None
+    p_none = seeds.difference.p_equivalent(margin) if nats else None
     small = p_none is not None and p_none < ALPHA
     answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
-    needed = _needed(found, margin if nats else None, tests) if answer == "undecided" else None
+    needed = _needed(seeds.difference, margin if nats else None, tests) if answer == "undecided" else None
     text = _sentence(answer, quality, p_holm, needed, margin, small)
-    return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=needed)
+    count = needed.count if needed else None
+    return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=count, needed_range=needed)
 
 
-def _needed(found: Difference, margin: float | None, tests: int) -> int | None:
+def _by_signs(quality: Quality, signs: Signs, p_holm: float | None) -> Quality:
+    """The answer where runs diverged: a side that did is never plainly better, however many seeds it won."""
+    better = signs.wins > signs.losses
+    plain = not (quality.diverged if better else quality.baseline_diverged)
+    answer: Answer = "yes" if p_holm is not None and p_holm < ALPHA and plain else "undecided"
+    word = ("better" if better else "worse") if answer == "yes" else answer
+    test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
+    return dataclasses.replace(quality, answer=answer, text=f"{word}: {quality.text}{test}", p_holm=p_holm)
+
+
+def _needed(found: Difference, margin: float | None, tests: int) -> Needed:
     """Pairs that would decide: that show a difference as large as the one seen, or that there is none.
 
     A difference has to hold at the strictest level of Holm's correction, so that as many pairs surely do.
     """
+    known = found.spread, found.freedom, found.count
     if margin is not None and abs(found.estimate) < margin:
-        return statistics.pairs_to_equal(margin, found.spread, found.estimate)
-    return statistics.seeds_needed(found.estimate, found.spread, alpha=ALPHA / tests)
+        return statistics.with_range(lambda s: statistics.pairs_to_equal(margin, s, found.estimate), *known)
+    alpha = ALPHA / tests
+    return statistics.with_range(lambda s: statistics.seeds_needed(found.estimate, s, alpha=alpha), *known)
 
 
-def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, margin: float, small: bool) -> str:
+def _sentence(answer: Answer, quality: Quality, p: float, needed: Needed | None, margin: float, small: bool) -> str:
     better = quality.difference is not None and quality.difference.estimate < 0
     word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, answer)
     said = f"{word}: {quality.text}, p {p:.2g}"
@@ -323,4 +526,6 @@ def _sentence(answer: Answer, quality: Quality, p: float, needed: int | None, ma
         return f"{said}: less than the margin of {margin:g}"
     if answer == "yes":
         return f"{said}; yet less than the margin of {margin:g}" if small else said
-    return f"{said}; with this spread {needed:,} seeds would decide" if needed else f"{said}; more seeds hardly help"
+    if needed is None or needed.count is None:
+        return f"{said}; more seeds hardly help"
+    return f"{said}; with this spread {statistics.about(needed, 'seeds')} would decide"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.report import speed
+from titan.report import divergence, speed
 from titan.report.collect import Raw
 from titan.report.findings import RunFound
 from titan.report.history import History
@@ -27,12 +27,13 @@ class Member:
     run: RunFound
 
 
-def member(raw: Raw, label: str) -> Member:
+def member(raw: Raw, label: str, shared: bool = False) -> Member:
     """Work out a run's figures.
 
     Args:
         raw: the run.
         label: what tells it from the others.
+        shared: whether another run used its machine at the same time.
     """
     history = History(raw)
     done = int(history.steps.step[-1]) if len(history.steps) else 0
@@ -62,6 +63,9 @@ def member(raw: Raw, label: str) -> Member:
         cost=history.cost(),
         curves=history.curves(),
         repeat=raw.repeat,
+        diverged=divergence.diverged(raw, history, final),
+        spikes=divergence.spikes(history),
+        shared=shared,
     )
     return Member(raw, history, run)
 

@@ -96,7 +96,7 @@ def _causal(mfu: float | None, rate: float | None, tflops: float | None, still: 
 
 
 FEW = 3
-"""With fewer runs than these an interval is from blocks of their steps: Student's t for two runs says nothing."""
+"""With fewer runs than these on a side nothing is said of faster or slower: Student's t for two runs says nothing."""
 Rates = Mapping[tuple[int, int], Numbers]
 """Tokens a second a device of each timed step, by seed and repeat of the run; [steps] each."""
 
@@ -120,8 +120,8 @@ def of_arm(runs: Rates) -> Interval | None:
 def ratio(arm: Rates, baseline: Rates) -> Interval | None:
     """The arm's speed as a multiple of the baseline's.
 
-    On logarithms: from pairs of equal seeds where there are several, else from several runs on both sides, else from
-    blocks of the steps of few runs, which know little of how runs differ from each other.
+    The interval is on logarithms: from pairs of equal seeds where there are several, else from several runs on both
+    sides. Of few runs there is none: their steps tell how even each run was, not how runs differ.
     """
     if not arm or not baseline:
         return None
@@ -130,21 +130,20 @@ def ratio(arm: Rates, baseline: Rates) -> Interval | None:
     if len(common) >= FEW:
         pairs = paired(np.array(_logs(one)) - np.array(_logs(two)))
         return _around(math.exp(pairs.estimate), pairs)
-    if not from_blocks(arm, baseline):
+    if not few(arm, baseline):
         independent = welch(_logs(arm), _logs(baseline))
         return _around(math.exp(independent.estimate), independent)
-    cuts = _blocks(one), _blocks(two)
-    difference = welch(*cuts) if min(map(len, cuts)) > 1 else None
-    return _around(math.exp(float(np.mean(_logs(one)) - np.mean(_logs(two)))), difference)
+    return _around(math.exp(float(np.mean(_logs(one)) - np.mean(_logs(two)))), None)
 
 
-def from_blocks(arm: Rates, baseline: Rates) -> bool:
-    """Whether `ratio` has too few runs and goes by blocks of their steps; not where one side has no speed."""
-    return (
-        bool(arm and baseline)
-        and len([key for key in arm if key in baseline]) < FEW
-        and min(len(arm), len(baseline)) < FEW
-    )
+def doubted(found: Interval | None, doubt: str) -> Interval | None:
+    """The ratio without its interval where there is a doubt: the interval would pass for a result."""
+    return Interval(found.estimate, None, None) if found and doubt else found
+
+
+def few(arm: Rates, baseline: Rates) -> bool:
+    """Whether a side has too few runs for an interval; not where one has no speed at all."""
+    return bool(arm and baseline) and min(len(arm), len(baseline)) < FEW
 
 
 def _logs(runs: Rates) -> list[float]:

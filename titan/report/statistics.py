@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from titan.report.findings import Interval, Numbers
+from titan.report.findings import Interval, Needed, Numbers
 from titan.settings import Refusal
 
 LEVEL = 0.95
@@ -71,6 +71,36 @@ class Difference:
         if self.error == 0:
             return 0.0 if room > 0 else 1.0
         return float(_stats().t.sf(room / self.error, self.freedom))
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Pairs of seeds counted by which side did better; a diverged run loses to any that did not diverge.
+
+    Attributes:
+        wins, losses: pairs in which the arm did better or worse than the baseline.
+        ties: pairs in which neither did, as where both diverged.
+    """
+
+    wins: int
+    losses: int
+    ties: int = 0
+
+    @property
+    def count(self) -> int:
+        """All pairs."""
+        return self.wins + self.losses + self.ties
+
+    def p(self) -> float | None:
+        """Two-sided p-value of the exact sign test, without the ties; None of nothing but ties."""
+        told = self.wins + self.losses
+        return float(_stats().binomtest(self.wins, told).pvalue) if told else None
+
+
+def signs(arm: ArrayLike, baseline: ArrayLike) -> Signs:
+    """Count pairs; [pairs] each, infinite where a run diverged."""
+    one, two = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
+    return Signs(int((one < two).sum()), int((one > two).sum()), int((one == two).sum()))
 
 
 def paired(differences: ArrayLike) -> Difference:
@@ -168,7 +198,7 @@ def power_of_t(pairs: int, difference: float, spread: float, alpha: float = ALPH
     stats, freedom = _stats(), pairs - 1
     shift = abs(difference) / spread * math.sqrt(pairs)
     limit = stats.t.ppf(1 - alpha / 2, freedom)
-    return float(stats.nct.sf(limit, freedom, shift) + stats.nct.cdf(-limit, freedom, shift))
+    return 1 - _below(limit, freedom, shift) + _below(-limit, freedom, shift)
 
 
 def pairs_to_equal(margin: float, spread: float, difference: float = 0.0, power: float = POWER) -> int | None:
@@ -184,9 +214,48 @@ def power_of_tost(pairs: int, margin: float, spread: float, difference: float = 
     """Probability that two one-sided tests show equivalence; by noncentral t, a lower bound (Phillips 1990)."""
     stats, freedom, error = _stats(), pairs - 1, spread / math.sqrt(pairs)
     limit = stats.t.ppf(1 - alpha, freedom)
-    below = stats.nct.cdf(-limit, freedom, (difference - margin) / error)
-    above = stats.nct.cdf(limit, freedom, (difference + margin) / error)
-    return max(0.0, float(below - above))
+    below = _below(-limit, freedom, (difference - margin) / error)
+    return max(0.0, below - _below(limit, freedom, (difference + margin) / error))
+
+
+def _below(limit: float, freedom: float, shift: float) -> float:
+    """The noncentral t distribution's; far out, where scipy gives NaN, the normal one's, which is 0 or 1 there."""
+    stats = _stats()
+    found = float(stats.nct.cdf(limit, freedom, shift))
+    return float(stats.norm.cdf(limit - shift)) if math.isnan(found) else found
+
+
+def with_range(count: Callable[[float], int | None], spread: float, freedom: float, seen: int) -> Needed:
+    """How many repeats a question takes, with the range that follows from the uncertainty of the spread.
+
+    Args:
+        count: repeats by the standard deviation of one pair's difference; None: more than `MOST`.
+        spread: that standard deviation, as estimated.
+        freedom: degrees of freedom of the estimate.
+        seen: repeats that it is from.
+    """
+    low, high = spread_interval(spread, freedom)
+    return Needed(count(spread), count(low), count(high), seen)
+
+
+def about(needed: Needed, what: str) -> str:
+    """A number of repeats in words, with its range; `what` in the plural, as in "about 3 seeds"."""
+    low, high = (f"{end:,}" if end else f"more than {MOST:,}" for end in (needed.low, needed.high))
+    number = f"about {needed.count:,}" if needed.count else f"more than {MOST:,}"
+    between = low if low == high else f"{low} to {high}"
+    return f"{number} {what} (95% range {between}, as {needed.seen} tell the spread)"
+
+
+def spread_interval(spread: float, freedom: float, level: float = LEVEL) -> tuple[float, float]:
+    """The confidence interval of a standard deviation: freedom * s^2 / sigma^2 is chi-square of normal repeats.
+
+    Args:
+        spread: the estimate.
+        freedom: its degrees of freedom.
+        level: of the interval.
+    """
+    low, high = _stats().chi2.ppf([(1 + level) / 2, (1 - level) / 2], freedom)
+    return spread * math.sqrt(freedom / low), spread * math.sqrt(freedom / high)
 
 
 def _fewest(power_with: Callable[[int], float], power: float) -> int | None:

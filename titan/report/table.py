@@ -1,10 +1,11 @@
-"""A comparison in the terminal: the table of arms, the answers in words, what failed and why, and the notes."""
+"""A comparison in the terminal: the table of variants, the answers in words, what failed and why, and the notes."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 
+from titan.report import ranking
 from titan.report.figures import Cell, Column, Mood, columns
 from titan.report.findings import Comparison
 from titan.report.sentences import answers, lead, missing, notes, question
@@ -56,18 +57,19 @@ def _some(values: Sequence[str]) -> str:
 
 
 def _arms(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    """The table in one line an arm, else with intervals below, else with fewer columns, else a block an arm."""
+    """The best first, in one line each, else with intervals below, else with fewer columns, else in blocks."""
+    order = ranking.order(comparison.arms)
     labels, told = [arm.label for arm in comparison.arms], columns(comparison)
     if not labels:
         return []
     if _fits(labels, told, width, stacked=False):
-        return _grid(labels, told, width, False, colour)
+        return _grid(labels, told, order, width, False, colour)
     kept = _kept(labels, told, width)
     if not _fits(labels, kept, width, stacked=True):
-        return _blocks(labels, told, width, colour)
+        return _blocks(labels, told, order, width, colour)
     left_out = ", ".join(column.name for column in told if column not in kept)
     said = _wrapped(f"Too narrow for: {left_out}.", width) if left_out else []
-    return [*_grid(labels, kept, width, True, colour), *said]
+    return [*_grid(labels, kept, order, width, True, colour), *said]
 
 
 def _kept(labels: Sequence[str], told: Sequence[Column], width: int) -> tuple[Column, ...]:
@@ -79,7 +81,7 @@ def _kept(labels: Sequence[str], told: Sequence[Column], width: int) -> tuple[Co
 
 
 def _fits(labels: Sequence[str], told: Sequence[Column], width: int, stacked: bool) -> bool:
-    return _room(told, width, stacked) >= min(NARROWEST, _longest(labels))
+    return _room(told, width, stacked) >= min(NARROWEST, _longest([*labels, "variant"]))
 
 
 def _room(told: Sequence[Column], width: int, stacked: bool) -> int:
@@ -99,12 +101,15 @@ def _longest(texts: Sequence[str]) -> int:
     return max(map(len, texts), default=0)
 
 
-def _grid(labels: Sequence[str], told: Sequence[Column], width: int, stacked: bool, colour: bool) -> list[str]:
-    room = min(_room(told, width, stacked), _longest(labels))
+def _grid(
+    labels: Sequence[str], told: Sequence[Column], order: Sequence[int], width: int, stacked: bool, colour: bool
+) -> list[str]:
+    room = min(_room(told, width, stacked), _longest([*labels, "variant"]))
     widths = [_width(column, stacked) for column in told]
     heads = [[column.name, column.unit] for column in told]
-    lines = [_style(line, "head", colour) for line in _row(["arm"], heads, room, widths)]
-    for i, label in enumerate(labels):
+    lines = [_style(line, "head", colour) for line in _row(["variant"], heads, room, widths)]
+    for i in order:
+        label = labels[i]
         cells = [_lines(column.cells[i], stacked) for column in told]
         lines += _row(_wrapped(label, room), cells, room, widths, [column.cells[i].mood for column in told], colour)
     return lines
@@ -138,10 +143,10 @@ def _at(lines: Sequence[str], k: int) -> str:
     return lines[k] if k < len(lines) else ""
 
 
-def _blocks(labels: Sequence[str], told: Sequence[Column], width: int, colour: bool) -> list[str]:
+def _blocks(labels: Sequence[str], told: Sequence[Column], order: Sequence[int], width: int, colour: bool) -> list[str]:
     lines: list[str] = []
-    for i, label in enumerate(labels):
-        lines += [_style(part, "head", colour) for part in _wrapped(label, width)]
+    for i in order:
+        lines += [_style(part, "head", colour) for part in _wrapped(labels[i], width)]
         for column in told:
             if column.cells[i].main:
                 lines += _wrapped(f"  {' '.join(_heading(column))}: {column.cells[i].line()}", width, "    ")

@@ -1,0 +1,296 @@
+"""Divergence, missing runs, outliers and spikes; what the first sentence says of an ordinary grid; shared machines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.made import Life, Story, made, read_lines, swept, write_lines
+from titan.ledger import Asked
+from titan.report import sentences, table
+from titan.report.figures import answer, columns
+from titan.report.findings import Arm, Comparison, Outcomes
+from titan.report.judge import Options, compare
+from titan.report.varied import settings
+
+S = Story()
+WD = "optimizer.weight_decay=0.2"
+NOISE = (0.0, 0.003, -0.002, 0.004, -0.001, 0.002)
+ADAMW, MUON = "optimizer=adamw", "optimizer=muon"
+Seeds = Sequence[float | None]
+"""The level of each seed above the story's; None where it diverges."""
+
+
+def seeds(levels: Seeds, story: Story = S) -> list[Story]:
+    return [
+        replace(story, seed=seed, bad=20) if level is None else replace(story, seed=seed, level=story.level + level)
+        for seed, level in enumerate(levels)
+    ]
+
+
+def grid(folder: Path, *arms: tuple[Sequence[Story], tuple[str, ...]], **options: Any) -> Comparison:
+    for letter, (stories, overrides) in zip("abcdef", arms, strict=False):
+        for index, story in enumerate(stories):
+            made(folder / f"{letter}{index}", story, *overrides)
+    return compare([folder], Options(**options))
+
+
+def against(folder: Path, arm: Seeds, baseline: Seeds = NOISE) -> tuple[Comparison, Arm]:
+    found = grid(folder, (seeds(baseline), ()), (seeds(arm), (WD,)))
+    return found, found.arms[1]
+
+
+ALL, BOTH = (-0.1, -0.1, -0.101, -0.099, -0.1, -0.098), (-0.1, None, -0.1)
+SOME = (-0.1, None, -0.101, -0.099, None, -0.098)
+TOLD = "better on 6 of 6 seeds, of the baseline 2 diverged"
+BASE, WON = "the baseline, weight_decay=0.1, validation loss 3.014.", "weight_decay=0.2, validation loss 2.91"
+DIVERGED = [
+    pytest.param(SOME, NOISE, "undecided", "better on 4 of 6 seeds|2 diverged|bad", BASE, id="better-if-it-survived"),
+    pytest.param(ALL, (0.0, None, 0.1, 0.0, None, 0.0), "yes", f"better|{TOLD}|good", WON, id="the-baseline-diverged"),
+    pytest.param((None,) * 6, NOISE, "yes", "worse|better on 0 of 6 seeds, 6 diverged|bad", BASE, id="all-diverged"),
+    pytest.param(
+        (*ALL, -0.1, -0.1, None), (*NOISE, 0.001, 0.0, 0.002), "undecided", "better on 8 of 9 seeds|1 diverged|bad",
+        BASE[:40], id="significant-and-yet-not-plainly-better",
+    ),
+    pytest.param((-0.1, None), (0.0, 0.003), "undecided", "better on 1 of 2 seeds|1 diverged|bad", BASE[:40], id="few"),
+    pytest.param(
+        BOTH, (0.0, None, 0.003), "undecided", "better on 2 of 3 seeds|1 diverged, of the baseline 1 diverged|bad",
+        f"{WON}3 on the 2 of 3 seeds that did not diverge", id="as-many-on-both-sides",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arm", "baseline", "verdict", "cell", "first"), DIVERGED)
+def test_divergence_is_an_outcome(
+    arm: Seeds, baseline: Seeds, verdict: str, cell: str, first: str, tmp_path: Path
+) -> None:
+    found, judged = against(tmp_path, arm, baseline)
+    assert (judged.quality[0].answer, judged.quality[0].pairs) == (verdict, len(arm))
+    shown = answer(judged)
+    assert f"{shown.main}|{shown.detail}|{shown.mood}" == cell
+    assert sentences.lead(found)[0].startswith(f"Best so far: {first}")
+
+
+def test_the_first_sentence_and_the_table_say_what_the_means_do_not(tmp_path: Path) -> None:
+    found, judged = against(tmp_path, (-0.1, None, -0.101, -0.099, None, -0.098))
+    lead = " ".join(sentences.lead(found))
+    assert lead.startswith(
+        "Best so far: the baseline, weight_decay=0.1, validation loss 3.014. weight_decay=0.2: better "
+    )
+    assert "weight_decay=0.2: better on 4 of 6 seeds, 2 diverged (not significant, p 0.69)." in lead
+    cells = {column.name: column.cells[1] for column in columns(found)}
+    assert cells["validation"].detail.endswith("without 2 diverged") and "2 diverged at 52%" in cells["runs"].detail
+    assert judged.outcomes == Outcomes(ended=4, diverged=2)
+    assert "failed for other reasons" not in lead and "not finished" not in " ".join(judged.notes)
+
+
+def test_a_final_validation_that_is_not_finite_is_a_divergence(tmp_path: Path) -> None:
+    made(tmp_path / "a", S)
+    lines = [
+        line | ({"validation_loss": None} if "validation_loss" in line else {}) for line in read_lines(tmp_path / "a")
+    ]
+    write_lines(tmp_path / "a", lines)
+    assert compare([tmp_path]).arms[0].outcomes == Outcomes(diverged=1)
+
+
+def test_a_run_that_gave_up_at_its_first_step_is_counted(tmp_path: Path) -> None:
+    found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, lives=(Life(0, 0),))], (WD,)))
+    assert found.arms[1].outcomes == Outcomes(diverged=1)
+    assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in " ".join(sentences.lead(found))
+
+
+MISSING = [
+    pytest.param("rank 1 was killed", Outcomes(ended=1, failed=1), "1 of 2 runs not finished (1 failed)", id="machine"),
+    pytest.param(
+        "3 steps in a row were not finite, the last one step 30", Outcomes(1, 1), "1 of 2 runs diverged", id="recipe"
+    ),
+]
+
+
+@pytest.mark.parametrize(("reason", "outcomes", "note"), MISSING)
+def test_a_failed_machine_is_no_outcome_of_the_recipe(
+    reason: str, outcomes: Outcomes, note: str, tmp_path: Path
+) -> None:
+    made(tmp_path / "a", S)
+    (made(tmp_path / "b", replace(S, seed=1, lives=(Life(0, 30),))) / "log").mkdir()
+    (tmp_path / "b/log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {reason}\n")
+    (arm,) = compare([tmp_path]).arms
+    assert arm.outcomes == outcomes and any(note in each for each in arm.notes)
+
+
+def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> None:
+    for seed in range(2):
+        made(tmp_path / f"a{seed}", replace(S, seed=seed), WD)
+    points = {f"a{seed}": (WD, f"training.seed={seed}") for seed in range(4)}
+    swept(tmp_path, Asked(), points, {"event": "ended", "id": "a3", "code": 1, "reason": "no node was free"})
+    found = compare([tmp_path])
+    assert found.arms[0].outcomes == Outcomes(ended=2, failed=1, waiting=1)
+    assert any(
+        "1 of its trials failed without figures, 1 of its trials have no figures yet" in n for n in found.arms[0].notes
+    )
+    assert "1 failed for other reasons than divergence" in " ".join(sentences.lead(found))
+
+
+def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: Path) -> None:
+    found = grid(
+        tmp_path,
+        (seeds(NOISE), (ADAMW, "optimizer.lr=1e-3")),
+        (seeds((-0.1, None, -0.101, -0.099, None, -0.098)), (ADAMW, "optimizer.lr=3e-3")),
+        (seeds(NOISE), (MUON, "optimizer.lr=1e-3")),
+    )
+    assert found.arms[0].label == "optimizer=adamw lr=0.001"
+    (lost,) = [arm for arm in found.arms if arm.label == "optimizer=adamw lr=0.003"]
+    assert (answer(lost).main, answer(lost).detail) == ("better on 4 of 6 seeds", "2 diverged, another lr is best")
+    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (against its best" in " ".join(sentences.lead(found))
+
+
+OUTLIERS = [
+    pytest.param((2.95, 2.951, 7.0), (2.96, 2.961, 2.962), [False, False, True], id="seven-among-three"),
+    pytest.param((2.95, 2.951, 2.949), (2.96, 2.961, 2.962), [False] * 3, id="none"),
+    pytest.param((2.95, 2.951, 2.965), (2.96, 2.961, 2.962), [False] * 3, id="within-the-margin"),
+    pytest.param((2.9, 3.0, 3.3), (2.8, 3.1, 3.2), [False] * 3, id="a-wide-spread"),
+    pytest.param((2.95, 7.0), (2.96, 2.961, 2.962), [False, False], id="two-seeds-tell-nothing"),
+]
+
+
+@pytest.mark.parametrize(("levels", "others", "far"), OUTLIERS)
+def test_outliers(levels: Sequence[float], others: Sequence[float], far: list[bool], tmp_path: Path) -> None:
+    arms = [[replace(S, seed=seed, level=level) for seed, level in enumerate(each)] for each in (others, levels)]
+    found = grid(tmp_path, (arms[0], ()), (arms[1], (WD,)))
+    assert [run.outlier for run in found.arms[1].runs] == far
+    assert any(note.startswith("outlier: seed 2 with 7.0135; the median") for note in found.arms[1].notes) == any(far)
+    assert ("1 outlier" in table.text(found, 200)) == any(far)
+
+
+SPIKES = [
+    pytest.param({}, [], id="none"),
+    pytest.param({120: 2.0, 121: 1.0, 123: 1.5}, [120], id="one-of-several-steps"),
+    pytest.param({120: 2.0, 190: 1.0}, [120, 190], id="two"),
+    pytest.param({20: 2.0}, [], id="in-the-first-steps"),
+    pytest.param({120: -1.0}, [], id="a-fall"),
+    pytest.param({120: 0.1}, [], id="within-the-noise"),
+]
+
+
+@pytest.mark.parametrize(("rises", "steps"), SPIKES)
+def test_loss_spikes(rises: Mapping[int, float], steps: list[int], tmp_path: Path) -> None:
+    (arm,) = grid(tmp_path, ([replace(S, steps=200, rises=rises)], ())).arms
+    assert [spike.step for spike in arm.runs[0].spikes] == steps
+    assert any(note.startswith(f"loss spikes in 1 of 1 runs: {len(steps)} in all") for note in arm.notes) == bool(steps)
+
+
+def rated(optimizer: str, rate: str, *levels: float) -> tuple[list[Story], tuple[str, ...]]:
+    return [replace(S, seed=s, level=level) for s, level in enumerate(levels)], (optimizer, f"optimizer.lr={rate}")
+
+
+ADAMWS = rated(ADAMW, "1e-3", 6.9, 6.9), rated(ADAMW, "1e-2", 6.8, 6.88)
+
+
+def test_the_first_sentence_of_an_ordinary_grid(tmp_path: Path) -> None:
+    found = grid(tmp_path, *ADAMWS, rated(MUON, "1e-2", 6.40, 6.60))
+    lead = sentences.lead(found)
+    assert lead[0].startswith(
+        "Best so far: optimizer=muon lr=0.01, validation loss 6.513, 0.340 below the baseline's (optimizer=adamw "
+        "lr=0.01, best of 2 learning rates); not significant with 2 seeds (p 0.11; about "
+    )
+    assert re.search(r"about 3 needed, 95% range \d to \d+\)\.$", lead[0])
+    rows = [line.split("  ")[0] for line in table.text(found, 250).splitlines() if line.startswith("optimizer=")]
+    assert rows[:3] == ["optimizer=muon lr=0.01", "optimizer=adamw lr=0.01", "optimizer=adamw lr=0.001"]
+    assert [arm.label for arm in found.arms if arm.baseline] == ["optimizer=adamw lr=0.01"]
+
+
+def batches(folder: Path, every: int = 10, **options: Any) -> Comparison:
+    """Batches for as many steps: the larger one sees more tokens, and so comes to less."""
+    small = [replace(s, every=every) for s in seeds((0.0, 0.01, 0.005))]
+    large = [replace(s, every=every) for s in seeds((-0.1, -0.09, -0.094))]
+    return grid(folder, (small, ("training.global_batch=128",)), (large, ("training.global_batch=256",)), **options)
+
+
+def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> None:
+    found = batches(tmp_path)
+    lead = sentences.lead(found)
+    assert lead[0].startswith(
+        "The variants saw different numbers of tokens (5,120, 10,240), so their final losses are not ranked"
+    )
+    assert "judged at equal tokens" in lead[0] and lead[1] == "global_batch=256 is worse."
+    assert "5,120" in table.text(found, 200) and answer(found.arms[1]).detail == "at equal tokens"
+
+
+def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> None:
+    found = batches(tmp_path, every=0)
+    lead = " ".join(sentences.lead(found))
+    assert "nor can they be at equal tokens: no validation of all runs is at the same tokens" in lead
+    assert answer(found.arms[1]).main == "undecided" and "Best" not in lead
+
+
+def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) -> None:
+    found = batches(tmp_path, target=3.3)
+    lead = " ".join(sentences.lead(found))
+    assert "not ranked, but the tokens to the loss 3.3. Fewest tokens: global_batch=128, " in lead
+    told = found.arms[1].quality[0]
+    assert (told.at, told.answer, answer(found.arms[1]).main) == ("the target", "yes", "worse")
+    assert "times the baseline's tokens to come to the loss 3.3" in told.text
+
+
+def test_a_target_before_the_first_validation_tells_nothing(tmp_path: Path) -> None:
+    found = batches(tmp_path, target=9.0)
+    assert "Runs had come there before their first validation: a lower target or" in " ".join(sentences.lead(found))
+    assert found.arms[1].quality[0].answer == "undecided" and found.arms[1].quality[0].p is None
+
+
+def test_a_run_that_never_comes_to_the_target_loses_to_those_that_do(tmp_path: Path) -> None:
+    found = batches(tmp_path, target=2.96)
+    told = found.arms[1].quality[0]
+    assert (told.better, told.pairs, told.baseline_diverged, told.answer) == (3, 3, 3, "undecided")
+    assert "of the baseline 3 did not come to the loss 2.96" in told.text
+
+
+TIMES = [
+    pytest.param(("m", "m"), (0.0, 1000.0), False, id="one-after-the-other"),
+    pytest.param(("m", "m"), (0.0, 20.0), True, id="at-the-same-time"),
+    pytest.param(("m", "n"), (0.0, 20.0), False, id="on-two-machines"),
+    pytest.param(("", ""), (0.0, 20.0), False, id="not-known"),
+]
+
+
+@pytest.mark.parametrize(("hosts", "begins", "shared"), TIMES)
+def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
+    hosts: tuple[str, str], begins: tuple[float, float], shared: bool, tmp_path: Path
+) -> None:
+    arms = []
+    for host, begin, seconds in zip(hosts, begins, (0.5, 0.4), strict=True):
+        story = replace(S, host=host, seconds=seconds, jitter=0.001)
+        arms.append([replace(story, seed=seed, luck=seed, began=begin + 5000 * seed) for seed in range(3)])
+    found = grid(tmp_path, (arms[0], ()), (arms[1], ("memory=full",)))
+    arm = found.arms[1]
+    assert (arm.speed_doubt == "trials shared a machine at the same time") == shared
+    said = " ".join(sentence for _, told in sentences.answers(found) for sentence in told)
+    assert ("Faster: 1.25" in said) != shared and ("Speed is not judged" in " ".join(sentences.lead(found))) == shared
+    assert arm.speed_ratio is not None and (arm.speed_ratio.low is None) == shared
+
+
+def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
+    arms = [rated(ADAMW, rate, level, level + 0.01) for rate, level in (("1e-3", 3.2), ("1e-2", 3.0), ("1e-1", 3.1))]
+    found = grid(tmp_path, *arms, (seeds((0.1, None)), (MUON, "optimizer.lr=1e-2")))
+    chart = settings(found)
+    assert chart is not None and chart.title == "Validation loss over lr" and "optimizer.lr (log scale)" in chart.html
+    (points,) = re.findall(r'class="family" points="([^"]*)"', chart.html)
+    xs = [float(point.split(",")[0]) for point in points.split()]
+    assert len(xs) == 3 and xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    assert chart.html.count('class="cross"') == 1 and chart.html.count("<circle") == 7 and "Crosses" in chart.caption
+
+
+def test_no_chart_where_no_number_was_varied(tmp_path: Path) -> None:
+    assert settings(grid(tmp_path, (seeds((0.0,)), (ADAMW,)), (seeds((0.1,)), (MUON,)))) is None
+
+
+def test_the_chart_shows_losses_after_equal_tokens(tmp_path: Path) -> None:
+    chart = settings(batches(tmp_path))
+    assert chart is not None and "After 5,120 tokens, the fewest that a variant saw." in chart.caption
+    heights = [float(y) for y in re.findall(r'cy="([^"]*)"', chart.html)]
+    assert max(heights[:3]) > min(heights[:3]) > max(heights[3:])  # larger losses lie higher, where cy is less

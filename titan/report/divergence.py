@@ -1,0 +1,80 @@
+"""Divergence of a run, and spikes of its training loss: what the lines of its steps tell of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from titan.report.collect import Raw
+from titan.report.findings import Numbers, Spike
+from titan.report.history import History
+
+GAVE_UP = "steps in a row were not finite"
+"""Words of the error that ends a run after `training.bad_steps`."""
+SILENT = ("it ended without a word", "it ended after step")
+"""How the reason begins of a run that did not say why it ended."""
+FAR = 10.0
+"""A spike is so many times the median absolute deviation away: 6.7 standard deviations of normal noise."""
+LAST = 10
+"""Steps at the end, none of which is finite, of a run that diverged and had no validation."""
+BLOCK = 50
+"""Steps whose median is the usual loss for as many steps after them."""
+HIGH = 0.1
+"""Nats: what rises by less is no spike, however even the steps before it were."""
+
+
+def diverged(raw: Raw, history: History, final: Mapping[str, Any]) -> bool:
+    """Whether a run has no finite result because of its recipe.
+
+    Args:
+        raw: the run.
+        history: its steps.
+        final: the final validation of a finished run.
+    """
+    if raw.state == "finished":
+        value = final.get("validation_loss", 0.0 if _in_a_row(history) < LAST else None)
+        return value is None or not np.isfinite(value) or _in_a_row(history) >= BLOCK
+    if raw.state not in ("failed", "stopped"):
+        return False
+    reason = raw.reason or ""
+    return gave_up(raw) or (reason.startswith(SILENT) and _in_a_row(history) >= max(1, _bad_steps(raw) - 1))
+
+
+def gave_up(raw: Raw) -> bool:
+    """Whether the error that ended a run is that too many steps in a row were not finite."""
+    return raw.state in ("failed", "stopped") and GAVE_UP in (raw.reason or "")
+
+
+def _bad_steps(raw: Raw) -> int:
+    """Steps in a row after which the run gives up; the last one of them has no line."""
+    return int(raw.config["training"].get("bad_steps") or 3)
+
+
+def _in_a_row(history: History) -> int:
+    """Steps at the end that were not finite."""
+    finite = np.flatnonzero(~history.steps.odd())
+    return len(history.steps) - (int(finite[-1]) + 1 if len(finite) else 0)
+
+
+def spikes(history: History) -> tuple[Spike, ...]:
+    """Rises of the training loss: above the median of the block of steps before by `FAR` times their deviation."""
+    steps, losses = history.steps.step, history.steps.loss
+    blocks = len(losses) // BLOCK
+    if blocks < 2:
+        return ()
+    usual, limit = _limits(losses[: blocks * BLOCK].reshape(blocks, BLOCK))
+    block = np.arange(len(losses)) // BLOCK
+    high = np.flatnonzero((block > 0) & (losses > limit[np.maximum(block, 1) - 1]))
+    groups = np.split(high, np.flatnonzero(np.diff(high) > BLOCK) + 1) if len(high) else []
+    tops = [int(group[np.argmax(losses[group])]) for group in groups]
+    return tuple(Spike(int(steps[i]), float(losses[i]), float(usual[block[i] - 1])) for i in tops)
+
+
+def _limits(blocks: Numbers) -> tuple[Numbers, Numbers]:
+    """Of each block the median and the loss above which what follows is a spike; infinite where none is finite."""
+    known = np.where(np.isfinite(blocks), blocks, np.inf)  # a step that was not finite is no low one
+    usual = np.median(known, axis=1)
+    away = np.median(np.abs(known - np.where(np.isfinite(usual), usual, 0.0)[:, None]), axis=1)
+    return usual, usual + np.maximum(FAR * away, HIGH)

@@ -1,0 +1,138 @@
+"""What became of runs: divergence, which is an outcome of the recipe, and runs that are missing for other reasons.
+
+Also which runs have a result that is far from those of their arm's other seeds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from titan.report.findings import Failed, Outcomes, RunFound, State
+from titan.report.runs import Member
+
+FAR = 10.0
+"""An outlier is so many times the median absolute deviation away: 6.7 standard deviations of a normal."""
+FEWEST = 3
+"""Seeds of an arm whose median says which of them is far from it."""
+NAMED = 6
+"""Runs that a note names."""
+SEED = re.compile(r"[+~]*training\.(seed|repeat)=.*")
+
+
+def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
+    """The members of all arms, with those marked whose final loss is an outlier.
+
+    An outlier is further from its arm's median than the margin, and than `FAR` times the lower median of all such
+    distances in all arms: three seeds alone hardly tell a spread, those of a whole grid do.
+    """
+    finals = [[m.run.validation for m in members if m.run.validation is not None] for members in groups]
+    middles = [float(np.median(values)) if len(values) >= FEWEST else None for values in finals]
+    away = [d for values, c in zip(finals, middles, strict=True) if c is not None for d in _distances(values, c)]
+    limit = max(margin, FAR * float(np.quantile(away, 0.5, method="lower"))) if away else np.inf
+    return [[_marked(m, middle, limit) for m in members] for members, middle in zip(groups, middles, strict=True)]
+
+
+def _distances(values: Sequence[float], middle: float) -> list[float]:
+    """Of an odd number of values without that of the median itself, which is 0 whatever the spread is."""
+    return sorted(abs(value - middle) for value in values)[len(values) % 2 :]
+
+
+def _marked(member: Member, middle: float | None, limit: float) -> Member:
+    value = member.run.validation
+    if value is None or middle is None or abs(value - middle) <= limit:
+        return member
+    return replace(member, run=replace(member.run, outlier=True))
+
+
+def of_arm(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcomes:
+    """How many seeds have which outcome.
+
+    Args:
+        members: the arm's runs.
+        missing: its trials without figures.
+    """
+    seeds: dict[Any, list[str]] = {}
+    for m in members:
+        seeds.setdefault(m.raw.seed, []).append(_outcome(m.run))
+    for index, trial in enumerate(missing):
+        seeds[_seed(trial.overrides, f"missing {index}")] = [_without(trial.state)]
+    found = [next(kind for kind in KINDS if kind in kinds) for kinds in seeds.values()]
+    return Outcomes(**{kind: found.count(kind) for kind in KINDS})
+
+
+KINDS = ("diverged", "ended", "failed", "waiting")
+"""Of several repeats of a seed the first of these counts."""
+
+
+def _outcome(run: RunFound) -> str:
+    if run.diverged:
+        return "diverged"
+    return "ended" if run.state == "finished" else _without(run.state)
+
+
+def _without(state: State) -> str:
+    return "failed" if state in ("failed", "stopped") else "waiting"
+
+
+def _seed(overrides: Sequence[str], otherwise: str) -> Any:
+    told = [o.partition("=")[2] for o in overrides if o.lstrip("+~").startswith("training.seed=")]
+    return int(told[-1]) if told and told[-1].isdecimal() else otherwise
+
+
+def recipe(overrides: Sequence[str]) -> frozenset[str]:
+    """The overrides of a trial that all seeds of its arm share."""
+    return frozenset(override for override in overrides if not SEED.fullmatch(override))
+
+
+def notes(members: Sequence[Member]) -> list[str]:
+    """What has to be known of how an arm's runs went: divergence, outliers, spikes, steps that were not finite."""
+    runs = [m.run for m in members]
+    return [*_of_diverged(runs), *_of_outliers(runs), *_of_spikes(runs), *_odd(members)]
+
+
+def missing(trials: Sequence[Failed]) -> str:
+    """How many trials have no figures, and why; empty where there are none."""
+    kinds = Counter(_without(trial.state) for trial in trials)
+    told = {"failed": "failed without figures", "waiting": "have no figures yet"}
+    return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in told.items() if kinds[kind])
+
+
+def _of_diverged(runs: Sequence[RunFound]) -> list[str]:
+    lost = [run for run in runs if run.diverged]
+    where = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in lost[:NAMED])
+    more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
+    what = f"{len(lost)} of {len(runs)} runs diverged ({where}{more}): an outcome that no mean of losses shows"
+    return [what] if lost else []
+
+
+def _of_outliers(runs: Sequence[RunFound]) -> list[str]:
+    known = [run.validation for run in runs if run.validation is not None]
+    far = [f"seed {run.seed} with {run.validation:.4f}" for run in runs if run.outlier]
+    return [f"outlier: {', '.join(far)}; the median of its {len(known)} runs is {np.median(known):.4f}"] if far else []
+
+
+def _of_spikes(runs: Sequence[RunFound]) -> list[str]:
+    spiked = [run for run in runs if run.spikes]
+    if not spiked:
+        return []
+    count = sum(len(run.spikes) for run in spiked)
+    rise, run, top = max(((s.loss - s.usual, r, s) for r in spiked for s in r.spikes), key=lambda each: each[0])
+    return [
+        f"loss spikes in {len(spiked)} of {len(runs)} runs: {count} in all, the highest by {rise:.2f} nats to "
+        f"{top.loss:.2f} at step {top.step:,} of seed {run.seed}"
+    ]
+
+
+def _odd(members: Sequence[Member]) -> list[str]:
+    """Steps that were not finite."""
+    counts = [int(m.history.steps.odd().sum()) for m in members]
+    if not any(counts):
+        return []
+    of, steps = f"{sum(map(bool, counts))} of {len(members)} runs", f"{sum(counts):,} step{'s' * (sum(counts) > 1)}"
+    return [f"not finite in {of}: {steps}, which left the weights as they were"]
