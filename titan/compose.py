@@ -120,7 +120,7 @@ def exit_code(body: Callable[[], int]) -> int:
     try:
         return body()
     except Refusal as refusal:
-        print(f"titan: {refusal}", file=sys.stderr)
+        print(f"titan: {settings.one_line(str(refusal))}", file=sys.stderr)
         return 2
     except Failure as failure:
         print(f"titan: {failure}", file=sys.stderr)

@@ -51,8 +51,8 @@ class Convert:
         "hf", "hf: safetensors, for transformers; meta: consolidated.NN.pth; titan: a checkpoint"
     )
     dtype: Literal["fp32", "bf16", "fp16", "keep"] = setting("bf16", "type of the weights; keep: as they are stored")
-    shard_gb: float = setting(5.0, "largest file in 10^9 bytes (hf, titan)", above=0)
-    meta_ranks: int = setting(1, "tensor parallel ranks, a file each (meta)", at_least=1)
+    shard_gb: float = setting(5.0, "largest file in 10^9 bytes (hf, titan)", above=0, cap=1e9)
+    meta_ranks: int = setting(1, "tensor parallel ranks, a file each (meta)", at_least=1, cap=10_000)
     overwrite: bool = setting(False, "replace what the folder holds")
 
 

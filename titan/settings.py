@@ -15,9 +15,10 @@ import difflib
 import importlib
 import math
 import operator
+import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 MISSING = "???"
@@ -30,6 +31,12 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
     "below": operator.lt,
 }
 """The limits that a setting may declare, and what each demands of a number."""
+LARGEST: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
+"""The largest numbers, either side of zero, that a setting without a `cap` admits: what 64 bits and fp32 still hold."""
+LONGEST = 4096
+"""Characters of a text: what a path may have."""
+LONG_WORD, SHOWN = 240, (100, 40)
+"""A longer word is cut in messages, to so many of its first and last characters."""
 
 
 class Refusal(Exception):
@@ -49,8 +56,10 @@ def setting(
     at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    cap: float | None = None,
     words: tuple[str, ...] = (),
     told: bool = True,
+    any_text: bool = False,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -59,8 +68,10 @@ def setting(
         help: one line for `--help` and the documentation.
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
         at_least, at_most, above, below: the range of a number (of each number, in a tuple).
+        cap: the largest number that is taken for one that is meant; unlike `at_most` it is no limit of the matter.
         words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
         told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
+        any_text: a text may be empty, long and have several lines.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -69,6 +80,8 @@ def setting(
         "words": words,
         "told": told,
         "limits": {k: v for k, v in limits.items() if v is not None},
+        "cap": cap,
+        "any_text": any_text,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -202,9 +215,48 @@ def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -
         return MISSING
     words = field.metadata.get("words", ())
     converted = _convert(value, kind, where, words)
+    typed = f"{where}={show(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
-        _in_range(number, field.metadata.get("limits", {}), f"{where}={show(value)}", words)
+        _in_range(number, field.metadata.get("limits", {}), typed, words)
+    for one in _scalars(converted):
+        _check_scalar(one, field.metadata, typed)
     return converted
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The numbers and texts in a setting's value, however deep."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for one in value:
+        yield from _scalars(one)
+
+
+def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
+    """Refuse numbers that nobody means, and texts that can't be a name or a path."""
+    if isinstance(value, str):
+        _check_text(value, metadata.get("any_text", False), typed)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        cap = metadata.get("cap") or LARGEST[type(value)]
+        if not math.isfinite(value):
+            raise Refusal(f"{typed}: must be a finite number.")
+        if abs(value) > cap:
+            raise Refusal(f"{typed}: must be at {f'most {_number(cap)}' if value > 0 else f'least -{_number(cap)}'}.")
+
+
+def _check_text(text: str, any_text: bool, typed: str) -> None:
+    if "\0" in text:
+        raise Refusal(f"{typed}: holds a zero byte; leave it out.")
+    if any_text:
+        return
+    if not text.strip():
+        raise Refusal(f"{typed}: is empty; give a value, or leave it out.")
+    if not text.isprintable():
+        raise Refusal(f"{typed}: holds a line break or another control character; leave it out.")
+    if len(text) > LONGEST:
+        raise Refusal(f"{typed}: has {len(text):,} characters; give {LONGEST:,} at most.")
 
 
 def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
@@ -288,6 +340,18 @@ def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str
         return
     if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
         return
-    wanted = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items())
+    wanted = " and ".join(f"{name.replace('_', ' ')} {_number(limit)}" for name, limit in limits.items())
     wanted = wanted or "a finite number"
     raise Refusal(f"{typed}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")
+
+
+def _number(value: float) -> str:
+    """A limit as one would type it."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def one_line(text: str) -> str:
+    """A message for a terminal: control characters spelled out, and words that fill lines cut."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    head, tail = SHOWN
+    return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}...{word[0][-tail:]}", text)

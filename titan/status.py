@@ -37,7 +37,7 @@ class Status:
     """What `python -m titan.status` may be told."""
 
     watch: bool | None = setting(None, "draw the table anew until all have ended; null: on a terminal")
-    seconds: float = setting(5.0, "between two drawings", above=0)
+    seconds: float = setting(5.0, "between two drawings", at_least=0.1, cap=86400)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
