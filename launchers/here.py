@@ -29,7 +29,9 @@ from titan.settings import setting
 class Local:
     """What `hydra/launcher=local` may be told."""
 
-    at_once: int = setting(1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000)
+    at_once: int = setting(
+        1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000
+    )
 
 
 @dataclass

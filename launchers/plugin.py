@@ -25,7 +25,7 @@ from launchers import here, points, slurm
 from launchers.points import Chosen
 from titan import endings, ledger, settings
 from titan.ledger import Asked
-from titan.run import Run
+from titan.run import Run, check_length
 from titan.settings import Refusal
 from titan.sweep import Sweep
 
@@ -57,6 +57,7 @@ class GridLauncher(Launcher):
                 "leave it out, and give hydra.launcher.at_once for how many points run at a time."
             )
         self.context, self.config = hydra_context, config
+        _check_place(config)
         folder = Path(config.hydra.sweep.dir)
         GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
@@ -78,6 +79,16 @@ class GridLauncher(Launcher):
     def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
         """Launch checked points; gives their exit codes."""
         return here.Grid(root, chosen, self.how, asked).launch()
+
+
+def _check_place(config: DictConfig) -> None:
+    """Refuse directories that no grid can have, before the sweeper makes them."""
+    folder, below = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
+    if not folder.strip():
+        raise Refusal("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
+    check_length(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
+    if not below.strip("/. ") or os.path.isabs(below) or ".." in below.split("/"):
+        raise Refusal(f"hydra.sweep.subdir={below}: must be a folder in the grid's own; leave it out.")
 
 
 class LocalLauncher(GridLauncher):

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra._internal import utils as hydra_utils
 from hydra._internal.hydra import Hydra
@@ -35,13 +35,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from titan import command_line, settings
 from titan import help as help_text
-from titan import settings
 from titan.cluster import devices
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer import SGD, AdamW, Muon
-from titan.run import Recipe, Run, check_name, resolve
+from titan.run import Recipe, Run, resolve
 from titan.settings import Failure, Refusal, nearest
 from titan.sweep import Sweep
 
@@ -152,6 +152,8 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         Refusal: for what can't work.
     """
     recipe = _typed(cfg)
+    if not str(cfg.hydra.run.dir).strip():
+        raise Refusal("hydra.run.dir=: names no directory; give one, or name=NAME.")
     machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
@@ -188,13 +190,11 @@ def recipe(arguments: Sequence[str]) -> Recipe:
         Refusal: for what is no choice or setting, and for options that only show something.
     """
     register()
-    parser = hydra_utils.get_args_parser()
-    parser.error = _refuse_arguments  # type: ignore[method-assign]
-    args = parser.parse_args(list(arguments))
-    _check_arguments(args)
-    if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
+    args = command_line.parse(arguments)
+    if command_line.asks_to_show(args):
         raise Refusal("-m, --cfg, --info and the like are for titan.train; leave them out.")
     with _plainly(args.overrides), _Session(args) as hydra:
+        command_line.check(args)
         return _typed(_compose(hydra, args.overrides, args.config_name))
 
 
@@ -203,20 +203,19 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     register()
-    parser = hydra_utils.get_args_parser()
-    parser.error = _refuse_arguments  # type: ignore[method-assign]
-    args = parser.parse_args(arguments)
-    _check_arguments(args)
+    args = command_line.parse(arguments)
     with _plainly(args.overrides):
+        command_line.check(args)
         if args.help:
             with _Session(args) as hydra:
                 print(help_text.text(hydra.config_loader, Recipe.axes()))
             return 0
-        if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
-            return _hand_to_hydra(args, parser)
+        if command_line.asks_to_show(args):
+            return _hand_to_hydra(args)
         with _Session(args) as hydra:
             cfg = _compose(hydra, args.overrides, args.config_name)
-            _check_no_grid(cfg)
+            if not args.resumed:  # a trial of a named grid goes on alone
+                _check_no_grid(cfg)
             launcher = plugin.alone(cfg) if ranks is None else None
             run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
     return plugin.one(launcher, run, cfg) if launcher else job(run)
@@ -229,16 +228,16 @@ def _check_no_grid(cfg: DictConfig) -> None:
         raise Refusal(f"sweep={sweep}: is a grid of runs; add -m.")
 
 
-def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _hand_to_hydra(args: argparse.Namespace) -> int:
     named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
     if args.multirun and named:
-        _check_grid_name(named[-1], args.overrides)
+        command_line.check_grid_name(named[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     from launchers import plugin
 
     try:
         with contextlib.redirect_stderr(io.StringIO()) if args.cfg else contextlib.nullcontext():
-            hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
+            hydra_utils._run_hydra(args, hydra_utils.get_args_parser(), _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
         if args.cfg and leave.code:
             raise Refusal(f"--package {args.package}: no such part of the configuration; give an axis.") from None
@@ -248,31 +247,6 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
     finally:
         plugin.tidy()
     return plugin.exit_code() if args.multirun else 0
-
-
-def _check_grid_name(name: str, overrides: Sequence[str]) -> None:
-    """Refuse what is no name of one folder under runs/, and a second place for the same grid."""
-    if not re.fullmatch(r"[\w./+-]+", name):
-        raise Refusal(f"name={name}: a grid has one name; give one folder's name.")
-    check_name(name)
-    if place := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
-        raise Refusal(f"{place[0]}: name={name} says where the grid is already; leave one out.")
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what Hydra would pass over in silence, or say too much of."""
-    for option, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
-        if folder and not os.path.isdir(folder):
-            raise Refusal(f"{option} {folder}: there is no such folder; correct the path.")
-    if (args.package or args.resolve) and not args.cfg:
-        option = "--resolve" if args.resolve else f"--package {args.package}"
-        raise Refusal(f"{option}: only says what --cfg shows; add --cfg job.")
-    for override in args.overrides:
-        key, _, value = override.partition("=")
-        if key.startswith("~") and not key.startswith("~hydra"):
-            raise Refusal(f"{override}: no setting can be taken away; write {key[1:]}=VALUE, or leave it out.")
-        if args.multirun and key == "hydra/launcher" and value in ("basic", "null"):
-            raise Refusal(f"{override}: this launcher is not titan's; choose hydra/launcher=local.")
 
 
 def _never(cfg: DictConfig) -> None:
@@ -351,10 +325,6 @@ def _hydra_files(cfg: DictConfig) -> dict[str, str]:
         "hydra.yaml": OmegaConf.to_yaml(node),
         "overrides.yaml": OmegaConf.to_yaml(cfg.hydra.overrides.task),
     }
-
-
-def _refuse_arguments(message: str) -> NoReturn:
-    raise Refusal(f"{message}; see --help.")
 
 
 class _plainly:

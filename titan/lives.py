@@ -48,6 +48,8 @@ OURS |= {
     ".ledger.jsonl.lock",
     "slurm",
 }
+BEGUN = OURS - {".lock"}
+"""What shows that a run has begun in a directory."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C, where there is one: a comparison reads thousands of documents."""
 NEEDED = ("life", "run_id", "ids", "science", "config")
@@ -292,10 +294,12 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
         Refusal: when another job holds it, or it can't be written to.
     """
     new = [f for f in (directory, *directory.parents) if not f.exists()]
+    fresh = not (directory / ".lock").exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / ".lock").open("a+")
     except OSError as error:
+        _remove(new)
         reason = error.strerror or str(error)
         raise Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); choose another place.") from error
     with file:
@@ -313,8 +317,9 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
         try:
             yield
         finally:
-            if new and {p.name for p in directory.iterdir()} <= {".lock"}:
-                _leave(new)
+            if fresh and not {p.name for p in directory.iterdir()} & BEGUN:
+                (directory / ".lock").unlink()
+                _remove(new)
 
 
 def _lock(file: IO[str], patience: float) -> None:
@@ -329,11 +334,10 @@ def _lock(file: IO[str], patience: float) -> None:
             time.sleep(0.05)
 
 
-def _leave(folders: list[Path]) -> None:
+def _remove(folders: list[Path]) -> None:
     """Take away the folders, innermost first, that came with a run that was refused."""
-    (folders[0] / ".lock").unlink()
-    with contextlib.suppress(OSError):  # another run has come into one of them
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it is not there, or another run has come into it
             folder.rmdir()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,8 @@ from titan.precision import Cut, Precision
 from titan.settings import Refusal, plain, setting
 from titan.training import Training
 
+LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
+"""Bytes of a folder's name and of a run's path, and levels of that: file systems end at 255 and 4,096 bytes."""
 FLEX_WIDTH = 16
 """The least width of heads that FlexAttention's kernel takes."""
 
@@ -134,6 +137,7 @@ def resolve(
         Refusal: for what can't work.
     """
     check_name(recipe.name)
+    check_length(directory, f"hydra.run.dir={directory}")
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
@@ -238,8 +242,27 @@ def _check_ranks(cluster: Cluster, ranks: int) -> None:
 
 def check_name(name: str) -> None:
     """Refuse a name that is no folder of its own under runs/."""
-    if not name.strip("/. ") or ".." in name.split("/"):
+    if not name.strip("/. ") or ".." in name.split("/") or name.startswith("/"):
         raise Refusal(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
+    check_length(name, f"name={name}")
+
+
+def check_length(directory: str, typed: str) -> None:
+    """Refuse a directory whose path file systems don't take once a run's files lie in it.
+
+    Args:
+        directory: the path.
+        typed: the setting and its value.
+    """
+    folders = [folder for folder in directory.split("/") if folder]
+    longest = max((len(os.fsencode(folder)) for folder in folders), default=0)
+    if longest > LONGEST_FOLDER:
+        raise Refusal(f"{typed}: a folder's name has {longest:,} bytes; give {LONGEST_FOLDER} at most.")
+    if len(folders) > DEEPEST or len(os.fsencode(directory)) > LONGEST_PATH:
+        raise Refusal(
+            f"{typed}: has {len(directory):,} characters in {len(folders):,} levels; give {LONGEST_PATH:,} characters "
+            f"in {DEEPEST} levels at most."
+        )
 
 
 def as_config(run: Recipe) -> dict[str, Any]:

@@ -33,7 +33,9 @@ class Training:
     decay: float = setting(0.2, "share of the steps in which wsd falls at the end", at_least=0, at_most=1)
     final_lr: float = setting(0.0, "learning rate at the end, as a share of optimizer.lr", at_least=0, at_most=1)
     clip_norm: float | None = setting(1.0, "largest norm of the gradient; null: no clipping", above=0)
-    bad_steps: int = setting(3, "steps in a row with a loss or gradient that is not finite, to give up at", at_least=1, cap=10**9)
+    bad_steps: int = setting(
+        3, "steps in a row with a loss or gradient that is not finite, to give up at", at_least=1, cap=10**9
+    )
     loss_chunk: int | None = setting(
         None,
         "tokens whose logits there are at a time, in head and loss: less memory; null: those of all",

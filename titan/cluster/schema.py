@@ -70,7 +70,10 @@ class Cluster:
     )
     memory_gib: float | None = setting(None, "memory of one device in GiB; null: read it", above=0, cap=1e9)
     peak_tflops: float | None = setting(
-        None, "dense bf16 peak of one device in TFLOP/s, for MFU; null: from the table of known devices", above=0, cap=1e9
+        None,
+        "dense bf16 peak of one device in TFLOP/s, for MFU; null: from the table of known devices",
+        above=0,
+        cap=1e9,
     )
     device_name: str | None = setting(
         None, "the GPUs of a machine that is not this one, such as NVIDIA H100; null: unknown"
@@ -84,8 +87,12 @@ class Cluster:
     gres: str | None = _job(None, "generic resources of a node, in place of GPUs by number, such as gpu:h100:8")
     exclusive: bool = _job(False, "take whole nodes")
     time: str | None = _job(None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's")
-    signal_seconds: int = _job(120, "how long before the time limit a run is told to save and end", at_least=1, at_most=65535)
-    node_memory_gib: float | None = _job(None, "memory of a node that a job asks for; null: Slurm's default", at_least=1, cap=1e6)
+    signal_seconds: int = _job(
+        120, "how long before the time limit a run is told to save and end", at_least=1, at_most=65535
+    )
+    node_memory_gib: float | None = _job(
+        None, "memory of a node that a job asks for; null: Slurm's default", at_least=1, cap=1e6
+    )
     cpus_per_rank: int | None = _job(None, "CPU cores of a rank; null: Slurm's default", at_least=1, cap=65535)
     tasks: Literal["rank", "node"] = _job(
         "rank", "what a Slurm task is: a rank, or a node's program that starts its ranks"
@@ -94,7 +101,9 @@ class Cluster:
     sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}", any_text=True)
     modules: tuple[str, ...] = _job((), "environment modules to load")
     setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start", any_text=True)
-    environment: Mapping[str, str] | None = _job(None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}", any_text=True)
+    environment: Mapping[str, str] | None = _job(
+        None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}", any_text=True
+    )
     container: Literal["none", "pyxis", "apptainer"] = _job("none", "what runs the ranks in an image")
     image: str | None = _job(None, "the container's image")
     mounts: tuple[str, ...] = _job((), "paths that the container sees, as SOURCE:TARGET")
@@ -165,7 +174,9 @@ def minutes(time: str | None) -> int | None:
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
     seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, units, strict=False))
     if seconds > LONGEST_DAYS * 86400:
-        raise Refusal(f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS.")
+        raise Refusal(
+            f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS."
+        )
     if seconds == 0:
         raise Refusal(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
     return -(-seconds // 60)

@@ -51,7 +51,9 @@ class Decoder:
     ffn: int = setting(640, "width of the feed-forward layer", at_least=1, cap=WIDEST)
     vocab: int = setting(4096, "entries of the vocabulary", at_least=1, cap=WIDEST)
     rope_theta: float = setting(500000.0, "base of the rotary frequencies", above=0, cap=1e12)
-    rope_factor: float = setting(1.0, "stretch of the long rotary wavelengths (Llama 3.1); 1: none", at_least=1, cap=1e6)
+    rope_factor: float = setting(
+        1.0, "stretch of the long rotary wavelengths (Llama 3.1); 1: none", at_least=1, cap=1e6
+    )
     rope_low: float = setting(1.0, "wavelengths above rope_original / rope_low are stretched in full", above=0)
     rope_high: float = setting(4.0, "wavelengths below rope_original / rope_high are not stretched", above=0)
     rope_original: int = setting(8192, "sequence length before the stretch", at_least=1, cap=10**9)
