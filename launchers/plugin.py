@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,9 +21,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers import here, points, slurm
+from launchers import foreign, here, points, slurm
 from launchers.points import Chosen
-from titan import endings, ledger, settings
+from titan import endings, hydra_node, ledger, settings
 from titan.ledger import Asked
 from titan.run import Run, check_length
 from titan.settings import Refusal
@@ -47,6 +47,12 @@ class GridLauncher(Launcher):
 
     def __init__(self, **given: Any) -> None:
         plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in given.items()}
+        for key, value in plain.items():
+            typed = f"hydra.launcher.{key}={settings.show(value)}"
+            if key not in self.kind.__dataclass_fields__ and (
+                advice := foreign.setting(f"hydra.launcher.{key}", typed)
+            ):
+                raise Refusal(advice)
         self.how = settings.build(self.kind, plain, "hydra.launcher")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -58,6 +64,8 @@ class GridLauncher(Launcher):
             )
         self.context, self.config = hydra_context, config
         _check_place(config)
+        apart = self.elsewhere or getattr(self.how, "at_once", 1) != 1
+        self.calls = hydra_node.Calls(config, elsewhere=apart, made=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
@@ -78,7 +86,11 @@ class GridLauncher(Launcher):
 
     def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
         """Launch checked points; gives their exit codes."""
-        return here.Grid(root, chosen, self.how, asked).launch()
+        return here.Grid(root, chosen, self.how, asked, self._job).launch()
+
+    def _job(self, point: Chosen, body: Callable[[], int]) -> int:
+        """Run one point in this process, with its callbacks; gives its exit code."""
+        return body() if point.config is None else self.calls.around_job(body, point.config)
 
 
 def _check_place(config: DictConfig) -> None:
@@ -117,7 +129,8 @@ def _sweeper() -> Any:
     return GridSweeper
 
 
-LAUNCHERS: Mapping[str, type[GridLauncher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}
+LAUNCHERS: Mapping[str, type[GridLauncher]] = {"local": LocalLauncher, "basic": LocalLauncher, "slurm": SlurmLauncher}
+"""By name; `basic` is Hydra's own name of what runs a grid on this machine."""
 
 
 def asked_of(cfg: DictConfig) -> Asked:
@@ -138,7 +151,8 @@ def alone(cfg: DictConfig) -> GridLauncher | None:
     if name not in kinds:
         choice = cfg.hydra.runtime.choices.get("hydra/launcher")
         raise Refusal(f"hydra/launcher={choice}: this launcher is not titan's; choose hydra/launcher=local or slurm.")
-    return kinds[name](**node) if kinds[name].elsewhere else None  # type: ignore[arg-type]
+    launcher = kinds[name](**node)  # type: ignore[arg-type]
+    return launcher if launcher.elsewhere else None
 
 
 def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
@@ -172,6 +186,7 @@ def register() -> None:
     Plugins.instance().register(module.GridSweeper)
     sweeper = {"_target_": f"{NAMESPACE}.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
+    ConfigStore.instance().repo["hydra"]["launcher"].clear()  # those of Hydra and its plugins know no grid of titan's
     for name, kind in LAUNCHERS.items():
         kind.__module__ = NAMESPACE
         setattr(module, kind.__name__, kind)

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ class Chosen:
         id: see `titan.identity.point`.
         varied: what the command line says of it, but for what all points share.
         run: the frozen run.
+        config: what Hydra composed, for callbacks.
     """
 
     id: str
     varied: tuple[str, ...]
     run: Run
+    config: DictConfig | None = field(default=None, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -67,16 +69,18 @@ def choose(
     for number, one in enumerate(overrides):
         varied = tuple(o for o in one if o not in shared)
         with _pointing(number, varied):
-            run = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
+            run, composed = _composed(loader, config, list(one), first + number, _named(varied), elsewhere)
         point = identity.point(run)
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
         run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
-        found[point] = Chosen(point, varied, run)
+        found[point] = Chosen(point, varied, run, composed if config.hydra.callbacks else None)
     return list(found.values())
 
 
-def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int, name: str, elsewhere: bool) -> Run:
+def _composed(
+    loader: Any, config: DictConfig, overrides: list[str], number: int, name: str, elsewhere: bool
+) -> tuple[Run, DictConfig]:
     from titan import compose
 
     cfg = loader.load_sweep_config(config, overrides)
@@ -87,7 +91,7 @@ def _composed(loader: Any, config: DictConfig, overrides: list[str], number: int
         folder = Path(cfg.hydra.sweep.dir)
         cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
     compose.check_optional(loader, cfg)
-    return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere)
+    return compose.freeze(cfg, str(folder / cfg.hydra.sweep.subdir), elsewhere=elsewhere), cfg
 
 
 @contextmanager

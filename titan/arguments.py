@@ -11,10 +11,12 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any, TypeVar
 
 import yaml
 
+import titan
 from titan import settings
 from titan.settings import MISSING, Refusal, nearest
 
@@ -44,6 +46,21 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
         if field.name not in values and field.default in (MISSING, dataclasses.MISSING):
             raise Refusal(f"{key} is missing: {field.metadata.get('help') or 'a value is needed'}; give {key}=VALUE.")
     return typing.cast(T, settings.build(cls, values))
+
+
+def shows(argv: Sequence[str], help: str) -> bool:
+    """Print the help or the version, where a command line asks for it."""
+    if asked := {"-h", "--help", "--version"} & set(argv):
+        print(version() if asked == {"--version"} else help.rstrip("\n"))
+    return bool(asked)
+
+
+def version() -> str:
+    """What `--version` prints: titan's version and torch's, which is not loaded for that."""
+    try:
+        return f"titan {titan.__version__} (torch {metadata.version('torch')})"
+    except metadata.PackageNotFoundError:
+        return f"titan {titan.__version__} (without torch)"
 
 
 def describe(cls: type) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from hydra._internal import utils as hydra_utils
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 
 from titan.run import Recipe, check_name
 from titan.settings import Refusal
@@ -65,6 +66,16 @@ def check(args: argparse.Namespace) -> None:
         _check_twice(overrides)
 
 
+def search_path(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The folders that `hydra.searchpath` names; empty where Hydra will say that it can't read them."""
+    given = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    try:
+        paths = OverridesParser.create().parse_override(given[-1]).value() if given else []
+    except HydraException:
+        return ()
+    return tuple(map(str, paths)) if isinstance(paths, list) else ()
+
+
 def check_grid_name(name: str, overrides: Sequence[str]) -> None:
     """Refuse what is no name of one folder under runs/, and a second place for the same grid."""
     if not re.fullmatch(r"[\w./+-]+", name):
@@ -77,7 +88,10 @@ def check_grid_name(name: str, overrides: Sequence[str]) -> None:
 def _options(words: Sequence[str]) -> argparse.Namespace:
     parser = hydra_utils.get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
-    return parser.parse_intermixed_args(list(words))
+    shows = "--version" in words  # Hydra would show its own
+    args = parser.parse_intermixed_args([word for word in words if word != "--version"])
+    args.version = shows
+    return args
 
 
 def _refuse(message: str) -> NoReturn:
@@ -144,10 +158,9 @@ def _last_life(where: str, word: str) -> dict[str, Any]:
     from titan.lives import read_lives  # only now: other command lines need not wait for what reads data
 
     directory = Path(where)
-    lives = read_lives(directory) if where.strip() and directory.is_dir() else []
-    if lives:
+    if where.strip() and (directory / "run.yaml").is_file() and (lives := read_lives(directory)):
         return lives[-1]
-    grid = where.strip() and (directory / "ledger.jsonl").is_file()
+    grid = where.strip() and (directory / "multirun.yaml").is_file()
     hint = "it holds a grid: give its own command again" if grid else "give the directory of one, such as runs/NAME"
     raise Refusal(f"{word}: there is no run; {hint}.")
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from hydra._internal import utils as hydra_utils
 from hydra._internal.hydra import Hydra
@@ -35,8 +35,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from titan import command_line, settings
+from launchers import foreign
+from titan import command_line, hydra_node, settings
 from titan import help as help_text
+from titan.arguments import version
 from titan.cluster import devices
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
@@ -73,8 +75,12 @@ ADVICE = {
 class OtherConf(SearchPathPlugin):
     """Groups of others: packages with an entry point in `titan.plugins`, and the folders in $TITAN_CONF.
 
-    They come after titan's own, so that they add choices and can't replace any.
+    They come after titan's own, so that they add choices and can't replace any. So does what `hydra.searchpath` names
+    on the command line: Hydra itself looks there only when it composes, and not for what there is to choose from.
     """
+
+    asked: ClassVar[tuple[str, ...]] = ()
+    """The folders that the command line names; Hydra makes the instance."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the other folders."""
@@ -83,6 +89,8 @@ class OtherConf(SearchPathPlugin):
             search_path.append(entry.name, f"pkg://{entry.value.split(':')[0]}.conf")
         for folder in filter(None, os.environ.get("TITAN_CONF", "").split(os.pathsep)):
             search_path.append("TITAN_CONF", f"file://{os.path.abspath(folder)}")
+        for path in self.asked:
+            search_path.append("hydra.searchpath in command-line", path)
 
 
 def register() -> None:
@@ -154,8 +162,10 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
     recipe = _typed(cfg)
     if not str(cfg.hydra.run.dir).strip():
         raise Refusal("hydra.run.dir=: names no directory; give one, or name=NAME.")
+    hydra_node.check(cfg)
     machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
+    hydra_node.place(cfg, directory)
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     overrides = tuple(map(str, cfg.hydra.overrides.task))
     return resolve(
@@ -166,7 +176,8 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         elsewhere=elsewhere,
         choices=choices,
         overrides=overrides,
-        hydra=_hydra_files(cfg),
+        hydra=hydra_node.files(cfg, _job(cfg)),
+        options=hydra_node.options(cfg, str(CONF), CONFIG),
     )
 
 
@@ -179,6 +190,9 @@ def _typed(cfg: DictConfig) -> Recipe:
     modules = content.get("modules") or []
     if not isinstance(modules, list):
         raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
+    if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
+        ours, theirs = content["cluster"].get("environment") or {}, OmegaConf.to_container(cfg.hydra.job.env_set)
+        content["cluster"]["environment"] = {**ours, **theirs}  # type: ignore[dict-item]
     built: Recipe = settings.build(Recipe, content, allowed=tuple(map(str, modules)))
     return built
 
@@ -206,19 +220,32 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
     args = command_line.parse(arguments)
     with _plainly(args.overrides):
         command_line.check(args)
+        if args.version:
+            print(version())
+            return 0
         if args.help:
             with _Session(args) as hydra:
                 print(help_text.text(hydra.config_loader, Recipe.axes()))
             return 0
+        if not command_line.asks_to_show(args):
+            cfg = _composed_as(args)
+            args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         if command_line.asks_to_show(args):
             return _hand_to_hydra(args)
-        with _Session(args) as hydra:
-            cfg = _compose(hydra, args.overrides, args.config_name)
-            if not args.resumed:  # a trial of a named grid goes on alone
-                _check_no_grid(cfg)
-            launcher = plugin.alone(cfg) if ranks is None else None
-            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
-    return plugin.one(launcher, run, cfg) if launcher else job(run)
+        launcher = plugin.alone(cfg) if ranks is None else None
+        run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None)
+        calls = hydra_node.Calls(cfg, elsewhere=launcher is not None)
+    return calls.around_run(lambda: plugin.one(launcher, run, cfg) if launcher else job(run), CONFIG)
+
+
+def _composed_as(args: argparse.Namespace) -> DictConfig:
+    """What the command line of one run composes; with `hydra.verbose` Hydra prints from what."""
+    with _Session(args) as hydra:
+        cfg = _compose(hydra, args.overrides, args.config_name)
+        if not args.resumed:  # a trial of a named grid goes on alone
+            _check_no_grid(cfg)
+        hydra_node.say(hydra, cfg, args.config_name or CONFIG, args.overrides)
+    return cfg
 
 
 def _check_no_grid(cfg: DictConfig) -> None:
@@ -316,17 +343,6 @@ def _job(cfg: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
-def _hydra_files(cfg: DictConfig) -> dict[str, str]:
-    """What Hydra would have written under `.hydra/`."""
-    node = Hydra.get_sanitized_hydra_cfg(cfg)
-    job = _job(cfg)
-    return {
-        "config.yaml": OmegaConf.to_yaml(job),
-        "hydra.yaml": OmegaConf.to_yaml(node),
-        "overrides.yaml": OmegaConf.to_yaml(cfg.hydra.overrides.task),
-    }
-
-
 class _plainly:
     """Turn what Hydra and OmegaConf raise into a refusal of one sentence."""
 
@@ -334,12 +350,14 @@ class _plainly:
         self.overrides = overrides
 
     def __enter__(self) -> None:
+        OtherConf.asked = command_line.search_path(self.overrides)
         self.warnings = warnings.catch_warnings()
         self.warnings.__enter__()
         warnings.filterwarnings("error", ".* is not available", UserWarning)  # a folder to search that isn't there
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.warnings.__exit__(None, None, None)
+        OtherConf.asked = ()
         if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
             raise Refusal(_own_refusal(error) or self._sentence(error)) from error
 
@@ -382,12 +400,16 @@ class _plainly:
 
     def _unknown_choice(self, error: MissingConfigException) -> str:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group == "hydra/launcher" and (advice := foreign.launcher(option)):
+            return advice
         return _no_such_choice(group, option, error.options or ())
 
     def _unknown_setting(self, key: str) -> str:
         typed = self._typed(key)
         if key in OPTIONAL:  # its folder is there only when there are any
             return _no_such_choice(key, typed.partition("=")[2], ())
+        if advice := foreign.setting(key, typed) or hydra_node.advice(key, typed):
+            return advice
         known = self._known()
         elsewhere = any(name.endswith(f".{key}") for name in known)
         hint = nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan import compose, console
-from titan.arguments import arguments, describe
+from titan.arguments import arguments, describe, shows
 from titan.dataset import report
 from titan.settings import Failure, Refusal, setting
 
@@ -78,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if {"-h", "--help"} & set(words):
-        print(HELP, end="")
+    if shows(words, HELP):
         return 0
     chosen = arguments(Convert, words)
     target = Path(chosen.to).expanduser().absolute()

@@ -33,22 +33,10 @@ from titan.dataset import corpora
 from titan.dataset.mix import Mix
 from titan.identity import Ids
 from titan.parents import Parent, parent, rows_read
-from titan.run import Run, as_config
+from titan.run import FILES, Run, as_config
 from titan.settings import Refusal, show
 
-OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
-OURS |= {
-    "profile",
-    "debug",
-    "tensorboard",
-    "wandb",
-    "save",
-    "sweep.yaml",
-    "ledger.jsonl",
-    ".ledger.jsonl.lock",
-    "slurm",
-}
-BEGUN = OURS - {".lock"}
+BEGUN = FILES - {".lock"}
 """What shows that a run has begun in a directory."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C, where there is one: a comparison reads thousands of documents."""
@@ -170,7 +158,7 @@ def withdraw(run: Run, life: Life) -> None:
         return _write(directory, earlier)
     for name in ("run.yaml", "env.json"):
         (directory / name).unlink(missing_ok=True)
-    for name in (".hydra", "log"):
+    for name in ("log", *{file.partition("/")[0] for file in run.hydra}):
         shutil.rmtree(directory / name, ignore_errors=True)
 
 
@@ -191,7 +179,7 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     file = directory / "run.yaml"
     if file.is_file():
         return _documents(file.read_text(errors="replace"), f"hydra.run.dir={directory}")
-    others = sorted({p.name for p in directory.iterdir()} - OURS) if directory.is_dir() else []
+    others = sorted({p.name for p in directory.iterdir()} - FILES) if directory.is_dir() else []
     if others:
         raise Refusal(
             f"hydra.run.dir={directory}: holds no run, but other things ({', '.join(others[:3])}); "
@@ -481,6 +469,7 @@ def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[s
         "notes": list(life.notes),
         "ids": asdict(life.ids),
         "overrides": list(run.overrides),
+        "options": list(run.options),
         "choices": dict(run.choices),
         "layout": run.layout.degrees(),
         "microbatches": run.microbatches,
@@ -488,9 +477,9 @@ def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[s
         "config": as_config(run),
     }
     _write(directory, [*lives, document])
-    (directory / ".hydra").mkdir(exist_ok=True)
     for name, text in run.hydra.items():
-        (directory / ".hydra" / name).write_text(text)
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
     (directory / "env.json").write_text(json.dumps(_environment(run), indent=1))
 
 

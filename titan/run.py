@@ -32,6 +32,11 @@ from titan.training import Training
 
 LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
 """Bytes of a folder's name and of a run's path, and levels of that: file systems end at 255 and 4,096 bytes."""
+FILES = {
+    ".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log",
+    "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock", "slurm",
+}  # fmt: skip
+"""Names in a run's directory."""
 FLEX_WIDTH = 16
 """The least width of heads that FlexAttention's kernel takes."""
 
@@ -78,7 +83,8 @@ class Run(Recipe):
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
-        hydra: texts of the files under `.hydra/`, by name.
+        hydra: texts of Hydra's own files, by path in the run's directory.
+        options: what else of the command line says where choices come from, such as --config-dir.
     """
 
     machine: Machine
@@ -90,6 +96,7 @@ class Run(Recipe):
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     hydra: Mapping[str, str] = field(default_factory=dict, repr=False)
+    options: tuple[str, ...] = ()
 
     @property
     def cut(self) -> Cut:
@@ -122,6 +129,7 @@ def resolve(
     choices: Mapping[str, str] | None = None,
     overrides: tuple[str, ...] = (),
     hydra: Mapping[str, str] | None = None,
+    options: tuple[str, ...] = (),
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
@@ -131,7 +139,7 @@ def resolve(
         directory: where results go.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         elsewhere: `machine` is a node of those that a scheduler will give, not this one.
-        choices, overrides, hydra: see `Run`.
+        choices, overrides, hydra, options: see `Run`.
 
     Raises:
         Refusal: for what can't work.
@@ -162,6 +170,7 @@ def resolve(
         choices=choices or {},
         overrides=overrides,
         hydra=hydra or {},
+        options=options,
     )
     if run.compile.scope == "auto":
         run = _scoped(run, elsewhere)

@@ -347,7 +347,7 @@ def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str
 
 def _number(value: float) -> str:
     """A limit as one would type it."""
-    return str(value) if isinstance(value, int) else f"{value:g}"
+    return str(int(value)) if value == int(value) and value < 1e15 else f"{value:g}"
 
 
 def one_line(text: str) -> str:
