@@ -81,7 +81,7 @@ def _value(argument: str, text: str, kind: Any) -> Any:
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     if str in kinds and set(kinds) <= {str, type(None)}:
         return None if text == "null" and type(None) in kinds else text
-    if float in kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text):
+    if {int, float} & set(kinds) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text):
         return float(text)  # YAML takes 1e-3, without a point, for a text
     try:
         return yaml.safe_load(text)

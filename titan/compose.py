@@ -159,13 +159,14 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
     Raises:
         Refusal: for what can't work.
     """
-    recipe = _typed(cfg)
+    HydraConfig.instance().set_config(cfg)
     if not str(cfg.hydra.run.dir).strip():
         raise Refusal("hydra.run.dir=: names no directory; give one, or name=NAME.")
     hydra_node.check(cfg)
-    machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     hydra_node.place(cfg, directory)
+    recipe = _typed(cfg)
+    machine = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     overrides = tuple(map(str, cfg.hydra.overrides.task))
     return resolve(

@@ -123,7 +123,7 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
             raise Refusal(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
     values = {}
     for name, value in data.items():
-        where, kind = _join(path, name), hints[name]
+        where, kind = _join(path, name.rstrip("_")), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
         elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
