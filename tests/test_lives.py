@@ -17,7 +17,6 @@ import yaml
 from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
-from titan import lives
 from titan.cluster import devices
 from titan.compose import composed
 from titan.dataset.shards import open_corpus
