@@ -257,7 +257,7 @@ def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_message_is_one_line() -> None:
-    assert one_line("a\n" + "x" * 1000 + " b\0") == "a\\n" + "x" * 97 + "..." + "x" * 40 + " b\\x00"
+    assert one_line("a\n" + "x" * 1000 + " b\0") == "a\\n" + "x" * 97 + "…" + "x" * 40 + " b\\x00"
 
 
 def test_a_refused_run_leaves_nothing_in_a_folder_of_others() -> None:

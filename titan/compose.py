@@ -160,7 +160,7 @@ def freeze(cfg: DictConfig, directory: str | None = None, ranks: int | None = No
         Refusal: for what can't work.
     """
     HydraConfig.instance().set_config(cfg)
-    if not str(cfg.hydra.run.dir).strip():
+    if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it
         raise Refusal("hydra.run.dir=: names no directory; give one, or name=NAME.")
     hydra_node.check(cfg)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
@@ -374,7 +374,7 @@ class _plainly:
             return f"hydra.searchpath=[{path}]: there is no such folder; write [file:///FOLDER], with an absolute path."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return self._interpolation(error)
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).partition("full_key:")[0].split())
         for beginning, advice in ADVICE.items():
             if text.startswith(beginning):
                 return f"{self._meant(text)}: {advice}."

@@ -347,11 +347,12 @@ def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str
 
 def _number(value: float) -> str:
     """A limit as one would type it."""
-    return str(int(value)) if value == int(value) and value < 1e15 else f"{value:g}"
+    whole = isinstance(value, int) or (value == int(value) and value < 1e15)
+    return str(int(value)) if whole else f"{value:g}"
 
 
 def one_line(text: str) -> str:
     """A message for a terminal: control characters spelled out, and words that fill lines cut."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     head, tail = SHOWN
-    return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}...{word[0][-tail:]}", text)
+    return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}…{word[0][-tail:]}", text)
