@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where torch looks for its allocator's settings: the first is its own name for them, the others are older."""
@@ -21,3 +23,19 @@ def before_torch(env: MutableMapping[str, str]) -> None:
         env[ALLOCATOR[0]] = "expandable_segments:True"
     env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+
+
+@contextmanager
+def within(variables: Mapping[str, str] | None) -> Iterator[None]:
+    """Set variables of this process and of those that it starts; afterwards they are as before."""
+    given = dict(variables or {})
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

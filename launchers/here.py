@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,17 +30,20 @@ from titan.settings import setting
 class Local:
     """What `hydra/launcher=local` may be told."""
 
-    at_once: int = setting(1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1)
+    at_once: int = setting(
+        1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000
+    )
 
 
 @dataclass
 class Grid:
-    """A grid on this machine: its directory, its points, and how many of them run at a time."""
+    """A grid on this machine: its directory, its points, how many of them run at a time, and what runs one here."""
 
     root: Path
     points: Sequence[Chosen]
     how: Local
     asked: Asked
+    job: Callable[[Chosen, Callable[[], int]], int] = lambda point, body: body()
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     signals: int = 0
 
@@ -85,7 +88,7 @@ class Grid:
             point = self.points[index]
             print(f"\n[{number}/{len(todo)}] {point.label}", flush=True)
             self._begins(point)
-            codes[index] = compose.exit_code(partial(start.here, point.run, apart=True))
+            codes[index] = compose.exit_code(partial(self.job, point, partial(start.here, point.run, apart=True)))
             self._ended(point, codes[index])
             if codes[index] == 130:
                 raise KeyboardInterrupt

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,11 +21,11 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers import here, points, slurm
+from launchers import foreign, here, points, slurm
 from launchers.points import Chosen
-from titan import compose, endings, ledger, settings
+from titan import endings, hydra_node, ledger, settings
 from titan.ledger import Asked
-from titan.run import Run
+from titan.run import Run, check_length
 from titan.settings import Refusal
 from titan.sweep import Sweep
 
@@ -49,6 +49,12 @@ class GridLauncher(Launcher):
 
     def __init__(self, **given: Any) -> None:
         plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in given.items()}
+        for key, value in plain.items():
+            typed = f"hydra.launcher.{key}={settings.show(value)}"
+            if key not in self.kind.__dataclass_fields__ and (
+                advice := foreign.setting(f"hydra.launcher.{key}", typed)
+            ):
+                raise Refusal(advice)
         self.how = settings.build(self.kind, plain, "hydra.launcher")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -59,8 +65,11 @@ class GridLauncher(Launcher):
                 "leave it out, and give hydra.launcher.at_once for how many points run at a time."
             )
         self.context, self.config = hydra_context, config
+        _check_place(config)
+        apart = self.elsewhere or getattr(self.how, "at_once", 1) != 1
+        self.calls = hydra_node.Calls(config, elsewhere=apart, made=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
-        settings.check_text(os.path.abspath(folder), "hydra.sweep.dir")
+        settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
         GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -80,7 +89,21 @@ class GridLauncher(Launcher):
 
     def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
         """Launch checked points; gives their exit codes."""
-        return here.Grid(root, chosen, self.how, asked).launch()
+        return here.Grid(root, chosen, self.how, asked, self._job).launch()
+
+    def _job(self, point: Chosen, body: Callable[[], int]) -> int:
+        """Run one point in this process, with its callbacks; gives its exit code."""
+        return body() if point.config is None else self.calls.around_job(body, point.config)
+
+
+def _check_place(config: DictConfig) -> None:
+    """Refuse directories that no grid can have, before the sweeper makes them."""
+    folder, below = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
+    if not folder.strip():
+        raise Refusal("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
+    check_length(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
+    if not below.strip("/. ") or os.path.isabs(below) or ".." in below.split("/"):
+        raise Refusal(f"hydra.sweep.subdir={below}: must be a folder in the grid's own; leave it out.")
 
 
 class LocalLauncher(GridLauncher):
@@ -105,7 +128,7 @@ def _sweeper() -> Any:
     class GridSweeper(BasicSweeper):
         def setup(self, **given: Any) -> None:
             super().setup(**given)
-            self.config = compose.without_secrets(given["config"])  # it goes into multirun.yaml
+            self.config = hydra_node.without_secrets(given["config"])  # it goes into multirun.yaml
             OmegaConf.copy_cache(given["config"], self.config)  # so that ${now:} is the same moment in both
 
         def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
@@ -114,7 +137,8 @@ def _sweeper() -> Any:
     return GridSweeper
 
 
-LAUNCHERS: Mapping[str, type[GridLauncher]] = {"local": LocalLauncher, "slurm": SlurmLauncher}
+LAUNCHERS: Mapping[str, type[GridLauncher]] = {"local": LocalLauncher, "basic": LocalLauncher, "slurm": SlurmLauncher}
+"""By name; `basic` is Hydra's own name of what runs a grid on this machine."""
 
 
 def asked_of(cfg: DictConfig) -> Asked:
@@ -135,7 +159,8 @@ def alone(cfg: DictConfig) -> GridLauncher | None:
     if name not in kinds:
         choice = cfg.hydra.runtime.choices.get("hydra/launcher")
         raise Refusal(f"hydra/launcher={choice}: this launcher is not titan's; choose hydra/launcher=local or slurm.")
-    return kinds[name](**node) if kinds[name].elsewhere else None  # type: ignore[arg-type]
+    launcher = kinds[name](**node)  # type: ignore[arg-type]
+    return launcher if launcher.elsewhere else None
 
 
 def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
@@ -169,6 +194,7 @@ def register() -> None:
     Plugins.instance().register(module.GridSweeper)
     sweeper = {"_target_": f"{NAMESPACE}.GridSweeper", "max_batch_size": None, "params": None}
     ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
+    ConfigStore.instance().repo["hydra"]["launcher"].clear()  # those of Hydra and its plugins know no grid of titan's
     for name, kind in LAUNCHERS.items():
         kind.__module__ = NAMESPACE
         setattr(module, kind.__name__, kind)

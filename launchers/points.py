@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,13 @@ class Chosen:
         id: see `known`.
         varied: what the command line says of it, but for what all points share.
         run: the frozen run.
+        config: what Hydra composed, for callbacks.
     """
 
     id: str
     varied: tuple[str, ...]
     run: Run
+    config: DictConfig | None = field(default=None, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -93,7 +95,7 @@ def choose(
         if point in found:
             raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
         run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
-        found[point] = Chosen(point, varied, run)
+        found[point] = Chosen(point, varied, run, cfg if config.hydra.callbacks else None)
     return list(found.values())
 
 

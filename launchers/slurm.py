@@ -59,7 +59,7 @@ class Slurm:
     at_once: int | None = setting(None, "points of the grid that may run at the same time; null: all", at_least=1)
     array_size: int | None = setting(None, "points in one array at most; null: as many as Slurm allows", at_least=1)
     max_jobs: int | None = setting(None, "jobs that you may have in the queue at once; null: no limit", at_least=1)
-    poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0)
+    poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0, cap=86400)
 
 
 @dataclass

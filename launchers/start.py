@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launchers.environment import within
 from launchers.local import run_ranks, tell
 from launchers.place import Place
 from titan import console, lives
@@ -45,7 +46,7 @@ def here(run: Run, apart: bool = False) -> int:
     Returns:
         The exit code.
     """
-    with lives.locked(Path(run.directory)):
+    with within(run.cluster.environment), lives.locked(Path(run.directory)):
         for attempt in range(run.cluster.restarts + 1):
             life = _begin(run)
             if isinstance(life, lives.Finished):
@@ -99,7 +100,8 @@ def lead(run: Run, place: Place) -> int:
 
     store = _meet(place)
     try:
-        with lives.locked(Path(run.directory), LOST_SECONDS if place.scheduled else 2.0):
+        patience = LOST_SECONDS if place.scheduled else 2.0
+        with within(run.cluster.environment), lives.locked(Path(run.directory), patience):
             life = _begin(run)
             if isinstance(life, lives.Finished):
                 console.show_finished(life)
@@ -129,7 +131,8 @@ def follow(place: Place) -> int:
     if isinstance(word, int):
         return word
     run, life = word
-    return _guarded(store, place, run, life, work)
+    with within(run.cluster.environment):
+        return _guarded(store, place, run, life, work)
 
 
 def _guarded(store: Any, place: Place, run: Run, life: lives.Life, work: Any) -> int:

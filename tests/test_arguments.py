@@ -19,6 +19,7 @@ class Example:
     number: int = setting(3, "how many", at_least=1)
     rate: float = setting(0.5, "how fast")
     really: bool = setting(False, "whether")
+    note: str | None = setting(None, "in words", any_text=True)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ class Example:
         pytest.param(["from=x"], Example("x"), id="defaults"),
         pytest.param(["from=1.10", "to=2e3"], Example("1.10", "2e3"), id="text-stays"),
         pytest.param(["from=a=b", "to=null"], Example("a=b"), id="equals-sign"),
-        pytest.param(["from=", "kind=b"], Example("", kind="b"), id="empty"),
+        pytest.param(["from=x", "note="], Example("x", note=""), id="empty"),
         pytest.param(["from=x", "rate=1e-3"], Example("x", rate=0.001), id="exponent-without-a-point"),
         pytest.param(
             ["from=x", "number=7", "rate=2", "really=true"], Example("x", None, "a", 7, 2.0, True), id="typed"
@@ -51,6 +52,7 @@ def test_values(argv: list[str], wanted: Example) -> None:
         pytest.param(["from=x", "number=0"], "number=0: must be at least 1.", id="range"),
         pytest.param(["from=x", "number=few"], "number=few: expected a whole number.", id="type"),
         pytest.param(["from=x", "number=[1"], "number=[1: not understood", id="syntax"),
+        pytest.param(["from="], "from=: is empty; give a value, or leave it out.", id="empty"),
         pytest.param(["from=x", "kind=c"], "kind=c: choose one of a, b", id="choice"),
     ],
 )
@@ -63,6 +65,6 @@ def test_refusals(argv: list[str], sentence: str) -> None:
 def test_every_setting_is_described() -> None:
     lines = describe(Example).splitlines()
     assert [line.split()[0] for line in lines] == [
-        "from=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false"
+        "from=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false", "note=null"
     ]  # fmt: skip
     assert lines[0].endswith("where from")

@@ -187,8 +187,18 @@ def other(tmp_path: Path) -> Path:
     return tmp_path / "other"
 
 
-def test_search_path_adds_a_choice(other: Path) -> None:
-    assert composed([f"hydra.searchpath=[file://{other}]", "model=theirs"]).model.layers == 3
+def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (other / "sweep").mkdir()
+    sweep = "# @package _global_\n# Theirs.\nhydra:\n  sweeper:\n    params:\n      training.steps: 3,0\n"
+    (other / "sweep/grid.yaml").write_text(sweep)
+    where = f"hydra.searchpath=[file://{other}]"
+    assert composed([where, "model=theirs"]).model.layers == 3
+    assert composed([where, "recipe=pair"]).training.steps == 33
+    assert "grid" in shown("--help", where, capsys=capsys).split()
+    assert compose.command(["-m", where, "sweep=grid"], start.here) == 2
+    assert "training.steps=0: must be at least 1 (point 2 of the sweep" in capsys.readouterr().err
+    with pytest.raises(Refusal, match="recipe=pair: there is no such choice"):
+        composed(["recipe=pair"])
 
 
 def test_config_dir_adds_a_choice(other: Path) -> None:
@@ -284,7 +294,7 @@ def test_run_is_frozen_and_pickles() -> None:
     run = composed(["parallelism=fsdp", "optimizer=sgd", "name=x"])
     again = pickle.loads(pickle.dumps(run))
     assert again == run and again.hydra == run.hydra
-    assert set(run.hydra) == {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert set(run.hydra) == {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"}
     with pytest.raises(AttributeError):
         run.name = "y"  # type: ignore[misc]
 

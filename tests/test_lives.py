@@ -17,12 +17,11 @@ import yaml
 from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
-from titan import lives
 from titan.cluster import devices
 from titan.compose import composed
 from titan.dataset.shards import open_corpus
 from titan.lives import Finished, Life, begin, locked, read_lives
-from titan.run import Run
+from titan.run import FILES, Run
 from titan.settings import Refusal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -243,7 +242,7 @@ def test_lock_is_released_and_a_directory_left_empty_goes(tmp_path: Path) -> Non
     assert (tmp_path / "mine/run/run.yaml").exists()
 
 
-@pytest.mark.parametrize("name", sorted(lives.OURS - {"run.yaml"}))
+@pytest.mark.parametrize("name", sorted(FILES - {"run.yaml"}))
 def test_what_titan_writes_is_no_obstacle(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
     assert read_lives(tmp_path) == []

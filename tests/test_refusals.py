@@ -20,6 +20,7 @@ from titan.compose import composed
 from titan.run import Run
 from titan.settings import Refusal
 
+JOBS = "+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"
 SERVER = [  # on 8 x H100 80GB
     ("model=llama8b", "parallelism=single|134 GiB|2 of 80 GiB with parallelism=fsdp|model=debug"),
     ("model=llama8b parallelism=ddp", "8 ranks (replicate 8)|79.6 GiB|parallelism=fsdp"),
@@ -51,8 +52,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("checkpoint.export=onnx", "checkpoint.export=onnx|hf, meta"),
     ("checkpoint.keep_tokens=-1", "checkpoint.keep_tokens=-1|at least 0"),
     ("recipe=nope", "recipe=nope|no such choice"),
-    ("hydra/launcher=nope", "Choices: basic, local"),
-    ("hydra/launcher=basic -m", "hydra/launcher=local"),
+    ("hydra/launcher=nope", "Choices: basic, local, slurm"),
+    ("hydra/launcher=submitit_slurm -m", "hydra/launcher=slurm|docs/slurm.md"),
     ("hydra.run.dirr=x", "did you mean 'hydra.run.dir'"),
     ("hydra.run.dir=null", "hydra.run.dir=null|another value"),
     ("name@x=3", "name@x=3|no such axis"),
@@ -88,6 +89,65 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("'name=${nope}'", "name=${nope}|not found|correct"),
     ("'name=${oc.env:TITAN_NOT_SET}'", "TITAN_NOT_SET|not found|correct"),
     ("optimizer.lr=1e-3,3e-3", "optimizer.lr=1e-3,3e-3|one value|-m"),
+    ("'hydra.searchpath=[nope'", "hydra.searchpath=[nope: not understood"),
+    # what would change nothing
+    ("model={}", "model={}|model=CHOICE|model.SETTING=VALUE"),
+    ("model=[]", "model=[]: changes nothing"),
+    ("recipe={}", "recipe={}: changes nothing"),
+    ("-m optimizer.lr=1,2 optimizer.lr=3", "optimizer.lr=1,2: optimizer.lr is given twice|leave one out"),
+    ("optimizer.lr=1 -m optimizer.lr=2,3", "optimizer.lr=2,3: optimizer.lr is given twice"),
+    ("-m hydra.mode=RUN training.seed=1,2", "hydra.mode=RUN|leave one out"),
+    ("hydra.mode=MULTIRUN training.seed=1,2 training.steps=0", "training.steps=0|point 1 of the sweep"),
+    ("training.seed=1,2 -m training.steps=0", "training.steps=0|point 1 of the sweep"),
+    ("--experimental-rerun x", "--experimental-rerun x|resume=DIR"),
+    ("resume=nope", "resume=nope: there is no run|runs/NAME"),
+    ("resume=nope name=x", "name=x|resume=nope|leave one out"),
+    ("-m resume=nope", "resume=nope|leave out -m"),
+    # Hydra's own node
+    ("hydra.job.chdir=true", "hydra.job.chdir=true|hydra.run.dir"),
+    ("hydra/job_logging=stdout", "hydra/job_logging=stdout|log/rank-N.log"),
+    ("hydra.job_logging.root.level=DEBUG", "hydra.job_logging.root.level=DEBUG|leave it out"),
+    ("hydra.output_subdir=checkpoints", "hydra.output_subdir=checkpoints|null"),
+    ("hydra.output_subdir=../x", "hydra.output_subdir=../x|null"),
+    ("hydra.job.env_set={A:b}", "+hydra.job.env_set.NAME=VALUE"),
+    ("+hydra.callbacks.a._target_=os.system", "hydra.callbacks.a._target_=os.system|modules=[os]"),
+    ("-m +hydra.callbacks.a._target_=os.system", "os.system"),
+    ("+hydra.callbacks.a._target_=hydra.nope", "hydra.callbacks: Error locating target 'hydra.nope'"),
+    (f"hydra/launcher=slurm {JOBS}", "LogJobReturnCallback.on_job_end|at_once=1"),
+    (f"-m hydra.launcher.at_once=2 training.seed=1,2 {JOBS}", "LogJobReturnCallback.on_job_end|at_once=1"),
+    # other launchers' keys
+    ("hydra.launcher.timeout_min=60 hydra/launcher=slurm", "titan's is cluster.time=60"),
+    ("-m +hydra.launcher.mem_gb=9 hydra/launcher=slurm", "titan's is cluster.node_memory_gib=9"),
+    ("hydra.launcher.additional_parameters={a:b}", "titan's is cluster.sbatch={a:b}"),
+    ("hydra.launcher.submitit_folder=x", "hydra.launcher.submitit_folder=x|leave it out"),
+    ("+hydra.launcher.zzz=60", "hydra.launcher.zzz=60|no such setting"),
+    # places
+    ("hydra.run.dir=", "hydra.run.dir=: names no directory"),
+    ("-m hydra.sweep.dir=", "hydra.sweep.dir=: names no directory"),
+    ("-m hydra.sweep.subdir=../x", "hydra.sweep.subdir=../x|leave it out"),
+    (f"name={'x' * 300}", "300 bytes|240 at most"),
+    (f"hydra.run.dir={'x' * 300}", "300 bytes|240 at most"),
+    (f"-m hydra.sweep.dir={'x' * 300}", "300 bytes|240 at most"),
+    (f"name={'a/' * 2000}a", "2,001 levels|64 levels at most"),
+    ("name=/x", "name=/x|hydra.run.dir=DIR"),
+    # numbers and texts that nobody means
+    ("model.layers=1000000000", "model.layers=1000000000: must be at most 10000"),
+    ("model.dim=1e300", "at most 10000000"),
+    ("training.steps=1e300", "at most 1000000000"),
+    ("training.global_batch=1e300", "at most 10000000000"),
+    ("parallelism=pp parallelism.microbatches=1e300", "parallelism.microbatches|at most 9223372036854775807"),
+    ("parallelism.context=-1e300", "at least -1"),
+    ("dataset=synthetic dataset.vocab=1e15", "at most 1000000"),
+    ("cluster.timeout=1e300", "cluster.timeout=1e+300: must be at most 2592000"),
+    ("cluster.timeout=1e-9", "cluster.timeout=1e-09: must be at least 1"),
+    ("cluster.signal_seconds=1e9", "at most 65535"),
+    ("cluster.time=1000000000", "cluster.time=1000000000|3650 days"),
+    ("optimizer.lr=1e300", "at most 10000"),
+    ("training.clip_norm=inf", "training.clip_norm=inf|above 0"),
+    ("dataset.skip=[[0,1e30]]", "must be at most 9223372036854775807"),
+    ("checkpoint.path=''", "checkpoint.path=: is empty"),
+    ("checkpoint.path='\" \"'", "is empty"),
+    ("dataset.cache='\"a\tb\"'", "control character"),
     # types
     ("training.steps=ten", "training.steps=ten: expected a whole number"),
     ("training.steps=1.5", "expected a whole number"),
@@ -146,7 +206,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("dataset=text", "dataset.path is missing|dataset.path=VALUE"),
     ("compile=block debug.detect_anomaly=true", "compile=off"),
     ("checkpoint=off cluster.restarts=1", "cluster.restarts=1|checkpoint=sync"),
-    ("name=", "name=:|another, or hydra.run.dir=DIR"),
+    ("name=", "name=:|give a value"),
     ("name=../x", "name=../x|another, or hydra.run.dir=DIR"),
     # data
     ("dataset.skip=3", "dataset.skip=[a,b]"),
@@ -319,7 +379,8 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "line", "expected"), [pytest.param(*case, id=f"{case[0]}:{case[1].replace(' ', '_')}") for case in CASES]
+    ("kind", "line", "expected"),
+    [pytest.param(*case, id=f"{case[0]}:{case[1].replace(' ', '_')[:80]}") for case in CASES],
 )
 def test_refused_before_anything_is_written(
     kind: str, line: str, expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

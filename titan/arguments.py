@@ -11,10 +11,12 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any, TypeVar
 
 import yaml
 
+import titan
 from titan import settings
 from titan.settings import MISSING, Refusal, nearest
 
@@ -46,6 +48,21 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
     return typing.cast(T, settings.build(cls, values))
 
 
+def shows(argv: Sequence[str], help: str) -> bool:
+    """Print the help or the version, where a command line asks for it."""
+    if asked := {"-h", "--help", "--version"} & set(argv):
+        print(version() if asked == {"--version"} else help.rstrip("\n"))
+    return bool(asked)
+
+
+def version() -> str:
+    """What `--version` prints: titan's version and torch's, which is not loaded for that."""
+    try:
+        return f"titan {titan.__version__} (torch {metadata.version('torch')})"
+    except metadata.PackageNotFoundError:
+        return f"titan {titan.__version__} (without torch)"
+
+
 def describe(cls: type) -> str:
     """A line for each setting, for `--help`: its key, what it is unless it is given, and what it means."""
     lines = []
@@ -64,7 +81,7 @@ def _value(argument: str, text: str, kind: Any) -> Any:
     kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     if str in kinds and set(kinds) <= {str, type(None)}:
         return None if text == "null" and type(None) in kinds else text
-    if float in kinds and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text):
+    if {int, float} & set(kinds) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text):
         return float(text)  # YAML takes 1e-3, without a point, for a text
     try:
         return yaml.safe_load(text)

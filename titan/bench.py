@@ -19,10 +19,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from launchers.environment import before_torch
 from titan import compose, identity, measure, modes, output
+from titan.arguments import version
 from titan.checkpoint import measure as saving
 from titan.measure import SIDES, Speed, environment
 from titan.precision import CAPABILITY
@@ -37,6 +38,11 @@ Titled = TypeVar("Titled", Case, modes.Mode)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
+    before_torch(os.environ)
+    return compose.exit_code(lambda: _main(*_parser().parse_known_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m titan.bench", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--suite",
@@ -51,17 +57,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--profile", action="store_true", help="show where the steps of each case spend their time")
     parser.add_argument("--alone", choices=(*SIDES, "waits"), help=argparse.SUPPRESS)
     parser.add_argument("--autocast", action="store_true", help=argparse.SUPPRESS)
-    args, overrides = parser.parse_known_args(argv)
-    before_torch(os.environ)
-    try:
-        if args.alone == "waits":
-            return measure.waits_alone(overrides)
-        if args.alone:
-            return measure.alone(args.alone, overrides, args.rounds, args.steps, args.autocast)
-        return _suite(args, overrides)
-    except Refusal as refusal:
-        print(f"titan: {refusal}", file=sys.stderr)
-        return 2
+    parser.add_argument("--version", action="version", version=version())
+    parser.error = _refuse  # type: ignore[method-assign]
+    return parser
+
+
+def _main(args: argparse.Namespace, overrides: list[str]) -> int:
+    if min(args.rounds, args.steps) < 1:
+        raise Refusal(f"--rounds {args.rounds} --steps {args.steps}: must be at least 1.")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise Refusal(f"--json {args.json}: there is no directory {args.json.parent}; give another file.")
+    if args.alone == "waits":
+        return measure.waits_alone(overrides)
+    if args.alone:
+        return measure.alone(args.alone, overrides, args.rounds, args.steps, args.autocast)
+    return _suite(args, overrides)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refusal(f"{message}; see --help.")
 
 
 def _suite(args: argparse.Namespace, overrides: list[str]) -> int:

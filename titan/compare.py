@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan import compose, output
-from titan.arguments import arguments, describe
+from titan.arguments import arguments, describe, shows
 from titan.settings import Failure, Refusal, setting
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if {"-h", "--help"} & set(given):
-        print(HELP.format(settings=describe(Settings)), end="")
+    if shows(given, HELP.format(settings=describe(Settings))):
         return 0
     directories, told = split(given)
     settings = arguments(Settings, told)

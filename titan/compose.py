@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 from hydra._internal import utils as hydra_utils
 from hydra._internal.hydra import Hydra
@@ -36,8 +36,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from launchers import foreign
+from titan import command_line, hydra_node, modules, output, settings
 from titan import help as help_text
-from titan import modules, output, settings
+from titan.arguments import version
 from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
@@ -77,8 +79,12 @@ ADVICE = {
 class OtherConf(SearchPathPlugin):
     """Groups of others: packages with an entry point in `titan.plugins`, and the folders in $TITAN_CONF.
 
-    They come after titan's own, so that they add choices and can't replace any.
+    They come after titan's own, so that they add choices and can't replace any. So does what `hydra.searchpath` names
+    on the command line: Hydra itself looks there only when it composes, and not for what there is to choose from.
     """
+
+    asked: ClassVar[tuple[str, ...]] = ()
+    """The folders that the command line names; Hydra makes the instance."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the other folders."""
@@ -87,6 +93,8 @@ class OtherConf(SearchPathPlugin):
             search_path.append(entry.name, f"pkg://{entry.value.split(':')[0]}.conf")
         for folder in filter(None, os.environ.get("TITAN_CONF", "").split(os.pathsep)):
             search_path.append("TITAN_CONF", f"file://{os.path.abspath(folder)}")
+        for path in self.asked:
+            search_path.append("hydra.searchpath in command-line", path)
 
 
 def register() -> None:
@@ -124,7 +132,7 @@ def exit_code(body: Callable[[], int]) -> int:
     try:
         return body()
     except Refusal as refusal:
-        print(f"titan: {refusal}", file=sys.stderr)
+        print(f"titan: {settings.one_line(str(refusal))}", file=sys.stderr)
         return 2
     except Failure as failure:
         print(f"titan: {failure}", file=sys.stderr)
@@ -166,13 +174,18 @@ def freeze(
     Raises:
         Refusal: for what can't work.
     """
+    HydraConfig.instance().set_config(cfg)
+    if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it
+        raise Refusal("hydra.run.dir=: names no directory; give one, or name=NAME.")
+    hydra_node.check(cfg)
+    directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
+    settings.check_text(directory, f"hydra.run.dir={directory}")
+    hydra_node.place(cfg, directory)
     recipe = _typed(cfg, trusted)
     if machine is None:
         found = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)
     else:
         found = machine(recipe.cluster)
-    directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
-    settings.check_text(directory, "hydra.run.dir")
     choices = {str(k): str(v) for k, v in cfg.hydra.runtime.choices.items() if k in recipe.axes()}
     typed: Any = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     overrides = tuple(redact(str(override)) for override in typed)
@@ -184,7 +197,8 @@ def freeze(
         elsewhere=elsewhere,
         choices=choices,
         overrides=overrides,
-        hydra=_hydra_files(cfg),
+        hydra=hydra_node.files(cfg, _job(cfg)),
+        options=hydra_node.options(cfg, str(CONF), CONFIG),
     )
 
 
@@ -195,6 +209,9 @@ def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
         raise Refusal("the configuration is not a mapping.")
     _warn_of_secrets(OmegaConf.to_container(_job(cfg), resolve=False), redacted(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
+    if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
+        ours, theirs = content["cluster"].get("environment") or {}, OmegaConf.to_container(cfg.hydra.job.env_set)
+        content["cluster"]["environment"] = {**ours, **theirs}  # type: ignore[dict-item]
     modules.check(content.get("modules") or [], trusted)
     settings.check_targets(content, trusted)
     if settings.is_foreign(content):
@@ -239,26 +256,22 @@ def _warn(sentence: str) -> None:
     print(f"titan: warning: {sentence}", file=sys.stderr)
 
 
-def recipe(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Recipe:
+def recipe(arguments: Sequence[str]) -> Recipe:
     """The typed choices of a command line, whether or not this machine can run them.
 
     Args:
         arguments: the command line.
-        recorded: overrides that go before its own, such as run.yaml has; they let nothing be imported.
 
     Raises:
         Refusal: for what is no choice or setting, and for options that only show something.
     """
     register()
-    parser = hydra_utils.get_args_parser()
-    parser.error = _refuse_arguments  # type: ignore[method-assign]
-    args = parser.parse_args(list(arguments))
-    _check_arguments(args)
-    if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
+    args = command_line.parse(arguments)
+    if command_line.asks_to_show(args):
         raise Refusal("-m, --cfg, --info and the like are for titan.train; leave them out.")
-    overrides = [*recorded, *args.overrides]
-    with _plainly(overrides), _Session(args) as hydra:
-        return _typed(_compose(hydra, overrides, args.config_name), modules.trusted(args.overrides))
+    with _plainly(args.overrides), _Session(args) as hydra:
+        command_line.check(args)
+        return _typed(_compose(hydra, args.overrides, args.config_name), modules.trusted(args.typed))
 
 
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
@@ -266,24 +279,36 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     register()
-    parser = hydra_utils.get_args_parser()
-    parser.error = _refuse_arguments  # type: ignore[method-assign]
-    args = parser.parse_args(arguments)
-    _check_arguments(args)
+    args = command_line.parse(arguments)
     with _plainly(args.overrides):
+        command_line.check(args)
+        if args.version:
+            print(version())
+            return 0
         if args.help:
             with _Session(args) as hydra:
                 print(help_text.text(hydra.config_loader, Recipe.axes()))
             return 0
-        if args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help:
-            return _hand_to_hydra(args, parser)
-        with _Session(args) as hydra:
-            cfg = _compose(hydra, args.overrides, args.config_name)
+        if not command_line.asks_to_show(args):
+            cfg = _composed_as(args)
+            args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
+        if command_line.asks_to_show(args):
+            return _hand_to_hydra(args)
+        launcher, trusted = plugin.alone(cfg) if ranks is None else None, modules.trusted(args.typed)
+        run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
+        calls = hydra_node.Calls(cfg, elsewhere=launcher is not None)
+    return calls.around_run(lambda: plugin.one(launcher, run, cfg) if launcher else job(run), CONFIG)
+
+
+def _composed_as(args: argparse.Namespace) -> DictConfig:
+    """What the command line of one run composes; with `hydra.verbose` Hydra prints from what."""
+    with _Session(args) as hydra:
+        cfg = _compose(hydra, args.overrides, args.config_name)
+        if not args.resumed:  # a trial of a named grid goes on alone
             _check_no_grid(cfg)
-            launcher = plugin.alone(cfg) if ranks is None else None
-            trusted = modules.trusted(args.overrides)
-            run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
-    return plugin.one(launcher, run, cfg) if launcher else job(run)
+        modules.check_hydra(cfg, args.typed)
+        hydra_node.say(hydra, cfg, args.config_name or CONFIG, args.overrides)
+    return cfg
 
 
 def _check_no_grid(cfg: DictConfig) -> None:
@@ -293,10 +318,10 @@ def _check_no_grid(cfg: DictConfig) -> None:
         raise Refusal(f"sweep={sweep}: is a grid of runs; add -m.")
 
 
-def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _hand_to_hydra(args: argparse.Namespace) -> int:
     named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
     if args.multirun and named:
-        _check_grid_name(named[-1], args.overrides)
+        command_line.check_grid_name(named[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     from launchers import plugin
 
@@ -306,7 +331,7 @@ def _hand_to_hydra(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
             modules.check_hydra(_compose(hydra, args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
         with _showing() if args.cfg or args.info else contextlib.nullcontext():
-            hydra_utils._run_hydra(args, parser, _never, str(CONF), args.config_name or CONFIG)
+            hydra_utils._run_hydra(args, hydra_utils.get_args_parser(), _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
         if args.cfg and leave.code:
             raise Refusal(f"--package {args.package}: no such part of the configuration; give an axis.") from None
@@ -327,31 +352,6 @@ def _showing() -> Iterator[None]:
             yield
     finally:
         print(redact(out.getvalue()), end="")
-
-
-def _check_grid_name(name: str, overrides: Sequence[str]) -> None:
-    """Refuse what is no name of one folder under runs/, and a second place for the same grid."""
-    if not re.fullmatch(r"[\w./+-]+", name):
-        raise Refusal(f"name={name}: a grid has one name; give one folder's name.")
-    check_name(name)
-    if place := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
-        raise Refusal(f"{place[0]}: name={name} says where the grid is already; leave one out.")
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    """Refuse what Hydra would pass over in silence, or say too much of."""
-    for option, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
-        if folder and not os.path.isdir(folder):
-            raise Refusal(f"{option} {folder}: there is no such folder; correct the path.")
-    if (args.package or args.resolve) and not args.cfg:
-        option = "--resolve" if args.resolve else f"--package {args.package}"
-        raise Refusal(f"{option}: only says what --cfg shows; add --cfg job.")
-    for override in args.overrides:
-        key, _, value = override.partition("=")
-        if key.startswith("~") and not key.startswith("~hydra"):
-            raise Refusal(f"{override}: no setting can be taken away; write {key[1:]}=VALUE, or leave it out.")
-        if args.multirun and key == "hydra/launcher" and value in ("basic", "null"):
-            raise Refusal(f"{override}: this launcher is not titan's; choose hydra/launcher=local.")
 
 
 def _never(cfg: DictConfig) -> None:
@@ -424,21 +424,6 @@ def _job(cfg: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
 
 
-def _hydra_files(cfg: DictConfig) -> dict[str, str]:
-    """What Hydra would have written under `.hydra/`."""
-    parts = {"config": _job(cfg), "hydra": Hydra.get_sanitized_hydra_cfg(cfg), "overrides": cfg.hydra.overrides.task}
-    return {f"{name}.yaml": OmegaConf.to_yaml(without_secrets(part)) for name, part in parts.items()}
-
-
-def without_secrets(cfg: Any) -> Any:
-    """A copy of a part of the configuration, interpolations left as they are, with its texts redacted."""
-    return OmegaConf.create(redacted(OmegaConf.to_container(cfg, resolve=False)))
-
-
-def _refuse_arguments(message: str) -> NoReturn:
-    raise Refusal(f"{message}; see --help.")
-
-
 class _plainly:
     """Turn what Hydra and OmegaConf raise into a refusal of one sentence."""
 
@@ -446,12 +431,14 @@ class _plainly:
         self.overrides = overrides
 
     def __enter__(self) -> None:
+        OtherConf.asked = command_line.search_path(self.overrides)
         self.warnings = warnings.catch_warnings()
         self.warnings.__enter__()
         warnings.filterwarnings("error", ".* is not available", UserWarning)  # a folder to search that isn't there
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.warnings.__exit__(None, None, None)
+        OtherConf.asked = ()
         if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
             raise Refusal(_own_refusal(error) or self._sentence(error)) from error
 
@@ -467,7 +454,7 @@ class _plainly:
             return f"hydra.searchpath=[{path}]: there is no such folder; write [file:///FOLDER], with an absolute path."
         if isinstance(error, OmegaConfBaseException) and error.full_key:
             return self._interpolation(error)
-        text = " ".join(str(error).split())
+        text = " ".join(str(error).partition("full_key:")[0].split())
         for beginning, advice in ADVICE.items():
             if text.startswith(beginning):
                 return f"{self._meant(text)}: {advice}."
@@ -494,12 +481,16 @@ class _plainly:
 
     def _unknown_choice(self, error: MissingConfigException) -> str:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group == "hydra/launcher" and (advice := foreign.launcher(option)):
+            return advice
         return _no_such_choice(group, option, error.options or ())
 
     def _unknown_setting(self, key: str) -> str:
         typed = self._typed(key)
         if key in OPTIONAL:  # its folder is there only when there are any
             return _no_such_choice(key, typed.partition("=")[2], ())
+        if advice := foreign.setting(key, typed) or hydra_node.advice(key, typed):
+            return advice
         known = self._known()
         elsewhere = any(name.endswith(f".{key}") for name in known)
         hint = nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."

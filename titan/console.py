@@ -185,16 +185,8 @@ def show_finished(finished: Finished) -> None:
 
 def next_command(run: Run, result: Mapping[str, Any]) -> str:
     """The command that resumes the run, or continues a finished one."""
-    kept = [o for o in run.overrides if o.partition("=")[0] not in ("name", "hydra.run.dir", "training.steps")]
-    steps = run.training.steps * 2 if result["finished"] else run.training.steps
-    runs = Path.cwd() / "runs"
-    if Path(run.directory).is_relative_to(runs):
-        where = f"name={Path(run.directory).relative_to(runs)}"
-    else:
-        where = f"hydra.run.dir={run.directory}"
-    said = any(o.startswith("training.steps=") for o in run.overrides)
-    more = [f"training.steps={steps}"] if result["finished"] or said else []
-    return shlex.join(["python", "-m", "titan.train", *kept, *more, where])
+    more = [f"training.steps={run.training.steps * 2}"] if result["finished"] else []
+    return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
 
 
 class Progress:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan import compose, console, output
-from titan.arguments import arguments, describe
+from titan.arguments import arguments, describe, shows
 from titan.dataset import report
 from titan.settings import Failure, Refusal, setting
 
@@ -51,8 +51,8 @@ class Convert:
         "hf", "hf: safetensors, for transformers; meta: consolidated.NN.pth; titan: a checkpoint"
     )
     dtype: Literal["fp32", "bf16", "fp16", "keep"] = setting("bf16", "type of the weights; keep: as they are stored")
-    shard_gb: float = setting(5.0, "largest file in 10^9 bytes (hf, titan)", above=0)
-    meta_ranks: int = setting(1, "tensor parallel ranks, a file each (meta)", at_least=1)
+    shard_gb: float = setting(5.0, "largest file in 10^9 bytes (hf, titan)", above=0, cap=1e9)
+    meta_ranks: int = setting(1, "tensor parallel ranks, a file each (meta)", at_least=1, cap=10_000)
     overwrite: bool = setting(False, "replace what the folder holds")
 
 
@@ -78,8 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    if {"-h", "--help"} & set(words):
-        print(HELP, end="")
+    if shows(words, HELP):
         return 0
     chosen = arguments(Convert, words)
     target = Path(chosen.to).expanduser().absolute()

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from titan import compose, console, output
+from titan.arguments import version
+from titan.command_line import RESUME
 from titan.run import Recipe
 from titan.settings import Refusal
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from titan.dataset.shards import Split
     from titan.dataset.tokenizer import Tokenizer
 
+LAST = 10**9
+"""The last step or row that may be asked for."""
 EPILOG = """\
 examples:
   python -m titan.data runs/x --step 120                 what the run in runs/x read in step 120
@@ -39,6 +43,7 @@ def _main(arguments: list[str]) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=version())
     parser.add_argument("run", nargs="?", help="the directory of a run, whose settings are taken")
     parser.add_argument("--step", type=_range, default=range(1, 2), metavar="N[-M]", help="steps (default: 1)")
     parser.add_argument("--rows", type=_range, metavar="N[-M]", help="of these, rows by number (default: all)")
@@ -50,6 +55,8 @@ def _main(arguments: list[str]) -> int:
         options.run = None
     if options.step.start < 1:
         raise Refusal("--step 0: the first step is 1.")
+    if options.characters < 0:
+        raise Refusal(f"--characters {options.characters}: must be at least 0.")
     _show(_recipe(options.run, overrides), options)
     return 0
 
@@ -60,21 +67,18 @@ def _refuse(message: str) -> NoReturn:
 
 def _range(text: str) -> range:
     first, _, last = text.partition("-")
-    if not (first.isdigit() and (last or first).isdigit() and int(last or first) >= int(first)):
+    if not (first.isdecimal() and (last or first).isdecimal() and LAST >= int(last or first) >= int(first)):
         raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 3-5")
     return range(int(first), int(last or first) + 1)
 
 
 def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
     """What a run chose in its last life, with other settings on top."""
-    from titan.lives import read_lives
-
     if directory is None:
         return compose.recipe(overrides)
-    lives = read_lives(Path(directory)) if Path(directory).is_dir() else []
-    if not lives:
+    if not (Path(directory) / "run.yaml").is_file():
         raise Refusal(f"{directory}: there is no run; give the directory of one, such as runs/NAME.")
-    return compose.recipe(overrides, recorded=lives[-1]["overrides"])
+    return compose.recipe([f"{RESUME}{directory}", *overrides])
 
 
 def _show(recipe: Recipe, options: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from launchers.environment import before_torch
 from titan import compose, output
-from titan.arguments import arguments, describe
+from titan.arguments import arguments, describe, shows
 from titan.cluster import devices
 from titan.generation.schema import Degrees, Settings
 from titan.parallelism.schema import Layout
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if {"-h", "--help"} & set(given):
-        print(HELP.format(settings=describe(Settings)), end="")
+    if shows(given, HELP.format(settings=describe(Settings))):
         return 0
     settings = arguments(Settings, [argument for argument in given if not argument.startswith(_PREFIX)])
     layout = _layout([argument for argument in given if argument.startswith(_PREFIX)])

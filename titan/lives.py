@@ -33,22 +33,12 @@ from titan.dataset import corpora
 from titan.dataset.mix import Mix
 from titan.identity import Ids
 from titan.parents import Parent, parent, rows_read
-from titan.run import Run, as_config
+from titan.run import FILES, Run, as_config
 from titan.safe import redacted
 from titan.settings import Refusal, show
 
-OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
-OURS |= {
-    "profile",
-    "debug",
-    "tensorboard",
-    "wandb",
-    "save",
-    "sweep.yaml",
-    "ledger.jsonl",
-    ".ledger.jsonl.lock",
-    "slurm",
-}
+BEGUN = FILES - {".lock"}
+"""What shows that a run has begun in a directory."""
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C, where there is one: a comparison reads thousands of documents."""
 NEEDED = ("life", "run_id", "ids", "science", "config")
@@ -169,7 +159,7 @@ def withdraw(run: Run, life: Life) -> None:
         return _write(directory, earlier)
     for name in ("run.yaml", "env.json"):
         (directory / name).unlink(missing_ok=True)
-    for name in (".hydra", "log"):
+    for name in ("log", *{file.partition("/")[0] for file in run.hydra}):
         shutil.rmtree(directory / name, ignore_errors=True)
 
 
@@ -190,7 +180,7 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     file = directory / "run.yaml"
     if file.is_file():
         return _documents(file.read_text(errors="replace"), f"hydra.run.dir={directory}")
-    others = sorted({p.name for p in directory.iterdir()} - OURS) if directory.is_dir() else []
+    others = sorted({p.name for p in directory.iterdir()} - FILES) if directory.is_dir() else []
     if others:
         raise Refusal(
             f"hydra.run.dir={directory}: holds no run, but other things ({', '.join(others[:3])}); "
@@ -293,10 +283,12 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
         Refusal: when another job holds it, or it can't be written to.
     """
     new = [f for f in (directory, *directory.parents) if not f.exists()]
+    fresh = not (directory / ".lock").exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = (directory / ".lock").open("a+")
     except OSError as error:
+        _remove(new)
         reason = error.strerror or str(error)
         raise Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); choose another place.") from error
     with file:
@@ -314,8 +306,9 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
         try:
             yield
         finally:
-            if new and {p.name for p in directory.iterdir()} <= {".lock"}:
-                _leave(new)
+            if fresh and not {p.name for p in directory.iterdir()} & BEGUN:
+                (directory / ".lock").unlink()
+                _remove(new)
 
 
 def _lock(file: IO[str], patience: float) -> None:
@@ -330,11 +323,10 @@ def _lock(file: IO[str], patience: float) -> None:
             time.sleep(0.05)
 
 
-def _leave(folders: list[Path]) -> None:
+def _remove(folders: list[Path]) -> None:
     """Take away the folders, innermost first, that came with a run that was refused."""
-    (folders[0] / ".lock").unlink()
-    with contextlib.suppress(OSError):  # another run has come into one of them
-        for folder in folders:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # it is not there, or another run has come into it
             folder.rmdir()
 
 
@@ -478,6 +470,7 @@ def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[s
         "notes": list(life.notes),
         "ids": asdict(life.ids),
         "overrides": list(run.overrides),
+        "options": list(run.options),
         "choices": dict(run.choices),
         "layout": run.layout.degrees(),
         "microbatches": run.microbatches,
@@ -485,9 +478,9 @@ def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[s
         "config": as_config(run),
     }
     _write(directory, [*lives, redacted(document)])
-    (directory / ".hydra").mkdir(exist_ok=True)
     for name, text in run.hydra.items():
-        (directory / ".hydra" / name).write_text(text)
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
     (directory / "env.json").write_text(json.dumps(redacted(_environment(run)), indent=1))
 
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from titan.settings import Refusal, show
 
 VARIABLE = "TITAN_MODULES"
-HYDRA = ("hydra.experimental.callbacks", "logging", "colorlog", "sys")
+HYDRA = ("titan", "experiments", "hydra.experimental.callbacks", "logging", "colorlog", "sys")
 """What Hydra's own settings may name: classes of these. Others, such as `hydra.utils`, import what they are given."""
 
 

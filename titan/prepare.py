@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan import compose, console, output
+from titan.arguments import shows
 from titan.dataset import report
 from titan.dataset.prepare import prepare, survey
 from titan.dataset.schema import Dataset, Prepared
@@ -26,6 +27,7 @@ killed goes on where it was when its command is given again; one that is complet
 
   --dry-run    say what there is to do and what is there already, and do nothing
   --verify     also look whether files hold what was written, not only whether they have the right sizes
+  --version    titan's version, as of every command
   --help       this text; choices and settings: python -m titan.train --help, and --cfg job -p dataset
 
 Exit codes: 0 done, 1 failed (a process was killed), 2 refused (something to be mended, said in a sentence),
@@ -40,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(HELP, end="")
+    if shows(arguments, HELP):
         return 0
     own = {"--verify", "--dry-run"} & set(arguments)
     recipe = compose.recipe([argument for argument in arguments if argument not in own])

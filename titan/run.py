@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,13 @@ from titan.safe import redacted
 from titan.settings import Refusal, plain, setting
 from titan.training import Training
 
+LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
+"""Bytes of a folder's name and of a run's path, and levels of that: file systems end at 255 and 4,096 bytes."""
+FILES = {
+    ".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log",
+    "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock", "slurm",
+}  # fmt: skip
+"""Names in a run's directory."""
 FLEX_WIDTH = 16
 """The least width of heads that FlexAttention's kernel takes."""
 
@@ -76,7 +84,8 @@ class Run(Recipe):
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
-        hydra: texts of the files under `.hydra/`, by name.
+        hydra: texts of Hydra's own files, by path in the run's directory.
+        options: what else of the command line says where choices come from, such as --config-dir.
     """
 
     machine: Machine
@@ -88,6 +97,7 @@ class Run(Recipe):
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     hydra: Mapping[str, str] = field(default_factory=dict, repr=False)
+    options: tuple[str, ...] = ()
 
     @property
     def cut(self) -> Cut:
@@ -120,6 +130,7 @@ def resolve(
     choices: Mapping[str, str] | None = None,
     overrides: tuple[str, ...] = (),
     hydra: Mapping[str, str] | None = None,
+    options: tuple[str, ...] = (),
 ) -> Run:
     """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
 
@@ -129,12 +140,13 @@ def resolve(
         directory: where results go.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
         elsewhere: `machine` is a node of those that a scheduler will give, not this one.
-        choices, overrides, hydra: see `Run`.
+        choices, overrides, hydra, options: see `Run`.
 
     Raises:
         Refusal: for what can't work.
     """
     check_name(recipe.name)
+    check_length(directory, f"hydra.run.dir={directory}")
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
@@ -159,6 +171,7 @@ def resolve(
         choices=choices or {},
         overrides=overrides,
         hydra=hydra or {},
+        options=options,
     )
     if run.compile.scope == "auto":
         run = _scoped(run, elsewhere)
@@ -239,8 +252,27 @@ def _check_ranks(cluster: Cluster, ranks: int) -> None:
 
 def check_name(name: str) -> None:
     """Refuse a name that is no folder of its own under runs/."""
-    if not name.strip("/. ") or ".." in name.split("/"):
+    if not name.strip("/. ") or ".." in name.split("/") or name.startswith("/"):
         raise Refusal(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
+    check_length(name, f"name={name}")
+
+
+def check_length(directory: str, typed: str) -> None:
+    """Refuse a directory whose path file systems don't take once a run's files lie in it.
+
+    Args:
+        directory: the path.
+        typed: the setting and its value.
+    """
+    folders = [folder for folder in directory.split("/") if folder]
+    longest = max((len(os.fsencode(folder)) for folder in folders), default=0)
+    if longest > LONGEST_FOLDER:
+        raise Refusal(f"{typed}: a folder's name has {longest:,} bytes; give {LONGEST_FOLDER} at most.")
+    if len(folders) > DEEPEST or len(os.fsencode(directory)) > LONGEST_PATH:
+        raise Refusal(
+            f"{typed}: has {len(directory):,} characters in {len(folders):,} levels; give {LONGEST_PATH:,} characters "
+            f"in {DEEPEST} levels at most."
+        )
 
 
 def as_config(run: Recipe) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import difflib
 import importlib
 import math
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +33,12 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
     "below": operator.lt,
 }
 """The limits that a setting may declare, and what each demands of a number."""
+LARGEST: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
+"""The largest numbers, either side of zero, that a setting without a `cap` admits: what 64 bits and fp32 still hold."""
+LONGEST = 4096
+"""Characters of a text: what a path may have."""
+LONG_WORD, SHOWN = 240, (100, 40)
+"""A longer word is cut in messages, to so many of its first and last characters."""
 
 
 class _Sentence(Exception):
@@ -58,9 +65,10 @@ def setting(
     at_most: float | None = None,
     above: float | None = None,
     below: float | None = None,
+    cap: float | None = None,
     words: tuple[str, ...] = (),
     told: bool = True,
-    lines: bool = False,
+    any_text: bool = False,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -69,9 +77,10 @@ def setting(
         help: one line for `--help` and the documentation.
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
         at_least, at_most, above, below: the range of a number (of each number, in a tuple).
+        cap: the largest number that is taken for one that is meant; unlike `at_most` it is no limit of the matter.
         words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
         told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
-        lines: whether a text may have line breaks and other control characters.
+        any_text: a text may be empty, long and have several lines.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -79,8 +88,9 @@ def setting(
         "science": science,
         "words": words,
         "told": told,
-        "lines": lines,
         "limits": {k: v for k, v in limits.items() if v is not None},
+        "cap": cap,
+        "any_text": any_text,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -134,7 +144,7 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
             raise Refusal(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
-        where, kind = _join(path, name), hints[name]
+        where, kind = _join(path, name.rstrip("_")), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
         elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
@@ -151,7 +161,7 @@ def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
 def _named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
     """Instances of a schema by names of the user's own, in their order."""
     for name in data:
-        check_text(str(name), path)
+        check_text(str(name), f"{path}.{name}")
     order = sorted(data.items(), key=_imports_last)
     built = {name: build(cls, value, _join(path, str(name)), allowed) for name, value in order}
     return {str(name): built[name] for name in data}
@@ -268,40 +278,60 @@ def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -
         return MISSING
     words = field.metadata.get("words", ())
     converted = _convert(value, kind, where, words)
-    for text in _texts(converted):
-        check_text(text, where, lines=field.metadata.get("lines", False))
+    typed = f"{where}={show(value)}"
     for number in converted if isinstance(converted, tuple) else (converted,):
-        _in_range(number, field.metadata.get("limits", {}), f"{where}={show(value)}", words)
+        _in_range(number, field.metadata.get("limits", {}), typed, words)
+    for one in _scalars(converted):
+        _check_scalar(one, field.metadata, typed)
     return converted
 
 
-def check_text(text: str, where: str, *, lines: bool = False) -> None:
-    """Refuse control characters, which a name, a path or a script would carry on, and URLs without their secrets.
+def _scalars(value: Any) -> Iterator[Any]:
+    """The numbers and texts in a setting's value, however deep."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for one in value:
+        yield from _scalars(one)
+
+
+def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
+    """Refuse numbers that nobody means, and texts that can't be a name or a path."""
+    if isinstance(value, str):
+        check_text(value, typed, any_text=metadata.get("any_text", False))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        cap = metadata.get("cap") or LARGEST[type(value)]
+        if not math.isfinite(value):
+            raise Refusal(f"{typed}: must be a finite number.")
+        if abs(value) > cap:
+            raise Refusal(f"{typed}: must be at {f'most {_number(cap)}' if value > 0 else f'least -{_number(cap)}'}.")
+
+
+def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
+    """Refuse what can't be a name, a path or a word of a script, and URLs without their secrets.
 
     Args:
         text: the value of a setting, or a part of it.
-        where: the setting.
-        lines: whether it may have control characters.
+        typed: the setting and its value, for the message.
+        any_text: whether it may be empty, long and have several lines.
 
     Raises:
         Refusal: for what it must not have.
     """
-    if not lines and escape(text) != text:
-        raise Refusal(f"{where}={text}: has a control character or a line break in it; take it out.")
-    if not lines and is_redacted(text):
-        raise Refusal(f"{where}={text}: *** stands for a secret that titan did not write down; give the whole URL.")
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All texts in a converted value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _texts(part)
-    elif isinstance(value, Mapping):
-        for pair in value.items():
-            yield from _texts(pair)
+    if "\0" in text:
+        raise Refusal(f"{typed}: holds a zero byte; leave it out.")
+    if any_text:
+        return
+    if not text.strip():
+        raise Refusal(f"{typed}: is empty; give a value, or leave it out.")
+    if escape(text) != text or not text.isprintable():
+        raise Refusal(f"{typed}: has a control character or a line break in it; take it out.")
+    if is_redacted(text):
+        raise Refusal(f"{typed}: *** stands for a secret that titan did not write down; give the whole URL.")
+    if len(text) > LONGEST:
+        raise Refusal(f"{typed}: has {len(text):,} characters; give {LONGEST:,} at most.")
 
 
 def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
@@ -385,6 +415,19 @@ def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str
         return
     if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
         return
-    wanted = " and ".join(f"{name.replace('_', ' ')} {limit:g}" for name, limit in limits.items())
+    wanted = " and ".join(f"{name.replace('_', ' ')} {_number(limit)}" for name, limit in limits.items())
     wanted = wanted or "a finite number"
     raise Refusal(f"{typed}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")
+
+
+def _number(value: float) -> str:
+    """A limit as one would type it."""
+    whole = isinstance(value, int) or (value == int(value) and value < 1e15)
+    return str(int(value)) if whole else f"{value:g}"
+
+
+def one_line(text: str) -> str:
+    """A message for a terminal: control characters spelled out, and words that fill lines cut."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    head, tail = SHOWN
+    return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}…{word[0][-tail:]}", text)

@@ -1,9 +1,11 @@
-"""How the points of a sweep stand: `python -m titan.status DIRECTORY`; see `--help`."""
+"""How the points of a sweep stand, or a run: `python -m titan.status DIRECTORY`; see `--help`."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -14,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from launchers.standing import standing
-from titan import compose, output
-from titan.arguments import arguments, describe
-from titan.ledger import ENDED, Point, Sweep
+from titan import compose, endings, output
+from titan.arguments import arguments, describe, shows
+from titan.ledger import ENDED, Asked, Point, State, Sweep
 from titan.safe import safe
 from titan.settings import Refusal, setting
 
@@ -24,8 +26,9 @@ CLEAR = "\x1b[H\x1b[J"
 """To the terminal's first line, and clear what is below."""
 TAIL_BYTES = 1 << 16
 HEAD = """\
-How the points of a sweep stand: python -m titan.status DIRECTORY [KEY=VALUE ...]
+How the points of a sweep stand, or a run: python -m titan.status DIRECTORY [KEY=VALUE ...]
 
+  python -m titan.status runs/first              a run
   python -m titan.status runs/grid               a table; on a terminal it is drawn anew until all points have ended
   python -m titan.status runs/grid watch=false   once
 
@@ -38,7 +41,7 @@ class Status:
     """What `python -m titan.status` may be told."""
 
     watch: bool | None = setting(None, "draw the table anew until all have ended; null: on a terminal")
-    seconds: float = setting(5.0, "between two drawings", above=0)
+    seconds: float = setting(5.0, "between two drawings", at_least=0.1, cap=86400)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,25 +51,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(told: list[str]) -> int:
-    if {"-h", "--help"} & set(told):
-        print(f"{HEAD}\n{describe(Status)}")
+    if shows(told, f"{HEAD}\n{describe(Status)}"):
         return 0
     if not told:
-        raise Refusal("no directory given: give that of a grid, as in python -m titan.status runs/NAME.")
+        raise Refusal("no directory given: give that of a run or a grid, as in python -m titan.status runs/NAME.")
     return _show(Path(told[0]), arguments(Status, told[1:]))
 
 
 def _show(directory: Path, how: Status) -> int:
     watch = sys.stdout.isatty() if how.watch is None else how.watch
     while True:
-        sweep = standing(directory)
+        sweep = standing(directory) or alone(directory)
         if sweep is None:
-            raise Refusal(f"{directory}: holds no sweep (no ledger.jsonl); give the directory of a grid.")
+            raise Refusal(f"{directory}: holds neither a run nor a grid; give the directory of one, such as runs/NAME.")
         text = "\n".join(lines(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else 200))
         print(f"{CLEAR if watch and sys.stdout.isatty() else ''}{text}", flush=True)
         if not watch or all(point.state in ENDED for point in sweep.points):
             return int(any(point.state in ("failed", "stopped") for point in sweep.points))
         time.sleep(how.seconds)
+
+
+def alone(directory: Path) -> Sweep | None:
+    """A single run as a sweep of one point; None where the directory holds none."""
+    if not (directory / "run.yaml").is_file():
+        return None
+    from titan.lives import read_lives  # only now: a grid need not wait for what reads data
+
+    last = read_lives(directory)[-1]
+    steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
+    held, done = endings.held(directory), endings.finished(directory, steps)
+    state: State = "finished" if done else "running" if held else "stopped"
+    reason = f"python -m titan.train resume={shlex.quote(str(directory))} goes on" if state == "stopped" else None
+    name = str(last.get("name") or directory.name)
+    return Sweep(
+        directory, Asked(), (Point(name, str(directory), (), state, None, reason, steps=steps, devices=devices),)
+    )
 
 
 def lines(sweep: Sweep, width: int) -> list[str]:
@@ -79,7 +98,8 @@ def lines(sweep: Sweep, width: int) -> list[str]:
     counts = Counter(point.state for point in sweep.points)
     order = sorted(counts, key=("finished", "stopped", "failed", "running", "queued", "planned").index)
     said = ", ".join(f"{counts[state]} {state}" for state in order)
-    head = [f"{sweep.directory}: {len(sweep.points)} point{'s' * (len(sweep.points) != 1)}: {said}"]
+    what = "run" if [p.directory for p in sweep.points] == [str(sweep.directory)] else "point"
+    head = [f"{sweep.directory}: {len(sweep.points)} {what}{'s' * (len(sweep.points) != 1)}: {said}"]
     rows = [("point", "state", "step", "loss", "tokens/s", "job", "lives"), *(_row(point) for point in sweep.points)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))

@@ -14,13 +14,13 @@ from titan.settings import Refusal, setting, show
 class Training:
     """How long to train, and on how much at a time."""
 
-    steps: int = setting(200, "optimizer updates", at_least=1)
-    global_batch: int = setting(2048, "tokens an update, over all devices", at_least=1)
+    steps: int = setting(200, "optimizer updates", at_least=1, cap=10**9)
+    global_batch: int = setting(2048, "tokens an update, over all devices", at_least=1, cap=10**10)
     grow: tuple[tuple[int, int], ...] = setting(
         (),
         "larger global batches later: [[tokens,global_batch],...], each from the step that begins at or after tokens",
     )
-    seq_len: int = setting(256, "tokens a row", at_least=2)
+    seq_len: int = setting(256, "tokens a row", at_least=2, cap=10**9)
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
     repeat: int = setting(0, "number of a repeat, to run the same thing again; changes nothing else", science=False)
     schedule: Literal["wsd", "cosine", "linear"] = setting("wsd", "learning rate after warm-up: wsd, cosine or linear")
@@ -33,7 +33,9 @@ class Training:
     decay: float = setting(0.2, "share of the steps in which wsd falls at the end", at_least=0, at_most=1)
     final_lr: float = setting(0.0, "learning rate at the end, as a share of optimizer.lr", at_least=0, at_most=1)
     clip_norm: float | None = setting(1.0, "largest norm of the gradient; null: no clipping", above=0)
-    bad_steps: int = setting(3, "steps in a row with a loss or gradient that is not finite, to give up at", at_least=1)
+    bad_steps: int = setting(
+        3, "steps in a row with a loss or gradient that is not finite, to give up at", at_least=1, cap=10**9
+    )
     loss_chunk: int | None = setting(
         None,
         "tokens whose logits there are at a time, in head and loss: less memory; null: those of all",

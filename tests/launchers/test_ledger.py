@@ -249,8 +249,9 @@ def test_status_shows_points_and_reasons(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "holds no sweep"), ([], "no directory given"), (["x", "wach=true"], "did you mean 'watch'"),
-        (["x", "seconds=0"], "must be above 0"),
+        (["nowhere"], "holds neither a run nor a grid"), ([], "no directory given"),
+        (["x", "wach=true"], "did you mean 'watch'"),
+        (["x", "seconds=0"], "must be at least 0.1"),
     ],
 )  # fmt: skip
 def test_status_refuses(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,10 +16,12 @@ class Checkpoint:
         "sync", "sync: training waits while it is written; async: it goes on after a copy; off: nothing is saved"
     )
     every: int = setting(100, "steps between checkpoints; 0: not by steps (the end is always saved)", at_least=0)
-    minutes: float = setting(0.0, "minutes between checkpoints; 0: not by time", at_least=0)
+    minutes: float = setting(0.0, "minutes between checkpoints; 0: not by time", at_least=0, cap=1e6)
     keep: int = setting(2, "how many of the latest checkpoints to keep", at_least=1)
     keep_tokens: int = setting(0, "keep one checkpoint for each so many tokens for good; 0: none", at_least=0)
-    grace: float = setting(60.0, "seconds that a checkpoint stays readable after it has ceased to count", at_least=0)
+    grace: float = setting(
+        60.0, "seconds that a checkpoint stays readable after it has ceased to count", at_least=0, cap=1e9
+    )
     on_stop: bool = setting(True, "save when a signal ends the run early")
     path: str | None = setting(
         None, "a folder or URL (s3://bucket/x) that checkpoints are copied to in the background; null: nowhere"

@@ -23,6 +23,10 @@ TAKEN = {
 """Options of sbatch that titan gives itself, or that change what it reads."""
 
 
+LONGEST_DAYS = 3650
+"""A time limit above it is a slip."""
+LONGEST_SECONDS = 30 * 86400.0
+"""What waits longer than a month waits for nothing."""
 STEP_SECONDS = 600.0
 """How long ranks wait for each other within a step, by default: what torch gives NCCL."""
 
@@ -54,21 +58,27 @@ class Cluster:
         "restarts of all ranks after one of them died; through Slurm without the node that failed, and a second time "
         "only from a newer checkpoint",
         at_least=0,
+        cap=10_000,
     )
     timeout: float = setting(
         1800.0,
         "seconds that ranks wait for each other before they give up: while they start, compile, validate and save",
-        above=0,
+        at_least=1,
+        cap=LONGEST_SECONDS,
     )
     step_timeout: float | str = setting(
         "auto",
         "the same within a step after the first one of a batch size; auto: 600, at most cluster.timeout",
-        above=0,
+        at_least=1,
+        cap=LONGEST_SECONDS,
         words=("auto",),
     )
-    memory_gib: float | None = setting(None, "memory of one device in GiB; null: read it", above=0)
+    memory_gib: float | None = setting(None, "memory of one device in GiB; null: read it", above=0, cap=1e9)
     peak_tflops: float | None = setting(
-        None, "dense bf16 peak of one device in TFLOP/s, for MFU; null: from the table of known devices", above=0
+        None,
+        "dense bf16 peak of one device in TFLOP/s, for MFU; null: from the table of known devices",
+        above=0,
+        cap=1e9,
     )
     device_name: str | None = setting(
         None, "the GPUs of a machine that is not this one, such as NVIDIA H100; null: unknown"
@@ -86,30 +96,35 @@ class Cluster:
         words=("auto",),
     )
     time: str | None = _job(None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's")
-    signal_seconds: int = _job(120, "how long before the time limit a run is told to save and end", at_least=1)
+    signal_seconds: int = _job(
+        120, "how long before the time limit a run is told to save and end", at_least=1, at_most=65535
+    )
     node_memory_gib: float | None = _job(
         None,
         "memory of a node that a job asks for; null: all of a whole node, else by cluster.rank_memory_gib",
-        above=0,
+        at_least=1,
+        cap=1e6,
     )
     rank_memory_gib: float | None = _job(
-        None, "memory of its node that a job asks for with each rank; null: Slurm's default", above=0
+        None, "memory of its node that a job asks for with each rank; null: Slurm's default", above=0, cap=1e6
     )
-    cpus_per_rank: int | None = _job(None, "CPU cores of a rank; null: Slurm's default", at_least=1)
+    cpus_per_rank: int | None = _job(None, "CPU cores of a rank; null: Slurm's default", at_least=1, cap=65535)
     tasks: Literal["rank", "node"] = _job(
         "rank", "what a Slurm task is: a rank, or a node's program that starts its ranks"
     )
     srun: tuple[str, ...] = _job((), "further arguments of srun, such as [--cpu-bind=cores]")
-    sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}")
+    sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}", any_text=True)
     modules: tuple[str, ...] = _job((), "environment modules to load")
-    setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start", lines=True)
-    environment: Mapping[str, str] | None = _job(None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}")
+    setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start", any_text=True)
+    environment: Mapping[str, str] | None = _job(
+        None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}", any_text=True
+    )
     container: Literal["none", "pyxis", "apptainer"] = _job("none", "what runs the ranks in an image")
     image: str | None = _job(None, "the container's image")
     mounts: tuple[str, ...] = _job((), "paths that the container sees, as SOURCE:TARGET")
     python: str | None = _job(None, "the nodes' Python; null: the one that submits")
     requeues: int = _job(
-        10, "how often Slurm may start a job again: preempted, out of time, or its node lost", at_least=0
+        10, "how often Slurm may start a job again: preempted, out of time, or its node lost", at_least=0, cap=10_000
     )
     chain: int = _job(
         0,
@@ -173,6 +188,10 @@ def minutes(time: str | None) -> int | None:
         raise Refusal(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
     seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, units, strict=False))
+    if seconds > LONGEST_DAYS * 86400:
+        raise Refusal(
+            f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS."
+        )
     if seconds == 0:
         raise Refusal(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
     return -(-seconds // 60)

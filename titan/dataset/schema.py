@@ -45,7 +45,12 @@ class Dataset:
         "refuse", "what can't be read, such as a broken line or file: refuse it, or skip it and count it in the report"
     )
     workers: int | str = setting(
-        "auto", "processes that prepare the data; auto: one a CPU core", science=False, words=("auto",), at_least=1
+        "auto",
+        "processes that prepare the data; auto: one a CPU core",
+        science=False,
+        words=("auto",),
+        at_least=1,
+        cap=4096,
     )
     stream: bool = setting(False, "train while the data are still being prepared; needs dataset.window", science=False)
 
@@ -95,7 +100,7 @@ class Text(Dataset):
     separator: str | None = setting(
         None,
         "text that ends a document inside a file, such as '<|endoftext|>'; null: files are cut into passages",
-        lines=True,
+        any_text=True,
     )
 
     def build(self) -> Source:
@@ -198,10 +203,12 @@ class Chat(Dataset):
 class Synthetic(Dataset):
     """Tokens drawn by a keyed generator from a small Markov chain: no text, no tokenizer; for tests and benchmarks."""
 
-    tokens: int = setting(4_194_304, "how many tokens the corpus has", at_least=1024)
-    vocab: int = setting(256, "how many different tokens occur", at_least=2)
+    tokens: int = setting(4_194_304, "how many tokens the corpus has", at_least=1024, cap=10**12)
+    vocab: int = setting(256, "how many different tokens occur", at_least=2, cap=10**6)
     seed: int = setting(0, "which corpus", at_least=0)
-    longest: int = setting(500, "tokens of the longest document; the shortest has a fifth of them", at_least=5)
+    longest: int = setting(
+        500, "tokens of the longest document; the shortest has a fifth of them", at_least=5, cap=10**8
+    )
 
     def build(self) -> Source:
         """The chain's documents."""

@@ -12,12 +12,17 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import NoReturn
 
 from titan import output
+from titan.arguments import version
 from titan.dataset import sources
 from titan.dataset.documents import Source
 from titan.dataset.tokenizer import PATTERN, cut_spaces, write_ranks
-from titan.settings import Refusal
+from titan.settings import Refusal, one_line
+
+MOST = 10**7
+"""Tokens that no vocabulary comes near."""
 
 
 def train(texts: Iterable[str], ranks: int) -> list[bytes]:
@@ -28,6 +33,8 @@ def train(texts: Iterable[str], ranks: int) -> list[bytes]:
     """
     if ranks < 256:
         raise Refusal(f"--ranks {ranks}: the 256 single bytes are ranks already; give 256 or more.")
+    if ranks > MOST:
+        raise Refusal(f"--ranks {ranks}: must be at most {MOST}.")
     vocabulary = _merge(chain.from_iterable(map(cut_spaces, texts)), ranks)
     if len(vocabulary) < ranks:
         raise Refusal(f"--ranks {ranks}: the text gives {len(vocabulary)} tokens only; give more text or fewer ranks.")
@@ -62,13 +69,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", type=Path, help="the rank file to write, *.tiktoken")
     parser.add_argument("paths", metavar="PATH", nargs="*", help="text files, folders or globs (default: stdlib)")
     parser.add_argument("--ranks", type=int, default=4095, help="how many tokens (default: 4095)")
-    options = parser.parse_intermixed_args(arguments)
+    parser.add_argument("--version", action="version", version=version())
+    parser.error = _refuse  # type: ignore[method-assign]
     try:
+        options = parser.parse_intermixed_args(arguments)
         _run(options.out, options.paths, options.ranks)
     except Refusal as refusal:
-        print(refusal, file=sys.stderr)
+        print(f"titan: {one_line(str(refusal))}", file=sys.stderr)
         return 2
     return 0
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refusal(f"{message}; see --help.")
 
 
 def _texts(source: Source) -> Iterator[str]:

@@ -43,26 +43,30 @@ class Settings:
     """What to continue, with which model, and how."""
 
     from_: str = setting(MISSING, "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
-    prompt: str | None = setting(None, "a text to continue, or several: [a,b]", lines=True)
+    prompt: str | None = setting(None, "a text to continue, or several: [a,b]", any_text=True)
     prompts: str | None = setting(None, "a file with a prompt a line, or *.jsonl with the key text")
     tokens: tuple[int, ...] | None = setting(None, "token ids to continue, taken as they are: [1,2,3]", at_least=0)
     markup: bool = setting(False, "special tokens that a prompt spells are taken for them")
-    max_tokens: int = setting(128, "tokens to generate at most", at_least=1)
-    samples: int = setting(1, "continuations of each prompt", at_least=1)
-    temperature: float = setting(0.8, "the logits are divided by it; 0: always the likeliest token", at_least=0)
+    max_tokens: int = setting(128, "tokens to generate at most", at_least=1, cap=10**9)
+    samples: int = setting(1, "continuations of each prompt", at_least=1, cap=10**6)
+    temperature: float = setting(
+        0.8, "the logits are divided by it; 0: always the likeliest token", at_least=0, cap=1e6
+    )
     top_k: int = setting(40, "draw from so many likeliest tokens; 0: from all", at_least=0)
     top_p: float = setting(
         1.0, "draw from the fewest likeliest tokens that have this probability together", above=0, at_most=1
     )
-    seed: int = setting(0, "of the draws", at_least=0)
-    stop: str | None = setting(None, "a text that ends the continuation where it comes, or several: [a,b]", lines=True)
+    seed: int = setting(0, "of the draws", at_least=0, below=2**63)
+    stop: str | None = setting(
+        None, "a text that ends the continuation where it comes, or several: [a,b]", any_text=True
+    )
     ignore_eos: bool = setting(False, "go on after the token that ends a document")
     output: str | None = setting(None, "a file to write to as JSON Lines; null: the terminal")
     dtype: Literal["auto", "bf16", "fp32"] = setting(
         "auto", "type of the weights and to compute in; auto: bf16 where the device is fast at it, else fp32"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: GPUs where there are any, else the CPU")
-    batch: int = setting(8, "continuations computed together", at_least=1)
+    batch: int = setting(8, "continuations computed together", at_least=1, cap=10**6)
     chunk: int = setting(512, "tokens of a prompt computed together", at_least=1)
 
     def texts(self) -> list[str] | None:

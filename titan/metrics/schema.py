@@ -24,6 +24,6 @@ class Metrics:
         "offline", "offline: files only, to be sent later by `wandb sync`; online: send while training"
     )
     plot: bool = setting(True, "draw loss.png at the end")
-    sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0)
+    sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0, cap=10**6)
     validate_every: int = setting(50, "steps between validations; 0: only at the end", at_least=0)
     validation_tokens: int = setting(16384, "tokens of the fixed validation set; 0: no validation", at_least=0)

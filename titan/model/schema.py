@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from titan.model.qwen3 import Qwen3 as Qwen3Module
 
 
+WIDEST = 10**7
+"""No width and no vocabulary comes near it."""
+
+
 class Product(NamedTuple):
     """A product with a weight [outputs, inputs]; tensor parallelism cuts its inputs (`rowwise`) or its outputs."""
 
@@ -39,19 +43,21 @@ class Decoder:
     A family is a subclass that builds its module, has its own defaults and counts what its blocks have besides.
     """
 
-    dim: int = setting(256, "width of the hidden states", at_least=1)
-    layers: int = setting(6, "number of blocks", at_least=1)
-    heads: int = setting(4, "query heads", at_least=1)
-    kv_heads: int = setting(2, "key and value heads; each serves heads / kv_heads query heads", at_least=1)
-    head_dim: int | None = setting(None, "width of a head; null: dim / heads", at_least=2)
-    ffn: int = setting(640, "width of the feed-forward layer", at_least=1)
-    vocab: int = setting(4096, "entries of the vocabulary", at_least=1)
-    rope_theta: float = setting(500000.0, "base of the rotary frequencies", above=0)
-    rope_factor: float = setting(1.0, "stretch of the long rotary wavelengths (Llama 3.1); 1: none", at_least=1)
+    dim: int = setting(256, "width of the hidden states", at_least=1, cap=WIDEST)
+    layers: int = setting(6, "number of blocks", at_least=1, cap=10_000)
+    heads: int = setting(4, "query heads", at_least=1, cap=WIDEST)
+    kv_heads: int = setting(2, "key and value heads; each serves heads / kv_heads query heads", at_least=1, cap=WIDEST)
+    head_dim: int | None = setting(None, "width of a head; null: dim / heads", at_least=2, cap=WIDEST)
+    ffn: int = setting(640, "width of the feed-forward layer", at_least=1, cap=WIDEST)
+    vocab: int = setting(4096, "entries of the vocabulary", at_least=1, cap=WIDEST)
+    rope_theta: float = setting(500000.0, "base of the rotary frequencies", above=0, cap=1e12)
+    rope_factor: float = setting(
+        1.0, "stretch of the long rotary wavelengths (Llama 3.1); 1: none", at_least=1, cap=1e6
+    )
     rope_low: float = setting(1.0, "wavelengths above rope_original / rope_low are stretched in full", above=0)
     rope_high: float = setting(4.0, "wavelengths below rope_original / rope_high are not stretched", above=0)
-    rope_original: int = setting(8192, "sequence length before the stretch", at_least=1)
-    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", above=0)
+    rope_original: int = setting(8192, "sequence length before the stretch", at_least=1, cap=10**9)
+    norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", above=0, cap=1)
     tied: bool = setting(False, "use the embedding's weight as the head's")
 
     @property
@@ -185,9 +191,9 @@ class Llama(Decoder):
 class Qwen3(Decoder):
     """Shape of a dense Qwen3 decoder (arXiv:2505.09388): queries and keys are normalised a head before rotation."""
 
-    head_dim: int | None = setting(128, "width of a head; null: dim / heads", at_least=2)
-    rope_theta: float = setting(1000000.0, "base of the rotary frequencies", above=0)
-    norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", above=0)
+    head_dim: int | None = setting(128, "width of a head; null: dim / heads", at_least=2, cap=WIDEST)
+    rope_theta: float = setting(1000000.0, "base of the rotary frequencies", above=0, cap=1e12)
+    norm_eps: float = setting(1e-6, "added to the mean square in RMSNorm", above=0, cap=1)
 
     def build(self) -> Qwen3Module:
         """The module on the current default device; its caller chooses `torch.device("meta")`."""

@@ -51,8 +51,8 @@ class Group:
     """Parameters that are updated in their own way."""
 
     match: tuple[str, ...] = setting(help="patterns of parameters' names, such as ['*norm.weight','layers.0.*']")
-    weight_decay: float | None = setting(None, "weight decay; null: as for the others", at_least=0)
-    lr: float = setting(1.0, "learning rate, as a factor on optimizer.lr", at_least=0)
+    weight_decay: float | None = setting(None, "weight decay; null: as for the others", at_least=0, cap=1e4)
+    lr: float = setting(1.0, "learning rate, as a factor on optimizer.lr", at_least=0, cap=1e6)
 
     def matches(self, name: str) -> bool:
         """Whether a parameter of that name is in the group."""
@@ -63,8 +63,8 @@ class Group:
 class Optimizer:
     """What every optimizer has in common."""
 
-    lr: float = setting(1e-3, "peak learning rate", above=0)
-    weight_decay: float = setting(0.1, "weight decay", at_least=0)
+    lr: float = setting(1e-3, "peak learning rate", above=0, cap=1e4)
+    weight_decay: float = setting(0.1, "weight decay", at_least=0, cap=1e4)
     decay: Literal["all", "matrices"] = setting(
         "all", "what weight decay is for; matrices: neither norms, biases nor the embedding"
     )
@@ -145,7 +145,7 @@ class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
     betas: tuple[float, float] = setting((0.9, 0.95), "decay of the two moments", at_least=0, below=1)
-    eps: float = setting(1e-8, "added to the root of the second moment", above=0)
+    eps: float = setting(1e-8, "added to the root of the second moment", above=0, cap=1)
     moments: Literal["auto", "fp32", "bf16"] = setting("auto", "type in which the moments are kept; auto: the weights'")
     implementation: Literal["fused", "foreach", "for-loop"] = setting(
         "fused", "fused, foreach or for-loop", science=False
