@@ -27,8 +27,8 @@ import yaml
 from titan import endings, identity
 from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
-from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.remote import of
+from titan.checkpoint.manifest import Damaged, Manifest
+from titan.checkpoint.remote import Remote, of
 from titan.dataset import corpora
 from titan.dataset.mix import Mix
 from titan.identity import Ids
@@ -140,7 +140,7 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     if not _own(run, damaged):
         raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one.")
     if run.checkpoint.path and damaged.startswith(of(run.checkpoint.path, run.directory).url):
-        of(run.checkpoint.path, run.directory).forget(life.step)
+        _forget(of(run.checkpoint.path, run.directory), life.step, f"checkpoint.path={run.checkpoint.path}")
     else:
         manifest.set_aside(Path(damaged))
     lives = read_lives(directory)
@@ -156,6 +156,16 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     life = replace(life, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
     _correct(directory, life)
     return life
+
+
+def _forget(copies: Remote, step: int, setting: str) -> None:
+    """Let a damaged copy elsewhere count no more."""
+    try:
+        copies.forget(step)
+    except (OSError, Damaged) as error:
+        raise Refusal(
+            f"{setting}: step-{step} there is damaged, and can't be set aside ({error}); mend that."
+        ) from error
 
 
 def withdraw(run: Run, life: Life) -> None:

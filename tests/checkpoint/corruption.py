@@ -452,7 +452,7 @@ def _manifests() -> Iterator[Damage]:
     yield Damage(
         "manifest that names files outside",
         lambda s: say(s.last, files={"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}),
-        _said(f"{MANIFEST} names files outside of its folder"),
+        _said(f"{MANIFEST} is no manifest .it names '../step-2/manifest.json', which is no file of its own folder"),
     )
 
 
@@ -494,7 +494,7 @@ def _traps() -> Iterator[Damage]:
     yield Damage("metadata hide a shell", described(nested), _said(names.format("posix.system")))
     objects = _said(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
     yield Damage("metadata of objects", described(as_bytes), objects)
-    yield Damage("metadata that lead outside", described(outside), _said("it leads to ../step-2/"))
+    yield Damage("metadata that lead outside", described(outside), _said("it leads to '../step-2/"))
     refused = "the checkpoint .*step-4 can't be read: .*; remove"
     yield Damage("data run a shell", torch_trap, refused, None, code=1)
     yield Damage("data a pickle", trap(system, DATA), refused, None, code=1)
