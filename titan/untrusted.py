@@ -130,6 +130,11 @@ def _is_deep(text: str) -> bool:
     return False
 
 
+def word(text: str) -> str:
+    """A text of unknown length and content, for a message on a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text[:80])
+
+
 def shown(value: object) -> str:
     """A value of unknown size, in a few characters."""
     if value is None or isinstance(value, (bool, float, str)):
@@ -160,7 +165,7 @@ def check(value: object, kind: Any, where: str) -> None:
     if isinstance(value, dict) and inner:
         for key, part in value.items():
             check(key, inner[0], f"a key of {where}")
-            check(part, inner[1], f"{where}.{str(key)[:60]}")
+            check(part, inner[1], f"{where}.{word(str(key))}")
     elif isinstance(value, (list, tuple)) and inner:
         for part in value:
             check(part, inner[0], f"a value of {where}")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
+from titan.untrusted import word
+
 Name = tuple[str, str]
 """A module and what it is called there."""
 _STOP, _MEMOIZE, _BININT1 = pickle.STOP[0], pickle.MEMOIZE[0], pickle.BININT1[0]
@@ -154,8 +156,10 @@ class _Machine:
 
     def name(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        if type(name) is not str or type(module) is not str or (module, name) not in self.known:
-            raise UnknownName(f"it names {str(module)[:80]}.{str(name)[:80]}, which no checkpoint of tensors does")
+        if type(name) is not str or type(module) is not str:
+            raise ValueError("a name is no text")
+        if (module, name) not in self.known:
+            raise UnknownName(f"it names {word(module)}.{word(name)}, which no checkpoint of tensors does")
         self.stack.append(Global((module, name)))
 
     def make(self) -> None:

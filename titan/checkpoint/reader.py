@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from titan.checkpoint import pickles
 from titan.checkpoint.pickles import Global, Made
-from titan.untrusted import file_name, shown
+from titan.untrusted import file_name, shown, word
 
 METADATA = ".metadata"
 """The file that says where which tensor is."""
@@ -98,7 +98,7 @@ def _metadata(value: Any) -> Metadata:
     at = {_index(index): _place(place) for index, place in places.items()}
     for index in at:
         if index.fqn not in found:
-            raise ValueError(f"{index.fqn[:80]} has a file, and is no tensor of it")
+            raise ValueError(f"{word(index.fqn)} has a file, and is no tensor of it")
     return Metadata(found, _planned(fields.get("planner_data")), at)
 
 
@@ -113,13 +113,13 @@ def _planned(value: Any) -> Any:
 
 
 def _tensor(value: Any, name: str) -> TensorStorageMetadata:
-    fields = _fields(value, "TensorStorageMetadata", f"{name[:80]} is no tensor")
+    fields = _fields(value, "TensorStorageMetadata", f"{word(name)} is no tensor")
     size, chunks = _size(fields.get("size")), fields.get("chunks")
     if type(chunks) is not list:
-        raise ValueError(f"{name[:80]} has no parts")
+        raise ValueError(f"{word(name)} has no parts")
     found = [_chunk(chunk) for chunk in chunks]
     if any(_outside(chunk, size) for chunk in found):
-        raise ValueError(f"a part of {name[:80]} is not in it")
+        raise ValueError(f"a part of {word(name)} is not in it")
     return TensorStorageMetadata(_properties(fields.get("properties")), size, found)
 
 
@@ -157,7 +157,7 @@ def _place(value: Any) -> _StorageInfo:
     except ValueError:
         raise Foreign(f"it leads to {shown(fields.get('relative_path'))}, which is no file of its own") from None
     if fields.get("transform_descriptors"):
-        raise ValueError(f"{path} is not as it was written")
+        raise ValueError(f"{word(path)} is not as it was written")
     return _StorageInfo(path, _count(fields.get("offset")), _count(fields.get("length")))
 
 
