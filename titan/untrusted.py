@@ -52,8 +52,8 @@ def inside(folder: Path, name: object) -> Path:
     return Path(path)
 
 
-def read(file: Path) -> bytes:
-    """The content of a regular file; a pipe in its place would block.
+def read(file: Path, last: int | None = None) -> bytes:
+    """The content of a regular file, or its `last` bytes; a pipe in its place would block.
 
     Raises:
         OSError: when it can't be read.
@@ -65,6 +65,8 @@ def read(file: Path) -> bytes:
             raise IsADirectoryError(21, "Is a directory", str(file))
         if not stat.S_ISREG(mode):
             raise ValueError("it is no regular file")
+        if last is not None:
+            content.seek(max(0, content.seek(0, os.SEEK_END) - last))
         return content.read()
 
 

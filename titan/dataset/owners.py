@@ -21,6 +21,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from titan.untrusted import check, parse_object
+
 TOUCH_SECONDS = 3.0
 STALE_SECONDS = 600.0
 
@@ -120,10 +122,11 @@ def _entries(path: Path) -> Iterator[Path]:
 
 def _read(claim: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(claim.read_text())
+        owner = parse_object(claim.read_text(errors="replace"))
+        check(owner.get("pid", 0), int, "pid")
     except (OSError, ValueError):  # gone, or only just made
         return {}
-    return owner if isinstance(owner, dict) else {}
+    return owner
 
 
 def _break(claim: Path) -> None:
