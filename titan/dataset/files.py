@@ -29,7 +29,7 @@ LONGEST = 128 * 1024 * 1024
 """Bytes of a line or document: a few compressed ones may swell to more than there is memory."""
 PART_BYTES = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
-_FRAME_CHUNK = 1024  # what they swell to is held in memory: zstd's 4 bytes may become 128 KiB
+_FRAME_CHUNK = 256  # what they swell to is held in memory: 4 bytes of zstd may become 128 KiB
 _MEMO_BYTES = 1024 * 1024
 _COMPRESSED = (".gz", ".zst")
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "checksum", "sha256")
