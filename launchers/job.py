@@ -27,7 +27,7 @@ from titan.cluster import devices
 from titan.endings import AGAIN
 from titan.rank import leave
 from titan.run import Run, moved
-from titan.settings import Failure, Refusal
+from titan.settings import Failure, Refusal, fault
 from titan.stop import code
 
 GRACE_SECONDS = 30.0
@@ -67,8 +67,8 @@ def main(arguments: list[str]) -> int:
         return _leave(life, place.rank, str(failure), 1)
     except KeyboardInterrupt:
         return 130
-    except BaseException:
-        return _leave(life, place.rank, traceback.format_exc(), 1)
+    except BaseException as error:
+        return _leave(life, place.rank, fault(error) or traceback.format_exc(), 1)
 
 
 def _said(life: Path, exit_code: int) -> int:

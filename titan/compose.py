@@ -127,9 +127,19 @@ def exit_code(body: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read has seen enough: `... | head`
+    except OSError as error:
+        return _fault(error)
+
+
+def _fault(error: OSError) -> int:
+    """The exit code for what the machine lacks, once that is said; the error is raised where it is another one."""
+    if isinstance(error, BrokenPipeError):  # whoever read has seen enough: `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    if (words := settings.fault(error)) is None:
+        raise error
+    print(f"titan: {words}", file=sys.stderr)
+    return 1
 
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:

@@ -7,12 +7,13 @@ written by the batch script. Older jobs have left `JOB.LIFE.RANK.out` and `JOB.L
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from titan import locks
 
 AGAIN = 75
 """Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
@@ -50,14 +51,7 @@ def finished(run: Path, steps: int = 0) -> bool:
 
 def held(run: Path) -> bool:
     """Whether a process of this machine, or of any that shares locks with it, is running in a directory."""
-    try:
-        with (run / ".lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return locks.held(run / ".lock")
 
 
 def last(folder: Path, job: str) -> End | None:

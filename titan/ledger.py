@@ -12,7 +12,6 @@ their jobs carry), `sent` (with the jobs' numbers), `started` and `ended` (a poi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from typing import Any, Literal
 
 import yaml
 
-from titan import endings, untrusted
+from titan import endings, locks, untrusted
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
@@ -179,7 +178,7 @@ def add(directory: Path, *lines: Mapping[str, Any]) -> None:
     """Add events to the ledger, in one write."""
     text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
     with (directory / LEDGER).open("a+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        locks.take(file.fileno(), f"hydra.sweep.dir={directory}")
         file.seek(0, 2)
         if file.tell():  # a line that a kill cut short ends here
             file.seek(-1, 2)
@@ -246,9 +245,12 @@ def _wrong(directory: Path) -> Iterator[str]:
 def alone(directory: Path) -> Iterator[None]:
     """Let one launcher at a time hand points of a sweep on; another one waits."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f".{LEDGER}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = locks.opened(directory / f".{LEDGER}.lock")
+    try:
+        locks.take(lock, f"hydra.sweep.dir={directory}")
         yield
+    finally:
+        os.close(lock)
 
 
 def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -> None:

@@ -7,24 +7,23 @@ Another science is refused with the settings that differ. `run.yaml` holds a doc
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import json
 import os
 import platform
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
-from titan import endings, identity
+from titan import endings, identity, locks
 from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
 from titan.checkpoint.manifest import Damaged, Manifest
@@ -35,9 +34,22 @@ from titan.identity import Ids
 from titan.parents import Parent, parent, rows_read
 from titan.run import Run, as_config
 from titan.settings import Refusal, show
+from titan.untrusted import word
 
-OURS = {".lock", ".hydra", "run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log"}
+OURS = {
+    ".lock",
+    ".hydra",
+    "run.yaml",
+    ".run.yaml",
+    "env.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "result.json",
+    "loss.png",
+    "log",
+}
 OURS |= {
+    ".run.yaml",
     "profile",
     "debug",
     "tensorboard",
@@ -175,11 +187,10 @@ def withdraw(run: Run, life: Life) -> None:
     if _told(directory, life):
         return
     if earlier:
-        return _write(directory, earlier)
-    for name in ("run.yaml", "env.json"):
-        (directory / name).unlink(missing_ok=True)
-    for name in (".hydra", "log"):
-        shutil.rmtree(directory / name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # on a full disk it stays
+            return _write(directory, earlier)
+        return
+    _clear(directory)
 
 
 def _told(directory: Path, life: Life) -> bool:
@@ -304,46 +315,49 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
     new = [f for f in (directory, *directory.parents) if not f.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("a+")
+        lock = locks.opened(directory / ".lock")
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); choose another place.") from error
-    with file:
-        try:
-            _lock(file, patience)
-        except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise Refusal(
-                f"hydra.run.dir={directory}: {holder} is running in it; wait for it, or choose another name."
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            if new and {p.name for p in directory.iterdir()} <= {".lock"}:
-                _leave(new)
+        _leave(new)
+        raise _unwritable(directory, error) from error
+    try:
+        _hold(lock, directory, patience)
+        yield
+    finally:
+        if new and directory.is_dir() and {p.name for p in directory.iterdir()} <= {".lock"}:
+            _leave(new)
+        os.close(lock)
 
 
-def _lock(file: IO[str], patience: float) -> None:
-    """Take a file's lock, or raise an OSError when it is still held after `patience` seconds."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+def _hold(lock: int, directory: Path, patience: float) -> None:
+    """Lock a run's directory, and say in the file by whom it is.
+
+    Raises:
+        Refusal: when another process holds it, or it can't be locked.
+    """
+    try:
+        locks.take(lock, f"hydra.run.dir={directory}", patience)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+        raise Refusal(
+            f"hydra.run.dir={directory}: {word(holder)} is running in it; wait for it, or choose another name."
+        ) from None
+    with contextlib.suppress(OSError):  # on a full disk nobody is told by whom
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def _unwritable(directory: Path, error: OSError) -> Refusal:
+    reason = error.strerror or str(error)
+    way = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+    return Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place.")
 
 
 def _leave(folders: list[Path]) -> None:
     """Take away the folders, innermost first, that came with a run that was refused."""
-    (folders[0] / ".lock").unlink()
-    with contextlib.suppress(OSError):  # another run has come into one of them
-        for folder in folders:
+    if folders:
+        (folders[0] / ".lock").unlink(missing_ok=True)
+    for folder in folders:
+        with contextlib.suppress(OSError):  # another run has come into it
             folder.rmdir()
 
 
@@ -493,24 +507,48 @@ def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[s
         "science": dict(science),
         "config": as_config(run),
     }
-    _write(directory, [*lives, document])
-    (directory / ".hydra").mkdir(exist_ok=True)
-    for name, text in run.hydra.items():
-        (directory / ".hydra" / name).write_text(text)
-    (directory / "env.json").write_text(json.dumps(_environment(run), indent=1))
+    try:
+        (directory / ".hydra").mkdir(exist_ok=True)
+        for name, text in run.hydra.items():
+            (directory / ".hydra" / name).write_text(text)
+        (directory / "env.json").write_text(json.dumps(_environment(run), indent=1))
+        _write(directory, [*lives, document])  # last: what fails before it leaves the run as it was
+    except OSError as error:
+        if not lives:
+            _clear(directory)
+        raise _unwritable(directory, error) from error
+
+
+def _clear(directory: Path) -> None:
+    """Remove what a life left that was not recorded."""
+    for name in ("run.yaml", "env.json"):
+        (directory / name).unlink(missing_ok=True)
+    for name in (".hydra", "log"):
+        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def _correct(directory: Path, life: Life) -> None:
     """Let the last document of run.yaml say where the life really begins."""
     *earlier, document = read_lives(directory)
-    _write(directory, [*earlier, document | {"from_step": life.step, "notes": list(life.notes)}])
+    try:
+        _write(directory, [*earlier, document | {"from_step": life.step, "notes": list(life.notes)}])
+    except OSError as error:
+        raise _unwritable(directory, error) from error
 
 
 def _write(directory: Path, documents: list[dict[str, Any]]) -> None:
     """Replace run.yaml; at once, so that a kill leaves no half of it."""
     temporary = directory / ".run.yaml"
-    temporary.write_text("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in documents))
-    temporary.rename(directory / "run.yaml")
+    temporary.unlink(missing_ok=True)  # a link would lead elsewhere
+    try:
+        with temporary.open("x") as out:
+            out.write("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in documents))
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(directory / "run.yaml")
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _environment(run: Run) -> dict[str, Any]:

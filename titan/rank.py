@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers.place import Place
-from titan.settings import Failure, Refusal
+from titan.settings import Failure, Refusal, fault
 
 Body = Callable[[Any, Place, Callable[[BaseException], int]], int]
 """What a rank does: with its payload, its place, and what it may tell of an error before it puts things in order."""
@@ -41,10 +42,11 @@ def main(file: str, body: Body) -> int:
 
 def _tell(file: Path, rank: int, error: BaseException) -> int:
     """Leave word of an error, once, with its time: the earliest of all ranks is the cause; returns the exit code."""
-    plain, code = isinstance(error, (Refusal, Failure)), 2 if isinstance(error, Refusal) else 1
+    lacking = fault(error)
+    plain, code = bool(lacking) or isinstance(error, (Refusal, Failure)), 2 if isinstance(error, Refusal) else 1
     if file.exists():
         return code
-    text = str(error) if plain else "".join(traceback.format_exception(error))
+    text = (lacking or str(error)) if plain else "".join(traceback.format_exception(error))
     if rank > 0:
         print(text, file=sys.stderr)  # to this rank's own log
     temporary = file.with_suffix(".tmp")
@@ -76,8 +78,9 @@ def run(body: Body) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End this process at once: threads and destructors of a broken process group must not delay it."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk has no room for the rest of a log
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

@@ -92,7 +92,7 @@ def holder(claim: Path) -> str:
 
 
 def _gone(owner: str, pid: int, path: Path) -> bool:
-    if owner == machine() and pid and not _alive(pid):
+    if owner == machine() and pid and not alive(pid):
         return True
     try:
         return time.time() - max(entry.stat().st_mtime for entry in _entries(path)) > STALE_SECONDS
@@ -100,7 +100,7 @@ def _gone(owner: str, pid: int, path: Path) -> bool:
         return True
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     """Whether there is such a process, other than one that has ended and whose parent hasn't looked yet."""
     try:
         os.kill(pid, 0)
