@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from titan import endings, identity, locks
+from titan import endings, identity, locks, untrusted
 from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
 from titan.checkpoint.manifest import Damaged, Manifest
@@ -60,10 +60,15 @@ OURS |= {
     ".ledger.jsonl.lock",
     "slurm",
 }
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one in C, where there is one: a comparison reads thousands of documents."""
-NEEDED = ("life", "run_id", "ids", "science", "config")
-"""What later lives want of a document in run.yaml."""
+NEEDED: dict[str, Any] = {
+    "life": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
+}  # fmt: skip
+"""What later lives want of a document in run.yaml, by the types of the values."""
+_MORE: dict[str, Any] = {
+    "parent": str | None, "from_step": int | None, "notes": list[str] | None, "overrides": list[str] | None,
+    "choices": dict[str, Any] | None, "layout": dict[str, int] | None, "kind": str | None, "name": str | None,
+}  # fmt: skip
+"""What a document may lack."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +131,12 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
     if lives:
         _compare(run, lives[-1], science, mix, last)
-        result = _result(directory)
+        result, wrong = endings.final(directory, _sciences(lives))
         done = result.get("finished") and result["step"] == run.training.steps
         if done and not (last and choose.owed(run.checkpoint, directory, last.about.step)):
             return Finished(run.directory, result)
         _check_last(run, result, last, notes)
-        notes += _gone(lives[-1], result, last)
+        notes += (*_gone(lives[-1], result, last), *([wrong] if wrong else []))
     life = replace(_life(run, lives, identity.ids(run, science), mix, folders, begins, last), notes=notes)
     _record(run, life, science, lives)
     return life
@@ -209,7 +214,10 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     """
     file = directory / "run.yaml"
     if file.is_file():
-        return _documents(file.read_text(errors="replace"), f"hydra.run.dir={directory}")
+        try:
+            return _documents(untrusted.read(file).decode(errors="replace"), f"hydra.run.dir={directory}")
+        except OSError as error:
+            raise _unreadable(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
     others = sorted({p.name for p in directory.iterdir()} - OURS) if directory.is_dir() else []
     if others:
         raise Refusal(
@@ -226,15 +234,37 @@ def _documents(text: str, label: str) -> list[dict[str, Any]]:
         Refusal: when that is not what `_record` wrote.
     """
     try:
-        documents = [document for document in yaml.load_all(text, LOADER) if document]
-    except (ValueError, yaml.YAMLError) as error:
+        documents = [document for document in untrusted.parse_yaml(text) if document]
+    except ValueError as error:
         raise _unreadable(label, " ".join(str(error).split())[:100]) from error
     for number, document in enumerate(documents, 1):
         try:
-            _ = [document[key] for key in NEEDED], document["config"]["training"]["steps"]
-        except (KeyError, TypeError) as error:
-            raise _unreadable(label, f"its document {number} is not complete") from error
+            _check_document(document, documents[0])
+        except KeyError as error:
+            raise _unreadable(label, f"its document {number} is not complete: it has no {error}") from error
+        except ValueError as error:
+            raise _unreadable(label, f"its document {number} is not complete: {error}") from error
     return documents
+
+
+def _check_document(document: Any, first: Any) -> None:
+    """Compare a document of run.yaml with what `_record` writes.
+
+    Raises:
+        ValueError, KeyError: naming what is missing, of another type, or another run's.
+    """
+    untrusted.check(document, dict[str, Any], "it")
+    for name, kind in NEEDED.items():
+        untrusted.check(document[name], kind, name)
+    for name, kind in _MORE.items():
+        untrusted.check(document.get(name), kind, name)
+    untrusted.check(document["ids"]["science"], str, "ids.science")
+    training = document["config"]["training"]
+    untrusted.check(training, dict[str, Any], "config.training")
+    for name in ("steps", "seed", "repeat", "seq_len", "global_batch"):
+        untrusted.check(training[name] if name == "steps" else training.get(name, 0), int, f"config.training.{name}")
+    if document["run_id"] != first["run_id"]:
+        raise ValueError(f"it is of another run, {untrusted.shown(document['run_id'])}")
 
 
 def _unreadable(label: str, why: str) -> Refusal:
@@ -297,7 +327,7 @@ def _differ(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def finished(run: Run) -> Finished:
     """What the finished run in a directory came to."""
-    return Finished(run.directory, _result(Path(run.directory)))
+    return Finished(run.directory, endings.final(Path(run.directory))[0])
 
 
 @contextmanager
@@ -361,12 +391,9 @@ def _leave(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _result(directory: Path) -> dict[str, Any]:
-    file = directory / "result.json"
-    try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError):
-        return {}
+def _sciences(lives: list[dict[str, Any]]) -> set[str]:
+    """The ids of what a run has learned: more steps change them."""
+    return {document["ids"]["science"] for document in lives}
 
 
 def _lives_elsewhere(run: Run) -> list[dict[str, Any]]:

@@ -187,7 +187,9 @@ def _checked(content: dict[str, Any]) -> Manifest:
     if not names:
         raise ValueError("it lists no files")
     found = Manifest(**{**content, "files": {name: _file(name, content["files"][name]) for name in names}})
-    if min(found.step, found.tokens, found.seq_len) < 0:
+    if found.data:  # converted weights have none
+        untrusted.check(found.data.get("rows"), int, "data.rows")
+    if min(found.step, found.tokens, found.seq_len, found.data.get("rows", 0)) < 0:
         raise ValueError("it has a number below 0")
     if found.tokenizer is not None and not is_tokenizer(found.tokenizer, found.files):
         raise ValueError(f"its tokenizer is {untrusted.shown(found.tokenizer)}, which is no file of its own folder")

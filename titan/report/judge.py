@@ -291,7 +291,7 @@ def _notes(
 ) -> tuple[str, ...]:
     """What holds for the whole."""
     every = [m for each in members for m in each]
-    notes = []
+    notes = [*found.damage, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.damage)]
     if len(codes := _codes(every)) > 1:
         notes.append(f"the runs have {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
     if len(hardware := {m.run.hardware for m in every}) > 1:
