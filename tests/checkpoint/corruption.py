@@ -456,6 +456,20 @@ def _manifests() -> Iterator[Damage]:
     )
 
 
+def _wrong_manifests() -> Iterator[Damage]:
+    """What a manifest may say that it should not."""
+    yield Damage("manifest without data", lambda s: say(s.last, data=None), _said(".* .data is None, where a mapping"))
+    yield Damage("manifest without files", lambda s: say(s.last, files={}), _said(".* .it lists no files"))
+    yield Damage("manifest that lists no tensors", unlisted, _said(f"{MANIFEST} does not list {DATA}"))
+    yield Damage("checkpoint of another run", lambda s: say(s.last, run_id="other"), _said(".* is of another run"))
+
+
+def unlisted(scene: Scene) -> None:
+    """Let the manifest say nothing of the file with the tensors."""
+    files = json.loads((scene.last / MANIFEST).read_text())["files"]
+    say(scene.last, files={name: file for name, file in files.items() if name != DATA})
+
+
 def _folders() -> Iterator[Damage]:
     """What happens to folders."""
     none = "there is no checkpoint any more of a run that had got to step 4"
@@ -567,7 +581,7 @@ def _others() -> Iterator[Damage]:
 
 def table() -> list[Damage]:
     """All of them."""
-    return [*_files(), *_manifests(), *_folders(), *_traps(), *_remotes(), *_others()]
+    return [*_files(), *_manifests(), *_wrong_manifests(), *_folders(), *_traps(), *_remotes(), *_others()]
 
 
 def main(text: str = "") -> int:
