@@ -454,17 +454,9 @@ def _manifests() -> Iterator[Damage]:
         lambda s: say(s.last, files={"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}),
         _said(f"{MANIFEST} is no manifest .it names '../step-2/manifest.json', which is no file of its own folder"),
     )
-
-
-def _wrong_manifests() -> Iterator[Damage]:
-    """What a manifest may say that it should not."""
     yield Damage("manifest without data", lambda s: say(s.last, data=None), _said(".* .data is None, where a mapping"))
     other = lambda s: {METADATA: vars(manifest.checksum_of(s.last / METADATA))}
-    yield Damage(
-        "manifest that lists no tensors",
-        lambda s: say(s.last, files=other(s)),
-        _said(f"{MANIFEST} does not list {DATA}"),
-    )
+    yield Damage("manifest that lists no tensors", lambda s: say(s.last, files=other(s)), _said(".* does not list __0"))
     yield Damage("checkpoint of another run", lambda s: say(s.last, run_id="other"), _said(".* is of another run"))
 
 
@@ -579,7 +571,7 @@ def _others() -> Iterator[Damage]:
 
 def table() -> list[Damage]:
     """All of them."""
-    return [*_files(), *_manifests(), *_wrong_manifests(), *_folders(), *_traps(), *_remotes(), *_others()]
+    return [*_files(), *_manifests(), *_folders(), *_traps(), *_remotes(), *_others()]
 
 
 def main(text: str = "") -> int:
