@@ -29,7 +29,7 @@ from titan.endings import AGAIN
 from titan.rank import leave
 from titan.run import Run, moved
 from titan.safe import safe_lines
-from titan.settings import Failure, Refusal
+from titan.settings import Failure, Refusal, fault
 from titan.stop import code, preempt_signal
 
 GRACE_SECONDS = 30.0
@@ -70,8 +70,8 @@ def main(arguments: list[str]) -> int:
         return _leave(life, place.rank, str(failure), 1)
     except KeyboardInterrupt:
         return 130
-    except BaseException:
-        return _leave(life, place.rank, safe_lines(traceback.format_exc()), 1)
+    except BaseException as error:
+        return _leave(life, place.rank, fault(error) or safe_lines(traceback.format_exc()), 1)
 
 
 def _said(life: Path, exit_code: int) -> int:

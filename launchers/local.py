@@ -14,7 +14,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from typing import Any
 
 from launchers.environment import before_torch
 from launchers.place import Place
+from launchers.scratch import scratch
 from titan import output
 from titan.safe import safe_lines
 
@@ -81,8 +81,8 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.ran
         0 when all ranks ended well, 2 when one refused, 130 when a signal ended them, else 1; the first failing
         rank's own error is shown once on stderr.
     """
-    with tempfile.TemporaryDirectory(prefix="titan-") as folder:
-        ranks = Ranks(Path(folder))
+    with scratch() as folder:
+        ranks = Ranks(folder)
         with _signals(ranks):
             try:
                 _start(ranks, payload, size, directory, module)

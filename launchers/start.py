@@ -22,7 +22,7 @@ from launchers.local import run_ranks, tell
 from launchers.place import Place
 from titan import console, lives
 from titan.run import Run
-from titan.settings import Failure, Refusal
+from titan.settings import Failure, Refusal, fault
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait until all have come."""
@@ -143,7 +143,7 @@ def _guarded(store: Any, place: Place, run: Run, life: lives.Life, work: Any) ->
     except Exception as error:
         if not (first[0] if first else _first(store)):
             return 2 if isinstance(error, Refusal) else 1
-        if not isinstance(error, (Refusal, Failure)):
+        if not isinstance(error, (Refusal, Failure)) and not fault(error):
             print(f"titan: rank {place.rank} failed:", file=sys.stderr)
         raise
 

@@ -88,7 +88,9 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     rows = run.training.rows_before(step + 1)
     data = order.state(rows, mix_of(run).fingerprint(rows))
     layout, model = run.layout.degrees(), as_model(run)
-    said = about(step, data=data, science_id=science, layout=layout, model=model)
+    begun = lives.read_lives(Path(run.directory))
+    run_id = begun[0]["run_id"] if begun else "run"
+    said = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
     return complete(manifest.folder_of(Path(run.directory), step), said, {"weights": b"w" * 100})
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +21,7 @@ import yaml
 from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
+from titan import compose, endings, ledger, lives
 from titan.cluster import devices
 from titan.compose import composed
 from titan.dataset.shards import open_corpus
@@ -258,3 +263,100 @@ def test_damaged_checkpoint_is_passed_over_on_resume() -> None:
     (bad / "weights").write_bytes(b"w")
     life = lived(run)
     assert (life.checkpoint, life.step) == (str(good), 1)
+
+
+# Faults of the machine, and what somebody else may leave
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    run.mkdir()
+    for link in (lambda: (run / ".lock").symlink_to(victim), lambda: (run / ".lock").hardlink_to(victim)):
+        link()
+        with pytest.raises(Refusal, match=r"hydra.run.dir=\S+: can't be written to \(.*link"), locked(run):
+            pass
+        (run / ".lock").unlink()
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_in_place_of_a_lock_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    assert not endings.held(tmp_path)
+    with pytest.raises(Refusal, match=r"\.lock is a link or no file; remove it"), locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said = r"=\S+: its file system has no file locks \(flock: .*mounted with them \(Lustre: -o flock\), or choose"
+    with pytest.raises(Refusal, match=f"hydra.run.dir{said}"), locked(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(Refusal, match=f"hydra.sweep.dir{said}"), ledger.alone(tmp_path):
+        pass
+
+
+def full(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the `after`-th time on that a file is opened to be written or a folder made, the disk is full."""
+    count = iter(range(10**6))
+
+    def failing(real: Any, writes: Any) -> Any:
+        def work(path: Path, *arguments: Any, **more: Any) -> Any:
+            if writes(*arguments, **more) and next(count) >= after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return real(path, *arguments, **more)
+
+        return work
+
+    monkeypatch.setattr(Path, "open", failing(Path.open, lambda mode="r", *rest, **more: mode[0] in "wxa"))
+    monkeypatch.setattr(Path, "mkdir", failing(Path.mkdir, lambda *rest, **more: True))
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny()
+    lives.corpora.ready(run.dataset)
+    Path(run.directory).rmdir()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(Refusal, match=r"hydra.run.dir=\S+: can't be written .*No space"),
+    ):
+        full(after, patch)
+        with locked(Path(run.directory)):
+            begin(run)
+    assert not Path(run.directory).exists(), "the name can be used again"
+    with locked(Path(run.directory)):
+        lived(run)
+
+
+def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny()
+    lived(run)
+    save_of(run, 1)
+    before = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
+    for after in range(3):
+        with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"No space left on device\); free some"):
+            full(after, patch)
+            begin(run)
+    now = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
+    assert now == before
+    assert lived(run).number == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(errno.ENOSPC, "No space left.*free some space"), (errno.EIO, "mend that file system"), (errno.EMFILE, "ulimit")],
+    ids=["full", "broken", "files"],
+)
+def test_what_the_machine_lacks_is_a_sentence(code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> int:
+        raise OSError(code, os.strerror(code), "runs/x/log")
+
+    assert compose.exit_code(body) == 1
+    err = capsys.readouterr().err
+    assert re.search(f"^titan: runs/x/log: .*{said}.* and give the same command again", err) and err.count("\n") == 1

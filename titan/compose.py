@@ -143,6 +143,11 @@ def exit_code(body: Callable[[], int]) -> int:
         if lost.code != output.PIPE:
             print(f"titan: {lost}.", file=sys.stderr)
         return lost.code
+    except OSError as error:
+        if (words := settings.fault(error)) is None:
+            raise
+        print(f"titan: {words}", file=sys.stderr)
+        return 1
 
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:

@@ -151,9 +151,13 @@ def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
 def _loss(result: Mapping[str, Any]) -> str:
     """The losses at both ends, and that of validation."""
     validation, bits = result.get("validation_loss"), result.get("bits_per_byte")
-    timed = result.get("tokens_per_second") or result["last_loss"] is not None
+    timed = result.get("tokens_per_second") or result.get("last_loss") is not None
     return (
-        (f"{_number(result['first_loss'])} -> {_number(result['last_loss'])}" if timed else "no step was done here")
+        (
+            f"{_number(result.get('first_loss'))} -> {_number(result.get('last_loss'))}"
+            if timed
+            else "no step was done here"
+        )
         + (f", validation {_number(validation)}" if validation is not None else "")
         + (f" ({bits:.3f} bits a byte)" if bits is not None else "")
     )
@@ -266,7 +270,7 @@ def _speed(result: Mapping[str, Any]) -> str:
     if rate is None:
         return "no step was timed"
     mfu = f", MFU {result['mfu']:.1%}" if result.get("mfu") else ""
-    memory = f"peak memory {result['memory_gib']:.2f} GiB a rank"
+    memory = f"peak memory {result.get('memory_gib') or 0:.2f} GiB a rank"
     wait = result.get("data_wait") or 0
     stalled = f", {wait:.0%} of it waiting for data" if wait >= 0.01 else ""
     return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in all{stalled}"

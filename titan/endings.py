@@ -7,12 +7,13 @@ written by the batch script. Older jobs have left `JOB.LIFE.RANK.out` and `JOB.L
 
 from __future__ import annotations
 
-import fcntl
-import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from titan import locks, untrusted
 
 AGAIN = 75
 """Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
@@ -45,23 +46,57 @@ class End:
 
 def finished(run: Path, steps: int = 0) -> bool:
     """Whether the run in a directory has done all its steps, and so many at least."""
+    result, _ = final(run)
+    return bool(result.get("finished")) and int(result["step"]) >= steps
+
+
+def final(run: Path, sciences: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:
+    """What `result.json` of a run holds, empty where there is none; and what is wrong with it, in a sentence.
+
+    Args:
+        run: its directory.
+        sciences: the ids that the run has had, where they are known: another one is another run's.
+    """
     try:
-        result = json.loads((run / "result.json").read_text())
-        return bool(result.get("finished")) and int(result.get("step", 0)) >= steps
-    except (OSError, ValueError):
-        return False
+        found = _final(untrusted.read(run / "result.json"))
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, KeyError) as error:
+        lacks = f"it has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+        return {}, f"result.json is damaged and not used: {lacks}"
+    if sciences and found.get("science_id", "") not in {*sciences, ""}:
+        return {}, f"result.json is of another run ({untrusted.shown(found['science_id'])}) and not used"
+    return found, None
+
+
+def _final(text: bytes) -> dict[str, Any]:
+    """The content of a `result.json`.
+
+    Raises:
+        ValueError, KeyError: when its values are of other types.
+    """
+    found = untrusted.parse_object(text)
+    untrusted.check(found["finished"], bool, "finished")
+    untrusted.check(found["step"], int, "step")
+    for name, value in found.items():
+        untrusted.check(value, _RESULT.get(name.partition("/")[0], Any), name)
+    return found
+
+
+_RESULT: dict[str, Any] = {
+    **dict.fromkeys(("tokens", "life"), int),
+    **dict.fromkeys(("first_loss", "last_loss", "validation_loss", "bits_per_byte", "mfu", "seconds"), float | None),
+    **dict.fromkeys(("tokens_per_second", "data_wait", "memory_gib", "checkpoint_stall_seconds"), float | None),
+    **dict.fromkeys(("checkpoint", "plot"), str | None),
+    "science_id": str,
+    "sample": dict[str, str] | None,
+}
+"""What `result.json` holds, by the types of its values; names go up to a slash."""
 
 
 def held(run: Path) -> bool:
     """Whether a process of this machine, or of any that shares locks with it, is running in a directory."""
-    try:
-        with (run / ".lock").open("r") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return locks.held(run / ".lock")
 
 
 def last(folder: Path, job: str) -> End | None:
@@ -78,7 +113,10 @@ def newest(folder: Path, job: str) -> str:
 
 def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
     try:
-        content = json.loads(file.read_text())
+        content = untrusted.parse_object(untrusted.read(file))
+        for name, kind in (("code", int), ("again", bool | int), ("state", str)):
+            untrusted.check(content[name], kind, name)
+        untrusted.check(content.get("why", ""), str, "why")
         code, again, state = int(content["code"]), bool(content["again"]), str(content["state"])
     except (OSError, ValueError, KeyError):
         return None
@@ -121,9 +159,12 @@ def _of_ranks(folder: Path, life: str, kind: str) -> list[Path]:
 
 def _content(file: Path) -> dict[str, Any] | None:
     try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError):
+        found = untrusted.parse_object(untrusted.read(file))
+        for name, kind in (("time", float), ("rank", int), ("text", str)):
+            untrusted.check(found[name], kind, name)
+    except (OSError, ValueError, KeyError):
         return None
+    return found if str(found["text"]).strip() else None
 
 
 def _killed(output: Path) -> tuple[str | None, str | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,9 +62,10 @@ def _main(given: list[str]) -> int:
 
         return work(job, Place())
     from launchers.local import run_ranks
+    from launchers.scratch import scratch
 
-    with tempfile.TemporaryDirectory(prefix="titan-") as folder:
-        return run_ranks(job, layout.devices, Path(folder), module="titan.generate_rank")
+    with scratch() as folder:
+        return run_ranks(job, layout.devices, folder, module="titan.generate_rank")
 
 
 def _layout(given: list[str]) -> Layout:

@@ -12,9 +12,9 @@ their jobs carry), `sent` (with the jobs' numbers), `started` and `ended` (a poi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import yaml
 
-from titan import endings
+from titan import endings, locks, untrusted
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
 
@@ -90,11 +90,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep's directory says."""
+    """What a sweep's directory says, and what is wrong with that."""
 
     directory: Path
     asked: Asked
     points: tuple[Point, ...]
+    notes: tuple[str, ...] = ()
 
 
 def read(directory: Path) -> Sweep | None:
@@ -104,7 +105,8 @@ def read(directory: Path) -> Sweep | None:
     """
     if not (directory / LEDGER).is_file():
         return None
-    return Sweep(directory, asked(directory), tuple(_standing(directory, point) for point in noted(directory)))
+    points = tuple(_standing(directory, point) for point in noted(directory))
+    return Sweep(directory, asked(directory), points, tuple(_wrong(directory)))
 
 
 def noted(directory: Path) -> list[Point]:
@@ -118,12 +120,36 @@ def noted(directory: Path) -> list[Point]:
 def asked(directory: Path) -> Asked:
     """The content of `sweep.yaml`; empty where there is none."""
     try:
-        content = yaml.safe_load((directory / SWEEP).read_text()) or {}
-    except (OSError, ValueError, yaml.YAMLError):
+        return _asked(directory)
+    except (OSError, ValueError):  # `read` says so
         return Asked()
-    axes = {str(k): tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
-    baseline = {str(k): str(v) for k, v in (content.get("baseline") or {}).items()}
-    return Asked(content.get("question"), axes, baseline, float(content.get("margin", 0.02)), content.get("target"))
+
+
+def _asked(directory: Path) -> Asked:
+    """As `asked`.
+
+    Raises:
+        ValueError: when `sweep.yaml` is damaged.
+        OSError: when it can't be read.
+    """
+    content = next(iter(untrusted.parse_yaml(untrusted.read(directory / SWEEP).decode())), None) or {}
+    untrusted.check(content, dict[str, Any], "it")
+    for name, kind in _ASKED.items():
+        untrusted.check(content.get(name), kind, name)
+    axes = {k: tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
+    baseline = {k: str(v) for k, v in (content.get("baseline") or {}).items()}
+    margin = content.get("margin")
+    return Asked(content.get("question"), axes, baseline, 0.02 if margin is None else margin, content.get("target"))
+
+
+_ASKED: dict[str, Any] = {
+    "question": str | None,
+    "axes": dict[str, list[Any]] | None,
+    "baseline": dict[str, Any] | None,
+    "margin": float | None,
+    "target": float | None,
+}
+"""What `sweep.yaml` holds, by the types of its values."""
 
 
 def write_asked(directory: Path, content: Asked) -> None:
@@ -156,7 +182,7 @@ def add(directory: Path, *lines: Mapping[str, Any]) -> None:
     """Add events to the ledger, in one write."""
     text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
     with (directory / LEDGER).open("a+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        locks.take(file.fileno(), f"hydra.sweep.dir={directory}")
         file.seek(0, 2)
         if file.tell():  # a line that a kill cut short ends here
             file.seek(-1, 2)
@@ -165,22 +191,70 @@ def add(directory: Path, *lines: Mapping[str, Any]) -> None:
 
 
 def events(directory: Path) -> Iterator[dict[str, Any]]:
-    """The ledger's events in order; a line that a kill cut short is left out."""
-    with contextlib.suppress(OSError):
-        for line in (directory / LEDGER).read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    yield event
+    """The ledger's events in order; a line that a kill cut short, or that is damaged, is left out."""
+    return (event for event in _lines(directory) if event is not None)
+
+
+def _lines(directory: Path) -> Iterator[dict[str, Any] | None]:
+    """The ledger's events in order; None for a line that is damaged or cut short."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in untrusted.read(directory / LEDGER).decode(errors="replace").splitlines():
+            try:
+                yield _event(directory, line)
+            except (ValueError, KeyError):
+                yield None
+
+
+def _event(directory: Path, line: str) -> dict[str, Any]:
+    """An event.
+
+    Raises:
+        ValueError, KeyError: when the line is none, or names a folder elsewhere.
+    """
+    event = untrusted.parse_object(line)
+    for name, kind in _EVENTS.get(str(event.get("event")), {}).items():
+        untrusted.check(event[name] if kind != str | None else event.get(name), kind, name)
+    if event.get("event") == "point":
+        untrusted.inside(directory, event["directory"])
+    jobs = (job for of in event["jobs"].values() for job in of) if event.get("event") == "sent" else ()
+    if not all(re.fullmatch(r"\d{1,18}(_\d{1,18})?", job) for job in jobs):
+        raise ValueError("it names no jobs")
+    return event
+
+
+_EVENTS: dict[str, dict[str, Any]] = {
+    "point": {"id": str, "directory": str, "overrides": list[str], "steps": int, "devices": int},
+    "sending": {"token": str, "points": list[str], "time": float},
+    "sent": {"jobs": dict[str, list[str]]},
+    "unsent": {"points": list[str], "reason": str | None},
+    "started": {"id": str},
+    "ended": {"id": str, "code": int, "reason": str | None},
+}
+"""What each event holds, by the types of its values."""
+
+
+def _wrong(directory: Path) -> Iterator[str]:
+    """What is wrong with a sweep's own files, in a sentence each."""
+    if broken := sum(event is None for event in _lines(directory)):
+        yield f"{LEDGER}: {broken} line{'s are' if broken > 1 else ' is'} damaged or cut short, and not used"
+    try:
+        _asked(directory)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        yield f"{SWEEP} can't be read, and is not used: {getattr(error, 'strerror', None) or error}"
 
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
     """Let one launcher at a time hand points of a sweep on; another one waits."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / f".{LEDGER}.lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = locks.opened(directory / f".{LEDGER}.lock")
+    try:
+        locks.take(lock, f"hydra.sweep.dir={directory}")
         yield
+    finally:
+        os.close(lock)
 
 
 def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -> None:
@@ -201,6 +275,8 @@ def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -
             points[name] = replace(before, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **sent)
         elif kind == "sent":
             jobs = tuple(event["jobs"][name])
+            if not jobs:
+                continue
             lane = event.get("lane")
             points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
         elif kind == "unsent":

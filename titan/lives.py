@@ -7,28 +7,27 @@ Another science is refused with the settings that differ. `run.yaml` holds a doc
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import json
 import os
 import platform
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
-from titan import endings, identity
+from titan import endings, identity, locks, untrusted
 from titan.checkpoint import choose, manifest
 from titan.checkpoint.choose import Candidate
-from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.remote import of
+from titan.checkpoint.manifest import Damaged, Manifest
+from titan.checkpoint.remote import Remote, of
 from titan.dataset import corpora
 from titan.dataset.mix import Mix
 from titan.identity import Ids
@@ -36,13 +35,19 @@ from titan.parents import Parent, parent, rows_read
 from titan.run import FILES, Run, as_config
 from titan.safe import redacted
 from titan.settings import Refusal, show
+from titan.untrusted import word
 
 BEGUN = FILES - {".lock"}
 """What shows that a run has begun in a directory."""
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one in C, where there is one: a comparison reads thousands of documents."""
-NEEDED = ("life", "run_id", "ids", "science", "config")
-"""What later lives want of a document in run.yaml."""
+NEEDED: dict[str, Any] = {
+    "life": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
+}  # fmt: skip
+"""What later lives want of a document in run.yaml, by the types of the values."""
+_MORE: dict[str, Any] = {
+    "parent": str | None, "from_step": int | None, "notes": list[str] | None, "overrides": list[str] | None,
+    "choices": dict[str, Any] | None, "layout": dict[str, int] | None, "kind": str | None, "name": str | None,
+}  # fmt: skip
+"""What a document may lack."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +110,12 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
     if lives:
         _compare(run, lives[-1], science, mix, last)
-        result = _result(directory)
+        result, wrong = endings.final(directory, _sciences(lives))
         done = result.get("finished") and result["step"] == run.training.steps
         if done and not (last and choose.owed(run.checkpoint, directory, last.about.step)):
             return Finished(run.directory, result)
         _check_last(run, result, last, notes)
-        notes += _gone(lives[-1], result, last)
+        notes += (*_gone(lives[-1], result, last), *([wrong] if wrong else []))
     life = replace(_life(run, lives, identity.ids(run, science), mix, folders, begins, last), notes=notes)
     _record(run, life, science, lives)
     return life
@@ -131,7 +136,7 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     if not _own(run, damaged):
         raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one.")
     if run.checkpoint.path and damaged.startswith(of(run.checkpoint.path, run.directory).url):
-        of(run.checkpoint.path, run.directory).forget(life.step)
+        _forget(of(run.checkpoint.path, run.directory), life.step, f"checkpoint.path={run.checkpoint.path}")
     else:
         manifest.set_aside(Path(damaged))
     lives = read_lives(directory)
@@ -149,6 +154,16 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     return life
 
 
+def _forget(copies: Remote, step: int, setting: str) -> None:
+    """Let a damaged copy elsewhere count no more."""
+    try:
+        copies.forget(step)
+    except (OSError, Damaged) as error:
+        raise Refusal(
+            f"{setting}: step-{step} there is damaged, and can't be set aside ({error}); mend that."
+        ) from error
+
+
 def withdraw(run: Run, life: Life) -> None:
     """Take back a life that was refused before its first step, so that the same name may be used otherwise."""
     directory = Path(run.directory)
@@ -156,11 +171,10 @@ def withdraw(run: Run, life: Life) -> None:
     if _told(directory, life):
         return
     if earlier:
-        return _write(directory, earlier)
-    for name in ("run.yaml", "env.json"):
-        (directory / name).unlink(missing_ok=True)
-    for name in ("log", *{file.partition("/")[0] for file in run.hydra}):
-        shutil.rmtree(directory / name, ignore_errors=True)
+        with contextlib.suppress(OSError):  # on a full disk it stays
+            return _write(directory, earlier)
+        return
+    _clear(run)
 
 
 def _told(directory: Path, life: Life) -> bool:
@@ -179,7 +193,10 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     """
     file = directory / "run.yaml"
     if file.is_file():
-        return _documents(file.read_text(errors="replace"), f"hydra.run.dir={directory}")
+        try:
+            return _documents(untrusted.read(file).decode(errors="replace"), f"hydra.run.dir={directory}")
+        except OSError as error:
+            raise _unreadable(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
     others = sorted({p.name for p in directory.iterdir()} - FILES) if directory.is_dir() else []
     if others:
         raise Refusal(
@@ -196,15 +213,37 @@ def _documents(text: str, label: str) -> list[dict[str, Any]]:
         Refusal: when that is not what `_record` wrote.
     """
     try:
-        documents = [document for document in yaml.load_all(text, LOADER) if document]
-    except (ValueError, yaml.YAMLError) as error:
+        documents = [document for document in untrusted.parse_yaml(text) if document]
+    except ValueError as error:
         raise _unreadable(label, " ".join(str(error).split())[:100]) from error
     for number, document in enumerate(documents, 1):
         try:
-            _ = [document[key] for key in NEEDED], document["config"]["training"]["steps"]
-        except (KeyError, TypeError) as error:
-            raise _unreadable(label, f"its document {number} is not complete") from error
+            _check_document(document, documents[0])
+        except KeyError as error:
+            raise _unreadable(label, f"its document {number} is not complete: it has no {error}") from error
+        except ValueError as error:
+            raise _unreadable(label, f"its document {number} is not complete: {error}") from error
     return documents
+
+
+def _check_document(document: Any, first: Any) -> None:
+    """Compare a document of run.yaml with what `_record` writes.
+
+    Raises:
+        ValueError, KeyError: naming what is missing, of another type, or another run's.
+    """
+    untrusted.check(document, dict[str, Any], "it")
+    for name, kind in NEEDED.items():
+        untrusted.check(document[name], kind, name)
+    for name, kind in _MORE.items():
+        untrusted.check(document.get(name), kind, name)
+    untrusted.check(document["ids"]["science"], str, "ids.science")
+    training = document["config"]["training"]
+    untrusted.check(training, dict[str, Any], "config.training")
+    for name in ("steps", "seed", "repeat", "seq_len", "global_batch"):
+        untrusted.check(training[name] if name == "steps" else training.get(name, 0), int, f"config.training.{name}")
+    if document["run_id"] != first["run_id"]:
+        raise ValueError(f"it is of another run, {untrusted.shown(document['run_id'])}")
 
 
 def _unreadable(label: str, why: str) -> Refusal:
@@ -267,7 +306,7 @@ def _differ(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def finished(run: Run) -> Finished:
     """What the finished run in a directory came to."""
-    return Finished(run.directory, _result(Path(run.directory)))
+    return Finished(run.directory, endings.final(Path(run.directory))[0])
 
 
 @contextmanager
@@ -286,41 +325,42 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
     fresh = not (directory / ".lock").exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("a+")
+        lock = locks.opened(directory / ".lock")
     except OSError as error:
         _remove(new)
-        reason = error.strerror or str(error)
-        raise Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); choose another place.") from error
-    with file:
-        try:
-            _lock(file, patience)
-        except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise Refusal(
-                f"hydra.run.dir={directory}: {holder} is running in it; wait for it, or choose another name."
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        try:
-            yield
-        finally:
-            if fresh and not {p.name for p in directory.iterdir()} & BEGUN:
-                (directory / ".lock").unlink()
-                _remove(new)
+        raise _unwritable(directory, error) from error
+    try:
+        _hold(lock, directory, patience)
+        yield
+    finally:
+        if fresh and directory.is_dir() and not {p.name for p in directory.iterdir()} & BEGUN:
+            (directory / ".lock").unlink(missing_ok=True)
+            _remove(new)
+        os.close(lock)
 
 
-def _lock(file: IO[str], patience: float) -> None:
-    """Take a file's lock, or raise an OSError when it is still held after `patience` seconds."""
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.05)
+def _hold(lock: int, directory: Path, patience: float) -> None:
+    """Lock a run's directory, and say in the file by whom it is.
+
+    Raises:
+        Refusal: when another process holds it, or it can't be locked.
+    """
+    try:
+        locks.take(lock, f"hydra.run.dir={directory}", patience)
+    except BlockingIOError:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+        raise Refusal(
+            f"hydra.run.dir={directory}: {word(holder)} is running in it; wait for it, or choose another name."
+        ) from None
+    with contextlib.suppress(OSError):  # on a full disk nobody is told by whom
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+
+def _unwritable(directory: Path, error: OSError) -> Refusal:
+    reason = error.strerror or str(error)
+    way = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+    return Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place.")
 
 
 def _remove(folders: list[Path]) -> None:
@@ -330,12 +370,9 @@ def _remove(folders: list[Path]) -> None:
             folder.rmdir()
 
 
-def _result(directory: Path) -> dict[str, Any]:
-    file = directory / "result.json"
-    try:
-        return dict(json.loads(file.read_text()))
-    except (OSError, ValueError):
-        return {}
+def _sciences(lives: list[dict[str, Any]]) -> set[str]:
+    """The ids of what a run has learned: more steps change them."""
+    return {document["ids"]["science"] for document in lives}
 
 
 def _lives_elsewhere(run: Run) -> list[dict[str, Any]]:
@@ -477,24 +514,50 @@ def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[s
         "science": dict(science),
         "config": as_config(run),
     }
-    _write(directory, [*lives, redacted(document)])
-    for name, text in run.hydra.items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_text(text)
-    (directory / "env.json").write_text(json.dumps(redacted(_environment(run)), indent=1))
+    try:
+        for name, text in run.hydra.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(text)
+        (directory / "env.json").write_text(json.dumps(redacted(_environment(run)), indent=1))
+        _write(directory, [*lives, redacted(document)])  # last: what fails before it leaves the run as it was
+    except OSError as error:
+        if not lives:
+            _clear(run)
+        raise _unwritable(directory, error) from error
+
+
+def _clear(run: Run) -> None:
+    """Remove what a life left that was not recorded."""
+    directory = Path(run.directory)
+    for name in ("run.yaml", "env.json"):
+        (directory / name).unlink(missing_ok=True)
+    for name in ("log", *{file.partition("/")[0] for file in run.hydra}):
+        shutil.rmtree(directory / name, ignore_errors=True)
 
 
 def _correct(directory: Path, life: Life) -> None:
     """Let the last document of run.yaml say where the life really begins."""
     *earlier, document = read_lives(directory)
-    _write(directory, [*earlier, document | redacted({"from_step": life.step, "notes": list(life.notes)})])
+    changed = redacted({"from_step": life.step, "notes": list(life.notes)})
+    try:
+        _write(directory, [*earlier, document | changed])
+    except OSError as error:
+        raise _unwritable(directory, error) from error
 
 
 def _write(directory: Path, documents: list[dict[str, Any]]) -> None:
     """Replace run.yaml; at once, so that a kill leaves no half of it."""
     temporary = directory / ".run.yaml"
-    temporary.write_text("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in documents))
-    temporary.rename(directory / "run.yaml")
+    temporary.unlink(missing_ok=True)  # a link would lead elsewhere
+    try:
+        with temporary.open("x") as out:
+            out.write("".join("---\n" + yaml.safe_dump(d, sort_keys=False) for d in documents))
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.rename(directory / "run.yaml")
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _environment(run: Run) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from launchers.place import Place
 from titan import output
 from titan.safe import safe_lines
-from titan.settings import Failure, Refusal
+from titan.settings import Failure, Refusal, fault
 
 Body = Callable[[Any, Place, Callable[[BaseException], int]], int]
 """What a rank does: with its payload, its place, and what it may tell of an error before it puts things in order."""
@@ -46,10 +46,11 @@ def main(file: str, body: Body) -> int:
 
 def _tell(file: Path, rank: int, error: BaseException) -> int:
     """Leave word of an error, once, with its time: the earliest of all ranks is the cause; returns the exit code."""
-    plain, code = isinstance(error, (Refusal, Failure)), 2 if isinstance(error, Refusal) else 1
+    lacking = fault(error)
+    plain, code = bool(lacking) or isinstance(error, (Refusal, Failure)), 2 if isinstance(error, Refusal) else 1
     if file.exists():
         return code
-    text = str(error) if plain else safe_lines("".join(traceback.format_exception(error)))
+    text = (lacking or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
     if rank > 0:
         print(text, file=sys.stderr)  # to this rank's own log
     temporary = file.with_suffix(".tmp")
@@ -82,7 +83,7 @@ def run(body: Body, *, keep_going: bool = True) -> NoReturn:
 
 def leave(code: int) -> NoReturn:
     """End this process at once: threads and destructors of a broken process group must not delay it."""
-    with contextlib.suppress(OSError, output.Lost):
+    with contextlib.suppress(OSError, output.Lost):  # a full disk has no room for the rest of a log
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import difflib
+import errno
 import importlib
 import math
 import operator
@@ -54,6 +55,21 @@ class Refusal(_Sentence):
 
 class Failure(_Sentence):
     """What made a run fail, in one plain sentence for the user: exit code 1, without a traceback."""
+
+
+_EXHAUSTED = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS), "mend that file system, or choose another place"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+}
+
+
+def fault(error: BaseException) -> str | None:
+    """What this machine lacks, in a sentence for the user; None for an error of another kind, such as one of ours."""
+    if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
 
 
 def setting(

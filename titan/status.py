@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import shlex
 import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from titan.arguments import arguments, describe, shows
 from titan.ledger import ENDED, Asked, Point, State, Sweep
 from titan.safe import safe
 from titan.settings import Refusal, setting
+from titan.untrusted import check, parse_object, read
 
 CLEAR = "\x1b[H\x1b[J"
 """To the terminal's first line, and clear what is below."""
@@ -104,7 +104,7 @@ def lines(sweep: Sweep, width: int) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    reasons = [f"{_name(p)}: {p.reason}" for p in sweep.points if p.reason]
+    reasons = [*sweep.notes, *(f"{_name(p)}: {p.reason}" for p in sweep.points if p.reason)]
     shown = [
         *head,
         *(sweep.asked.question or "").splitlines(),
@@ -118,7 +118,7 @@ def lines(sweep: Sweep, width: int) -> list[str]:
 
 def _row(point: Point) -> tuple[str, ...]:
     last = _last_step(Path(point.directory) / "metrics.jsonl")
-    step = f"{last.get('step', 0):,}/{point.steps:,}"
+    step = f"{last.get('step') or 0:,}/{point.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
     lives = str(last.get("life", "")) if last else ""
@@ -136,19 +136,20 @@ def _fit(cell: str, width: int) -> str:
 def _last_step(metrics: Path) -> dict[str, Any]:
     """The last line of metrics.jsonl that tells of a step; empty where there is none."""
     try:
-        with metrics.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
+        text = read(metrics, TAIL_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
         return {}
     for line in reversed(text.splitlines()):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "loss" in record:
-            return record
+        with suppress(ValueError):
+            record = parse_object(line)
+            for name, kind in _STEP.items():
+                check(record.get(name), kind | None, name)
+            if "loss" in record:
+                return record
     return {}
+
+
+_STEP: dict[str, Any] = {"step": int, "loss": float, "tokens_per_second": float, "life": int}
 
 
 def cli() -> None:

@@ -452,8 +452,12 @@ def _manifests() -> Iterator[Damage]:
     yield Damage(
         "manifest that names files outside",
         lambda s: say(s.last, files={"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}),
-        _said(f"{MANIFEST} names files outside of its folder"),
+        _said(f"{MANIFEST} is no manifest .it names '../step-2/manifest.json', which is no file of its own folder"),
     )
+    yield Damage("manifest without data", lambda s: say(s.last, data=None), _said(".* .data is None, where a mapping"))
+    other = lambda s: {METADATA: vars(manifest.checksum_of(s.last / METADATA))}
+    yield Damage("manifest that lists no tensors", lambda s: say(s.last, files=other(s)), _said(".* does not list __0"))
+    yield Damage("checkpoint of another run", lambda s: say(s.last, run_id="other"), _said(".* is of another run"))
 
 
 def _folders() -> Iterator[Damage]:
@@ -494,7 +498,7 @@ def _traps() -> Iterator[Damage]:
     yield Damage("metadata hide a shell", described(nested), _said(names.format("posix.system")))
     objects = _said(names.format("torch.distributed.checkpoint.metadata.BytesStorageMetadata"))
     yield Damage("metadata of objects", described(as_bytes), objects)
-    yield Damage("metadata that lead outside", described(outside), _said("it leads to ../step-2/"))
+    yield Damage("metadata that lead outside", described(outside), _said("it leads to '../step-2/"))
     refused = "the checkpoint .*step-4 can't be read: .*; remove"
     yield Damage("data run a shell", torch_trap, refused, None, code=1)
     yield Damage("data a pickle", trap(system, DATA), refused, None, code=1)

@@ -32,12 +32,40 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert not list(folder.glob(".manifest*")), "nothing temporary is left"
 
 
+FILE = {"bytes": 1, "crc32": "0"}
+NAMES = [
+    ("nothing", ""), ("dot", "."), ("dots", ".."), ("absolute", "/etc/x"), ("below", "a/b"), ("backslash", "a\\b"),
+    ("line", "a\nb"), ("zero", "a\0b"), ("chain", "x::y"), ("long", "a" * 256),
+]  # fmt: skip
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("data-null", {"data": None}, "data is None, where a mapping is due"),
+    ("step-null", {"step": None}, "step is None, where a whole number is due"),
+    ("step-true", {"step": True}, "step is True"),
+    ("step-text", {"step": "ten"}, "step is 'ten'"),
+    ("step-below-0", {"tokens": -1}, "it has a number below 0"),
+    ("layout-of-texts", {"layout": {"shard": "2"}}, "layout.shard is '2', where a whole number is due"),
+    ("model-a-list", {"model": [1]}, "model is a list, where a mapping is due"),
+    ("no-files", {"files": {}}, "it lists no files"),
+    ("files-null", {"files": None}, "files is None"),
+    ("file-null", {"files": {"a": None}}, "a is None, where a mapping is due"),
+    ("file-size-a-text", {"files": {"a": FILE | {"bytes": "1"}}}, "a.bytes is '1'"),
+    *((f"file-named-{kind}", {"files": {name: FILE}}, "it names .* no file of its own") for kind, name in NAMES),
+    ("tokenizer-outside", {"tokenizer": "../../x.json"}, "its tokenizer is '../../x.json'"),
+    ("tokenizer-absolute", {"tokenizer": "/etc/passwd"}, "its tokenizer is '/etc/passwd'"),
+]  # fmt: skip
 HARMS = [
     pytest.param(lambda f: (f / manifest.NAME).write_text("{"), "manifest.json is no manifest", id="half-a-manifest"),
     pytest.param(lambda f: (f / manifest.NAME).write_text("[]"), "manifest.json is no manifest", id="no-mapping"),
     pytest.param(lambda f: (f / manifest.NAME).write_bytes(b""), "manifest.json is no manifest", id="empty-manifest"),
     pytest.param(lambda f: change(f, unknown=1), "manifest.json is no manifest .*unknown", id="unknown-key"),
-    pytest.param(lambda f: change(f, files={"../x": {"bytes": 1, "crc32": ""}}), "outside of its folder", id="outside"),
+    pytest.param(
+        lambda f: change(f, files={"../x": {"bytes": 1, "crc32": ""}}), "no file of its own folder", id="outside"
+    ),
+    *(
+        pytest.param(lambda f, v=values: change(f, **v), f"is no manifest .{said}", id=name)
+        for name, values, said in WRONG
+    ),
+    pytest.param(lambda f: (f / manifest.NAME).write_text("[" * 100_000), "nested too deeply", id="deep"),
     pytest.param(lambda f: change(f, format=9), "is of format 9, and this titan reads 2", id="later-format"),
     pytest.param(lambda f: (f / "a.distcp").unlink(), "a.distcp can't be read .No such file", id="missing-file"),
     pytest.param(

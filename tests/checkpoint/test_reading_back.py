@@ -39,9 +39,12 @@ class TestMetadata:
         [("pathlib", "PosixPath", True), ("pathlib._local", "PosixPath", True), ("pathlib._local", "Path", False)],
     )
     def test_of_any_python_are_read_and_nothing_else(self, module: str, name: str, known: bool, tmp_path: Path) -> None:
-        content = pickle.dumps(Metadata({}, storage_data={}, storage_meta=StorageMeta(Path("/x"))), protocol=2)
-        assert content.count(b"cpathlib\nPosixPath\n") == 1
-        (tmp_path / ".metadata").write_bytes(content.replace(b"cpathlib\nPosixPath\n", f"c{module}\n{name}\n".encode()))
+        content = pickle.dumps(Metadata({}, storage_data={}, storage_meta=StorageMeta(Path("/x"))), protocol=4)
+        for old, new in (("pathlib", module), ("PosixPath", name)):
+            text, other = (b"\x8c" + bytes([len(word)]) + word.encode() for word in (old, new))
+            assert content.count(text) == 1
+            content = content.replace(text, other)
+        (tmp_path / ".metadata").write_bytes(content)
         if known:
             assert Reader(tmp_path).read_metadata().state_dict_metadata == {}
         else:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from titan import lives, saving
 from titan.checkpoint import choose, manifest, remote
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
-from titan.checkpoint.talk import Talk
+from titan.checkpoint.talk import Talk, Unsaved
 from titan.settings import Refusal
 
 ALONE = Talk(0, 1)
@@ -257,3 +259,70 @@ def test_a_run_that_comes_back_from_its_copies_with_nothing_left_to_do_ends_well
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["finished"], result["step"], result["last_loss"], result["plot"]) == (True, 3, None, None)
     assert "Done after step 3 of 3." in capfd.readouterr().out
+
+
+VICTIM = "../../../victim"
+BEFORE = {"format": 1, "run_id": None, "steps": {}, "retired": {}, "begun": {}}
+TAMPERED: dict[str, Any] = {
+    "begun-outside": {"begun": {"777": [VICTIM]}},
+    "begun-absolute": {"begun": {"777": ["/etc/passwd"]}},
+    "begun-null": {"begun": None},
+    "begun-names-null": {"begun": {"777": None}},
+    "begun-no-step": {"begun": {"../..": ["victim"]}},
+    "steps-no-step": {"steps": {"-1": 5}},
+    "steps-null": {"steps": None},
+    "tokens-text": {"steps": {"1": "many"}},
+    "retired-null": {"retired": {"1": None}},
+    "run-a-list": {"run_id": [1]},
+}
+
+
+@pytest.mark.parametrize("values", TAMPERED.values(), ids=TAMPERED)
+def test_an_index_that_was_tampered_with_removes_nothing_elsewhere(values: dict[str, Any], tmp_path: Path) -> None:
+    victim, there = tmp_path / "victim", tmp_path / "elsewhere/run"
+    (there / "step-777").mkdir(parents=True)
+    victim.write_text("precious")
+    (there / "index.json").write_text(json.dumps(BEFORE | values))
+    with pytest.raises(Unsaved, match=r"index.json is no index \(.*\); remove it, and the next save makes it anew"):
+        copied(str(tmp_path / "elsewhere"), tmp_path / "run", 1)
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
+    victim, there = tmp_path / "victims/a.distcp", tmp_path / "elsewhere/run"
+    victim.parent.mkdir()
+    victim.write_text("precious")
+    copied(str(tmp_path / "elsewhere"), tmp_path / "run", 1)
+    (there / "step-777").symlink_to(victim.parent)
+    index = json.loads((there / "index.json").read_text())
+    (there / "index.json").write_text(json.dumps(index | {"begun": {"777": ["a.distcp"]}}))
+    copied(str(tmp_path / "elsewhere"), tmp_path / "run", 2)
+    assert victim.read_text() == "precious"
+
+
+def test_a_file_comes_back_in_the_place_of_a_link(tmp_path: Path) -> None:
+    victim, url = tmp_path / "victim", str(tmp_path / "elsewhere")
+    folder = copied(url, tmp_path / "run", 1)
+    victim.write_text("precious")
+    (folder / "a.distcp").unlink()
+    (folder / "a.distcp").symlink_to(victim)
+    remote.fetched(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
+    assert (victim.read_text(), (folder / "a.distcp").is_symlink()) == ("precious", False)
+
+
+DOWN = ["ftp://127.0.0.1:{}/x", "sftp://127.0.0.1:{}/x", "webhdfs://127.0.0.1:{}/x", "http://127.0.0.1:{}/x"]
+
+
+@pytest.mark.parametrize("url", DOWN, ids=lambda url: url.partition(":")[0])
+def test_a_host_that_is_down_is_told_in_a_sentence(url: str, tmp_path: Path) -> None:
+    with socket.socket() as closed:  # a port where nobody listens
+        closed.bind(("127.0.0.1", 0))
+        place = url.format(closed.getsockname()[1])
+        run = tiny(tmp_path / "run", f"checkpoint.path={place}")
+        with pytest.raises(Refusal, match=r"^checkpoint.path=\S+: can't be (read|used) \(.*\)(, and there is no|;)"):
+            lives.begin(run)
+        checkpoint(tmp_path / "old", 1)
+        if "sftp" not in url or find_spec("paramiko"):
+            found, notes = choose.newest(tmp_path / "old", place)
+            assert found is not None
+            assert re.search(r"^checkpoint.path=\S+ can't be read \(.*\)$", notes[0])

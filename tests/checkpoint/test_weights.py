@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.checkpoint.made import LLAMA, QWEN3, SMALL, edit, equal, hf, meta, native
+from titan.checkpoint import manifest
 from titan.checkpoint.weights import digest_of, open_weights
 from titan.model.schema import Decoder, Llama
 from titan.settings import Refusal
@@ -59,7 +60,7 @@ class Code:
 
 def metadata(folder: Path, content: bytes) -> None:
     (folder / ".metadata").write_bytes(content)
-    edit(folder / "manifest.json", files={})
+    edit(folder / "manifest.json", files={".metadata": vars(manifest.checksum_of(folder / ".metadata"))})
 
 
 REFUSED: list[Any] = [

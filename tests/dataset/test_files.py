@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -304,3 +306,42 @@ def test_a_missing_package_is_named(bucket: str, tmp_path: Path, monkeypatch: py
 def zst_frame() -> bytes:
     """A frame of zstd, of nothing."""
     return bytes.fromhex("28b52ffd2000010000")
+
+
+LONG = b'{"text": "' + b"a" * 64 * 2**20 + b'"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "pack", "source", "kept"),
+    [
+        pytest.param("x.jsonl.gz", gzip.compress, jsonl, TEXTS * 2, id="jsonl-gz"),
+        pytest.param("x.jsonl.zst", zst, jsonl, TEXTS * 2, id="jsonl-zst"),
+        pytest.param("x.jsonl", bytes, jsonl, TEXTS * 2, id="jsonl"),
+        pytest.param(
+            "x.txt.gz", gzip.compress, lambda path, on_error: text(path, "\n", on_error), TEXTS, id="separated-gz"
+        ),
+    ],
+)
+def test_a_line_that_is_too_long_for_memory_is_told_and_not_held(
+    name: str, pack: Any, source: Any, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "LONGEST", 2**20)
+    (tmp_path / name).write_bytes(pack(LINES + LONG + LINES))
+    said = rf"{len(LINES)} has more than 1,048,576 bytes; divide it, or give dataset.on_error=skip"
+    with pytest.raises(Refusal, match=said):
+        read(source(str(tmp_path / name), on_error="refuse"))
+    tracemalloc.start()
+    documents, skipped = read(source(str(tmp_path / name), on_error="skip"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [skip.reason for skip in skipped] == ["too long"]
+    assert [json.loads(d)["text"] if d[0] == "{" else d for d in documents] == kept
+    assert peak < 40 * 2**20
+
+
+def test_a_connection_that_ends_is_a_refusal() -> None:
+    with (
+        pytest.raises(Refusal, match=r"^ftp://x: can't be read \(EOFError\); make it readable"),
+        files.readable("ftp://x"),
+    ):
+        raise EOFError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -179,3 +180,23 @@ def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="no prepared data there"):
         ready(Prepared(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["../../../victim", "/victim", "..", "a::b"])
+def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, there: Path) -> None:
+    manifest, victim = there / "manifest.json", there.parent / "victim"
+    victim.write_text("precious")
+    (there.parent.parent / "victim").write_text("to be fetched")
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(content | {"tokenizer": {**content["tokenizer"], "file": name}}))
+    with pytest.raises(Refusal, match=r"dataset.path=\S+: no prepared data can be read there .*no file of its own"):
+        ready(dataset(there))
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("text", ["null", "{}", '{"url": 1, "keep_gib": null}', '{"url": "x", "keep_gib": "y"}', "["])
+def test_a_damaged_note_of_where_shards_come_from_is_told(text: str, there: Path) -> None:
+    (folder,) = ready(dataset(there)).values()
+    (Path(folder) / remote.ORIGIN).write_text(text)
+    with pytest.raises(Failure, match=r"origin.json: is damaged \(.*\); remove its folder, and resume"):
+        open_corpus(folder).train.read(0, 1)

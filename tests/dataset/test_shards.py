@@ -172,6 +172,16 @@ DAMAGE = [
     pytest.param(lambda f: _cut(f, "train-00000.offsets"), id="offsets-cut"),
     pytest.param(lambda f: _cut(f, "token_bytes.npy"), id="token-bytes-cut"),
     pytest.param(lambda f: np.save(f / "token_bytes.npy", np.ones(3)), id="token-bytes-of-another-vocabulary"),
+    pytest.param(lambda f: (f / "token_bytes.npy").write_bytes(b"PK\3\4" * 9), id="token-bytes-an-archive"),
+    pytest.param(lambda f: (f / "manifest.json").write_text("[" * 100_000), id="manifest-nested-deeply"),
+    pytest.param(lambda f: _edit(f, units=None), id="units-null"),
+    pytest.param(lambda f: _edit(f, bytes="many"), id="bytes-a-text"),
+    pytest.param(lambda f: _edit(f, documents=-1), id="documents-below-0"),
+    pytest.param(lambda f: _edit(f, vocab_size=1e300), id="vocabulary-a-float"),
+    pytest.param(lambda f: _edit(f, tokenizer=None), id="tokenizer-null"),
+    pytest.param(
+        lambda f: _edit(f, tokenizer={"name": "x", "fingerprint": "x", "file": "../x.json"}), id="tokenizer-outside"
+    ),
 ]
 
 

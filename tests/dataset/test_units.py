@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.made import Made, MadeSource, words
-from titan.dataset import owners, plan, report
+from titan.dataset import owners, plan, report, unit
 from titan.dataset.documents import Document, Part, Skip, Turn
 from titan.dataset.encode import content, groups
 from titan.dataset.footprint import footprint
@@ -89,6 +89,36 @@ def test_the_claim_of_another_is_not_released(tmp_path: Path) -> None:
     claim = claimed(tmp_path / "x.claim", machine="another")
     owners.release(claim)
     assert claim.exists()
+
+
+@pytest.mark.parametrize("pid", ["x", None, [1], 1.5], ids=repr)
+def test_a_claim_of_no_process_is_held_a_while(pid: object, tmp_path: Path) -> None:
+    claim = claimed(tmp_path / "unit-00000.claim", pid=pid)
+    assert not owners.acquire(claim)
+    age(claim, owners.STALE_SECONDS + 60)
+    assert owners.acquire(claim)
+
+
+RECEIPT: dict[str, object] = {
+    "unit": 0, "train": {"tokens": 1}, "validation": {"tokens": 0}, "documents": 1, "bytes": 1, "skipped": {},
+    "files": {"train-00000.tokens": [2, "x"]}, "seconds": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        pytest.param({}, True, id="whole"),
+        pytest.param({"files": None}, False, id="files-null"),
+        pytest.param({"files": {"../../x": [1, "x"]}}, False, id="file-outside"),
+        pytest.param({"files": {"x": []}}, False, id="file-without-size"),
+        pytest.param({"train": [1]}, False, id="split-a-list"),
+        pytest.param({"documents": "1"}, False, id="documents-a-text"),
+    ],
+)
+def test_a_receipt_of_other_types_is_none(values: dict[str, object], read: bool, tmp_path: Path) -> None:
+    unit.receipt_file(tmp_path, 0).write_text(json.dumps(RECEIPT | values))
+    assert (unit.read_receipt(tmp_path, 0) is not None) is read
 
 
 def test_touching_keeps_a_claim(tmp_path: Path) -> None:

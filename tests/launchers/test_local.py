@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from launchers import scratch
 from launchers.local import STOPPING, run_ranks
 from tests.launchers.processes import alive, ended, program, until
+from titan.dataset import owners
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -96,3 +101,26 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
         ranks = pids(tmp_path, 2)
         parent.kill()
         until(lambda: not any(map(alive, ranks)), "orphans to die", seconds=5)
+
+
+def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    named = f"{scratch.PREFIX}{owners.machine()}-{{}}-x"
+    dead, living, elsewhere = (
+        tmp_path / name
+        for name in (named.format(gone.pid), named.format(os.getpid()), f"{scratch.PREFIX}00000000-{gone.pid}-x")
+    )
+    for folder in (dead, living, elsewhere, tmp_path / "other"):
+        folder.mkdir()
+        (folder / "0.pickle").touch()
+    link = tmp_path / named.format(gone.pid).replace("-x", "-link")
+    link.symlink_to(tmp_path / "other")
+    with scratch.scratch() as own:
+        assert own.parent == tmp_path
+        assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (living, elsewhere, link, own)} | {"other"}
+    assert not own.exists()
+    assert (tmp_path / "other/0.pickle").exists()

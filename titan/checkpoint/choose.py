@@ -15,6 +15,7 @@ from titan.checkpoint.manifest import Damaged, Manifest
 from titan.checkpoint.remote import INDEX, Remote, is_url, of
 from titan.checkpoint.schema import Checkpoint
 from titan.settings import Refusal
+from titan.untrusted import shown
 
 COUNTS = {"hf": "config.json", "meta": "params.json"}
 """The file that makes an exported folder count."""
@@ -47,7 +48,7 @@ def newest(
     Raises:
         Refusal: when it can't be told whether there is any.
     """
-    here, notes = _here(directory)
+    here, notes = _here(directory, run_id)
     if elsewhere is None:
         return here, notes
     remote = of(elsewhere, str(directory))
@@ -57,7 +58,7 @@ def newest(
                 f"checkpoint.path={elsewhere}: has copies of another run of the same name, at {remote.url}; give "
                 "another checkpoint.path, or another name."
             )
-        found, more = _there(remote, here.about.step if here else 0)
+        found, more = _there(remote, here.about.step if here else 0, run_id)
         return found or here, (*notes, *more)
     except (OSError, ValueError, KeyError, Damaged) as error:
         if here is None:
@@ -84,18 +85,20 @@ def owed(how: Checkpoint, directory: Path, step: int) -> bool:
     return False
 
 
-def _there(remote: Remote, after: int) -> tuple[Candidate | None, list[str]]:
+def _there(remote: Remote, after: int, run_id: str | None) -> tuple[Candidate | None, list[str]]:
     """The last complete checkpoint elsewhere of those after a step, and what is to be said of others."""
     notes: list[str] = []
     for step in sorted((step for step in remote.index() if step > after), reverse=True):
         try:
-            return Candidate(f"{remote.url}/step-{step}", remote.manifest(step)), notes
+            about = remote.manifest(step)
+            _of_run(about, run_id)
+            return Candidate(f"{remote.url}/step-{step}", about), notes
         except Damaged as damage:
             notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {damage}")
     return None, notes
 
 
-def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:
+def _here(directory: Path, run_id: str | None = None) -> tuple[Candidate | None, tuple[str, ...]]:
     last, notes, place = None, [], directory / "checkpoints"
     if place.exists() and not place.is_dir():
         raise Refusal(
@@ -104,7 +107,7 @@ def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:
         )
     for folder in manifest.steps(directory):
         try:
-            about = manifest.inspect(folder)
+            about = _of_run(manifest.inspect(folder), run_id)
         except Damaged as damage:
             notes.append(f"checkpoint {folder.name} is damaged and not used: {damage}")
             continue
@@ -113,6 +116,17 @@ def _here(directory: Path) -> tuple[Candidate | None, tuple[str, ...]]:
             notes.append(f"checkpoint {folder.name} was found damaged, and is not used")
     after = last.about.step if last else -1
     return last, tuple(note for note in notes if int(note.split()[1].partition("-")[2]) > after)
+
+
+def _of_run(about: Manifest | None, run_id: str | None) -> Manifest | None:
+    """The manifest, where it is of the run with this id or that is not known.
+
+    Raises:
+        Damaged: when it is another run's.
+    """
+    if about and run_id and about.run_id != run_id:
+        raise Damaged(f"{manifest.NAME} is of another run ({shown(about.run_id)}, and this one is {run_id})")
+    return about
 
 
 def named(path: str, setting: str = "checkpoint.resume") -> Candidate:

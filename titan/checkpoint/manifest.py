@@ -13,11 +13,12 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_type_hints
 
+from titan import untrusted
 from titan.settings import Refusal
 
 FORMAT = 2
@@ -117,11 +118,13 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
 def load(folder: Path, name: str = NAME) -> Manifest | None:
     """As `inspect`, without a look at the files."""
     try:
-        text = (folder / name).read_bytes()
+        text = untrusted.read(folder / name)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise Damaged(f"{NAME} can't be read ({error.strerror})") from error
+    except ValueError as error:
+        raise Damaged(f"{NAME} can't be read ({error})") from error
     manifest = parse(text)
     if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
         raise Damaged(f"{NAME} is of step {manifest.step}")
@@ -161,16 +164,52 @@ def parse(text: bytes) -> Manifest:
         Damaged: when it is none, or of another format.
     """
     try:
-        content = json.loads(text)
+        content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
-            raise Damaged(f"{NAME} is of format {content['format']}, and this titan reads {FORMAT}")
-        files = {str(name): File(**file) for name, file in content.pop("files").items()}
-        manifest = Manifest(**content, files=files)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{NAME} is no manifest ({type(error).__name__}: {error})") from error
-    if any(Path(name).name != name for name in files):
-        raise Damaged(f"{NAME} names files outside of its folder")
-    return manifest
+            raise Damaged(f"{NAME} is of format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}")
+        return _checked(content)
+    except KeyError as error:
+        raise Damaged(f"{NAME} is no manifest (it has no {error})") from error
+    except (ValueError, TypeError) as error:
+        raise Damaged(f"{NAME} is no manifest ({error})") from error
+
+
+def _checked(content: dict[str, Any]) -> Manifest:
+    """A manifest of these values.
+
+    Raises:
+        ValueError, TypeError: when they are of other types, or name files outside of the folder.
+    """
+    for name, kind in get_type_hints(Manifest).items():
+        if name in content:  # older ones lack some
+            untrusted.check(content[name], dict if name == "files" else kind, name)
+    names = [untrusted.file_name(name) for name in content["files"]]
+    if not names:
+        raise ValueError("it lists no files")
+    found = Manifest(**{**content, "files": {name: _file(name, content["files"][name]) for name in names}})
+    if found.data:  # converted weights have none
+        untrusted.check(found.data.get("rows"), int, "data.rows")
+    if min(found.step, found.tokens, found.seq_len, found.data.get("rows", 0)) < 0:
+        raise ValueError("it has a number below 0")
+    if found.tokenizer is not None and not is_tokenizer(found.tokenizer, found.files):
+        raise ValueError(f"its tokenizer is {untrusted.shown(found.tokenizer)}, which is no file of its own folder")
+    return found
+
+
+def _file(name: str, content: object) -> File:
+    untrusted.check(content, dict, name)
+    file = File(**content)  # type: ignore[arg-type]
+    untrusted.check(file.bytes, int, f"{name}.bytes")
+    untrusted.check(file.crc32, str, f"{name}.crc32")
+    return file
+
+
+def is_tokenizer(name: str, files: Container[str]) -> bool:
+    """Whether it names a tokenizer: a file of the folder, titan4k, or OWNER/NAME on Hugging Face's hub."""
+    try:
+        return name in files or all(untrusted.file_name(part) for part in name.split("/", 1))
+    except ValueError:
+        return False
 
 
 def check_resumable(manifest: Manifest, path: str, setting: str = "checkpoint.resume") -> None:

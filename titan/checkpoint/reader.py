@@ -1,46 +1,51 @@
 """Read what torch.distributed.checkpoint wrote, without running code that a file may carry.
 
-Its `.metadata` is a pickle, and torch reads it as one. Here it goes through an unpickler that admits the classes that
-such a file consists of and nothing else; tensors are read with `weights_only`. What the metadata name is looked for in
-the checkpoint's own folder only.
+Its `.metadata` is a pickle, and torch reads it as one. Here it is read as data (`titan.checkpoint.pickles`), from which
+torch's objects are made anew, value by value; tensors are read with `weights_only`. What the metadata name is looked
+for in the checkpoint's own folder only.
 """
 
 from __future__ import annotations
 
-import pathlib
-import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from titan.checkpoint import pickles
+from titan.checkpoint.pickles import Global, Made
+from titan.untrusted import file_name, shown, word
+
+METADATA = ".metadata"
+"""The file that says where which tensor is."""
 _METADATA = "torch.distributed.checkpoint.metadata"
-_NAMES = {
+_DTYPES = {("torch", str(d).removeprefix("torch.")): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_SIZE, _LAYOUT, _PLACE = ("torch", "Size"), ("torch.serialization", "_get_layout"), _StorageInfo.__module__
+NAMES = {
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
     *((_METADATA, name) for name in ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
+    (_PLACE, "_StorageInfo"),
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls it
+    _SIZE,
+    _LAYOUT,
+    *_DTYPES,
 }
-_DTYPES = {str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+"""What DCP's metadata of tensors consist of."""
 
 
 class Foreign(Exception):
     """A file holds what no checkpoint of titan holds."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Admits by name what DCP's metadata of tensors consist of (arbitrary pickles run code: pickle's documentation)."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("pathlib._local", "PosixPath"):  # as Python 3.13 calls it
-            return pathlib.PosixPath
-        if (module, name) in _NAMES or (module == "torch" and name in _DTYPES):
-            return super().find_class(module, name)
-        raise Foreign(f"it names {module}.{name}, which no checkpoint of tensors does")
 
 
 class Reader(FileSystemReader):
@@ -62,24 +67,129 @@ class Reader(FileSystemReader):
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
+    def files(self) -> set[str]:
+        """The names of the files that hold its tensors."""
+        return {place.relative_path for place in self.read_metadata().storage_data.values()}
+
     def _parsed(self) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
-            try:
-                metadata = _Unpickler(file).load()
-            except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
-                raise Foreign(f"its metadata can't be read ({type(error).__name__}: {error})") from error
-        return _check(metadata)
+            return parse(file.read())
 
 
-def _check(metadata: Any) -> Metadata:
-    """Refuse metadata that are not of tensors, or that lead out of the folder."""
-    if not isinstance(metadata, Metadata):
-        raise Foreign("its metadata are none")
-    for name, tensor in metadata.state_dict_metadata.items():
-        if not isinstance(tensor, TensorStorageMetadata):
-            raise Foreign(f"{name} is no tensor")
-    places = metadata.storage_data.values()
-    for path, changed in {(place.relative_path, bool(place.transform_descriptors)) for place in places}:
-        if Path(path).name != path or changed:
-            raise Foreign(f"it leads to {path}, which is no file of its own")
-    return metadata
+def parse(content: bytes) -> Metadata:
+    """The metadata that a file holds.
+
+    Raises:
+        Foreign: when it is not what titan writes.
+    """
+    try:
+        return _metadata(pickles.load(content, NAMES))
+    except pickles.UnknownName as error:
+        raise Foreign(str(error)) from error
+    except (ValueError, KeyError, MemoryError, RecursionError) as error:
+        raise Foreign(f"its metadata can't be read: {error}") from error
+
+
+def _metadata(value: Any) -> Metadata:
+    fields = _fields(value, "Metadata")
+    tensors = _mapping(fields.get("state_dict_metadata"), "its tensors")
+    places = _mapping(fields.get("storage_data"), "its files")
+    found: dict[str, Any] = {_text(name): _tensor(tensor, name) for name, tensor in tensors.items()}
+    at = {_index(index): _place(place) for index, place in places.items()}
+    for index in at:
+        if index.fqn not in found:
+            raise ValueError(f"{word(index.fqn)} has a file, and is no tensor of it")
+    return Metadata(found, _planned(fields.get("planner_data")), at)
+
+
+def _planned(value: Any) -> Any:
+    """By the name of each tensor, the keys that lead to it."""
+    if value is None:
+        return None
+    paths = _mapping(value, "planner_data")
+    if not all(type(path) is tuple and {*map(type, path)} <= {str, int} for path in paths.values()):
+        raise ValueError("its planner_data are no keys")
+    return {_text(name): path for name, path in paths.items()}
+
+
+def _tensor(value: Any, name: str) -> TensorStorageMetadata:
+    fields = _fields(value, "TensorStorageMetadata", f"{word(name)} is no tensor")
+    size, chunks = _size(fields.get("size")), fields.get("chunks")
+    if type(chunks) is not list:
+        raise ValueError(f"{word(name)} has no parts")
+    found = [_chunk(chunk) for chunk in chunks]
+    if any(_outside(chunk, size) for chunk in found):
+        raise ValueError(f"a part of {word(name)} is not in it")
+    return TensorStorageMetadata(_properties(fields.get("properties")), size, found)
+
+
+def _outside(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+        return True
+    return any(o + part > whole for o, part, whole in zip(chunk.offsets, chunk.sizes, size, strict=True))
+
+
+def _chunk(value: Any) -> ChunkStorageMetadata:
+    fields = _fields(value, "ChunkStorageMetadata")
+    return ChunkStorageMetadata(_size(fields.get("offsets")), _size(fields.get("sizes")))
+
+
+def _properties(value: Any) -> TensorProperties:
+    """A tensor's type; how it lay in memory is not needed."""
+    state = value.state if type(value) is Made and value.name == (_METADATA, "TensorProperties") else None
+    if type(state) is not tuple or len(state) != 5 or type(state[0]) is not Global or state[0].name not in _DTYPES:
+        raise ValueError("a tensor is of no type")
+    return TensorProperties(_DTYPES[state[0].name], requires_grad=state[2] is True)
+
+
+def _index(value: Any) -> MetadataIndex:
+    fields = _fields(value, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    if index is not None:
+        _count(index)
+    return MetadataIndex(_text(fields.get("fqn")), None if offset is None else _size(offset), index)
+
+
+def _place(value: Any) -> _StorageInfo:
+    fields = _fields(value, "_StorageInfo", module=_PLACE)
+    try:
+        path = file_name(fields.get("relative_path"))
+    except ValueError:
+        raise Foreign(f"it leads to {shown(fields.get('relative_path'))}, which is no file of its own") from None
+    if fields.get("transform_descriptors"):
+        raise ValueError(f"{word(path)} is not as it was written")
+    return _StorageInfo(path, _count(fields.get("offset")), _count(fields.get("length")))
+
+
+def _fields(value: Any, name: str, wrong: str | None = None, module: str = _METADATA) -> Mapping[str, Any]:
+    """The fields of a dataclass."""
+    if type(value) is not Made or value.name != (module, name) or value.arguments or type(value.state) is not dict:
+        raise ValueError(wrong or f"there is no {name} where one should be")
+    return value.state
+
+
+def _size(value: Any) -> torch.Size:
+    if type(value) is not Made or value.name != _SIZE or len(value.arguments) != 1:
+        raise ValueError("there is no size where one should be")
+    (numbers,) = value.arguments
+    if type(numbers) is not tuple:
+        raise ValueError("there is no size where one should be")
+    return torch.Size([_count(number) for number in numbers])
+
+
+def _mapping(value: Any, what: str) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise ValueError(f"{what} are {shown(value)}, not names and values")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("there is no name where one should be")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError("there is no number where one should be")
+    return value

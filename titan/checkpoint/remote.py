@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +24,7 @@ from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.settings import Refusal
+from titan.untrusted import check, file_name, parse_object, shown
 
 if TYPE_CHECKING:
     from titan.checkpoint.talk import Talk
@@ -42,11 +45,31 @@ class Remote:
         """
         self.url = url.rstrip("/")
         try:
-            from fsspec.core import url_to_fs
+            from fsspec import get_filesystem_class
+            from fsspec.utils import get_protocol
 
-            self.fs, self.root = url_to_fs(self.url, use_listings_cache=False)
+            for part in self.url.split("::"):
+                get_filesystem_class(get_protocol(part))
         except (ImportError, ValueError) as error:
             raise Refusal(f"{setting}={url}: can't be used ({error}); correct it, or install what it needs.") from error
+
+    @cached_property
+    def _place(self) -> tuple[Any, str]:
+        """The file system, and what it calls the place. Some connect at once, so it is made when first used."""
+        from fsspec.core import url_to_fs
+
+        found: tuple[Any, str] = url_to_fs(self.url, use_listings_cache=False)
+        return found
+
+    @property
+    def fs(self) -> Any:
+        """The file system; whoever takes it does so within `_try`."""
+        return self._place[0]
+
+    @property
+    def root(self) -> str:
+        """What the file system calls the place; as `fs`."""
+        return self._place[1]
 
     def index(self) -> dict[int, int]:
         """Step and tokens of the checkpoints that there are; empty where there are none."""
@@ -62,11 +85,10 @@ class Remote:
         if content is None:
             return {"run_id": None, "steps": {}, "retired": {}, "begun": {}}
         try:
-            index = json.loads(content)
-            _ = {int(step): int(tokens) for step, tokens in index["steps"].items()}, index["retired"].items()
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise Damaged(f"{self.url}/{INDEX} is no index; remove it, and the next save makes it anew") from error
-        return dict(index)
+            return _checked(parse_object(content))
+        except (ValueError, KeyError) as error:
+            why = f"{self.url}/{INDEX} is no index ({str(error) or type(error).__name__})"
+            raise Damaged(f"{why}; remove it, and the next save makes it anew") from error
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a checkpoint.
@@ -81,8 +103,8 @@ class Remote:
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file beside the index; at once, also on a file system where that is not the rule."""
+        here = self._try(lambda: "file" in self.fs.protocol)
         path = f"{self.root}/{name}"
-        here = "file" in self.fs.protocol
         self._try(lambda: self.fs.pipe_file(f"{path}.part" if here else path, content))
         if here:
             os.replace(f"{path}.part", path)
@@ -104,7 +126,7 @@ class Remote:
         if index.get("run_id") not in (None, about.run_id):
             raise OSError(f"{self.url} has copies of another run of the same name; give another checkpoint.path")
         index["run_id"] = about.run_id
-        begun = index.get("begun", {}) | {str(about.step): sorted(about.files)}
+        begun = index["begun"] | {str(about.step): sorted(about.files)}
         self._write(index, index["steps"], index["retired"], begun)
 
     def publish(self, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
@@ -120,7 +142,7 @@ class Remote:
         stay = retention.kept(sorted(p for p in there.items() if p[0] <= about.step), how.keep, how.keep_tokens)
         retired = {int(step): since for step, since in index["retired"].items() if int(step) not in stay}
         retired |= dict.fromkeys(there.keys() - stay, now)
-        begun = {int(step): names for step, names in index.get("begun", {}).items() if int(step) != about.step}
+        begun = {int(step): names for step, names in index["begun"].items() if int(step) not in stay}
         self._write(index, {s: there[s] for s in stay}, retired, begun)
         late = [step for step, since in retired.items() if now - since >= how.grace]
         return {step: self._files(step) for step in late} | begun
@@ -136,21 +158,23 @@ class Remote:
         """Let a damaged checkpoint count no more; its files go when the next one is complete."""
         index = self._index()
         left = {s: tokens for s, tokens in index["steps"].items() if int(s) != step}
-        self._write(index, left, index["retired"], index.get("begun", {}) | {str(step): self._files(step)})
+        self._write(index, left, index["retired"], index["begun"] | {str(step): self._files(step)})
 
     def removed(self, steps: Collection[int]) -> None:
         """Take note that the files of checkpoints that do not count are gone."""
         index = self._index()
-        retired, begun = (
-            {s: v for s, v in index.get(k, {}).items() if int(s) not in steps} for k in ("retired", "begun")
-        )
+        retired, begun = ({s: v for s, v in index[k].items() if int(s) not in steps} for k in ("retired", "begun"))
         self._write(index, index["steps"], retired, begun)
 
     def remove(self, gone: Iterable[tuple[int, Collection[str]]]) -> None:
         """Delete files of checkpoints that do not count, as far as they are there; a manifest goes last."""
-        for path in (f"{self.root}/step-{step}/{name}" for step, names in gone for name in (*names, manifest.NAME)):
-            with suppress(FileNotFoundError):
-                self._try(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
+        here = self._try(lambda: "file" in self.fs.protocol)
+        for step, names in gone:
+            if here and os.path.islink(f"{self.root}/step-{step}"):  # it leads elsewhere
+                continue
+            for path in (f"{self.root}/step-{step}/{file_name(name)}" for name in (*names, manifest.NAME)):
+                with suppress(FileNotFoundError):
+                    self._try(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
 
     def fetch(self, step: int, folder: Path, files: Mapping[str, File]) -> None:
         """Bring files of a checkpoint into `folder`, and compare their checksums.
@@ -159,12 +183,14 @@ class Remote:
             Damaged: naming the file that is not what it should be.
         """
         for name, due in files.items():
+            file_name(name)
             found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name))  # type: ignore[misc]
             if found != due:
                 raise Damaged(f"{self.url}/step-{step}/{name} is not what was saved ({found.bytes:,} bytes)")
 
     def _copy(self, source: str, target: Path) -> File:
-        with self.fs.open(source, "rb") as there, target.open("wb") as here:
+        target.unlink(missing_ok=True)  # a link would lead elsewhere
+        with self.fs.open(source, "rb") as there, target.open("xb") as here:
             for piece in iter(lambda: there.read(_CHUNK), b""):
                 here.write(piece)
         manifest.sync(target)
@@ -197,6 +223,32 @@ class Remote:
             raise
         except Exception as error:
             raise OSError(f"{self.url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _checked(index: dict[str, Any]) -> dict[str, Any]:
+    """An index whose values are such as `Remote` writes: what it names is removed, so it may name no other files.
+
+    Raises:
+        ValueError, KeyError: when they are not.
+    """
+    found = {"run_id": index.get("run_id"), "begun": index.get("begun", {})}
+    found |= {key: index[key] for key in ("steps", "retired")}
+    for key, kind in _INDEX.items():
+        check(found[key], kind, key)
+    for step in (*found["steps"], *found["retired"], *found["begun"]):
+        if not re.fullmatch("[0-9]{1,18}", step):
+            raise ValueError(f"it names the step {shown(step)}")
+    for name in (name for names in found["begun"].values() for name in names):
+        file_name(name)
+    return found
+
+
+_INDEX: dict[str, Any] = {
+    "run_id": str | None,
+    "steps": dict[str, int],
+    "retired": dict[str, float],
+    "begun": dict[str, list[str]],
+}
 
 
 def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from titan.checkpoint import manifest
 from titan.checkpoint.loading import load_weights
 from titan.checkpoint.manager import state_of
-from titan.checkpoint.manifest import Damaged
-from titan.checkpoint.reader import Foreign, Reader
+from titan.checkpoint.manifest import Damaged, File
+from titan.checkpoint.reader import METADATA, Foreign, Reader
 from titan.checkpoint.talk import Talk, Unsaved, reason
 from titan.checkpoint.weights import open_weights
 from titan.engine import Engine
@@ -60,7 +60,7 @@ def _judged(folder: Path, found: Sequence[_Wrong | None]) -> _Wrong | None:
         if wrong and (wrong.passing or (wrong.missing and found[0] is None)):
             return _Wrong(f"rank {rank} ({wrong.words})", passing=True)
     first = next((wrong for wrong in found if wrong), None)
-    words = None if first else _readable(folder)
+    words = None if first else _readable(folder, _listed(folder))
     return first if words is None else _Wrong(words)
 
 
@@ -81,13 +81,19 @@ def _whole(folder: Path, talk: Talk, checksums: bool) -> _Wrong | None:
     return None
 
 
-def _readable(folder: Path) -> str | None:
-    """What is wrong with the metadata."""
+def _listed(folder: Path) -> Mapping[str, File]:
+    found = manifest.load(folder) or manifest.load(folder, manifest.RETIRED)
+    return found.files if found else {}
+
+
+def _readable(folder: Path, listed: Mapping[str, File]) -> str | None:
+    """What is wrong with the metadata; also where a file has no size and checksum to be compared with."""
     try:
-        Reader(folder).read_metadata()
+        needed = Reader(folder).files()
     except (Foreign, OSError) as error:
         return str(error) if isinstance(error, Foreign) else reason(error)
-    return None
+    missing = sorted({METADATA, *needed} - listed.keys())
+    return f"{manifest.NAME} does not list {missing[0]}" if missing else None
 
 
 def restore(engine: Engine, folder: Path, talk: Talk) -> None:

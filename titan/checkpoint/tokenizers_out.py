@@ -28,10 +28,11 @@ def copy(name: str | None, folder: Path) -> str | None:
         folder: where to.
 
     Returns:
-        What reads it there: the file's name, or that of a built-in tokenizer or one of the hub.
+        What reads it there: the file's name, or that of a built-in tokenizer or one of the hub; None where its file is
+        gone.
     """
     if name is None or not Path(name).is_file():
-        return name
+        return name if name is not None and manifest.is_tokenizer(name, ()) else None
     source = Path(name)
     for file in (source, *(source.with_name(beside) for beside in _BESIDE)):
         if file.is_file() and (file == source or source.suffix == ".json"):

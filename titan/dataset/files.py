@@ -26,9 +26,11 @@ from titan.dataset.documents import Part, Skip, content_digest
 from titan.safe import redact
 from titan.settings import Refusal
 
+LONGEST = 128 * 1024 * 1024
+"""Bytes of a line or document: a few compressed ones may swell to more than there is memory."""
 PART_BYTES = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
-_FRAME_CHUNK = 16 * 1024  # what a few bytes of zstd may swell to is held in memory
+_FRAME_CHUNK = 256  # what they swell to is held in memory: 4 bytes of zstd may become 128 KiB
 _MEMO_BYTES = 1024 * 1024
 _COMPRESSED = (".gz", ".zst")
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "checksum", "sha256")
@@ -52,6 +54,12 @@ def refuse_or_skip(on_error: str, where: str, bad: Bad) -> Skip:
     if on_error == "skip":
         return Skip(bad.reason, where)
     raise Refusal(f"{where}: {bad.sentence}") from bad
+
+
+def too_long(place: int, what: str, rest: str) -> Bad:
+    """A line or document that is too long to be held in memory, with what skipping it leaves."""
+    sentence = f"the {what} at byte {place} has more than {LONGEST:,} bytes; divide it, or give dataset.on_error=skip"
+    return Bad("too long", f"{sentence} {rest}.")
 
 
 def needs(package: str, what: str) -> Any:
@@ -121,8 +129,8 @@ def readable(path: str) -> Iterator[None]:
         yield
     except Exception as error:
         package = type(error).__module__.partition(".")[0]
-        if package == "titan" or (package == "builtins" and not isinstance(error, OSError)):
-            raise  # the rest are errors of a file system's own
+        if package == "titan" or (package == "builtins" and not isinstance(error, (OSError, EOFError))):
+            raise  # the rest are errors of a file system's own; some let pass that a connection ended
         reason = getattr(error, "strerror", None) or plainly(error) or type(error).__name__
         raise Refusal(f"{path}: can't be read ({reason}); make it readable, or name other files.") from error
 

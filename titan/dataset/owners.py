@@ -21,6 +21,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from titan.untrusted import check, parse_object
+
 TOUCH_SECONDS = 3.0
 STALE_SECONDS = 600.0
 
@@ -90,7 +92,7 @@ def holder(claim: Path) -> str:
 
 
 def _gone(owner: str, pid: int, path: Path) -> bool:
-    if owner == machine() and pid and not _alive(pid):
+    if owner == machine() and pid and not alive(pid):
         return True
     try:
         return time.time() - max(entry.stat().st_mtime for entry in _entries(path)) > STALE_SECONDS
@@ -98,7 +100,7 @@ def _gone(owner: str, pid: int, path: Path) -> bool:
         return True
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
     """Whether there is such a process, other than one that has ended and whose parent hasn't looked yet."""
     try:
         os.kill(pid, 0)
@@ -120,10 +122,11 @@ def _entries(path: Path) -> Iterator[Path]:
 
 def _read(claim: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(claim.read_text())
+        owner = parse_object(claim.read_text(errors="replace"))
+        check(owner.get("pid", 0), int, "pid")
     except (OSError, ValueError):  # gone, or only just made
         return {}
-    return owner if isinstance(owner, dict) else {}
+    return owner
 
 
 def _break(claim: Path) -> None:

@@ -26,6 +26,7 @@ from titan.dataset.shards import FORMAT, token_dtype
 from titan.dataset.tokenizer import Tokenizer, load_tokenizer
 from titan.dataset.writer import read_json, write_json, write_token_bytes
 from titan.settings import Refusal
+from titan.untrusted import check, file_name
 
 VERSION = 2
 """Part of every digest: another version divides, hashes or tokenises differently."""
@@ -137,10 +138,19 @@ def read_plan(known: Input) -> Plan | None:
         if content["format"] != FORMAT or content["digest"] != known.digest:
             return None
         units = tuple((int(first), int(end), int(size)) for first, end, size in content["units"])
-        fields = {name: content[name] for name in ("digest", "name", "vocab_size", "masked", "tokenizer", "limit")}
-    except (KeyError, TypeError, ValueError):
+        fields = {name: content[name] for name in _KINDS}
+        for name, kind in _KINDS.items():
+            check(content[name], kind, name)
+        file_name(content["tokenizer"].get("file") or "none")
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
     return Plan(**fields, units=units) if units and (known.folder / "token_bytes.npy").is_file() else None
+
+
+_KINDS: dict[str, Any] = {
+    "digest": str, "name": str, "vocab_size": int, "masked": bool, "tokenizer": dict[str, str], "limit": int
+}  # fmt: skip
+"""What a plan holds beside its units, by the types of its values."""
 
 
 def write_plan(known: Input) -> Plan:

@@ -26,7 +26,7 @@ from titan.dataset import owners, report
 from titan.dataset.plan import Input, Plan, cache_folder, divide, examine, read_plan, write_plan
 from titan.dataset.report import Meter, Progress
 from titan.dataset.schema import Dataset
-from titan.dataset.shards import SPLITS, open_corpus
+from titan.dataset.shards import SPLITS, check_manifest, open_corpus
 from titan.dataset.unit import Job, Receipt, claim_file, damage, finished, hashes_file, read_receipt
 from titan.dataset.workers import cache_errors, run
 from titan.dataset.writer import read_json, write_json
@@ -236,7 +236,13 @@ def manifest(plan: Plan, receipts: list[Receipt], found: dict[str, Any]) -> dict
 def _is_manifest(folder: Path, plan: Plan) -> bool:
     content = read_json(folder / "manifest.json")
     due = {*plan.content(), "max_token", "documents", "bytes", "report"}
-    return isinstance(content, dict) and due <= set(content) and len(content["units"]) == len(plan.units)
+    if not isinstance(content, dict) or not due <= set(content) or not isinstance(content["report"], dict):
+        return False
+    try:
+        check_manifest(content)
+    except (ValueError, KeyError):
+        return False
+    return len(content["units"]) == len(plan.units)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from titan.dataset.documents import content_digest
 from titan.dataset.owners import sweep, temporary
 from titan.safe import redact
 from titan.settings import Failure, Refusal
+from titan.untrusted import check, file_name, parse_object
 
 ORIGIN = "origin.json"
 """In a folder of the cache: where its files come from."""
@@ -42,13 +43,14 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
     try:
         with _reading(url, "manifest.json") as source:
             manifest = source.read()
-        content = json.loads(manifest)
+        content = parse_object(manifest)
         folder = cache / "remote" / content_digest(redact(url), content["digest"])[:20]
         folder.mkdir(parents=True, exist_ok=True)
         sweep(folder)
         _write(folder / ORIGIN, [json.dumps({"url": redact(url), "keep_gib": keep_gib}).encode()])
-        for name in ("token_bytes.npy", content["tokenizer"].get("file")):
-            if name and not (folder / name).exists():
+        tokenizer = content["tokenizer"].get("file")
+        for name in ("token_bytes.npy", *([file_name(tokenizer)] if tokenizer else [])):
+            if not (folder / name).exists():
                 _download(url, folder, name)
         with contextlib.suppress(OSError):  # there is one beside some tokenizer.json
             _download(url, folder, "tokenizer_config.json")
@@ -80,7 +82,7 @@ def fetch(path: Path) -> None:
     origin = path.parent / ORIGIN
     if not origin.is_file():
         return
-    about = json.loads(origin.read_bytes())
+    about = _origin(origin)
     try:
         _download(_WHOLE.get(about["url"], about["url"]), path.parent, path.name)
     except OSError as error:
@@ -89,6 +91,21 @@ def fetch(path: Path) -> None:
         ) from error
     if about["keep_gib"] is not None:
         _make_room(path, about["keep_gib"] * 2**30)
+
+
+def _origin(file: Path) -> dict[str, Any]:
+    """What a folder of the cache says of where its files come from.
+
+    Raises:
+        Failure: when it is damaged.
+    """
+    try:
+        found = parse_object(file.read_bytes())
+        check(found["url"], str, "url")
+        check(found["keep_gib"], float | None, "keep_gib")
+    except (OSError, ValueError, KeyError) as error:
+        raise Failure(f"{file}: is damaged ({error}); remove its folder, and resume.") from error
+    return found
 
 
 def _download(url: str, folder: Path, name: str) -> Path:

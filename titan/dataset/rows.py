@@ -11,6 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ from titan.settings import Refusal, show
 Row = Mapping[str, Any]
 _BOM = b"\xef\xbb\xbf"
 _BATCH_ROWS = 256
+_PIECE = 1024 * 1024
 
 
 class Reader(ABC):
@@ -166,26 +168,43 @@ class JsonLines(Reader):
         with files.readable(file.path), file.open() as stream:
             try:
                 for number, place, line in _lines(stream, start, end):
-                    if line.strip():
+                    if isinstance(line, Bad) or line.strip():
                         yield f"{file.path}, {f'byte {place}' if start else f'line {number}'}", _parsed(line, place)
             except Bad as bad:
                 yield file.path, bad
 
 
-def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, int, bytes]]:
+def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, int, bytes | Bad]]:
     """The lines of a part: number in the part, byte they begin at, and content."""
     bounds = files.span(file, start, end, b"\n") if start or end else (0, None)
     if bounds is None:
         return
     place, last = bounds
-    for number, line in enumerate(file, start=1):
-        yield number, place, line if place else line.removeprefix(_BOM)
+    for number in count(1):
+        if not (line := file.readline(files.LONGEST + 1)):
+            return
+        if len(line) > files.LONGEST:
+            yield number, place, files.too_long(place, "line", "to leave it out")
+            place += _pass_over(file, line)
+        else:
+            yield number, place, line if place else line.removeprefix(_BOM)
         place += len(line)
         if last is not None and place >= last:
             return
 
 
-def _parsed(line: bytes, place: int) -> Row | Bad:
+def _pass_over(file: BinaryIO, line: bytes) -> int:
+    """Read to the end of a line whose beginning is given; how many bytes that took."""
+    size = 0
+    while line and not line.endswith(b"\n"):
+        line = file.readline(_PIECE)
+        size += len(line)
+    return size
+
+
+def _parsed(line: bytes | Bad, place: int) -> Row | Bad:
+    if isinstance(line, Bad):
+        return line
     try:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:

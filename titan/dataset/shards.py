@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import json
 import os
 import threading
 import time
@@ -34,7 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset import owners, remote
+from titan.dataset.writer import read_json
 from titan.settings import Failure, Refusal
+from titan.untrusted import check, file_name, parse_object, shown
 
 FORMAT = 2
 SPLITS = ("train", "validation")
@@ -254,7 +255,7 @@ class Corpus:
         """
         failed = self.folder / "failed.json"
         if not self.complete and failed.is_file() and not self._worked_on():
-            reason = json.loads(failed.read_bytes())["error"]
+            reason = _word(failed)
             raise Failure(f"the data that this run waits for can't be prepared: {reason}")
 
     def _worked_on(self) -> bool:
@@ -263,6 +264,12 @@ class Corpus:
             held = (claim for claim in self.folder.glob("*.claim") if not owners.stale(claim))
             return any(time.time() - claim.stat().st_mtime < _FRESH_SECONDS for claim in held)
         return False
+
+
+def _word(failed: Path) -> str:
+    """Why a preparation failed."""
+    found = read_json(failed)
+    return str(found["error"]) if isinstance(found, dict) and "error" in found else f"{failed.name} is damaged"
 
 
 def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bool = False) -> Corpus:
@@ -280,7 +287,7 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
     try:
         manifest = folder / "manifest.json"
         complete = manifest.is_file() or not partial  # asked once: the rest may come at any moment
-        content = json.loads(manifest.read_bytes()) if complete else _partial(folder)
+        content = parse_object(manifest.read_bytes()) if complete else _partial(folder)
         corpus = _open(folder, content, complete)
         for split in (corpus.train, corpus.validation) if check else ():
             _check_sizes(split, corpus.masked)
@@ -294,13 +301,14 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
 
 def _partial(folder: Path) -> dict[str, Any]:
     """What a manifest would say if the units that are done, up to the first that isn't, were all."""
-    plan = json.loads((folder / "plan.json").read_bytes())
+    plan = parse_object((folder / "plan.json").read_bytes())
+    check(plan["vocab_size"], int, "vocab_size")
     done = []
     for number in range(len(plan["units"])):
         receipt = folder / f"unit-{number:05d}.json"
         if not receipt.is_file():
             break
-        done.append(json.loads(receipt.read_bytes()))
+        done.append(parse_object(receipt.read_bytes()))
     units = [{name: [unit[name]["tokens"], unit[name]["documents"]] for name in SPLITS} for unit in done]
     sums = {name: sum(unit[name] for unit in done) for name in ("documents", "bytes")}
     return {**plan, **sums, "max_token": plan["vocab_size"] - 1, "units": units, "all": len(plan["units"])}
@@ -308,10 +316,11 @@ def _partial(folder: Path) -> dict[str, Any]:
 
 def _open(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
     if manifest["format"] != FORMAT:
-        raise ValueError(f"format {manifest['format']} where {FORMAT} is read")
+        raise ValueError(f"format {shown(manifest['format'])} where {FORMAT} is read")
+    check_manifest(manifest)
     dtype = token_dtype(manifest["vocab_size"])
     train, validation = (_split(folder, name, manifest["units"], dtype) for name in SPLITS)
-    token_bytes = np.load(folder / "token_bytes.npy", allow_pickle=False)
+    token_bytes = _token_bytes(folder / "token_bytes.npy")
     if token_bytes.shape != (manifest["vocab_size"],):
         raise ValueError("token_bytes.npy has the wrong size")
     fields = ("name", "digest", "vocab_size", "max_token", "documents", "bytes", "tokenizer", "masked")
@@ -325,6 +334,43 @@ def _open(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
         train=train,
         validation=validation,
     )
+
+
+_FIELDS: dict[str, Any] = {
+    "name": str, "digest": str, "vocab_size": int, "max_token": int, "documents": int, "bytes": int,
+    "tokenizer": dict[str, str], "masked": bool, "limit": int, "units": list[dict[str, list[int]]],
+}  # fmt: skip
+"""What a manifest holds, by the types of its values."""
+
+
+def check_manifest(manifest: dict[str, Any]) -> None:
+    """Refuse a manifest of other types, with numbers below 0, or whose tokenizer is elsewhere.
+
+    Raises:
+        ValueError, KeyError: naming what is wrong.
+    """
+    for name, kind in _FIELDS.items():
+        check(manifest[name], kind, name)
+    numbers = [number for unit in manifest["units"] for counts in unit.values() for number in counts]
+    if min([*numbers, *(manifest[name] for name in ("max_token", "documents", "bytes", "limit"))]) < 0:
+        raise ValueError("it has a number below 0")
+    if manifest["vocab_size"] < 1 or not {"name", "fingerprint"} <= manifest["tokenizer"].keys():
+        raise ValueError("it says nothing of its tokenizer")
+    if file := manifest["tokenizer"].get("file"):
+        file_name(file)
+
+
+def _token_bytes(file: Path) -> NDArray[np.uint16]:
+    """How many bytes each token stands for; numpy's reader lets all kinds of errors of a broken file pass."""
+    try:
+        found = np.load(file, allow_pickle=False)
+        if not isinstance(found, np.ndarray) or found.dtype != np.uint16:
+            raise ValueError("it holds something else")
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{file.name}: {error}") from error
+    return found
 
 
 def _split(folder: Path, name: str, units: list[dict[str, Any]], dtype: np.dtype[Any]) -> Split:

@@ -122,7 +122,10 @@ class Whole(Source):
 
     def _documents(self, part: Part, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """The documents of a part, each with the byte it begins at."""
-        yield 0, stream.read()
+        data = stream.read(files.LONGEST + 1)
+        if len(data) > files.LONGEST:
+            raise files.too_long(0, "document", "to leave it out")
+        yield 0, data
 
 
 @dataclass(kw_only=True)
@@ -144,7 +147,8 @@ class Separated(Whole):
         bounds = files.span(stream, start, end, separator) if start or end else (0, None)
         if bounds:
             place, last = bounds
-            for piece in separated(stream, separator, None if last is None else last - len(separator) - place):
+            size = None if last is None else last - len(separator) - place
+            for piece in separated(stream, separator, size, place):
                 yield place, piece
                 place += len(piece) + len(separator)
 
@@ -206,16 +210,22 @@ def _passage_end(block: bytes) -> int:
     return block.rfind(b"\n") + 1 or _character_start(block)
 
 
-def separated(file: BinaryIO, separator: bytes, size: int | None = None) -> Iterator[bytes]:
-    """What stands between the separators in the next `size` bytes of a file (None: all that is left).
+def separated(file: BinaryIO, separator: bytes, size: int | None = None, place: int = 0) -> Iterator[bytes]:
+    """What stands between the separators in the next `size` bytes of a file (None: all that is left), from `place` on.
 
     Memory is constant beside the longest such piece.
+
+    Raises:
+        Bad: when one is too long.
     """
     held, left = b"", size
     while chunk := file.read1(_CHUNK if left is None else min(_CHUNK, left)):  # type: ignore[attr-defined]
         left = None if left is None else left - len(chunk)
         *complete, held = (held + chunk).split(separator)
         yield from complete
+        place += len(chunk)
+        if len(held) > files.LONGEST:
+            raise files.too_long(place - len(held), "document", "to use what comes before")
     yield held
 
 

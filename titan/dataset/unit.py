@@ -25,6 +25,7 @@ from titan.dataset.tokenizer import load_tokenizer
 from titan.dataset.writer import HashedFile, SplitWriter, checksum, read_json, sync_folder, write_json
 from titan.safe import safe
 from titan.settings import Refusal
+from titan.untrusted import check, file_name
 
 Receipt = dict[str, Any]
 
@@ -95,8 +96,27 @@ def hashes_file(folder: Path, unit: int) -> Path:
 def read_receipt(folder: Path, unit: int) -> Receipt | None:
     """A unit's receipt; None when there is none, or it is damaged."""
     receipt = read_json(receipt_file(folder, unit))
-    due = ("unit", *SPLITS, "documents", "bytes", "skipped", "files", "seconds")
-    return receipt if isinstance(receipt, dict) and all(key in receipt for key in due) else None
+    try:
+        for key, kind in _RECEIPT.items():
+            check(receipt[key], kind, key)
+        for name, (size, digest) in receipt["files"].items():
+            check(size, int, file_name(name))
+            check(digest, str, name)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return dict(receipt)
+
+
+_RECEIPT: dict[str, Any] = {
+    "unit": int,
+    **dict.fromkeys(SPLITS, dict[str, int]),
+    "documents": int,
+    "bytes": int,
+    "skipped": dict[str, list[Any]],
+    "files": dict[str, list[Any]],
+    "seconds": float,
+}
+"""What a receipt holds, by the types of its values."""
 
 
 def damage(folder: Path, unit: int, *, verify: bool = False) -> str | None:

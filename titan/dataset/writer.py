@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from titan.dataset import owners
 from titan.dataset.order import Order
+from titan.untrusted import parse_json
 
 CHUNK_TOKENS = 4 * 1024 * 1024
 """How many tokens' documents are shuffled with each other, and held in memory for it."""
@@ -137,7 +138,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """What a JSON file holds; None when there is none, or it is damaged."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
 

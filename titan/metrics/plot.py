@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from titan.untrusted import check, parse_object, read
 
 SHARE = 0.02  # of the run that one smoothed point averages over
 BLUE, ORANGE, GREY = "#2c6fbb", "#d9571e", "#6b6b6b"
@@ -49,18 +51,31 @@ def plot_losses(metrics_file: Path, png: Path) -> Path | None:
 
 
 def read_lines(metrics_file: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a line that a kill cut short is left out, a missing file has none."""
-    if not metrics_file.exists():
-        return []
+    """The records of metrics.jsonl; a line that is cut short or damaged is left out, a missing file has none."""
     records = []
-    for line in metrics_file.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            records.append(record)
+    with contextlib.suppress(OSError, ValueError):
+        for line in read(metrics_file).decode(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                records.append(_record(line))
     return records
+
+
+def _record(line: str) -> dict[str, Any]:
+    """A line's record.
+
+    Raises:
+        ValueError: when it is none, or its values are of other types.
+    """
+    record = parse_object(line)
+    for name, kind in _KINDS.items():
+        check(record.get(name, 0), kind, name)
+    return record
+
+
+_KINDS: dict[str, Any] = {
+    "step": int,
+    "tokens": float, "loss": float | None, "validation_loss": float | None,
+}  # fmt: skip
 
 
 def curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:

@@ -6,7 +6,6 @@ runs and sweeps.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
 from titan.safe import safe
 from titan.settings import Refusal, show
+from titan.untrusted import parse_object, read
 
 ESSENTIAL = (
     "ids.science", "ids.group", "ids.execution", "ids.code", "config.training.steps", "config.training.seq_len",
@@ -46,6 +46,7 @@ class Raw:
         state, reason: how it stands; of one that did not finish, why.
         overrides: what a sweep's command line says of it alone; of other runs, the whole command line.
         host: the name of the machine of its first rank; empty where env.json does not say.
+        damage: what is wrong with its files, and was left aside; in a sentence each.
     """
 
     directory: Path
@@ -57,6 +58,7 @@ class Raw:
     reason: str | None
     overrides: tuple[str, ...] = ()
     host: str = ""
+    damage: tuple[str, ...] = ()
 
     @property
     def last(self) -> Mapping[str, Any]:
@@ -111,11 +113,13 @@ class Collected:
         runs: each once, in the order in which they were found.
         failed: points of sweeps without a run, and runs whose run.yaml can't be read.
         sweeps: directory and question of each sweep.
+        damage: what is wrong with the sweeps' own files.
     """
 
     runs: tuple[Raw, ...]
     failed: tuple[Failed, ...]
     sweeps: tuple[tuple[Path, Asked], ...]
+    damage: tuple[str, ...] = ()
 
 
 @dataclass
@@ -123,6 +127,7 @@ class _Found:
     runs: dict[Path, Raw] = field(default_factory=dict)
     failed: dict[Path, Failed] = field(default_factory=dict)
     sweeps: dict[Path, Asked] = field(default_factory=dict)
+    damage: list[str] = field(default_factory=list)
 
     def known(self, directory: Path) -> bool:
         return directory in self.runs or directory in self.failed
@@ -148,7 +153,9 @@ def collect(directories: Sequence[Path]) -> Collected:
         _enter(at, found, given=True)
         if len(found.runs) + len(found.failed) == before and not found.known(at):
             raise Refusal(f"{directory}: holds no run (a run has a run.yaml); give the directory of a run or a sweep.")
-    return Collected(tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()))
+    return Collected(
+        tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.damage)
+    )
 
 
 def _enter(directory: Path, found: _Found, given: bool = False) -> None:
@@ -160,6 +167,7 @@ def _enter(directory: Path, found: _Found, given: bool = False) -> None:
     sweep = ledger.read(directory)
     if sweep is not None:
         found.sweeps[directory] = sweep.asked
+        found.damage += [f"{directory.name}: {note}" for note in sweep.notes]
         for point in sweep.points:
             _take(Path(point.directory), found, point)
         return
@@ -206,12 +214,19 @@ def _read(directory: Path, point: Point | None) -> Raw | Failed:
         return Failed(
             label, str(directory), "failed", f"its run.yaml does not say {lacking}: it is of another version of titan"
         )
-    metrics, result = columns.read(directory / "metrics.jsonl"), _json(directory / "result.json")
+    metrics = columns.read(directory / "metrics.jsonl")
+    result, wrong = endings.final(directory, {d["ids"]["science"] for d in documents})
+    damage = [wrong] if wrong else []
+    if metrics.broken:
+        some = "a line is" if metrics.broken == 1 else f"{metrics.broken} lines are"
+        damage.append(f"{some} damaged or cut short in metrics.jsonl, and not used")
     state, reason = _state(directory, documents[-1], result, point, metrics.steps)
     overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
     machine = _json(directory / "env.json")
-    device, host = dict(machine.get("device") or {}), str(machine.get("host") or "")
-    return Raw(directory, documents, metrics, result, device, state, reason, overrides, host)
+    device, host = machine.get("device"), machine.get("host")
+    about = device if isinstance(device, dict) else {}
+    damaged, named = tuple(damage), host if isinstance(host, str) else ""
+    return Raw(directory, documents, metrics, result, about, state, reason, overrides, named, damaged)
 
 
 def _overrides(point: Point | None) -> tuple[str, ...]:
@@ -313,7 +328,6 @@ def began(document: Mapping[str, Any]) -> float | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
+        return parse_object(read(file))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

@@ -77,12 +77,14 @@ class Metrics:
         validations: the lines of validations, as they are.
         stalled: seconds that training stood still for checkpoints.
         last: the time of the last line of each life, where lines have times.
+        broken: lines that are damaged or cut short, and left out.
     """
 
     steps: Steps
     validations: tuple[Mapping[str, Any], ...]
     stalled: float
     last: Mapping[int, float]
+    broken: int = 0
 
 
 @dataclass
@@ -94,10 +96,13 @@ class _Reading:
     validations: list[Mapping[str, Any]] = field(default_factory=list)
     stalled: float = 0.0
     last: dict[int, float] = field(default_factory=dict)
+    broken: int = 0
 
     def take(self, records: Sequence[Any]) -> None:
         """Add some lines, all or none: `TypeError` or `ValueError` where values are of the wrong kind."""
-        known = [r for r in records if isinstance(r, dict) and isinstance(r.get("step"), int)]
+        if not all(map(_plain, records)):
+            raise ValueError("a line is none of a run's")
+        known = [r for r in records if "step" in r]
         steps = [r for r in known if "loss" in r]
         numbers = np.array([tuple(map(r.get, KEYS)) for r in steps], dtype=np.float64).reshape(-1, len(KEYS))
         hashes = array("Q", [int(r.get("batch_hash") or "0", 16) for r in steps])
@@ -123,7 +128,16 @@ def read(file: Path) -> Metrics:
                 _take(reading, [line for line in some if not line.isspace()])
     except OSError:
         pass
-    return Metrics(_steps(reading), tuple(reading.validations), reading.stalled, reading.last)
+    return Metrics(_steps(reading), tuple(reading.validations), reading.stalled, reading.last, reading.broken)
+
+
+def _plain(record: Any) -> bool:
+    """Whether a line's step and life are numbers that a run can have, and its validation loss is one."""
+    if not isinstance(record, dict):
+        return False
+    counts = (record.get("step", 0), record.get("life", 1))
+    loss = record.get("validation_loss")
+    return all(type(n) is int and 0 <= n < 2**53 for n in counts) and (loss is None or type(loss) in (int, float))
 
 
 def _take(reading: _Reading, lines: Sequence[str]) -> None:
@@ -131,7 +145,9 @@ def _take(reading: _Reading, lines: Sequence[str]) -> None:
     try:
         reading.take(json.loads(f"[{','.join(lines)}]"))
     except (ValueError, TypeError, OverflowError, RecursionError):
-        if len(lines) > 1:
+        if len(lines) == 1:
+            reading.broken += 1
+        else:
             half = len(lines) // 2
             _take(reading, lines[:half])
             _take(reading, lines[half:])

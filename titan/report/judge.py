@@ -347,7 +347,7 @@ def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Fail
 def _notes(variants: Sequence[Variant], found: Collected, options: Options, asked: Asked) -> tuple[str, ...]:
     """What holds for the whole."""
     groups, every = [v.group for v in variants], [m for v in variants for m in v.members]
-    notes = []
+    notes = [*found.damage, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.damage)]
     if len(codes := _codes(every)) > 1:
         notes.append(f"the runs have {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
     if len(hardware := {m.run.hardware for m in every}) > 1:
