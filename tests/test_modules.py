@@ -143,6 +143,8 @@ def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_recorded_command_line_is_not_the_users() -> None:
+    assert compose.command([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"], lambda run: 0) == 0
+    forget()
     with pytest.raises(Refusal, match="modules="):
-        compose.recipe([], recorded=["recipe=theirs", "modules=[theirs_pack]"])
+        compose.recipe(["resume=runs/one"])
     assert not imported()

@@ -110,9 +110,9 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("hydra.output_subdir=checkpoints", "hydra.output_subdir=checkpoints|null"),
     ("hydra.output_subdir=../x", "hydra.output_subdir=../x|null"),
     ("hydra.job.env_set={A:b}", "+hydra.job.env_set.NAME=VALUE"),
-    ("+hydra.callbacks.a._target_=os.system", "hydra.callbacks.a._target_=os.system|modules=[os]"),
+    ("+hydra.callbacks.a._target_=os.system", "hydra.callbacks: names os.system|modules=[os]"),
     ("-m +hydra.callbacks.a._target_=os.system", "os.system"),
-    ("+hydra.callbacks.a._target_=hydra.nope", "hydra.callbacks: Error locating target 'hydra.nope'"),
+    ("+hydra.callbacks.a._target_=titan.nope", "hydra.callbacks: Error locating target 'titan.nope'"),
     (f"hydra/launcher=slurm {JOBS}", "LogJobReturnCallback.on_job_end|at_once=1"),
     (f"-m hydra.launcher.at_once=2 training.seed=1,2 {JOBS}", "LogJobReturnCallback.on_job_end|at_once=1"),
     # other launchers' keys

@@ -34,8 +34,9 @@ from titan.training import Training
 LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
 """Bytes of a folder's name and of a run's path, and levels of that: file systems end at 255 and 4,096 bytes."""
 FILES = {
-    ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png", "log",
-    "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock", "slurm",
+    ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png",
+    "log", "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock",
+    "slurm",
 }  # fmt: skip
 """Names in a run's directory."""
 FLEX_WIDTH = 16

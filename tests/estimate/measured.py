@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "vocab 16k pp compiled": (*MIDDLE, "parallelism=pp", "compile=block"),
     "30M": (*SMALL, *ROWS),
     "30M fsdp, 2 micro-batches": (*SMALL, *ROWS, "parallelism=fsdp", "parallelism.microbatches=2"),
-    "30M fsdp async": (*SMALL, *ROWS, "parallelism=fsdp", "checkpoint=async"),
+    "30M fsdp async": (*SMALL, *ROWS, "parallelism=fsdp", "checkpoint=async", "checkpoint.every=2"),
     "30M 3d": (*SMALL, *ROWS, "parallelism=3d"),
     "125M": (*M125, *ROWS),
     "125M fp32": (*M125, *ROWS, "precision=fp32"),
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "125M ddp": (*M125, *ROWS, "parallelism=ddp"),
     "125M tp": (*M125, *ROWS, "parallelism=tp"),
     "125M pp": (*M125, *ROWS, "parallelism=pp"),
-    "125M async": (*M125, *ROWS, "checkpoint=async"),
+    "125M async": (*M125, *ROWS, "checkpoint=async", "checkpoint.every=2"),
 }
 
 

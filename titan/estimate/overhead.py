@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 PROCESS_GIB = 0.42
 """What a CPU rank takes before it has a tensor: Python, torch, and the kernels' own memory."""
-LOGITS, REST = 0.51, 0.3
-"""Free memory between tensors that no later one fits into, as shares of the logits and of all else that is live."""
+LOGITS, REST, GATHERED = 0.49, 0.29, 0.06
+"""Free memory between tensors that no later one fits into, as shares of the logits and of all else that is live; with
+FSDP, which gathers weights and frees them, as much more of the latter."""
 CONTEXT_GIB = 1.5
 """What a GPU's context and the communication library take beside the allocator."""
 FRAGMENTS = 0.1
@@ -29,6 +30,7 @@ def added(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage, devic
     if device != "cpu":
         return usage.plus(context=CONTEXT_GIB * GIB, allocator=FRAGMENTS * usage.bytes)
     logits, block = largest(recipe, layout, microbatches)
-    unused = LOGITS * logits + REST * max(0.0, usage.bytes - logits)
+    sharded = layout.sharded > 1 and not layout.copies
+    unused = LOGITS * logits + (REST + GATHERED * sharded) * max(0.0, usage.bytes - logits)
     copies = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     return usage.plus(context=PROCESS_GIB * GIB, kernels=block, allocator=unused, copies=copies)
