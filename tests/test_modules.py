@@ -11,7 +11,7 @@ import yaml
 from launchers import start
 from tests.machines import detector
 from tests.runs import TINY
-from titan import compose, modules
+from titan import compose, console, lives, modules
 from titan.cluster import devices
 from titan.compose import composed
 from titan.settings import Refusal
@@ -143,8 +143,11 @@ def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_recorded_command_line_is_not_the_users() -> None:
-    assert compose.command([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"], lambda run: 0) == 0
-    forget()
+    run = composed([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
+    assert "modules=[theirs_pack]" in console.next_command(run, {"finished": False})
+    Path(run.directory).mkdir(parents=True)
+    lives.begin(run)
+    sys.modules.pop("theirs_pack", None)
     with pytest.raises(Refusal, match="modules="):
         compose.recipe(["resume=runs/one"])
     assert not imported()

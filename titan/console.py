@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titan import capacity
 from titan.run import Run, billions
 from titan.safe import safe
+from titan.settings import show
 
 if TYPE_CHECKING:
     from titan.dataset.mix import Mix
@@ -190,6 +191,7 @@ def show_finished(finished: Finished) -> None:
 def next_command(run: Run, result: Mapping[str, Any]) -> str:
     """The command that resumes the run, or continues a finished one."""
     more = [f"training.steps={run.training.steps * 2}"] if result["finished"] else []
+    more += [f"modules={show(run.modules)}"] if run.modules else []  # which what is recorded can't allow
     return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
 
 

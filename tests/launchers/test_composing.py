@@ -46,7 +46,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
         pytest.param(["sweep=learning_rate", "training.steps=3,4", "training.seed=0"], id="a-named-grid"),
         pytest.param(["recipe=train_8b", "model=debug,llama8b", "+optimizer.lr=1,2", "cluster.nodes=2"], id="a-recipe"),
         pytest.param(["++optimizer.lr=1,2", "dataset.tokens=${training.steps}", "hydra.verbose=true"], id="references"),
-        pytest.param(["cluster.environment={A:b},{C:d}", "modules=[tests]", "cluster=cpu,h100"], id="mappings"),
+        pytest.param(["cluster.environment={A:b},{C:d}", "modules=[tests]", "memory=none,full"], id="mappings"),
     ],
 )
 def test_points_are_what_hydra_would_compose(launched: Callable[..., Any], arguments: list[str]) -> None:

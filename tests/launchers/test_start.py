@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 TRAIN = ["-m", "titan.train", *TINY, "checkpoint.every=0"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-EXPLODES = ["optimizer=sgd", "optimizer.lr=1e38", "training.clip_norm=null", "training.bad_steps=1", "training.steps=9"]
+EXPLODES = ["optimizer=sgd", "optimizer.lr=1e30", "training.clip_norm=null", "training.bad_steps=1", "training.steps=9"]
 
 
 def arguments(folder: Path, layout: str, *more: str) -> list[str]:

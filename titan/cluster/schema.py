@@ -113,7 +113,7 @@ class Cluster:
         "rank", "what a Slurm task is: a rank, or a node's program that starts its ranks"
     )
     srun: tuple[str, ...] = _job((), "further arguments of srun, such as [--cpu-bind=cores]")
-    sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}", any_text=True)
+    sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}")
     modules: tuple[str, ...] = _job((), "environment modules to load")
     setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start", any_text=True)
     environment: Mapping[str, str] | None = _job(

@@ -63,7 +63,7 @@ class Group:
 class Optimizer:
     """What every optimizer has in common."""
 
-    lr: float = setting(1e-3, "peak learning rate", above=0, cap=1e4)
+    lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "weight decay", at_least=0, cap=1e4)
     decay: Literal["all", "matrices"] = setting(
         "all", "what weight decay is for; matrices: neither norms, biases nor the embedding"
