@@ -230,7 +230,7 @@ def test_a_trained_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
             "parallelism.tensr=2: there is no such setting; did you mean 'tensor'?",
             id="unknown-dimension",
         ),
-        pytest.param(["prompt=x", "max_tokens=1000000000000"], "take 0.0 GiB and the keys and values", id="memory"),
+        pytest.param(["prompt=x", "max_tokens=1000000000"], "take 0.0 GiB and the keys and values", id="memory"),
     ],
 )
 def test_refusals(more: list[str], sentence: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

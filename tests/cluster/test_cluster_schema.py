@@ -29,8 +29,8 @@ def test_cpu_is_the_cpu() -> None:
         pytest.param({"devices": "all"}, "cluster.devices=all: expected a number or auto", id="word"),
         pytest.param({"device": "gpu"}, "cluster.device=gpu: choose one of auto, cpu, cuda", id="device"),
         pytest.param({"restarts": -1}, "cluster.restarts=-1: must be at least 0", id="restarts"),
-        pytest.param({"timeout": 0}, "cluster.timeout=0: must be above 0", id="timeout"),
-        pytest.param({"step_timeout": 0}, "cluster.step_timeout=0: must be above 0 or auto", id="step-timeout"),
+        pytest.param({"timeout": 0}, "cluster.timeout=0: must be at least 1", id="timeout"),
+        pytest.param({"step_timeout": 0}, "cluster.step_timeout=0: must be at least 1 or auto", id="step-timeout"),
     ],
 )
 def test_refusals(given: dict[str, object], message: str) -> None:
