@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from launchers import frozen
 from launchers import points as grid
 from launchers.local import STOPPING, hearing, is_repeat
 from launchers.points import Chosen
 from launchers.standing import standing
 from titan import compose, console, endings, ledger, output
 from titan.ledger import Asked, Point
-from titan.run import Run
 from titan.safe import safe
 from titan.settings import setting
 
@@ -184,8 +183,7 @@ def main(file: str, parent: str) -> int:
     from titan.rank import die_with
 
     die_with(int(parent))
-    run: Run = pickle.loads(Path(file).read_bytes())
-    return compose.exit_code(lambda: start.here(run))
+    return compose.exit_code(lambda: start.here(frozen.read(Path(file))))
 
 
 if __name__ == "__main__":

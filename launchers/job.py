@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from launchers import frozen
 from launchers.environment import before_torch
 from launchers.local import Ranks, stopping, tell
 from launchers.place import Place
@@ -115,7 +115,7 @@ def _place(env: Mapping[str, str], ranks: int, life: Path) -> Place:
 
 def _run(point: Path, place: Place) -> Run:
     """The frozen run, on the machine that the job has got; from here on this rank writes into its own log."""
-    run: Run = pickle.loads(point.read_bytes())
+    run = frozen.read(point)
     log = Path(run.directory) / "log" / f"rank-{place.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     _write_to(log)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 import re
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
+from launchers import frozen
 from launchers.composing import Composer
 from titan import compose, console, identity, ledger
 from titan.cluster import devices
@@ -221,12 +221,7 @@ def _axes(points: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
 
 
 def freeze(point: Chosen, folder: Path) -> Path:
-    """Write a point's run down, for its job to read; only this user may: it may hold secrets, and readers run it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a point's run down, for its job to read."""
     file = folder / f"{point.id}.pickle"
-    temporary = file.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        pickle.dump(point.run, out)
-    temporary.rename(file)
+    frozen.write(point.run, file)
     return file

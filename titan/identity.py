@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titan
+from titan.kinds import kind
 from titan.safe import redacted
 from titan.settings import plain
 
@@ -53,7 +54,7 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
     for axis in run.axes():
         value, default = getattr(run, axis), axis in SCIENCE
         if type(value) is not declared[axis] and default == science:
-            found[axis] = f"{type(value).__module__}.{type(value).__qualname__}"
+            found[axis] = kind(type(value))
         for field in dataclasses.fields(value):
             mark = field.metadata.get("science")
             setting = getattr(value, field.name)

@@ -20,6 +20,7 @@ from titan.cluster.schema import Cluster
 from titan.compile import Compile
 from titan.dataset.schema import Dataset
 from titan.debug import Debug
+from titan.kinds import kind
 from titan.memory import Memory
 from titan.metrics.schema import Metrics
 from titan.model.schema import Llama
@@ -282,6 +283,5 @@ def as_config(run: Recipe) -> dict[str, Any]:
 
 
 def as_model(run: Recipe) -> dict[str, Any]:
-    """The model's settings as plain containers, with the schema's name under `_target_`: `settings.build` reads it."""
-    schema = type(run.model)
-    return {"_target_": f"{schema.__module__}.{schema.__qualname__}", **plain(run.model)}
+    """The model's settings as plain containers, with its kind under `_target_`: `settings.build` reads it."""
+    return {"_target_": kind(type(run.model)), **plain(run.model)}

@@ -22,6 +22,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
+from titan.kinds import place
 from titan.safe import escape, is_redacted, safe
 
 MISSING = "???"
@@ -279,7 +280,7 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
 def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     """The dataclass that `_target_` names, when its package may be named."""
     _check_target(name, path, allowed)
-    module, _, attribute = name.rpartition(".")
+    module, _, attribute = place(name).rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

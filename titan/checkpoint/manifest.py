@@ -48,7 +48,7 @@ class Manifest:
         data: the data's position and identity (`titan.dataset.order.state`).
         science_id, run_id: of the run that saved it.
         layout: the degrees under which it was saved.
-        model: the model's settings, with the schema's name under `_target_`.
+        model: the model's settings, with its kind (`titan.kinds`) under `_target_`.
         tokenizer: a file in the folder or the name of a built-in tokenizer; None when the data have none.
         files: the files by name.
         seq_len: tokens of a row; 0 where that is not known.

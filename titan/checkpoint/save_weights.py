@@ -23,6 +23,7 @@ from titan.checkpoint.export import SHARD_BYTES, Progress, cast, grouped, ordere
 from titan.checkpoint.manifest import File, Manifest
 from titan.checkpoint.native import PREFIX
 from titan.checkpoint.weights import Weights
+from titan.kinds import kind
 from titan.settings import plain
 
 _METADATA = ".metadata"
@@ -113,6 +114,6 @@ def _metadata(weights: Weights, dtype: str, places: dict[MetadataIndex, _Storage
 def _manifest(weights: Weights, folder: Path, files: dict[str, File]) -> Manifest:
     tokenizer = tokenizers_out.copy(weights.tokenizer, folder)
     files |= tokenizers_out.listed(tokenizer, folder)
-    model = {"_target_": f"{type(weights.model).__module__}.{type(weights.model).__qualname__}", **plain(weights.model)}
+    model = {"_target_": kind(type(weights.model)), **plain(weights.model)}
     length = int(getattr(weights, "config", {}).get("max_position_embeddings", 0))
     return Manifest(0, 0, {}, "", "", {}, model, tokenizer, files, length)

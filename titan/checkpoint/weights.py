@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titan.checkpoint import manifest, origin
 from titan.checkpoint.manifest import Damaged
+from titan.kinds import kind
 from titan.settings import Refusal, plain
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -141,7 +142,7 @@ def digest_of(weights: Weights) -> str:
     Of the model's settings, the names, shapes and types, and of each tensor the numbers of 16 rows evenly spread; of a
     titan checkpoint the checksums of its files in their place.
     """
-    digest = blake2b(repr((type(weights.model).__name__, plain(weights.model))).encode(), digest_size=8)
+    digest = blake2b(repr((kind(type(weights.model)).rpartition(".")[2], plain(weights.model))).encode(), digest_size=8)
     for name in sorted(weights.shapes):
         digest.update(f"{name} {tuple(weights.shapes[name])} {weights.dtypes[name]}\n".encode())
     for evidence in getattr(weights, "checksums", None) or _samples(weights):

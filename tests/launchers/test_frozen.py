@@ -1,0 +1,107 @@
+"""Runs in files between a launcher and what it starts: of other code's, none is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers import frozen, here, points
+from tests.launchers.processes import ROOT
+from tests.runs import tiny
+from titan import rank
+from titan.optimizer import Muon
+from titan.run import Run
+from titan.settings import Refusal, setting
+
+
+def with_optimizer(run: Run, patch: pytest.MonkeyPatch, **more: Any) -> Run:
+    """The run with an optimizer of a module that this process alone has, with more settings than Muon's."""
+    cls = dataclasses.make_dataclass(
+        "Theirs", [(k, type(v), setting(v)) for k, v in more.items()], bases=(Muon,), frozen=True, kw_only=True
+    )
+    cls.__module__ = "titan.theirs"
+    module = types.ModuleType("titan.theirs")
+    module.Theirs = cls  # type: ignore[attr-defined]
+    patch.setitem(sys.modules, "titan.theirs", module)
+    return dataclasses.replace(run, optimizer=cls())
+
+
+def moved(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
+    frozen.write(with_optimizer(run, patch), file)
+    patch.delitem(sys.modules, "titan.theirs")
+
+
+def other_settings(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
+    frozen.write(with_optimizer(run, patch, rank_one=True), file)
+    with_optimizer(run, patch)
+
+
+def bare(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
+    file.write_bytes(pickle.dumps(run))
+
+
+def torn(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
+    frozen.write(run, file)
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def absent(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
+    file.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("left", "why"),
+    [
+        pytest.param(moved, "other code of titan .*No module named 'titan.theirs'", id="moved"),
+        pytest.param(other_settings, "other code of titan .*titan.theirs.Theirs had other settings", id="settings"),
+        pytest.param(bare, "other code of titan .*another format", id="format"),
+        pytest.param(torn, "other code of titan .*truncated", id="torn"),
+        pytest.param(absent, "can't be read .No such file", id="absent"),
+    ],
+)
+def test_what_other_code_left_is_refused(
+    left: Callable[..., None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
+    with pytest.raises(Refusal, match=f"a.pickle: .*{why}.*; give the command that started it again"):
+        frozen.read(tmp_path / "a.pickle")
+
+
+def test_a_grid_that_goes_on_writes_its_points_anew(tmp_path: Path) -> None:
+    run = tiny(tmp_path / "run")
+    (tmp_path / "a.pickle").write_bytes(b"of older code")
+    file = points.freeze(points.Chosen("a", (), run), tmp_path)
+    assert file == tmp_path / "a.pickle" and frozen.read(file) == run
+
+
+def test_a_point_of_older_code_ends_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rank, "die_with", lambda parent: None)
+    bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
+    assert here.main(str(tmp_path / "a.pickle"), "1") == 2
+    assert "other code of titan" in capsys.readouterr().err
+
+
+def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
+    listed, life = tmp_path / "list.json", tmp_path / "life"
+    life.mkdir()
+    listed.write_text(json.dumps({"points": [str(tmp_path / "a.pickle")], "tasks": "rank", "ranks_per_node": 1}))
+    done = subprocess.run(
+        [sys.executable, "-m", "launchers.job", str(listed), str(life)],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    (file,) = life.rglob("*.error")
+    error = json.loads(file.read_text())
+    assert done.returncode == error["code"] == 2 and "other code of titan" in error["text"]
