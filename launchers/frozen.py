@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.kinds import kind
-from titan.run import Run
-from titan.settings import Refusal
+from titan.config.kinds import kind
+from titan.config.settings import Refusal
+from titan.run.recipe import Run
 
 _AGAIN = "give the command that started it again: it writes the file anew."
 

@@ -21,13 +21,17 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers import foreign, here, points, slurm
-from launchers.points import Chosen
-from titan import endings, hydra_node, ledger, settings
-from titan.ledger import Asked
-from titan.run import Run, check_length
-from titan.settings import Refusal
-from titan.sweep import Sweep
+from launchers import foreign, trials
+from launchers.local import sweep as here
+from launchers.slurm import grid as slurm
+from launchers.trials import Chosen
+from titan.config import settings
+from titan.config.settings import Refusal
+from titan.run import hydra_node
+from titan.run.recipe import Run, check_length
+from titan.sweep import job_exit, ledger
+from titan.sweep.ledger import Asked
+from titan.sweep.schema import Sweep
 
 NAMESPACE = "hydra_plugins.titan"
 ALONE = "run"
@@ -78,7 +82,7 @@ class GridLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        chosen = points.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
+        chosen = trials.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
         codes = self.grid(root, chosen, asked_of(self.config))
         GridLauncher.codes += codes
         GridLauncher.dry = getattr(self.how, "dry_run", False)
@@ -171,13 +175,13 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
     Raises:
         Refusal: when the directory holds something else, or a process is in it.
     """
-    from titan import console, lives  # only now: --help need not wait for what reads data
+    from titan.run import attempts, summary  # only now: --help need not wait for what reads data
 
     directory = Path(run.directory)
     sweep = ledger.read(directory)
-    lives.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.points)))
-    if endings.finished(directory, run.training.steps):
-        console.show_finished(lives.finished(run))
+    attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.points)))
+    if job_exit.finished(directory, run.training.steps):
+        summary.show_finished(attempts.finished(run))
         return 0
     point = Chosen(ALONE, (), run)
     return launcher.grid(directory, [point], asked_of(cfg))[0]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from titan.dataset.owners import alive, machine
+from titan.files.leases import alive, machine
 
 PREFIX = "titan-scratch-"
 

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launchers.environment import within
-from launchers.local import run_ranks, tell
-from launchers.place import Place
-from titan import console, lives
-from titan.run import Run
-from titan.settings import Failure, Refusal, fault
+from launchers.supervisor import run_ranks, tell
+from titan.cluster.environment import within
+from titan.cluster.rank_info import Place
+from titan.config.settings import Failure, Refusal, fault
+from titan.run import attempts, summary
+from titan.run.recipe import Run
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait until all have come."""
@@ -46,11 +46,11 @@ def here(run: Run, apart: bool = False) -> int:
     Returns:
         The exit code.
     """
-    with within(run.cluster.environment), lives.locked(Path(run.directory)):
+    with within(run.cluster.environment), attempts.locked(Path(run.directory)):
         for attempt in range(run.cluster.restarts + 1):
             life = _begin(run)
-            if isinstance(life, lives.Finished):
-                console.show_finished(life)
+            if isinstance(life, attempts.Finished):
+                summary.show_finished(life)
                 return 0
             code = _lived(run, life, partial(_ranks, run, life, apart or run.cluster.restarts > 0))
             if code != 1 or attempt == run.cluster.restarts:
@@ -59,52 +59,52 @@ def here(run: Run, apart: bool = False) -> int:
     return 1
 
 
-def _begin(run: Run) -> lives.Life | lives.Finished:
-    with console.progress_line() as show:
-        return lives.begin(run, show)
+def _begin(run: Run) -> attempts.Life | attempts.Finished:
+    with summary.progress_line() as show:
+        return attempts.begin(run, show)
 
 
-def _lived(run: Run, life: lives.Life, train: Callable[[], int]) -> int:
+def _lived(run: Run, life: attempts.Life, train: Callable[[], int]) -> int:
     """Train, with the data that are prepared meanwhile; a life that is refused before its first step is taken back."""
     try:
         with _data(run, life):
             code = train()
     except Refusal:
-        lives.withdraw(run, life)
+        attempts.withdraw(run, life)
         raise
     if code == 2:
-        lives.withdraw(run, life)
+        attempts.withdraw(run, life)
     return code
 
 
-def _data(run: Run, life: lives.Life) -> AbstractContextManager[None]:
+def _data(run: Run, life: attempts.Life) -> AbstractContextManager[None]:
     """Within it, data that a run reads while they are prepared are prepared."""
     if not run.dataset.stream:
         return nullcontext()
-    from titan.dataset.background import prepared_meanwhile
+    from titan.dataset.preprocess.background import prepared_meanwhile
 
     return prepared_meanwhile(run.dataset, life.corpora, Path(run.directory) / "log" / "prepare.log")
 
 
-def _ranks(run: Run, life: lives.Life, apart: bool) -> int:
+def _ranks(run: Run, life: attempts.Life, apart: bool) -> int:
     if run.layout.devices > 1 or apart:
         return run_ranks((run, life), run.layout.devices, Path(run.directory))
-    from titan.worker import work
+    from titan.training.worker import work
 
     return work(run, life, Place())
 
 
 def lead(run: Run, place: Place) -> int:
     """Rank 0 under torchrun or srun: decide, tell the other ranks, train."""
-    from titan.worker import work
+    from titan.training.worker import work
 
     store = _meet(place)
     try:
         patience = LOST_SECONDS if place.scheduled else 2.0
-        with within(run.cluster.environment), lives.locked(Path(run.directory), patience):
+        with within(run.cluster.environment), attempts.locked(Path(run.directory), patience):
             life = _begin(run)
-            if isinstance(life, lives.Finished):
-                console.show_finished(life)
+            if isinstance(life, attempts.Finished):
+                summary.show_finished(life)
                 _send(store, place, 0)
                 return 0
             _send(store, place, (run, life))
@@ -121,7 +121,7 @@ def dismiss(place: Place, code: int) -> None:
 
 def follow(place: Place) -> int:
     """Any other rank under torchrun or srun: wait for rank 0's word, then train or end."""
-    from titan.worker import work
+    from titan.training.worker import work
 
     store = _meet(place)
     store.set_timeout(PREPARING)
@@ -135,7 +135,7 @@ def follow(place: Place) -> int:
         return _guarded(store, place, run, life, work)
 
 
-def _guarded(store: Any, place: Place, run: Run, life: lives.Life, work: Any) -> int:
+def _guarded(store: Any, place: Place, run: Run, life: attempts.Life, work: Any) -> int:
     """Train; of an error that several ranks see, only the first to fail speaks."""
     first: list[bool] = []
     try:

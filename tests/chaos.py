@@ -37,9 +37,9 @@ from tests.test_reading import expected_rows
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import Reader
 from titan.checkpoint.remote import Remote
-from titan.compose import composed
-from titan.lives import read_lives
-from titan.run import Run
+from titan.run.attempts import read_lives
+from titan.run.compose import composed
+from titan.run.recipe import Run
 
 EVERY = 4
 """Steps between checkpoints."""
@@ -353,7 +353,7 @@ def _apart(line: dict[str, Any], expected: list[dict[str, Any]]) -> float:
 
 
 def _ranks(parent: int) -> list[int]:
-    return [pid for pid in descendants(parent) if "titan.rank" in _command(pid)]
+    return [pid for pid in descendants(parent) if "titan.training.rank" in _command(pid)]
 
 
 def _command(pid: int) -> str:

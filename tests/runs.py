@@ -18,22 +18,23 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from launchers.place import Place
 from tests.checkpoint.made import about, complete
 from tests.ranks import run_ranks
-from titan import lives, worker
 from titan.checkpoint import manifest
 from titan.checkpoint.manager import state_of
-from titan.compose import composed
-from titan.dataset import order
+from titan.cluster.rank_info import Place
+from titan.config.settings import Failure
+from titan.dataset import permutation
 from titan.dataset.corpora import mixed, opened, ready
-from titan.dataset.mix import Mix
-from titan.lives import Life
+from titan.dataset.mixture import Mix
 from titan.metrics.plot import read_lines
 from titan.model import llama  # noqa: F401
-from titan.run import Run, as_model
-from titan.settings import Failure
-from titan.trainer import Trainer
+from titan.run import attempts
+from titan.run.attempts import Life
+from titan.run.compose import composed
+from titan.run.recipe import Run, as_model
+from titan.training import worker
+from titan.training.trainer import Trainer
 
 TINY = (
     "dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64", "model.dim=32", "model.layers=2", "model.heads=2",
@@ -86,16 +87,16 @@ def mix_of(run: Run) -> Mix:
 def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     """A complete checkpoint of `run` after `step` steps, without weights."""
     rows = run.training.rows_before(step + 1)
-    data = order.state(rows, mix_of(run).fingerprint(rows))
+    data = permutation.state(rows, mix_of(run).fingerprint(rows))
     layout, model = run.layout.degrees(), as_model(run)
-    begun = lives.read_lives(Path(run.directory))
+    begun = attempts.read_lives(Path(run.directory))
     run_id = begun[0]["run_id"] if begun else "run"
     said = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
     return complete(manifest.folder_of(Path(run.directory), step), said, {"weights": b"w" * 100})
 
 
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:
-    """Begin a life of `run` and train it by forked ranks, which go through `titan.worker.work`.
+    """Begin a life of `run` and train it by forked ranks, which go through `titan.training.worker.work`.
 
     Args:
         run: the run.
@@ -105,8 +106,8 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
     Returns:
         What each rank saw.
     """
-    with lives.locked(Path(run.directory)):
-        life = lives.begin(run)
+    with attempts.locked(Path(run.directory)):
+        life = attempts.begin(run)
         assert isinstance(life, Life), "the run has finished already"
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"

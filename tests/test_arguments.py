@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 
-from titan.arguments import arguments, describe
-from titan.settings import Refusal, setting
+from titan.config.arguments import arguments, describe
+from titan.config.settings import Refusal, setting
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from launchers.place import Place
 from tests.ranks import run_ranks
 from tests.runs import tiny
-from titan.assemble import assemble
+from titan.cluster.rank_info import Place
 from titan.dataset.loader import IGNORED
-from titan.engine import Engine, Rows
 from titan.parallelism import mesh
-from titan.run import Run
+from titan.run.recipe import Run
+from titan.training.build import assemble
+from titan.training.train_step import Engine, Rows
 
 
 def built(run: Run, notes: list[str] | None = None) -> Engine:

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.machines import detector
-from titan import bench, measure
-from titan import compile as compiling
+from titan.bench import command, measure
+from titan.bench.measure import Alone
+from titan.bench.suites import Case, cpu_cases, gpu_cases
 from titan.cluster import devices
-from titan.measure import Alone
-from titan.run import Run
-from titan.suites import Case, cpu_cases, gpu_cases
-from titan.trainer import Trainer
+from titan.compile import schema as compiling
+from titan.run.recipe import Run
+from titan.training.trainer import Trainer
 
 SMALL = [
     "cluster.device=cpu", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.ffn=32",
@@ -32,7 +32,7 @@ CEILINGS = {"matmul_bf16_tflops": 750.0, "matmul_fp32_tflops": 50.0, "copy_gb_pe
 def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     arguments = ["--suite", "tiny", "--rounds", "2", "--steps", "2", "--case", "fp32, compile off", "--json", str(out)]
-    assert bench.main(arguments) == 0
+    assert command.main(arguments) == 0
     found = json.loads(out.read_text())
     (speed,) = found["speed"]
     assert len(speed["ratios"]) == 2 and speed["mfu"] is None
@@ -59,7 +59,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.title) for case in gpu_cases()])
 def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
-    run = bench.compose.composed([*bench.LONG, *bench._base("gpu"), *case.overrides])
+    run = command.compose.composed([*command.LONG, *command._base("gpu"), *case.overrides])
     assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
     assert (run.layout.devices, run.training.seq_len, run.precision.compute) == (1, 8192, "bf16")
     assert (run.microbatches, run.precision.emulate) == (1, False)
@@ -80,8 +80,8 @@ def test_waits_are_looked_for_in_each_kind_of_case(monkeypatch: pytest.MonkeyPat
         return {"failure": "CUDA out of memory"} if "compile=off" in overrides else {"place": "x.py:1: y.item()"}
 
     monkeypatch.setattr(measure, "_started", started)
-    monkeypatch.setattr(bench.compose, "composed", lambda overrides: None)
-    found = bench._waits(gpu_cases(), [])
+    monkeypatch.setattr(command.compose, "composed", lambda overrides: None)
+    found = command._waits(gpu_cases(), [])
     assert len(asked) == len(found) == 6
     assert (
         sum("compile=block" in each for each in asked) == 4 and sum("precision=float8" in each for each in asked) == 2
@@ -107,13 +107,13 @@ def test_why_a_process_failed(text: str, reason: str) -> None:
 
 @pytest.mark.parametrize("suite", ["tiny", "modes"])
 def test_a_case_that_there_is_not(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--suite", suite, "--case", "fp23", "cluster.device=cpu"]) == 2
+    assert command.main(["--suite", suite, "--case", "fp23", "cluster.device=cpu"]) == 2
     assert "titan: --case fp23: no case's title holds this; give a part of one of: " in capsys.readouterr().err
 
 
 def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
-    run = bench.compose.composed([*chunk, *bench.QUIET, *SMALL])
+    run = command.compose.composed([*chunk, *command.QUIET, *SMALL])
     with measure.trainer(run) as (_, bare_loop):
         bare = bare_loop(Case("", ()))
     assert bare.model.head.chunked.keywords == {"chunk": 16}
@@ -136,7 +136,7 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
     compiled: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
     overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
-    run = bench.compose.composed([*overrides, *bench.QUIET, *SMALL])
+    run = command.compose.composed([*overrides, *command.QUIET, *SMALL])
     with measure.trainer(run) as (_, bare_loop):
         compiled.clear()
         bare_loop(Case("", ()))
@@ -158,7 +158,7 @@ def one_fails(run: Run, *rest: Any) -> dict[Any, Alone]:
 def test_a_side_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
     monkeypatch.setattr(measure, "apart", one_fails)
-    overrides = [*bench.LONG, *bench._base("gpu")]
+    overrides = [*command.LONG, *command._base("gpu")]
     assert "compile=off" in gpu_cases()[0].overrides  # so that no compiler is looked for
     found = measure.speed(gpu_cases()[0], overrides, CEILINGS, 3, 1)
     assert (found.bare, found.titan, found.ratios) == (0, pytest.approx(8192 / 0.16), ())
@@ -169,7 +169,7 @@ def test_a_side_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_side_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *bench.QUIET, *SMALL]
+    overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *command.QUIET, *SMALL]
     how = ["--rounds", "2", "--steps", "1"]
     taken = measure._started("titan", how, overrides)
     assert len(taken["seconds"]) == 2 and taken["memory_gib"] and not taken["failure"]
@@ -179,13 +179,13 @@ def test_a_side_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_case_that_can_not_be_composed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [Case("none", ("training.sleep=1",))]
-    assert list(bench._speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
+    assert list(command._speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
     assert "left out: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
 def test_where_steps_spend_their_time(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--suite", "tiny", "--profile", "--case", "fp32, compile off", "--steps", "1"]
-    assert bench.main(arguments) == 0
+    assert command.main(arguments) == 0
     out = capsys.readouterr().out
     assert "fp32, compile off: 1 steps" in out and "aten::mm" in out and "Self CPU" in out
 
@@ -194,7 +194,7 @@ def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU nothing waits for a device: torch's switch is simulated, and what it raises."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    run = bench.compose.composed([*bench.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
+    run = command.compose.composed([*command.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
     assert measure.waiting(run, steps=1) == ""
 
     def failing(self: Trainer, before: Any = None) -> Any:
@@ -213,14 +213,14 @@ def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert bench.main(["--suite", "gpu"]) == 2
+    assert command.main(["--suite", "gpu"]) == 2
     assert capsys.readouterr().err.startswith("titan: cluster.device=cuda")
 
 
 def test_what_a_mode_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "modes.json"
     arguments = ["--suite", "modes", "--case", "single: full, off", "--json", str(out), "dataset=synthetic"]
-    assert bench.main([*arguments, *SMALL]) == 0
+    assert command.main([*arguments, *SMALL]) == 0
     (taken,) = json.loads(out.read_text())
     assert taken["title"] == "single: full, off"
     assert taken["tokens_per_second"] == pytest.approx(64 / taken["seconds"])
@@ -228,8 +228,8 @@ def test_what_a_mode_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_modes_that_there_are() -> None:
-    run = bench.compose.composed(["cluster.device=cpu"])
-    titles = [mode.title for mode in bench.modes.modes(run)]
+    run = command.compose.composed(["cluster.device=cpu"])
+    titles = [mode.title for mode in command.modes.modes(run)]
     assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles
@@ -237,7 +237,7 @@ def test_modes_that_there_are() -> None:
 
 def test_how_fast_text_is_generated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
-    assert bench.main(["--suite", "generate", "--rounds", "1", "--json", str(out), "dataset=synthetic", *SMALL]) == 0
+    assert command.main(["--suite", "generate", "--rounds", "1", "--json", str(out), "dataset=synthetic", *SMALL]) == 0
     found = json.loads(out.read_text())
     assert [line["new_tokens"] for line in found] == [64, 256, 512]
     for line in found:

@@ -12,16 +12,15 @@ from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from tests.machines import detector
-from titan import capacity
-from titan.capacity import GIB, available, demand, microbatches, needed, rank_rows
 from titan.cluster import devices
-from titan.compose import composed
-from titan.estimate import memory, overhead
+from titan.config.settings import Refusal
+from titan.estimate import fit, memory, overhead
+from titan.estimate.fit import GIB, available, demand, microbatches, needed, rank_rows
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
-from titan.run import Recipe
-from titan.settings import Refusal
-from titan.training import Training
+from titan.run.compose import composed
+from titan.run.recipe import Recipe
+from titan.training.schema import Training
 
 POWERS = st.sampled_from([1, 2, 4, 8])
 LAYOUTS = st.builds(Layout, **dict.fromkeys(DIMENSIONS, POWERS))
@@ -129,7 +128,7 @@ def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib
     assert answer is not None
     layout, wants = answer
     assert layout.devices == devices_
-    assert gib[0] <= wants <= gib[1] <= 80 * capacity.USABLE
+    assert gib[0] <= wants <= gib[1] <= 80 * fit.USABLE
 
 
 def any_layout(model: str, parallelism: str) -> Recipe:
@@ -164,7 +163,7 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
     assert memory.state_bytes(chosen, Layout()) == kept * model.parameters()
     blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
     for layout, each in ((Layout(), alone), (Layout(shard=8), gathered)):
-        used = how.used_bytes(model.products(), capacity.cut(chosen.parallelism, layout))
+        used = how.used_bytes(model.products(), fit.cut(chosen.parallelism, layout))
         assert used == each[0] * blocks + each[1] * head
 
 
@@ -177,10 +176,10 @@ def test_needed_is_the_smallest_that_carries(heads: int, layers: int, width: int
     if answer is None:
         return
     layout, gib = answer
-    assert gib <= 80 * capacity.USABLE
+    assert gib <= 80 * fit.USABLE
     if layout.devices > 1:
         half = Layout(shard=layout.devices // 2)
-        assert demand(wide, half, rank_rows(wide, half)).gib > 80 * capacity.USABLE
+        assert demand(wide, half, rank_rows(wide, half)).gib > 80 * fit.USABLE
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_unknown_memory_holds_everything() -> None:
     machine = dataclasses.replace(detector("gpu")(), memory_gib=None)
     unknown = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
     assert available(unknown, Layout(), machine) == math.inf
-    capacity.check(unknown, Layout(), machine, 1)
+    fit.check(unknown, Layout(), machine, 1)
 
 
 def test_check_refuses_exactly_what_is_more_than_there_is() -> None:
@@ -227,12 +226,12 @@ def test_check_refuses_exactly_what_is_more_than_there_is() -> None:
     rows = rank_rows(told, Layout(shard=8))
     wants = demand(told, Layout(shard=8), rows).gib
     for share, fits in ((0.99, False), (1.01, True)):
-        there = dataclasses.replace(machine, memory_gib=wants * share / capacity.USABLE)
+        there = dataclasses.replace(machine, memory_gib=wants * share / fit.USABLE)
         if fits:
-            capacity.check(told, Layout(shard=8), there, rows)
+            fit.check(told, Layout(shard=8), there, rows)
         else:
             with pytest.raises(Refusal, match="needs about"):
-                capacity.check(told, Layout(shard=8), there, rows)
+                fit.check(told, Layout(shard=8), there, rows)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +259,7 @@ def test_auto_degrees_follow_from_cluster_and_model(
     sizes = ["training.seq_len=8192", "training.global_batch=16777216"]
     run = composed([f"model={model}", f"parallelism={parallelism}", *sizes, *more], ranks=nodes * 8)
     assert run.layout == expected
-    assert demand(run, run.layout, run.microbatches).gib <= 80 * capacity.USABLE
+    assert demand(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
 
 
 def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,17 +12,19 @@ import pytest
 
 import titan
 from launchers import foreign, start
-from launchers.slurm import Slurm
+from launchers.slurm.grid import Slurm
 from tests.machines import detector
 from tests.runs import TINY
-from titan import bench, compare, compose, console, convert, data, generate, lives, prepare, status, train
+from titan import compare, convert, data, generate, prepare, status, train
+from titan.bench import command as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
-from titan.command_line import quoted
-from titan.compose import composed
-from titan.modules import HYDRA
-from titan.run import Run
-from titan.settings import one_line
+from titan.config.modules import HYDRA
+from titan.config.settings import one_line
+from titan.run import attempts, compose, summary
+from titan.run.command_line import quoted
+from titan.run.compose import composed
+from titan.run.recipe import Run
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,7 @@ def begun(*words: str) -> Run:
     """A run of which a life has begun, as far as its directory knows."""
     (run,) = ran(*TINY, *words)
     Path(run.directory).mkdir(parents=True)
-    lives.begin(run)
+    attempts.begin(run)
     return run
 
 
@@ -66,7 +68,7 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "conf/recipe/wide.yaml").write_text("# @package _global_\ntraining:\n  bad_steps: 7\n")
     where = [f"hydra.searchpath=[file://{tmp_path}/conf]", "recipe=wide"]
     first = begun(*where, "+hydra.job.env_set.A=b", "parallelism=ddp", "name=a b")
-    command = console.next_command(first, {"finished": False})
+    command = summary.next_command(first, {"finished": False})
     assert command == "python -m titan.train 'resume=runs/a b'"
     (again,) = ran("resume=runs/a b")
     for name in ("directory", "name", "model", "training", "layout", "cluster", "options"):
@@ -74,7 +76,7 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
     assert (again.training.bad_steps, dict(again.cluster.environment or {})) == (7, {"A": "b"})
     (more,) = ran("resume=runs/a b", "training.steps=9", "parallelism=fsdp")
     assert (more.training.steps, more.layout.shard, more.directory) == (9, 2, first.directory)
-    assert console.next_command(first, {"finished": True}).endswith("training.steps=6")
+    assert summary.next_command(first, {"finished": True}).endswith("training.steps=6")
 
 
 def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +85,7 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
     assert compose.command(line, start.here) == 0
     Path(runs[0].directory).mkdir(parents=True)
-    lives.begin(runs[0])
+    attempts.begin(runs[0])
     (again,) = ran(f"resume={runs[0].directory}")
     assert (again.training.seed, again.directory, again.name) == (5, runs[0].directory, runs[0].name)
 
@@ -164,7 +166,7 @@ def test_output_subdir(subdir: str, there: set[str]) -> None:
     folders = {file.name for file in Path(run.directory).iterdir() if file.is_dir()}
     assert folders == there
     assert all((Path(run.directory) / folder / "overrides.yaml").is_file() for folder in there)
-    lives.withdraw(run, lives.Life(1, "", None, {}, None, 0, 0, "start"))  # type: ignore[arg-type]
+    attempts.withdraw(run, attempts.Life(1, "", None, {}, None, 0, 0, "start"))  # type: ignore[arg-type]
     assert list(Path(run.directory).iterdir()) == []
 
 
@@ -248,7 +250,7 @@ def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main(["runs/x"]) == 1
     out = capsys.readouterr().out
     assert "runs/x: 1 run: 1 stopped" in out and "python -m titan.train resume=runs/x goes on" in out
-    with lives.locked(Path(run.directory)):
+    with attempts.locked(Path(run.directory)):
         assert status.main(["runs/x", "watch=false"]) == 0
     assert "1 run: 1 running" in capsys.readouterr().out
     (Path(run.directory) / "result.json").write_text('{"finished": true, "step": 3}')

@@ -16,7 +16,7 @@ import pytest
 from tests.report import shown
 from tests.report.made import Life, Story, made
 from titan import compare
-from titan.report import judge
+from titan.report import comparison
 from titan.report.findings import Comparison
 
 
@@ -31,7 +31,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("runs/grid", "runs/other", "lr=0.1", "out"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(judge, "compare", lambda directories, options: shown.mixed())
+    monkeypatch.setattr(comparison, "compare", lambda directories, options: shown.mixed())
     return tmp_path
 
 
@@ -81,14 +81,14 @@ def test_other_files(to: str, files: int, place: Path, capsys: pytest.CaptureFix
 def test_options_reach_the_judge(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def judged(directories: Sequence[str], options: judge.Options) -> Comparison:
+    def judged(directories: Sequence[str], options: comparison.Options) -> Comparison:
         asked.extend([list(directories), options])
         return shown.two()
 
-    monkeypatch.setattr(judge, "compare", judged)
+    monkeypatch.setattr(comparison, "compare", judged)
     given = ["runs/grid", "baseline=parallelism=ddp,lr=1e-3", "lr=0.1", "margin=0.05", "target=3", "to=[]"]
     assert compare.main(given) == 0
-    assert asked == [["runs/grid", "lr=0.1"], judge.Options("parallelism=ddp,lr=1e-3", 0.05, 3.0)]
+    assert asked == [["runs/grid", "lr=0.1"], comparison.Options("parallelism=ddp,lr=1e-3", 0.05, 3.0)]
 
 
 REFUSED = [

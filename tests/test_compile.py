@@ -18,16 +18,17 @@ from torch._functorch._aot_autograd import graph_compile
 
 from tests.ranks import run_ranks
 from tests.runs import Tensors, difference, tiny
-from titan import compile as compiling
-from titan import memory, rng
-from titan.compile import Compile, Configured
-from titan.engine import Stage
-from titan.memory import Memory
+from titan.compile import schema as compiling
+from titan.compile.schema import Compile, Configured
+from titan.memory import schema
+from titan.memory.schema import Memory
+from titan.model import init_weights
 from titan.model.activations import Share
 from titan.model.layers import IGNORED
 from titan.model.schema import Llama
 from titan.parallelism import data, tensor
-from titan.sample import continuation
+from titan.training.sample import continuation
+from titan.training.train_step import Stage
 
 SHAPE = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(2))
@@ -55,10 +56,10 @@ def stage(
         model = shape.build()
     if part is not None:
         model.keep(part, first=part.start == 0, last=part.stop == shape.layers)
-    memory.apply(model.blocks(), kept)
+    schema.apply(model.blocks(), kept)
     whole = Stage(model)
     compiling.apply(whole, how, share=kept.share, **options)
-    rng.materialise(model, model.initial(), 1, "cpu")
+    init_weights.materialise(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
     return whole
 
@@ -230,11 +231,11 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
     one, initial, mesh = Stage(model), model.initial(), init_device_mesh("cpu", (size,))
     if kind == "tensor":
         tensor.apply(model, mesh, sequence=True, loss=True)
-    memory.apply(model.blocks(), kept)
+    schema.apply(model.blocks(), kept)
     compiling.apply(one, how, share=kept.share, whole=kind == "tensor")
     if kind == "fsdp":
         data.shard(one, mesh, torch.float32, reshard=True)
-    rng.materialise(model, initial, 1, "cpu")
+    init_weights.materialise(model, initial, 1, "cpu")
     model.init_buffers("cpu")
     x, y = (X, Y) if kind == "tensor" else (X.chunk(size)[rank], Y.chunk(size)[rank])
     one(x, y).backward()

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.machines import detector
-from titan import compile as compiling
-from titan import identity
 from titan.cluster import devices
-from titan.compose import composed
-from titan.run import Run, moved
-from titan.settings import Refusal
+from titan.compile import schema as compiling
+from titan.config.settings import Refusal
+from titan.run import identity
+from titan.run.compose import composed
+from titan.run.recipe import Run, moved
 
 LONG, SHORT = "training.steps=100000", "training.steps=20"
 DOCUMENTS, FLOAT8 = "dataset.mask_documents=true", ("precision=float8", "precision.emulate=true")

@@ -15,11 +15,13 @@ from omegaconf import OmegaConf
 
 from launchers import start
 from tests.machines import detector
-from titan import capacity, compose, help
 from titan.cluster import devices
-from titan.compose import CONF, composed
-from titan.run import Recipe, Run
-from titan.settings import Refusal
+from titan.config import help
+from titan.config.settings import Refusal
+from titan.estimate import fit
+from titan.run import compose
+from titan.run.compose import CONF, composed
+from titan.run.recipe import Recipe, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
@@ -88,7 +90,7 @@ def test_composing_imports_neither_torch_nor_numpy(arguments: list[str]) -> None
 
 
 def test_composing_a_run_imports_no_torch() -> None:
-    program = "import sys; from titan.compose import composed; composed([]); print('torch' in sys.modules)"
+    program = "import sys; from titan.run.compose import composed; composed([]); print('torch' in sys.modules)"
     assert python("-c", program).stdout == "False\n"
 
 
@@ -245,13 +247,14 @@ def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
     (site / "mypack-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mypack\nVersion: 1.0\n")
     (site / "mypack-1.0.dist-info/entry_points.txt").write_text("[titan.plugins]\nmypack = mypack\n")
     (site / "mypack/__init__.py").write_text(
-        "from dataclasses import dataclass\nfrom titan.optimizer import SGD\nfrom titan.settings import setting\n\n"
+        "from dataclasses import dataclass\nfrom titan.optimizer.schema import SGD\n"
+        "from titan.config.settings import setting\n\n"
         "@dataclass(frozen=True, kw_only=True)\nclass Lion(SGD):\n    zeal: float = setting(0.5, 'how much')\n"
     )
     (site / "mypack/conf/optimizer/lion.yaml").write_text("# Theirs.\n_target_: mypack.Lion\nzeal: 0.7\n")
     shown = python("-m", "titan.train", "--help", PYTHONPATH=str(site))
     assert ["lion", "Theirs."] in [line.split() for line in shown.stdout.splitlines()]
-    program = "from titan.compose import composed; print(composed({}).optimizer)"
+    program = "from titan.run.compose import composed; print(composed({}).optimizer)"
     trusted = python("-c", program.format(["optimizer=lion", "modules=[mypack]"]), PYTHONPATH=str(site))
     assert "Lion(" in trusted.stdout and "zeal=0.7" in trusted.stdout
     refused = python("-m", "titan.train", "optimizer=lion", PYTHONPATH=str(site))
@@ -261,7 +264,7 @@ def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
 def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "theirs_model.py").write_text(
         "from dataclasses import dataclass\nfrom titan.model.schema import Llama\n"
-        "from titan.settings import setting\n\n@dataclass(frozen=True, kw_only=True)\n"
+        "from titan.config.settings import setting\n\n@dataclass(frozen=True, kw_only=True)\n"
         "class Wide(Llama):\n    width: int = setting(3, 'w', at_least=1)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -322,8 +325,8 @@ def test_defaults_follow_from_the_machine(
 
 def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    demand = capacity.demand
-    monkeypatch.setattr(capacity, "demand", lambda *given: (asked.append(given[2]), demand(*given))[1])
+    demand = fit.demand
+    monkeypatch.setattr(fit, "demand", lambda *given: (asked.append(given[2]), demand(*given))[1])
     assert composed(["training.global_batch=104857600"]).microbatches > 1000
     assert len(asked) < 100, "as many micro-batches as there are rows were tried"
 

@@ -15,9 +15,9 @@ import torch
 
 from tests.checkpoint.made import LLAMA, QWEN3, equal, hf, meta, native
 from titan import convert
-from titan.checkpoint import export
-from titan.checkpoint.weights import open_weights
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.weights import export
+from titan.weights.formats import open_weights
 
 
 def rows(screen: str) -> dict[str, str]:
@@ -138,7 +138,7 @@ def test_an_interrupted_conversion_does_not_count_and_begins_anew(
 
     with monkeypatch.context() as patch:
         patch.setattr(export, "cast", interrupted)
-        patch.setattr("titan.checkpoint.save_weights.cast", interrupted)
+        patch.setattr("titan.weights.save.cast", interrupted)
         assert convert.main(arguments) == 130
     assert any((tmp_path / "b").iterdir())
     with pytest.raises(Refusal):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.runs import lives
 from titan import data
-from titan.compose import composed
+from titan.run.compose import composed
 
 TEXT = "".join(f"word{i} " + ("\n<|e|>" if i % 50 == 49 else "") for i in range(3000))
 

@@ -16,13 +16,15 @@ import pytest
 
 from launchers import start
 from tests.checkpoint import made
-from titan import compare, compose, convert, data, generate, ledger, lives, prepare, status
-from titan.arguments import arguments
+from titan import compare, convert, data, generate, prepare, status
 from titan.checkpoint import manifest
-from titan.dataset import train_tokenizer
+from titan.config.arguments import arguments
+from titan.dataset.tokenizers import train
 from titan.generation.schema import Settings
 from titan.model.schema import Llama
-from titan.run import Run
+from titan.run import attempts, compose
+from titan.run.recipe import Run
+from titan.sweep import ledger
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -86,7 +88,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
-    lives.begin(first)
+    attempts.begin(first)
     made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
     rates = folder / "runs" / "rates"
     rates.mkdir()
@@ -116,9 +118,9 @@ def test_command(
         assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
     elif words[0] == "eval":
         assert shutil.which("bash") and compose.command(["-sc", "install=bash"], train_small) == 0
-    elif "titan.dataset.train_tokenizer" in words:
+    elif "titan.dataset.tokenizers.train" in words:
         smaller = ["700" if w == "8191" else w for w in words[words.index("-m") + 2 :]]
-        assert train_tokenizer.main(smaller) == 0
+        assert train.main(smaller) == 0
     elif "titan.prepare" in words:
         assert prepare.main(words[words.index("titan.prepare") + 1 :]) == (2 if command.refused else 0)
     elif "titan.generate" in words:

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launchers.place import Place
 from tests.machines import detector
 from tests.ranks import run_ranks
-from titan.assemble import assemble
 from titan.cluster import devices
-from titan.compose import composed
-from titan.engine import Rows
+from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
-from titan.run import Run
+from titan.run.compose import composed
+from titan.run.recipe import Run
+from titan.training.build import assemble
+from titan.training.train_step import Rows
 
 
 class Products(TorchDispatchMode):

@@ -15,9 +15,9 @@ import torch
 from tests.checkpoint import made
 from tests.runs import TINY, train
 from titan import generate
-from titan.compose import composed
-from titan.dataset.tokenizer import load_tokenizer
+from titan.dataset.tokenizers.base import load_tokenizer
 from titan.model.schema import Llama
+from titan.run.compose import composed
 
 TITAN4K = load_tokenizer("titan4k")
 MODEL = Llama(**made.SMALL | {"vocab": 4200})
@@ -93,7 +93,7 @@ def test_the_token_that_begins_a_document_is_not_shown(
 ) -> None:
     begun = load_tokenizer("titan4k")
     begun.bos = 7
-    monkeypatch.setattr("titan.generation.job.load_tokenizer", lambda name: begun)
+    monkeypatch.setattr("titan.generation.request.load_tokenizer", lambda name: begun)
     monkeypatch.setattr("titan.generation.worker.load_tokenizer", lambda name: begun)
     (line,) = lines(folder, tmp_path, "prompt=import")
     assert line["prompt"] == "import"
@@ -145,7 +145,7 @@ def test_the_end_of_a_document_ends_it(folder: Path, tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         ended = load_tokenizer("titan4k")
         ended.eos = free["tokens"][5]
-        patch.setattr("titan.generation.job.load_tokenizer", lambda name: ended)
+        patch.setattr("titan.generation.request.load_tokenizer", lambda name: ended)
         (line,) = lines(folder, tmp_path, "prompt=import")
         (on,) = lines(folder, tmp_path, "prompt=import", "ignore_eos=true")
     first = free["tokens"].index(ended.eos)
@@ -159,7 +159,7 @@ def test_a_prompt_begins_as_documents_do(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("titan.generation.worker.work", lambda job, place: seen.append(job.prompts) or 0)
     begun = load_tokenizer("titan4k")
     begun.bos = 7
-    monkeypatch.setattr("titan.generation.job.load_tokenizer", lambda name: begun)
+    monkeypatch.setattr("titan.generation.request.load_tokenizer", lambda name: begun)
     for given in ("prompt=import", "prompt=", "tokens=[5]", "prompt=<|end_of_text|>"):
         assert generate.main([f"from={folder}", given, *FAST]) == 0
     assert generate.main([f"from={folder}", "prompt=<|end_of_text|>", "markup=true", *FAST]) == 0

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from tests.machines import detector
-from titan import identity, settings
 from titan.cluster import devices
-from titan.compose import composed
+from titan.config import settings
 from titan.dataset.schema import KINDS as DATASETS
-from titan.optimizer import SGD, AdamW, Muon
-from titan.run import Recipe, Run
+from titan.optimizer.schema import SGD, AdamW, Muon
+from titan.run import identity
+from titan.run.compose import composed
+from titan.run.recipe import Recipe, Run
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTION = {  # in an axis of science, but without a say in what is learned

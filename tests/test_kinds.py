@@ -19,16 +19,18 @@ import yaml
 
 from tests.machines import detector
 from tests.runs import steps, train
-from titan import compare, identity, kinds, lives, status
+from titan import compare, status
 from titan.checkpoint import manifest
-from titan.checkpoint.origin import model_of
-from titan.checkpoint.weights import digest_of, open_weights
 from titan.cluster import devices
-from titan.compose import CONF, composed
+from titan.config import kinds
 from titan.model.schema import Qwen3
 from titan.report import speed
 from titan.report.collect import collect
-from titan.run import as_model
+from titan.run import attempts, identity
+from titan.run.compose import CONF, composed
+from titan.run.recipe import as_model
+from titan.weights.formats import digest_of, open_weights
+from titan.weights.origin import model_of
 
 DATA = Path(__file__).parent / "data"
 IDS: list[dict[str, str]] = yaml.safe_load((DATA / "ids.yaml").read_text())
@@ -101,7 +103,7 @@ def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name
     run = composed([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
     (seen,) = train(run)
-    documents = lives.read_lives(directory)
+    documents = attempts.read_lives(directory)
     assert seen.code == 0 and [d["kind"] for d in documents] == ["start", "continuation"]
     assert documents[1]["from_step"] == 3 and [line["step"] for line in steps(run)] == [1, 2, 3, 4]
     first, second = (d["science"] for d in documents)

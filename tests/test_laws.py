@@ -14,10 +14,10 @@ import torch
 
 from tests.runs import Seen, difference, same, steps, tiny, train, weights
 from titan.dataset.loader import row_hash
-from titan.dataset.order import Order
-from titan.dataset.prepare import prepare
+from titan.dataset.permutation import Order
+from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
-from titan.run import Run
+from titan.run.recipe import Run
 
 EXACT = 1e-5
 """Law 3's bound in fp32."""

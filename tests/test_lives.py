@@ -21,13 +21,14 @@ import yaml
 from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
-from titan import compose, endings, ledger, lives
 from titan.cluster import devices
-from titan.compose import composed
+from titan.config.settings import Refusal
 from titan.dataset.shards import open_corpus
-from titan.lives import Finished, Life, begin, locked, read_lives
-from titan.run import FILES, Run
-from titan.settings import Refusal
+from titan.run import attempts, compose
+from titan.run.attempts import Finished, Life, begin, locked, read_lives
+from titan.run.compose import composed
+from titan.run.recipe import FILES, Run
+from titan.sweep import job_exit, ledger
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -215,7 +216,7 @@ def test_lives_are_recorded_as_documents() -> None:
 def test_life_of_a_dead_process_can_be_locked_again(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from titan.lives import locked
+from titan.run.attempts import locked
 with locked(Path({str(tmp_path / "run")!r})):
     print("held", flush=True)
     input()
@@ -282,7 +283,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
 
 def test_a_pipe_in_place_of_a_lock_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
-    assert not endings.held(tmp_path)
+    assert not job_exit.held(tmp_path)
     with pytest.raises(Refusal, match=r"\.lock is a link or no file; remove it"), locked(tmp_path):
         pass
 
@@ -320,7 +321,7 @@ def full(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("after", range(4))
 def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny()
-    lives.corpora.ready(run.dataset)
+    attempts.corpora.ready(run.dataset)
     Path(run.directory).rmdir()
     with (
         monkeypatch.context() as patch,

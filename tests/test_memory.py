@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.runs import Tensors, same, tiny
-from titan import memory, rng
-from titan.engine import Stage
-from titan.memory import ATTENTION, COLLECTIVES, PRODUCTS, Memory
+from titan.config.settings import Refusal
+from titan.memory import schema
+from titan.memory.schema import ATTENTION, COLLECTIVES, PRODUCTS, Memory
+from titan.model import init_weights
 from titan.model.activations import Share
 from titan.model.schema import Llama
 from titan.parallelism import tensor
-from titan.settings import Refusal
+from titan.training.train_step import Stage
 
 SHAPE = Llama(dim=32, layers=4, heads=4, kv_heads=2, ffn=48, vocab=64)
 TOKENS = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(2))
@@ -39,8 +40,8 @@ def stage(how: Memory = NONE, compute: torch.dtype = torch.float32) -> Stage:
     with torch.device("meta"):
         model = SHAPE.build()
     model.tok_embeddings.dtype = compute  # type: ignore[union-attr]
-    memory.apply(model.blocks(), how)
-    rng.materialise(model, model.initial(), 1, "cpu")
+    schema.apply(model.blocks(), how)
+    init_weights.materialise(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
     return Stage(model)
 
@@ -153,7 +154,7 @@ def test_a_budget_is_the_compilers_affair() -> None:
 
 
 def test_the_same_product_gets_the_same_answer_in_both_passes() -> None:
-    policy, op = memory._Policy(7), torch.ops.aten.mm.default
+    policy, op = schema._Policy(7), torch.ops.aten.mm.default
     first = [policy(SimpleNamespace(is_recompute=False), op) for _ in range(7)]  # type: ignore[arg-type]
     again = [policy(SimpleNamespace(is_recompute=True), op) for _ in range(7)]  # type: ignore[arg-type]
     assert first == again
@@ -162,7 +163,7 @@ def test_the_same_product_gets_the_same_answer_in_both_passes() -> None:
 
 
 def test_what_ranks_gather_is_gathered_again_and_what_they_sum_is_kept() -> None:
-    policy, ops = memory._Policy(7), torch.ops._c10d_functional
+    policy, ops = schema._Policy(7), torch.ops._c10d_functional
     asked = (ops.all_gather_into_tensor.default, ops.reduce_scatter_tensor.default, ops.all_reduce.default)
     answers = [policy(SimpleNamespace(is_recompute=False), op).name for op in asked]  # type: ignore[arg-type]
     assert answers == ["PREFER_RECOMPUTE", "MUST_SAVE", "MUST_SAVE"]
@@ -177,8 +178,8 @@ def talk(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
             model = SHAPE.build()
         initial = model.initial()
         tensor.apply(model, mesh, sequence=True, loss=True)
-        memory.apply(model.blocks(), Memory(mode))
-        rng.materialise(model, initial, 1, "cpu")
+        schema.apply(model.blocks(), Memory(mode))
+        init_weights.materialise(model, initial, 1, "cpu")
         model.init_buffers("cpu")
         loss = Stage(model)(*batch())
         with Watch() as watch:

@@ -11,14 +11,15 @@ import yaml
 from launchers import start
 from tests.machines import detector
 from tests.runs import TINY
-from titan import compose, console, lives, modules
 from titan.cluster import devices
-from titan.compose import composed
-from titan.settings import Refusal
+from titan.config import modules
+from titan.config.settings import Refusal
+from titan.run import attempts, compose, summary
+from titan.run.compose import composed
 
 CODE = """
 from dataclasses import dataclass
-from titan.optimizer import AdamW
+from titan.optimizer.schema import AdamW
 
 @dataclass(frozen=True, kw_only=True)
 class Theirs(AdamW):
@@ -144,9 +145,9 @@ def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_recorded_command_line_is_not_the_users() -> None:
     run = composed([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
-    assert "modules=[theirs_pack]" in console.next_command(run, {"finished": False})
+    assert "modules=[theirs_pack]" in summary.next_command(run, {"finished": False})
     Path(run.directory).mkdir(parents=True)
-    lives.begin(run)
+    attempts.begin(run)
     sys.modules.pop("theirs_pack", None)
     with pytest.raises(Refusal, match="modules="):
         compose.recipe(["resume=runs/one"])

@@ -11,12 +11,13 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from titan import settings
+from titan.config import settings
+from titan.config.settings import Refusal
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.optimizer import LARGEST_BETA2, SGD, AdamW, Group, Muon, Optimizer, mixed
+from titan.optimizer import mixed_precision
+from titan.optimizer.matrix_gather import coordinate
 from titan.optimizer.muon import orthogonalise, scale
-from titan.optimizer.owners import coordinate
-from titan.settings import Refusal
+from titan.optimizer.schema import LARGEST_BETA2, SGD, AdamW, Group, Muon, Optimizer
 
 NAMES = {
     "tok_embeddings.weight": (6, 4),
@@ -119,14 +120,14 @@ def test_what_is_not_fp32_is_rounded_once(weights: str, moments: Any, implementa
 def test_pieces_are_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = after(AdamW(moments="bf16"))
     sizes: list[int] = []
-    update = mixed.AdamW._update
+    update = mixed_precision.AdamW._update
 
-    def watched(self: Any, bucket: list[mixed.Piece], group: dict[str, Any]) -> None:
+    def watched(self: Any, bucket: list[mixed_precision.Piece], group: dict[str, Any]) -> None:
         sizes.append(sum(piece.weight.numel() for piece in bucket))
         update(self, bucket, group)
 
-    monkeypatch.setattr(mixed, "BUCKET", 9)
-    monkeypatch.setattr(mixed.AdamW, "_update", watched)
+    monkeypatch.setattr(mixed_precision, "BUCKET", 9)
+    monkeypatch.setattr(mixed_precision.AdamW, "_update", watched)
     pieces = after(AdamW(moments="bf16"))
     assert max(sizes) <= 9
     assert all(torch.equal(whole[name], pieces[name]) for name in NAMES)

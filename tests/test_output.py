@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from launchers.local import is_repeat, stopping
+from launchers.supervisor import is_repeat, stopping
 from tests.launchers.processes import ROOT, ended, program, until
 from tests.runs import TINY
 from titan.checkpoint import manifest
 from titan.metrics.plot import read_lines
-from titan.stop import Stop
+from titan.training.signals import Stop
 
 PROGRAM = """
 import sys

@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.runs import Seen, difference, learned, same, saved, steps, tiny, train
-from titan import low_precision
 from titan.checkpoint import manifest
-from titan.compose import composed
-from titan.low_precision import Scales, _product
+from titan.config.settings import Refusal
 from titan.model.layers import Linear
 from titan.model.schema import Decoder, Llama, Product, Qwen3
-from titan.precision import Cut, Precision
-from titan.run import Run
-from titan.settings import Refusal
-from titan.trainer import Trainer
+from titan.precision import low_precision
+from titan.precision.low_precision import Scales, _product
+from titan.precision.schema import Cut, Precision
+from titan.run.compose import composed
+from titan.run.recipe import Run
+from titan.training.trainer import Trainer
 
 with low_precision._quiet():  # so that ranks need not, each for itself
     for name in ("float8.float8_linear", "float8.fsdp_utils", "prototype.moe_training.mxfp8_linear"):

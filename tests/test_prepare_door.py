@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from titan import compose, prepare
-from titan.dataset import prepare as preparation
-from titan.settings import Failure
+from titan import prepare
+from titan.config.settings import Failure
+from titan.dataset.preprocess import prepare as preparation
+from titan.run import compose
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ import torch
 
 from tests.checkpoint.test_manager import in_two_lives
 from tests.runs import LAYOUTS, TINY, learned, lives, mix_of, save_of, steps, tiny, train
-from titan import console
-from titan.compose import composed
+from titan.config.settings import Refusal
 from titan.dataset.loader import IGNORED, row_hash
-from titan.run import Run
-from titan.settings import Refusal
+from titan.run import summary
+from titan.run.compose import composed
+from titan.run.recipe import Run
 
 BASE = [setting for setting in TINY if not setting.startswith("dataset")]
 SOURCES = [
@@ -143,7 +143,7 @@ def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys:
     parts = [result["validation_loss/a"], result["validation_loss/b"]]
     assert result["validation_loss"] == pytest.approx(sum(parts) / 2, rel=1e-6)
     assert parts[0] != parts[1]
-    console.show_result(run, result)
+    summary.show_result(run, result)
     assert f"a {parts[0]:.4f} (" in capsys.readouterr().out
     assert result["bits_per_byte/a"] == pytest.approx(parts[0] / np.log(2), rel=1e-6), "a token is a byte here"
     alone = ["dataset.tokens=9000", "dataset.seed=1", *held, "optimizer.lr=1e-12"]

@@ -13,13 +13,13 @@ import yaml
 
 from launchers import start
 from tests.machines import detector
-from titan import compose
 from titan.cluster import devices
-from titan.compose import composed
+from titan.config.settings import Refusal
 from titan.parallelism.schema import Layout
-from titan.run import Run
-from titan.settings import Refusal
-from titan.training import Training
+from titan.run import compose
+from titan.run.compose import composed
+from titan.run.recipe import Run
+from titan.training.schema import Training
 
 FILES = {group: sorted(f.stem for f in (compose.CONF / group).glob("*.yaml")) for group in ("recipe", "sweep")}
 LONG = {"32k": (8, 1, 32_768), "64k": (4, 2, 65_536), "128k": (2, 4, 131_072), "256k": (1, 8, 262_144)}

@@ -14,11 +14,11 @@ import pytest
 from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
-from titan import compose, lives
 from titan.cluster import devices
-from titan.compose import composed
-from titan.run import Run
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.run import attempts, compose
+from titan.run.compose import composed
+from titan.run.recipe import Run
 
 JOBS = "+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"
 SERVER = [  # on 8 x H100 80GB
@@ -339,7 +339,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("cluster.memory_gib=0.01", "model=debug|a smaller training.seq_len|cluster.memory_gib"),
     # classes
     ("model._target_=os.system", "model._target_=os.system|only classes under titan, experiments|modules=[os]"),
-    ("model._target_=titan.run.Run", "dataclass with a method build|another class"),
+    ("model._target_=titan.run.recipe.Run", "dataclass with a method build|another class"),
     ("model._target_=titan.model.schema.Lama", "no such class|correct the name"),
     ("model._target_=mine.Model modules=[mine]", "no such class|No module named 'mine'"),
     ("model._target_=subprocess.Popen modules=[subprocess]", "dataclass with a method build"),
@@ -470,7 +470,7 @@ def test_directory_that_can_not_be_written_to() -> None:
 
 def test_directory_in_use() -> None:
     run = tiny()
-    program = f"from titan.lives import locked; from pathlib import Path\nwith locked(Path({run.directory!r})): "
+    program = f"from titan.run.attempts import locked; from pathlib import Path\nwith locked(Path({run.directory!r})): "
     other = subprocess.Popen(
         [sys.executable, "-c", program + "print(1, flush=True); input()"],
         stdin=subprocess.PIPE,
@@ -488,7 +488,7 @@ def begun(*overrides: str) -> Run:
     """A run whose first life has begun, as far as its directory knows."""
     run = tiny(*overrides)
     Path(run.directory).mkdir(parents=True)
-    lives.begin(run)
+    attempts.begin(run)
     return run
 
 

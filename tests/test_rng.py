@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import RankFailed, run_ranks
-from titan import rng
+from titan.model import init_weights
+from titan.model.init_weights import Normal, Ones, fill_normal, materialise
 from titan.model.schema import Llama
-from titan.rng import Normal, Ones, fill_normal, materialise
 
 UNEVEN = Llama(dim=40, layers=2, heads=4, kv_heads=2, head_dim=6, ffn=101, vocab=131)
 TIED = Llama(dim=32, layers=1, ffn=48, vocab=67, tied=True)
@@ -34,7 +34,7 @@ TIED = Llama(dim=32, layers=1, ffn=48, vocab=67, tied=True)
 @pytest.fixture(autouse=True)
 def small_blocks() -> Any:
     """Blocks of a few rows, so that small parameters have several."""
-    with patch.object(rng, "BLOCK_VALUES", 64):
+    with patch.object(init_weights, "BLOCK_VALUES", 64):
         yield
 
 
@@ -99,8 +99,8 @@ def test_blocks_differ() -> None:
 
 def test_seeds_of_blocks_keep_their_meaning() -> None:
     """A change here would change every run's start: fixed, not computed."""
-    assert rng.block_seed(0, "norm.weight", 0) == 14079161155085768481
-    assert rng.block_seed(2**63, "layers.0.attention.wq.weight", 12) == 18385063830235845118
+    assert init_weights.block_seed(0, "norm.weight", 0) == 14079161155085768481
+    assert init_weights.block_seed(2**63, "layers.0.attention.wq.weight", 12) == 18385063830235845118
 
 
 def test_distribution_is_normal_clipped_at_three_deviations() -> None:
@@ -194,7 +194,7 @@ def test_fake_parameters_cost_nothing() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model = on_meta(Llama(dim=16384, layers=1, heads=128, kv_heads=8, ffn=53248, vocab=128256))
-    never = patch.object(rng, "fill_normal", side_effect=AssertionError("drew values for a fake parameter"))
+    never = patch.object(init_weights, "fill_normal", side_effect=AssertionError("drew values for a fake parameter"))
     with never, FakeTensorMode(allow_non_fake_inputs=True):
         materialise(model, model.initial(), 5, "cpu")
         assert model.head.weight.device.type == "cpu"
@@ -257,7 +257,10 @@ def test_every_layout_starts_the_same(config: Llama, layout: str, world: int) ->
 
 
 def test_wrong_box_is_an_error() -> None:
-    with patch.object(rng, "_local", return_value=torch.empty(1)), pytest.raises(RankFailed, match="this rank holds"):
+    with (
+        patch.object(init_weights, "_local", return_value=torch.empty(1)),
+        pytest.raises(RankFailed, match="this rank holds"),
+    ):
         run_ranks(sharded, 1, UNEVEN, "shard")
 
 

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 import yaml
 
-from launchers import points, start
+from launchers import start, trials
 from tests.machines import detector
 from tests.runs import TINY
-from titan import compose, console, identity, ledger, lives, parents, status
+from titan import status
 from titan.cluster import devices
-from titan.compose import composed
+from titan.config.settings import Failure, Refusal
+from titan.console.text import escape, is_redacted, redact, redacted
 from titan.dataset import corpora, remote
 from titan.report import collect
-from titan.run import Run
-from titan.safe import escape, is_redacted, redact, redacted
-from titan.settings import Failure, Refusal
+from titan.run import attempts, compose, identity, lineage, summary
+from titan.run.compose import composed
+from titan.run.recipe import Run
+from titan.sweep import ledger
 
 SECRET, OTHER = "horse" * 3, "swordfish" * 2  # so that no diff of this file has them
 REDACTED = {
@@ -126,17 +128,17 @@ def run_of(secret: str, folder: Path, *more: str) -> Run:
 def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(SECRET, laptop)
     mix = corpora.mixed(run.dataset, run.training, corpora.opened(corpora.ready(run.dataset)))
-    life = lives.Life(
+    life = attempts.Life(
         1, "id", identity.ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
     )
     Path(run.directory).mkdir(parents=True)
-    lives._record(run, life, {}, [])
-    console.show_run(run, life, mix, ())
+    attempts._record(run, life, {}, [])
+    summary.show_run(run, life, mix, ())
     assert SECRET in str(run.checkpoint.resume)
     assert not [name for name, text in files_of(laptop).items() if SECRET in text]
     document = yaml.safe_load((Path(run.directory) / "run.yaml").read_text())
     assert document["config"]["checkpoint"]["resume"] == redact(address(SECRET, laptop))
-    assert SECRET not in console.next_command(run, {"finished": False}) and SECRET not in capsys.readouterr().out
+    assert SECRET not in summary.next_command(run, {"finished": False}) and SECRET not in capsys.readouterr().out
 
 
 def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
@@ -144,7 +146,7 @@ def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
     assert identity.point(one) == identity.point(other)
     assert identity.settings_of(one, science=False) == identity.settings_of(other, science=False)
     before: dict[str, Any] = {"config": {"checkpoint": redacted({"resume": one.checkpoint.resume, "weights": None})}}
-    assert parents._unchanged(other, before)
+    assert lineage._unchanged(other, before)
 
 
 def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
@@ -152,8 +154,8 @@ def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
     for secret in (SECRET, OTHER):
         run = composed([*TINY, "name=x", f"checkpoint.path='{address(secret, laptop)}'"])
         Path(run.directory).mkdir(parents=True, exist_ok=True)
-        life = lives.begin(run)
-        assert isinstance(life, lives.Life)
+        life = attempts.begin(run)
+        assert isinstance(life, attempts.Life)
         kinds.append((life.kind, life.ids.execution))
     assert kinds == [("start", kinds[0][1]), ("resume", kinds[0][1])]
     assert not [name for name, text in files_of(laptop / "runs").items() if SECRET in text or OTHER in text]
@@ -215,8 +217,8 @@ def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: py
 
 
 def test_a_frozen_point_is_its_users_alone(laptop: Path) -> None:
-    point = points.Chosen("a", (), composed([*TINY]))
-    assert points.freeze(point, laptop).stat().st_mode & 0o777 == 0o600
+    point = trials.Chosen("a", (), composed([*TINY]))
+    assert trials.freeze(point, laptop).stat().st_mode & 0o777 == 0o600
 
 
 def test_where_data_come_from_is_written_down_without_secrets(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

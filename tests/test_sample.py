@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runs import tiny, train
-from titan.sample import continuation
+from titan.training.sample import continuation
 
 
 def test_each_token_follows_from_those_before_within_the_window() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.settings import MISSING, Refusal, build, defaults, nearest, plain, setting, show
+from titan.config.settings import MISSING, Refusal, build, defaults, nearest, plain, setting, show
 
 
 @dataclass(frozen=True)

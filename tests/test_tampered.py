@@ -13,9 +13,11 @@ import yaml
 
 from tests.report.made import Story, made
 from tests.runs import save_of, tiny
-from titan import compare, endings, ledger, lives, status
+from titan import compare, status
+from titan.config.settings import Refusal
 from titan.metrics import plot
-from titan.settings import Refusal
+from titan.run import attempts
+from titan.sweep import job_exit, ledger
 
 DEEP = "[" * 300_000
 
@@ -48,22 +50,22 @@ RESULTS: list[Any] = [
 @pytest.mark.parametrize(("harm", "said"), RESULTS)
 def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_path: Path) -> None:
     run = tiny(tmp_path)
-    lives.begin(run)
+    attempts.begin(run)
     save_of(run, 2)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3}))
     harm(tmp_path / "result.json")
-    life = lives.begin(run)
-    assert isinstance(life, lives.Life) and life.step == 2
+    life = attempts.begin(run)
+    assert isinstance(life, attempts.Life) and life.step == 2
     assert re.search(f"^result.json is damaged and not used: .*{said}", life.notes[0])
-    assert not endings.finished(tmp_path)
+    assert not job_exit.finished(tmp_path)
 
 
 def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
     run = tiny(tmp_path)
-    lives.begin(run)
+    attempts.begin(run)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3, "science_id": "other"}))
-    life = lives.begin(run)
-    assert isinstance(life, lives.Life)
+    life = attempts.begin(run)
+    assert isinstance(life, attempts.Life)
     assert life.notes == ("result.json is of another run ('other') and not used",)
 
 
@@ -83,25 +85,25 @@ LIVES: list[Any] = [
 
 @pytest.mark.parametrize(("harm", "said"), LIVES)
 def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path) -> None:
-    lives.begin(tiny(tmp_path))
+    attempts.begin(tiny(tmp_path))
     redo(tmp_path, harm)
     with pytest.raises(Refusal, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; mend it, or"):
-        lives.begin(tiny(tmp_path))
+        attempts.begin(tiny(tmp_path))
 
 
 @pytest.mark.parametrize("text", [DEEP, "- " * 100_000, "a: !!timestamp x", "? [[1]]\n: 2", "[1, 2]"], ids=range(5))
 def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(Refusal, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); mend it, or"):
-        lives.read_lives(tmp_path)
+        attempts.read_lives(tmp_path)
 
 
 def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
     for _ in range(2):
-        lives.begin(tiny(tmp_path))
+        attempts.begin(tiny(tmp_path))
     redo(tmp_path, lambda last: last.update(run_id="other"))
     with pytest.raises(Refusal, match="its document 2 is not complete: it is of another run, 'other'"):
-        lives.read_lives(tmp_path)
+        attempts.read_lives(tmp_path)
 
 
 LINES = [

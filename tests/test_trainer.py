@@ -19,8 +19,8 @@ from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
 from titan.checkpoint.manager import state_of
-from titan.engine import Engine, Rows
-from titan.trainer import Trainer
+from titan.training.train_step import Engine, Rows
+from titan.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.settings import Refusal
-from titan.training import Training, lr_factor
+from titan.config.settings import Refusal
+from titan.training.schema import Training, lr_factor
 
 Schedule = Literal["wsd", "cosine", "linear"]
 SHARES = st.floats(0, 1)

@@ -20,11 +20,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
 from tests.runs import tiny
-from titan import rng
+from titan.config.settings import Refusal
+from titan.model import init_weights
 from titan.model.layers import Head, cross_entropy
 from titan.model.schema import Llama
-from titan.parallelism import collectives, norm, tensor
-from titan.settings import Refusal
+from titan.parallelism import collectives, grad_norm, tensor
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
@@ -45,7 +45,7 @@ def start(rank: int, world: int) -> tuple[Tensor, bool]:
     module = nn.Linear(8, 16, bias=False, device="meta")
     module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)]))
     module.init_buffers = lambda device: None  # type: ignore[assignment]
-    rng.materialise(module, {"weight": rng.Normal(1.0)}, 0, "cpu")
+    init_weights.materialise(module, {"weight": init_weights.Normal(1.0)}, 0, "cpu")
     whole: Tensor = module.weight.full_tensor().detach()  # type: ignore[attr-defined]
     first, second = whole.chunk(2)
     return whole, bool(torch.equal(first, second))
@@ -65,7 +65,7 @@ def mixed(rank: int, world: int) -> tuple[float, float]:
     cut = distribute_tensor(values, mesh["tensor"], [Shard(0)], src_data_rank=None)
     both = distribute_tensor(values, mesh, [Shard(0), Shard(1)], src_data_rank=None)
     whole = distribute_tensor(values, mesh["shard"], [Replicate()], src_data_rank=None)
-    total = norm.total_norm([cut, values, both, whole], torch.device("cpu"))
+    total = grad_norm.total_norm([cut, values, both, whole], torch.device("cpu"))
     return total.item(), (4 * values.square().sum()).sqrt().item()
 
 
@@ -151,7 +151,7 @@ def test_weights_drawn_at_the_same_time_are_as_if_alone() -> None:
 
     def drawn(seed: int) -> Tensor:
         values = torch.empty(512, 512)
-        rng.fill_normal(values, name="w", seed=seed, std=1.0, shape=values.shape, offset=(0, 0))
+        init_weights.fill_normal(values, name="w", seed=seed, std=1.0, shape=values.shape, offset=(0, 0))
         return values
 
     alone = [drawn(seed) for seed in range(4)]

@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
-from titan import lives, worker
 from titan import train as training
+from titan.config.settings import Failure
 from titan.generation import worker as generation
-from titan.lives import Life
-from titan.settings import Failure
-from titan.trainer import Trainer
+from titan.run import attempts
+from titan.run.attempts import Life
+from titan.training import worker
+from titan.training.trainer import Trainer
 
 
 class Closing:
@@ -88,8 +89,8 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
 
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", layout="ddp2")
-    with lives.locked(Path(run.directory)):
-        life = lives.begin(run)
+    with attempts.locked(Path(run.directory)):
+        life = attempts.begin(run)
         assert isinstance(life, Life)
 
         def rank(number: int, size: int) -> tuple[str, list[bool], bool]:

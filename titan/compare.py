@@ -12,9 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan import compose, output
-from titan.arguments import arguments, describe, shows
-from titan.settings import Failure, Refusal, setting
+from titan.config.arguments import arguments, describe, shows
+from titan.config.settings import Failure, Refusal, setting
+from titan.console import output
+from titan.run import compose
 
 if TYPE_CHECKING:
     from titan.report.findings import Comparison
@@ -75,7 +76,8 @@ def _main(given: list[str]) -> int:
     settings = arguments(Settings, told)
     _check(directories, settings.files() or ())
 
-    from titan.report import judge, table  # only now: refusals and --help need not wait for numpy
+    from titan.report import comparison as judge  # only now: refusals and --help need not wait for numpy
+    from titan.report.render import table
 
     options = judge.Options(settings.baseline, settings.margin, settings.target)
     comparison = judge.compare(directories, options)
@@ -137,13 +139,13 @@ def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None
 
 
 def _html(comparison: Comparison, made: str) -> str:
-    from titan.report.html import page
+    from titan.report.render.html import page
 
     return page(comparison, made)
 
 
 def _markdown(comparison: Comparison, made: str) -> str:
-    from titan.report.markdown import text
+    from titan.report.render.markdown import text
 
     return f"{text(comparison)}\n`{made}`\n"
 

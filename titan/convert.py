@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan import compose, console, output
-from titan.arguments import arguments, describe, shows
-from titan.dataset import report
-from titan.settings import Failure, Refusal, setting
+from titan.config.arguments import arguments, describe, shows
+from titan.config.settings import Failure, Refusal, setting
+from titan.console import output
+from titan.dataset.preprocess import report
+from titan.run import compose, summary
 
 if TYPE_CHECKING:
-    from titan.checkpoint.weights import Weights
+    from titan.weights.formats import Weights
 
 NAMES = {"Native": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
 MARK = ".titan-convert"
@@ -91,7 +92,7 @@ def _main(words: list[str]) -> int:
 
 def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
     """Convert, and return what was read and the files of tensors that were written."""
-    from titan.checkpoint.weights import open_weights, verify
+    from titan.weights.formats import open_weights, verify
 
     weights = open_weights(chosen.from_, "from")
     verify(weights, "from")
@@ -114,16 +115,16 @@ def _plan(
     weights: Weights, chosen: Convert, target: Path
 ) -> tuple[list[str], int, Callable[[Callable[[int], None]], None]]:
     """The files of tensors, their bytes, and what writes them."""
-    from titan.checkpoint import export, save_weights
+    from titan.weights import export, save
 
     limit, dtype = int(chosen.shard_gb * 10**9), chosen.dtype
     if chosen.format == "titan":
-        groups = save_weights.files_of(weights, dtype, limit)
+        groups = save.files_of(weights, dtype, limit)
         size = sum(sum(group.values()) for group in groups.values())
         return (
             list(groups),
             size,
-            lambda show: save_weights.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show),
+            lambda show: save.save_weights(weights, target, dtype=dtype, shard_bytes=limit, progress=show),
         )
     how: Any = {"format": chosen.format, "dtype": dtype, "shard_bytes": limit, "meta_ranks": chosen.meta_ranks}
     export.check_export(weights.model, chosen.format, chosen.meta_ranks)
@@ -207,7 +208,7 @@ def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float
     size = sum(file.stat().st_size for file in files)
     model = weights.model
     print("converted:")
-    console.table(
+    summary.table(
         {
             "from": f"{chosen.from_}: {NAMES[type(weights).__name__]}, {', '.join(kinds)}",
             "model": f"{type(model).__name__}, {numbers:,} parameters, {model.layers} layers of width {model.dim}",

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from titan import compose, console, output
-from titan.arguments import version
-from titan.command_line import RESUME
-from titan.run import Recipe
-from titan.settings import Refusal
+from titan.config.arguments import version
+from titan.config.settings import Refusal
+from titan.console import output
+from titan.run import compose, summary
+from titan.run.command_line import RESUME
+from titan.run.recipe import Recipe
 
 if TYPE_CHECKING:
-    from titan.dataset.mix import Mix
+    from titan.dataset.mixture import Mix
     from titan.dataset.shards import Split
-    from titan.dataset.tokenizer import Tokenizer
+    from titan.dataset.tokenizers.base import Tokenizer
 
 LAST = 10**9
 """The last step or row that may be asked for."""
@@ -83,11 +84,11 @@ def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
 
 def _show(recipe: Recipe, options: argparse.Namespace) -> None:
     from titan.dataset.corpora import mixed, opened, ready
-    from titan.dataset.tokenizer import load_tokenizer
+    from titan.dataset.tokenizers.base import load_tokenizer
 
     recipe.training.check()
     recipe.dataset.check()
-    with console.progress_line() as progress:
+    with summary.progress_line() as progress:
         mix = mixed(recipe.dataset, recipe.training, opened(ready(recipe.dataset, progress)))
     corpus = mix.sources[0].corpus
     tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers.environment import before_torch
-from titan import compose, output
-from titan.arguments import arguments, describe, shows
 from titan.cluster import devices
+from titan.cluster.environment import before_torch
+from titan.config.arguments import arguments, describe, shows
+from titan.config.settings import Refusal
+from titan.console import output
 from titan.generation.schema import Degrees, Settings
 from titan.parallelism.schema import Layout
-from titan.settings import Refusal
+from titan.run import compose
 
 HELP = """\
 Text from a trained model: python -m titan.generate from=DIR prompt="..." [SETTING=VALUE ...]
@@ -50,22 +51,22 @@ def _main(given: list[str]) -> int:
         output.go_on()
     machine = devices.detect(settings.device)
 
-    from titan.checkpoint.weights import open_weights, verify  # only now: refusals need not wait for torch
-    from titan.generation.job import plan
+    from titan.generation.request import plan
+    from titan.weights.formats import open_weights, verify  # only now: refusals need not wait for torch
 
     weights = open_weights(settings.from_, "from")
     job = plan(settings, layout, texts, weights, machine)
     verify(weights, "from")
     if layout.devices == 1:
-        from launchers.place import Place
+        from titan.cluster.rank_info import Place
         from titan.generation.worker import work
 
         return work(job, Place())
-    from launchers.local import run_ranks
     from launchers.scratch import scratch
+    from launchers.supervisor import run_ranks
 
     with scratch() as folder:
-        return run_ranks(job, layout.devices, folder, module="titan.generate_rank")
+        return run_ranks(job, layout.devices, folder, module="titan.generation.rank")
 
 
 def _layout(given: list[str]) -> Layout:

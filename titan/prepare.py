@@ -8,12 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan import compose, console, output
-from titan.arguments import shows
-from titan.dataset import report
-from titan.dataset.prepare import prepare, survey
+from titan.config.arguments import shows
+from titan.console import output
+from titan.console.text import safe
+from titan.dataset.preprocess import report
+from titan.dataset.preprocess.prepare import prepare, survey
 from titan.dataset.schema import Dataset, Prepared
-from titan.safe import safe
+from titan.run import compose, summary
 
 HELP = """\
 Prepare data: python -m titan.prepare [--verify] [--dry-run] [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
@@ -59,7 +60,7 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
     found = survey(dataset)
     made = f"{found.made:,} made already" if found.made else "none made yet"
     print(f"{name}:")
-    console.table(
+    summary.table(
         {
             "source": f"{found.source}: {found.parts:,} part{'s' * (found.parts != 1)}, {report.size(found.bytes)}",
             "units": f"{found.units:,}, {'complete' if found.complete else made}",
@@ -69,12 +70,12 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
     )
     if dry:
         return
-    with console.progress_line() as show:
+    with summary.progress_line() as show:
         folder = prepare(dataset, show, verify=verify)
     if verify:
         print("verified: every file holds what was written")
     print("prepared:")
-    console.table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
+    summary.table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
 
 
 def cli() -> None:

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launchers.standing import standing
-from titan import compose, endings, output
-from titan.arguments import arguments, describe, shows
-from titan.ledger import ENDED, Asked, Point, State, Sweep
-from titan.safe import safe
-from titan.settings import Refusal, setting
-from titan.untrusted import check, parse_object, read
+from launchers.slurm.state import standing
+from titan.config.arguments import arguments, describe, shows
+from titan.config.settings import Refusal, setting
+from titan.console import output
+from titan.console.text import safe
+from titan.files.untrusted import check, parse_object, read
+from titan.run import compose
+from titan.sweep import job_exit
+from titan.sweep.ledger import ENDED, Asked, Point, State, Sweep
 
 CLEAR = "\x1b[H\x1b[J"
 """To the terminal's first line, and clear what is below."""
@@ -75,11 +77,11 @@ def alone(directory: Path) -> Sweep | None:
     """A single run as a sweep of one point; None where the directory holds none."""
     if not (directory / "run.yaml").is_file():
         return None
-    from titan.lives import read_lives  # only now: a grid need not wait for what reads data
+    from titan.run.attempts import read_lives  # only now: a grid need not wait for what reads data
 
     last = read_lives(directory)[-1]
     steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
-    held, done = endings.held(directory), endings.finished(directory, steps)
+    held, done = job_exit.held(directory), job_exit.finished(directory, steps)
     state: State = "finished" if done else "running" if held else "stopped"
     reason = f"python -m titan.train resume={shlex.quote(str(directory))} goes on" if state == "stopped" else None
     name = str(last.get("name") or directory.name)

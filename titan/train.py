@@ -6,17 +6,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from launchers import place
-from launchers.environment import before_torch
-from titan import compose, output
-from titan.rank import leave
-from titan.run import Run
+from titan.cluster import rank_info
+from titan.cluster.environment import before_torch
+from titan.console import output
+from titan.run import compose
+from titan.run.recipe import Run
+from titan.training.rank import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line in whatever role this process has; returns the exit code."""
     before_torch(os.environ)
-    mine = place.found(os.environ)
+    mine = rank_info.found(os.environ)
     if mine is None:
         return compose.command(argv, _here)
     if mine.rank > 0:
@@ -32,7 +33,7 @@ def _here(run: Run) -> int:
     return start.here(run)
 
 
-def _lead(argv: Sequence[str] | None, mine: place.Place) -> int:
+def _lead(argv: Sequence[str] | None, mine: rank_info.Place) -> int:
     """Rank 0 composes and speaks for all; the others wait for its word, also when there is nothing to run."""
     from launchers import start
 
@@ -50,7 +51,7 @@ def _lead(argv: Sequence[str] | None, mine: place.Place) -> int:
 
 def cli() -> None:
     """The console script `titan-train`."""
-    if place.found(os.environ) is None:
+    if rank_info.found(os.environ) is None:
         output.run(main)
     output.best_effort()
     try:

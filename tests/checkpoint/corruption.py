@@ -29,13 +29,13 @@ import yaml
 from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, learned, same, train
-from titan import saving
 from titan.checkpoint import manifest
-from titan.compose import composed
-from titan.dataset import train_tokenizer
-from titan.run import Run
-from titan.settings import Refusal
-from titan.trainer import Trainer
+from titan.config.settings import Refusal
+from titan.dataset.tokenizers import train as train_tokenizer
+from titan.run.compose import composed
+from titan.run.recipe import Run
+from titan.training import checkpointing
+from titan.training.trainer import Trainer
 
 DATA, METADATA, MANIFEST = "__0_0.distcp", ".metadata", manifest.NAME
 WORDS = "one fish two fish red fish blue fish\nthe quick brown fox jumps over the lazy dog again and again\n"
@@ -187,8 +187,8 @@ def outcome(damage: Damage, origin: Made) -> Found:
             code, _ = 2, said.write(str(refusal))
         except RankFailed as failed:
             text = str(failed)
-            code = 2 if "titan.settings.Refusal: " in text else -1
-            said.write(text.rpartition("titan.settings.Refusal: ")[2])
+            code = 2 if "titan.config.settings.Refusal: " in text else -1
+            said.write(text.rpartition("titan.config.settings.Refusal: ")[2])
     words = (scene.folder / "said").read_text()
     return Found(code, words, _began(scene), ended, scene.mark.exists())
 
@@ -380,7 +380,7 @@ def powerless(trainer: Trainer) -> None:
 
 def impatient() -> None:
     """Try the last save again at once."""
-    saving.time = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)  # type: ignore[assignment]
+    checkpointing.time = SimpleNamespace(sleep=lambda seconds: None, monotonic=time.monotonic)  # type: ignore[assignment]
 
 
 def both(harm: Callable[[Path], Any]) -> Callable[[Scene], None]:

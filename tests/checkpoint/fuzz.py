@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.checkpoint.corruption import Trap
-from titan.checkpoint import pickles, reader
+from titan.checkpoint import reader, safe_pickle
 
 OUTSIDE = [("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("this", "s"), ("torch", "load")]
 """What no checkpoint names; `this` is a module that nothing has imported."""
@@ -75,7 +75,7 @@ def metadata(tensors: int = 3) -> Metadata:
     return Metadata(found, {name: (name,) for name in names}, places, StorageMeta(save_id="x"), "1.0.0")
 
 
-def named(name: pickles.Name) -> bytes:
+def named(name: safe_pickle.Name) -> bytes:
     """The opcodes that push what a name stands for."""
     return b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in name) + pickle.STACK_GLOBAL
 
@@ -195,16 +195,20 @@ def reachable() -> dict[str, Any]:
     found: dict[str, Any] = {}
     pickle.dumps((metadata(), Path()))  # which leaves notes at classes that it has seen
     objects: list[Any] = [_resolved(name) for name in sorted(reader.NAMES)]
-    objects += [pickles.Made, pickles.Global, pickles._Machine, pickles, reader, pickle, os, io]
+    objects += [safe_pickle.Made, safe_pickle.Global, safe_pickle._Machine, safe_pickle, reader, pickle, os, io]
     for number, of in enumerate(objects):
         own = {name: id(value) for name, value in vars(of).items()} if hasattr(of, "__dict__") else {}
         own |= {name: id(getattr(of, name)) for name in ("__code__", "__defaults__") if hasattr(of, name)}
         found[f"{number} {of!r}"] = own
-    found |= {"modules": sorted(sys.modules), "codes": tuple(map(id, pickles._CODES)), "variables": dict(os.environ)}
+    found |= {
+        "modules": sorted(sys.modules),
+        "codes": tuple(map(id, safe_pickle._CODES)),
+        "variables": dict(os.environ),
+    }
     return found | {"names": sorted(reader.NAMES), "folder": sorted(os.listdir("."))}
 
 
-def _resolved(name: pickles.Name) -> Any:
+def _resolved(name: safe_pickle.Name) -> Any:
     try:
         return getattr(importlib.import_module(name[0]), name[1])
     except ImportError:  # of another Python

@@ -17,21 +17,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launchers.place import Place
 from tests.ranks import run_ranks
 from tests.runs import Tensors, difference, same, tiny, train, weights, whole
-from titan import lives
-from titan.assemble import assemble
 from titan.checkpoint import manifest
+from titan.checkpoint.coordinator import Talk
 from titan.checkpoint.manager import state_of
 from titan.checkpoint.restore import restore
-from titan.checkpoint.talk import Talk
+from titan.cluster.rank_info import Place
 from titan.dataset.loader import Batch
-from titan.lives import Life
 from titan.parallelism import mesh
-from titan.run import Run
-from titan.stop import Stop
-from titan.trainer import LOSS, VALID, Trainer
+from titan.run import attempts
+from titan.run.attempts import Life
+from titan.run.recipe import Run
+from titan.training.build import assemble
+from titan.training.signals import Stop
+from titan.training.trainer import LOSS, VALID, Trainer
 
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
 LAYOUTS = {
@@ -127,8 +127,8 @@ class Table:
             f"checkpoint.resume={self.save('single').folder}",
         )
         folders = [self.save(row).folder for row in rows]
-        with lives.locked(Path(run.directory)):
-            life = lives.begin(run)
+        with attempts.locked(Path(run.directory)):
+            life = attempts.begin(run)
         assert isinstance(life, Life)
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from tests.model.test_parity import difference, hugging_face
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
-from titan.checkpoint.weights import Weights
+from titan.config.settings import plain
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.settings import plain
+from titan.weights.formats import Weights
 
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": 32}

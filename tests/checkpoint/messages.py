@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan.checkpoint.coordinator import _packed
 from titan.checkpoint.manifest import File
-from titan.checkpoint.talk import _packed
 from titan.parallelism.exchange import Exchange
 
 RANKS = (64, 1024, 16384)

@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.checkpoint.made import LLAMA, QWEN3, SMALL, STRETCH, apart, equal, hf, loaded, meta, native
-from titan.checkpoint import manifest, tokenizers_out
-from titan.checkpoint.export import check_export, export, files_of, finish
-from titan.checkpoint.meta_params import feed_forward, params_of
-from titan.checkpoint.save_weights import save_weights
-from titan.checkpoint.weights import open_weights
-from titan.dataset.tokenizer import RankTokenizer, load_tokenizer, write_ranks
+from titan.checkpoint import manifest
+from titan.config.settings import Refusal
+from titan.dataset.tokenizers.base import RankTokenizer, load_tokenizer, write_ranks
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.settings import Refusal
+from titan.weights import tokenizer_files
+from titan.weights.export import check_export, export, files_of, finish
+from titan.weights.formats import open_weights
+from titan.weights.meta_params import feed_forward, params_of
+from titan.weights.save import save_weights
 
 TIED = Llama(**SMALL, tied=True)
 MODELS = [
@@ -300,7 +301,7 @@ def json_of(tokenizer: RankTokenizer, cache: list[Any] = []) -> Any:  # noqa: B0
     if not cache:
         import tokenizers
 
-        cache.append(tokenizers.Tokenizer.from_str(tokenizers_out.as_json(tokenizer)))
+        cache.append(tokenizers.Tokenizer.from_str(tokenizer_files.as_json(tokenizer)))
         cache[0].encode_special_tokens = True  # text that spells a special token is text to titan
     return cache[0]
 
@@ -315,7 +316,7 @@ def test_documents_begin_as_with_llama_3(tmp_path: Path) -> None:
     native(tmp_path / "a", LLAMA)
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.model"))
     (tmp_path / "b").mkdir()
-    assert tokenizers_out.copy_as_json(str(tmp_path / "tokenizer.model"), tmp_path / "b") == (128_000, 128_001)
+    assert tokenizer_files.copy_as_json(str(tmp_path / "tokenizer.model"), tmp_path / "b") == (128_000, 128_001)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
     assert theirs("abca hello").input_ids == [128_000, *tokenizer.encode("abca hello")]
     assert theirs.convert_tokens_to_ids("<|eot_id|>") == 128_009
@@ -350,9 +351,9 @@ MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from titan.checkpoint.export import export
-from titan.checkpoint.save_weights import save_weights
-from titan.checkpoint.weights import expected
+from titan.weights.export import export
+from titan.weights.save import save_weights
+from titan.weights.formats import expected
 from titan.model.schema import Llama
 
 class Drawn:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.runs import tiny, train
-from titan import saving
-from titan.checkpoint import choose, manifest, retention
+from titan.checkpoint import manifest, retention, select
 from titan.checkpoint.manager import Outcome
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.weights import open_weights
-from titan.saving import Saving
-from titan.settings import Refusal
-from titan.trainer import Trainer
+from titan.config.settings import Refusal
+from titan.training import checkpointing
+from titan.training.checkpointing import Saving
+from titan.training.trainer import Trainer
+from titan.weights.formats import open_weights
 
 EVERY = ("checkpoint.every=2", "training.steps=3", "checkpoint.keep=9")
 
@@ -102,7 +102,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
 
     (seen,) = train(run, block)
     assert words(seen.extra) == [(2, None, "No space left on device"), (3, None, None)]
-    assert (manifest.folder_of(tmp_path / "run", 2) / "hf" / choose.COUNTS["hf"]).is_file()
+    assert (manifest.folder_of(tmp_path / "run", 2) / "hf" / select.COUNTS["hf"]).is_file()
     assert (tmp_path / "there" / "run" / "step-3" / manifest.NAME).is_file()
 
 
@@ -113,7 +113,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
                 raise Refusal("checkpoint.weights=x: can't be read.")
             return open_weights(folder)
 
-        saving.open_weights = opened  # type: ignore[assignment]  # in a rank's process
+        checkpointing.open_weights = opened  # type: ignore[assignment]  # in a rank's process
         return heard(trainer)
 
     what = f"the export to {manifest.folder_of(tmp_path, 2)}/hf"
@@ -122,7 +122,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
         told = f"{what}: rank 1: checkpoint.weights=x: can't be read."
         assert words(rank.extra) == [(2, None, told), (3, None, None)]
     assert not (manifest.folder_of(tmp_path, 2) / "hf").exists()
-    assert (manifest.folder_of(tmp_path, 3) / "hf" / choose.COUNTS["hf"]).is_file()
+    assert (manifest.folder_of(tmp_path, 3) / "hf" / select.COUNTS["hf"]).is_file()
 
 
 @pytest.mark.parametrize("when", ["start", "ready"])
@@ -155,7 +155,7 @@ def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when:
 def test_a_directory_that_not_all_ranks_share_makes_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving.time, "sleep", lambda seconds: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(checkpointing.time, "sleep", lambda seconds: None)  # type: ignore[attr-defined]
 
     def apart(trainer: Trainer) -> list[Outcome]:
         assert trainer.saving.manager is not None

@@ -12,11 +12,11 @@ import torch
 
 from tests.checkpoint.made import LLAMA, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
 from tests.dataset.hub_server import COMMIT, Repositories, serving
-from titan.checkpoint.hf_config import config_of, schema_of
-from titan.checkpoint.origin import find
-from titan.checkpoint.weights import digest_of, open_weights
+from titan.config.settings import Refusal
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.settings import Refusal
+from titan.weights.formats import digest_of, open_weights
+from titan.weights.hf_config import config_of, schema_of
+from titan.weights.origin import find
 
 MODELS = [
     pytest.param(LLAMA, id="llama"),

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from launchers.place import Place
 from tests.checkpoint.made import LLAMA, QWEN3, SMALL, hf, meta, native
 from tests.ranks import RankFailed, run_ranks
 from tests.runs import tiny, whole
-from titan.assemble import assemble
-from titan.checkpoint.loading import load_weights
-from titan.checkpoint.models import check_model
-from titan.checkpoint.weights import Weights, open_weights
+from titan.cluster.rank_info import Place
+from titan.config.settings import Refusal, plain, show
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
-from titan.run import Run
-from titan.settings import Refusal, plain, show
+from titan.run.recipe import Run
+from titan.training.build import assemble
+from titan.weights.formats import Weights, open_weights
+from titan.weights.load import load_weights
+from titan.weights.model_config import check_model
 
 TIED = Llama(**SMALL, tied=True)
 LAYOUTS = {
@@ -159,7 +159,7 @@ def test_a_file_that_breaks_while_it_is_read_is_refused_on_every_rank(tmp_path: 
     native(tmp_path / "weights", LLAMA)
     file = tmp_path / "weights" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RankFailed, match=r"titan.settings.Refusal: checkpoint.weights=.*can't be read where"):
+    with pytest.raises(RankFailed, match=r"titan.config.settings.Refusal: checkpoint.weights=.*can't be read where"):
         on_ranks(run_of(LLAMA, tmp_path, *LAYOUTS["fsdp"]), tmp_path / "weights", tmp_path)
 
 

@@ -14,11 +14,11 @@ from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import steps, tiny, train
 from titan.checkpoint import manifest, remote
+from titan.checkpoint.coordinator import Talk
 from titan.checkpoint.manifest import File
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
-from titan.checkpoint.talk import Talk
-from titan.trainer import Trainer
+from titan.training.trainer import Trainer
 
 
 def files(place: Path) -> set[str]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.runs import train
-from titan import bench
-from titan.checkpoint.measure import EVERY, taken, write_plainly
-from titan.compose import composed
+from titan.bench import command
+from titan.bench.checkpoint import EVERY, taken, write_plainly
+from titan.run.compose import composed
 
 SMALL = [
     "cluster.device=cpu", "model.dim=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.head_dim=16",
@@ -20,9 +20,9 @@ SMALL = [
 
 def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With runs forked from here: their start would take most of the time."""
-    monkeypatch.setattr(bench, "_train", lambda overrides, folder: train(composed(overrides))[0].code)
+    monkeypatch.setattr(command, "_train", lambda overrides, folder: train(composed(overrides))[0].code)
     out = tmp_path / "figures.json"
-    assert bench.main(["--suite", "checkpoint", "--rounds", "1", "--json", str(out), *SMALL]) == 0
+    assert command.main(["--suite", "checkpoint", "--rounds", "1", "--json", str(out), *SMALL]) == 0
     found = json.loads(out.read_text())
     off, sync, beside = found["saving"]
     assert [taken["mode"] for taken in found["saving"]] == ["off", "sync", "async"]

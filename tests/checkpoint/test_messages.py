@@ -21,12 +21,12 @@ from tests.checkpoint import messages
 from tests.ranks import run_ranks
 from tests.runs import same, saved, tiny, train
 from titan.checkpoint import manifest, restore
+from titan.checkpoint.coordinator import Talk
 from titan.checkpoint.plans import Plans, shared_out
 from titan.checkpoint.staging import Staging
-from titan.checkpoint.talk import Talk
 from titan.checkpoint.writer import Writer
 from titan.parallelism.exchange import Exchange
-from titan.trainer import Trainer
+from titan.training.trainer import Trainer
 
 OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
 ROUNDS = ["gather", "scatter", "gather", "broadcast", "broadcast"]

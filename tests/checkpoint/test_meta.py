@@ -13,11 +13,11 @@ from torch import Tensor
 
 from tests.checkpoint.made import LLAMA, SMALL, edit, equal, interleaved, loaded, meta
 from tests.model.test_parity import difference
-from titan.checkpoint.meta import halves, neighbours
-from titan.checkpoint.weights import open_weights
+from titan.config.settings import Refusal
 from titan.model import layers
 from titan.model.schema import Decoder, Llama
-from titan.settings import Refusal
+from titan.weights.formats import open_weights
+from titan.weights.meta import halves, neighbours
 
 WIDE = Llama(**SMALL | {"heads": 8, "kv_heads": 4})
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import fuzz
-from titan.checkpoint import pickles, reader
+from titan.checkpoint import reader, safe_pickle
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ BOMBS = {
 @pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
 def test_what_would_end_the_process_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match=r"byte [\d,]+ is not as it was written"):
-        pickles.load(pickle.PROTO + b"\4" + content + pickle.STOP, reader.NAMES)
+        safe_pickle.load(pickle.PROTO + b"\4" + content + pickle.STOP, reader.NAMES)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), RecursionError("deep")], ids=repr)
@@ -77,6 +77,6 @@ def test_an_error_of_reading_is_corruption(error: Exception, monkeypatch: pytest
     def load(content: bytes, known: object) -> Any:
         raise error
 
-    monkeypatch.setattr(pickles, "load", load)
+    monkeypatch.setattr(safe_pickle, "load", load)
     with pytest.raises(reader.Foreign, match="its metadata can't be read"):
         reader.parse(b"")

@@ -17,15 +17,15 @@ from tests.checkpoint.made import about as said
 from tests.dataset.test_tokenizer import byte_level_json
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
-from titan import lives
 from titan.checkpoint import manager, manifest, restore
-from titan.checkpoint.loading import load_weights
+from titan.checkpoint.coordinator import Talk
 from titan.checkpoint.reader import Foreign, Reader
-from titan.checkpoint.talk import Talk
-from titan.checkpoint.weights import open_weights
-from titan.dataset.tokenizer import load_tokenizer
-from titan.settings import Failure, Refusal
-from titan.trainer import Trainer
+from titan.config.settings import Failure, Refusal
+from titan.dataset.tokenizers.base import load_tokenizer
+from titan.run import attempts
+from titan.training.trainer import Trainer
+from titan.weights.formats import open_weights
+from titan.weights.load import load_weights
 
 
 class TestMetadata:
@@ -175,4 +175,4 @@ def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
     fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
     complete(tmp_path / "parent", said(0, data={}), {"weights": b"w"})
     with pytest.raises(Refusal, match=r"parent: holds weights only; start from it with checkpoint.weights=\S+parent\."):
-        lives.begin(fork)
+        attempts.begin(fork)

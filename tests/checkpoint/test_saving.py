@@ -15,12 +15,12 @@ import yaml
 
 from tests.ranks import RankFailed
 from tests.runs import learned, same, saved, steps, tiny, train
-from titan import saving
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.staging import Staging
-from titan.run import Run
-from titan.trainer import Trainer
+from titan.run.recipe import Run
+from titan.training import checkpointing
+from titan.training.trainer import Trainer
 
 
 def records(run: Run, key: str) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ class TestFailedSaves:
         assert {record["checkpoint_step"] for record in records(run, "checkpoint_step")} & {4, 5, 6, 7}, "tried again"
 
     def test_the_last_save_has_to_succeed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(saving.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(checkpointing.time, "sleep", lambda seconds: None)
         run = tiny(tmp_path, "training.steps=4", "checkpoint.every=2", layout="fsdp2")
 
         def full(trainer: Trainer) -> None:
@@ -232,14 +232,14 @@ class TestOnDemand:
     def test_a_file_in_the_directory_asks_for_a_checkpoint(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(saving, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(checkpointing, "LOOK_SECONDS", 0.0)
 
         def ask(trainer: Trainer) -> None:
             update = trainer._update
 
             def touch(bad: torch.Tensor) -> None:
                 if trainer.step == 3 and trainer.world.speaks:
-                    (tmp_path / saving.ASKED).touch()
+                    (tmp_path / checkpointing.ASKED).touch()
                 update(bad)
 
             trainer._update = touch  # type: ignore[method-assign]
@@ -249,7 +249,7 @@ class TestOnDemand:
         first, last = (int(f.name[5:]) for f in manifest.complete(tmp_path))
         assert 3 < first <= 5
         assert last == 9
-        assert not (tmp_path / saving.ASKED).exists()
+        assert not (tmp_path / checkpointing.ASKED).exists()
 
 
 class TestDamage:
@@ -285,7 +285,7 @@ class TestDamage:
             RankFailed, match=r"step-3 is damaged .*step-2 is damaged .*and there is no other"
         ) as failed:
             train(tiny(tmp_path, "training.steps=5", layout="fsdp2"))
-        assert "titan.settings.Refusal: hydra.run.dir=" in str(failed.value)
+        assert "titan.config.settings.Refusal: hydra.run.dir=" in str(failed.value)
 
     def test_a_damaged_parent_of_a_fork_is_refused(self, tmp_path: Path) -> None:
         train(tiny(tmp_path / "parent"))

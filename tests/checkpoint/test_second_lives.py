@@ -16,12 +16,12 @@ from tests.checkpoint.test_manager import stop_at
 from tests.checkpoint.test_saving import flip
 from tests.ranks import RankFailed
 from tests.runs import same, saved, steps, tiny, train
-from titan import lives
 from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, of
-from titan.checkpoint.weights import open_weights
-from titan.lives import Finished
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.run import attempts
+from titan.run.attempts import Finished
+from titan.weights.formats import open_weights
 
 
 @pytest.mark.parametrize("layout", ["single", "fsdp2"])
@@ -34,7 +34,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout:
         train(run)
     for _ in range(2):
         with pytest.raises(Refusal, match=r"step-3 was found damaged, and is not used; and there is no other"):
-            lives.begin(run)
+            attempts.begin(run)
 
 
 class TestErrorsThatPass:
@@ -97,28 +97,28 @@ class TestRunsOfTheSameName:
         capfd.readouterr()
         Path(second.directory).mkdir(parents=True)
         with pytest.raises(Refusal, match=r"checkpoint.path=.*: holds another experiment"):
-            lives.begin(second)
+            attempts.begin(second)
         assert not (tmp_path / "b" / "x" / "run.yaml").exists()
         index = tmp_path / "copies" / "x" / "index.json"
         kept = index.read_text()
         index.unlink()
         (tmp_path / "copies" / "x" / "run.yaml").unlink()
-        lives.begin(second)
+        attempts.begin(second)
         index.write_text(kept)
         with pytest.raises(Refusal, match=r"has copies of another run of the same name, at .*copies/x; give another"):
-            lives.begin(second)
+            attempts.begin(second)
 
 
 def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) -> None:
     plain = tiny(tmp_path / "runs" / "x", "metrics.validation_tokens=64")
     train(plain)
-    assert isinstance(lives.begin(plain), Finished)
+    assert isinstance(attempts.begin(plain), Finished)
     owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "metrics.validation_tokens=64"]
     run = tiny(tmp_path / "runs" / "x", *owing)
     assert train(run)[0].code == 0
     assert Remote(f"{tmp_path}/copies/x").index().keys() == {3}
     assert (manifest.folder_of(tmp_path / "runs" / "x", 3) / "hf" / "config.json").is_file()
-    assert isinstance(lives.begin(run), Finished)
+    assert isinstance(attempts.begin(run), Finished)
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
 
 
@@ -131,12 +131,12 @@ class TestParentsThatGoOn:
         train(parent)
         run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        lives.begin(run)  # and is killed before it saves
+        attempts.begin(run)  # and is killed before it saves
         train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))
         with pytest.raises(
             Refusal, match=r"checkpoint.weights=.*: are not the weights that the run in .* started from"
         ):
-            lives.begin(run)
+            attempts.begin(run)
         named = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent/checkpoints/step-3")
         first = {n: t for n, t in train(named)[0].first.items() if n.startswith("model.")}
         assert same(first, self.weights(parent, 3))
@@ -145,8 +145,8 @@ class TestParentsThatGoOn:
         train(tiny(tmp_path / "parent", "checkpoint.keep=9"))
         run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        life = lives.begin(run)
-        assert isinstance(life, lives.Life)
+        life = attempts.begin(run)
+        assert isinstance(life, attempts.Life)
         assert life.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
 
     def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
@@ -161,13 +161,13 @@ class TestParentsThatGoOn:
             train(tiny(tmp_path / name, f"training.seed={seed}"))
         train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/a"))
         with pytest.raises(Refusal, match="are not the weights that the run in"):
-            lives.begin(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
+            attempts.begin(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
 
     def test_a_parent_that_retires_the_checkpoint_meanwhile_does_not_matter(self, tmp_path: Path) -> None:
         parent = tiny(tmp_path / "parent")
         last = train(parent)[0].last
         fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=4")
-        begin = lives.begin
+        begin = attempts.begin
 
         def late(*args: Any) -> Any:
             life = begin(*args)
@@ -175,7 +175,7 @@ class TestParentsThatGoOn:
             return life
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lives, "begin", late)
+            patch.setattr(attempts, "begin", late)
             assert same(train(fork)[0].first, last)
 
 
@@ -184,7 +184,7 @@ def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
     train(run, stop_at(2))
     (tmp_path / "run.yaml").unlink()
     with pytest.raises(Refusal, match=r"holds checkpoints, and no run.yaml that says of which run"):
-        lives.begin(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
+        attempts.begin(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
 
 
 def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None:
@@ -236,19 +236,19 @@ class TestWhatAUserDoes:
         flip(folder / "__0_0.distcp")
         with pytest.raises(Refusal, match="and there is no other"):
             start.here(tiny(tmp_path, "training.steps=5"))
-        assert [document["config"]["training"]["steps"] for document in lives.read_lives(tmp_path)] == [3]
+        assert [document["config"]["training"]["steps"] for document in attempts.read_lives(tmp_path)] == [3]
 
     def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
         run = tiny(tmp_path)
         Path(run.directory).mkdir(exist_ok=True)
-        life = lives.begin(run)
-        assert isinstance(life, lives.Life)
+        life = attempts.begin(run)
+        assert isinstance(life, attempts.Life)
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "life": 1}) + "\n")
-        lives.withdraw(run, life)
-        assert [document["life"] for document in lives.read_lives(tmp_path)] == [1]
+        attempts.withdraw(run, life)
+        assert [document["life"] for document in attempts.read_lives(tmp_path)] == [1]
         (tmp_path / "metrics.jsonl").unlink()
-        lives.withdraw(run, life)
-        assert lives.read_lives(tmp_path) == []
+        attempts.withdraw(run, life)
+        assert attempts.read_lives(tmp_path) == []
 
     def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         train(tiny(tmp_path, "checkpoint.every=2"))

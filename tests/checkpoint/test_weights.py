@@ -15,9 +15,9 @@ import torch
 
 from tests.checkpoint.made import LLAMA, QWEN3, SMALL, edit, equal, hf, meta, native
 from titan.checkpoint import manifest
-from titan.checkpoint.weights import digest_of, open_weights
+from titan.config.settings import Refusal
 from titan.model.schema import Decoder, Llama
-from titan.settings import Refusal
+from titan.weights.formats import digest_of, open_weights
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,8 +156,8 @@ def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
 
 PEEK = """
 import sys
-from titan.checkpoint.origin import find
-from titan.checkpoint.models import check_model
+from titan.weights.origin import find
+from titan.weights.model_config import check_model
 models = [find(path).model() for path in sys.argv[1:]]
 check_model(models[0], models[1], "x")
 print(models[0] == models[1], models[2], "torch" in sys.modules)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from titan.cluster.schema import Cluster
-from titan.settings import Refusal, build
+from titan.config.settings import Refusal, build
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan.cluster.devices import PEAKS, Machine, Probe, detect, peak_tflops
-from titan.settings import Refusal
+from titan.config.settings import Refusal
 
 CUDA_TORCH = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 HIP_TORCH = "cuda: Optional[str] = None\nhip: Optional[str] = '7.0.1'\n"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan.config.settings import Refusal, setting
 from titan.dataset.documents import Document, Part, Source, content_digest
 from titan.dataset.schema import Dataset
-from titan.settings import Refusal, setting
 
 
 @dataclass

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from titan.dataset import files, sources
+from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source
-from titan.dataset.sources import jsonl, parquet, text
-from titan.settings import Refusal
+from titan.dataset.sources import files, local
+from titan.dataset.sources.local import jsonl, parquet, text
 
 LINES = b"".join(b'{"text": "document number %d, not a short one"}\n' % i for i in range(2000))
 TEXTS = [f"document number {i}, not a short one" for i in range(2000)]
@@ -154,7 +154,7 @@ def test_passages_do_not_depend_on_the_parts(
     file = tmp_path_factory.getbasetemp() / "passages.txt"
     file.write_bytes(content.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "PASSAGE_BYTES_LEAST", step)
+        patch.setattr(local, "PASSAGE_BYTES_LEAST", step)
         source = text(str(file))
         whole = [d for part in source.parts() for d in source.documents(part)]
         patch.setattr(files, "PART_BYTES", size)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.dataset.hub_server import COMMIT, Repositories, serving
-from titan.dataset import hub as module
+from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source
-from titan.dataset.hub import hub
-from titan.settings import Refusal
+from titan.dataset.sources import hub as module
+from titan.dataset.sources.hub import hub
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -173,9 +173,9 @@ README = (
 )
 PROGRAM = """
 import json, sys
-from titan.dataset.hub import hub
-from titan.dataset.tokenizer import load_tokenizer
-from titan.settings import Refusal
+from titan.dataset.sources.hub import hub
+from titan.dataset.tokenizers.base import load_tokenizer
+from titan.config.settings import Refusal
 
 def dataset(*about):
     source = hub(*about)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from titan.compose import composed
-from titan.dataset.prepare import prepare
+from titan.config.settings import Refusal
+from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import KINDS
 from titan.dataset.shards import open_corpus
-from titan.dataset.tokenizer import load_tokenizer
-from titan.identity import settings_of
-from titan.settings import Refusal
+from titan.dataset.tokenizers.base import load_tokenizer
+from titan.run.compose import composed
+from titan.run.identity import settings_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
+from titan.config.settings import Failure
 from titan.dataset import loader as loader_module
 from titan.dataset.loader import (
     DOCUMENTS,
@@ -28,10 +29,9 @@ from titan.dataset.loader import (
     fixed_rows,
     row_hash,
 )
-from titan.dataset.mix import BLOCK, Mix, Rows, Stage
+from titan.dataset.mixture import BLOCK, Mix, Rows, Stage
 from titan.dataset.shards import Corpus, open_corpus
-from titan.settings import Failure
-from titan.training import Training
+from titan.training.schema import Training
 
 SEQ_LEN = 4
 ROWS = 37

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from titan.dataset import measure, measure_reading
+from titan.bench import data, reading
 
 
 def test_whole_suite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(measure, "KILLED_MB", 1)
-    monkeypatch.setattr(measure_reading, "CHECKED", 70_000)
-    found = measure.suite(rounds=1, megabytes=1, kills=1, sizes=(1,))
+    monkeypatch.setattr(data, "KILLED_MB", 1)
+    monkeypatch.setattr(reading, "CHECKED", 70_000)
+    found = data.suite(rounds=1, megabytes=1, kills=1, sizes=(1,))
     speed = found["speed"]
     assert speed["of_bare"] == pytest.approx(speed["one"] / speed["bare"])
     assert speed["two_against_one"] == pytest.approx(speed["two"] / speed["one"])

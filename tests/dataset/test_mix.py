@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
-from titan.dataset import mix as module
-from titan.dataset.mix import BLOCK, Mix, Rows, Stage, pattern, quotas
-from titan.dataset.order import Order
+from titan.config.settings import Failure, Refusal
+from titan.dataset import mixture as module
+from titan.dataset.mixture import BLOCK, Mix, Rows, Stage, pattern, quotas
+from titan.dataset.permutation import Order
 from titan.dataset.shards import Corpus
-from titan.settings import Failure, Refusal
 
 SIZES = (13, 40, 7)
 SEQ_LEN = 3

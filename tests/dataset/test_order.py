@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.dataset.order import VERSION, Order, check_state, mix, state
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.dataset.permutation import VERSION, Order, check_state, mix, state
 
 SEEDS = st.integers(0, 2**64 - 1)
 

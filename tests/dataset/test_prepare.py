@@ -20,16 +20,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.made import Made, files, words
-from titan.dataset import plan as plans
-from titan.dataset import prepare as module
-from titan.dataset import unit as units
-from titan.dataset import workers
+from titan.config.settings import Failure, Refusal
 from titan.dataset.documents import Skip, Turn
-from titan.dataset.prepare import cache_folder, plan, prepare, survey
+from titan.dataset.preprocess import plan as plans
+from titan.dataset.preprocess import prepare as module
+from titan.dataset.preprocess import shard_job as units
+from titan.dataset.preprocess import workers
+from titan.dataset.preprocess.prepare import cache_folder, plan, prepare, survey
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
-from titan.dataset.tokenizer import load_tokenizer
-from titan.settings import Failure, Refusal
+from titan.dataset.tokenizers.base import load_tokenizer
 
 ROOT = Path(module.__file__).parents[2]
 
@@ -129,7 +129,7 @@ def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.Mo
 
 
 def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path: Path) -> None:
-    from titan.dataset.tokenizer import write_ranks
+    from titan.dataset.tokenizers.base import write_ranks
 
     write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
     found = {prepare(dataset(corpus_file)), prepare(dataset(corpus_file, validation=0.3))}
@@ -276,15 +276,15 @@ def test_who_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
             claim.unlink(missing_ok=True)
 
     monkeypatch.setattr(module, "WAIT_SECONDS", 0)
-    monkeypatch.setattr("titan.dataset.prepare.time.sleep", wait)
+    monkeypatch.setattr("titan.dataset.preprocess.prepare.time.sleep", wait)
     prepare(slow, lines.append)
     assert "preparing made: waiting for a unit that others work on, process 5 on node7 among them" in lines
 
 
 def test_progress_is_told_in_lines(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(np.arange(0, 1000, 0.3).tolist())
-    monkeypatch.setattr("titan.dataset.report.time.monotonic", lambda: next(clock))
-    monkeypatch.setattr("titan.dataset.encode.GROUP_DOCUMENTS", 10)
+    monkeypatch.setattr("titan.dataset.preprocess.report.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("titan.dataset.preprocess.encode.GROUP_DOCUMENTS", 10)
     lines: list[str] = []
     prepare(dataset(corpus_file), lines.append)
     assert 5 < len(lines) <= 20
@@ -495,7 +495,7 @@ def test_a_flipped_bit_is_found_only_by_looking(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("receipt", [pytest.param(True, id="by-receipt"), pytest.param(False, id="by-manifest")])
 def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receipt: bool) -> None:
-    from titan.dataset.encode import Encoder
+    from titan.dataset.preprocess.encode import Encoder
 
     folder = prepare(made(tmp_path))
     (folder / "train-00000.tokens").unlink()
@@ -542,7 +542,7 @@ def test_what_gives_no_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_ids_that_the_vocabulary_lacks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titan.dataset.sources import Markov
+    from titan.dataset.sources.local import Markov
 
     monkeypatch.setattr(Markov, "documents", lambda *_: iter([np.array([3, 300])]))
     with pytest.raises(Refusal, match=r"ids from 3 to 300.*vocab_size is 256"):

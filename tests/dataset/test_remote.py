@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tests.dataset.folders import counting, write
+from titan.config.settings import Failure, Refusal
 from titan.dataset import remote
 from titan.dataset.corpora import mixed, opened, ready
-from titan.dataset.prepare import prepare
+from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import Dataset, Prepared, Synthetic, Text
 from titan.dataset.shards import open_corpus
-from titan.dataset.tokenizer import load_tokenizer
-from titan.settings import Failure, Refusal
-from titan.training import Training
+from titan.dataset.tokenizers.base import load_tokenizer
+from titan.training.schema import Training
 
 UNITS = [counting(100_000 // 2, start=i * 50_000, vocab_size=2**16) for i in range(4)]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source, Turn
 from titan.dataset.schema import Chat
-from titan.dataset.sources import jsonl, parquet
-from titan.settings import Refusal
+from titan.dataset.sources.local import jsonl, parquet
 
 TEXTS = [f"text {i}" for i in range(1000)]
 
@@ -141,7 +141,7 @@ def tokenizer_with(folder: Path, special: Sequence[str]) -> str:
     """A byte-level tokenizer.json with these special tokens."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    from titan.dataset.train_tokenizer import byte_characters
+    from titan.dataset.tokenizers.train import byte_characters
 
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(byte_characters())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -173,7 +173,7 @@ def test_templates(tmp_path: Path, name: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("name", list(SPECIAL))
 def test_tokens_of_a_conversation(tmp_path: Path, name: str) -> None:
-    from titan.dataset.tokenizer import load_tokenizer
+    from titan.dataset.tokenizers.base import load_tokenizer
 
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     tokenizer = load_tokenizer(tokenizer_with(tmp_path, SPECIAL[name]))

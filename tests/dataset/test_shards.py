@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
-from titan.dataset import owners, shards
+from titan.config.settings import Failure, Refusal
+from titan.dataset import shards
 from titan.dataset.shards import Split, open_corpus
-from titan.settings import Failure, Refusal
+from titan.files import leases
 
 UNITS = [counting(20, 40), counting(10, 90, start=60), [], counting(50, 60, start=160)]
 TOKENS, BEGINS = 270, [0, 20, 60, 70, 160, 210]
@@ -144,9 +145,9 @@ def test_a_corpus_that_is_completed_while_it_is_opened_is_not_taken_for_complete
 def test_a_failure_does_not_count_while_another_job_goes_on(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS, done=1)
     (tmp_path / "c" / "failed.json").write_text(json.dumps({"error": "x"}))
-    assert owners.acquire(tmp_path / "c" / "unit-00002.claim")
+    assert leases.acquire(tmp_path / "c" / "unit-00002.claim")
     corpus.check_alive()
-    owners.release(tmp_path / "c" / "unit-00002.claim")
+    leases.release(tmp_path / "c" / "unit-00002.claim")
     with pytest.raises(Failure):
         corpus.check_alive()
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.dataset import files, sources
+from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source
-from titan.dataset.sources import Markov, jsonl, passages, separated, stdlib, text
-from titan.settings import Refusal
+from titan.dataset.sources import files, local
+from titan.dataset.sources.local import Markov, jsonl, passages, separated, stdlib, text
 
 
 def documents(source: Source) -> list[str]:
@@ -103,7 +103,7 @@ def test_passages_are_the_file_cut_at_lines(document: str, step: int) -> None:
 @given(data=st.text("ab<>"), chunk=st.integers(1, 5))
 def test_separated_is_split_whatever_the_chunks(data: str, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_CHUNK", chunk)
+        patch.setattr(local, "_CHUNK", chunk)
         assert list(separated(io.BytesIO(data.encode()), b"<>")) == data.encode().split(b"<>")
 
 

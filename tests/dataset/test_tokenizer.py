@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan.config.settings import Refusal
 from titan.dataset.documents import Turn
-from titan.dataset.tokenizer import (
+from titan.dataset.tokenizers.base import (
     END,
     LLAMA3_RANKS,
     Tokenizer,
@@ -23,8 +24,7 @@ from titan.dataset.tokenizer import (
     load_tokenizer,
     write_ranks,
 )
-from titan.dataset.train_tokenizer import byte_characters
-from titan.settings import Refusal
+from titan.dataset.tokenizers.train import byte_characters
 
 BYTES = [bytes([byte]) for byte in range(256)]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t'sé漢🙂"))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from titan.dataset.tokenizer import load_tokenizer
-from titan.dataset.train_tokenizer import byte_characters, main, train
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.train import byte_characters, main, train
 
 TEXTS = ["the cat sat on the mat, the cat's 1234 hats\n" * 3, "  häßlich 漢字 the\r\n", "theatre then"]
 

@@ -17,18 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.made import Made, MadeSource, words
-from titan.dataset import owners, plan, report, unit
+from titan.config.settings import Refusal
 from titan.dataset.documents import Document, Part, Skip, Turn
-from titan.dataset.encode import content, groups
-from titan.dataset.footprint import footprint
-from titan.dataset.prepare import prepare
+from titan.dataset.preprocess import plan, report, shard_job
+from titan.dataset.preprocess.encode import content, groups
+from titan.dataset.preprocess.footprint import footprint
+from titan.dataset.preprocess.prepare import prepare
+from titan.dataset.preprocess.writer import SplitWriter, checksum, write_whole
 from titan.dataset.schema import Stdlib
-from titan.dataset.writer import SplitWriter, checksum, write_whole
-from titan.settings import Refusal
+from titan.files import leases
 
 
 def claimed(file: Path, **owner: object) -> Path:
-    file.write_text(json.dumps({"machine": owners.machine(), "host": "here", "pid": os.getpid()} | owner))
+    file.write_text(json.dumps({"machine": leases.machine(), "host": "here", "pid": os.getpid()} | owner))
     return file
 
 
@@ -45,15 +46,15 @@ def age(path: Path, seconds: float) -> None:
 
 def test_only_one_takes_a_claim(tmp_path: Path) -> None:
     claim, taken = tmp_path / "unit-00000.claim", list[bool]()
-    threads = [threading.Thread(target=lambda: taken.append(owners.acquire(claim))) for _ in range(16)]
+    threads = [threading.Thread(target=lambda: taken.append(leases.acquire(claim))) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sum(taken) == 1
-    assert owners.holder(claim).startswith(f"process {os.getpid()} on ")
-    owners.release(claim)
-    assert not claim.exists() and owners.acquire(claim)
+    assert leases.holder(claim).startswith(f"process {os.getpid()} on ")
+    leases.release(claim)
+    assert not claim.exists() and leases.acquire(claim)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,8 @@ def test_stale_claims(tmp_path: Path, owner: dict[str, object], seconds: float, 
         owner = owner | {"pid": dead()}
     claim = claimed(tmp_path / "unit-00000.claim", **owner)
     age(claim, seconds)
-    assert owners.stale(claim) is stale
-    assert owners.acquire(claim) is stale
+    assert leases.stale(claim) is stale
+    assert leases.acquire(claim) is stale
     assert (json.loads(claim.read_text())["pid"] == os.getpid()) or not stale
     assert [f.name for f in tmp_path.iterdir()] == ["unit-00000.claim"]
 
@@ -82,21 +83,21 @@ def test_stale_claims(tmp_path: Path, owner: dict[str, object], seconds: float, 
 def test_a_claim_that_says_nothing_yet_is_held_a_while(tmp_path: Path, seconds: float, taken: bool) -> None:
     (tmp_path / "x.claim").touch()
     age(tmp_path / "x.claim", seconds)
-    assert owners.acquire(tmp_path / "x.claim") is taken
+    assert leases.acquire(tmp_path / "x.claim") is taken
 
 
 def test_the_claim_of_another_is_not_released(tmp_path: Path) -> None:
     claim = claimed(tmp_path / "x.claim", machine="another")
-    owners.release(claim)
+    leases.release(claim)
     assert claim.exists()
 
 
 @pytest.mark.parametrize("pid", ["x", None, [1], 1.5], ids=repr)
 def test_a_claim_of_no_process_is_held_a_while(pid: object, tmp_path: Path) -> None:
     claim = claimed(tmp_path / "unit-00000.claim", pid=pid)
-    assert not owners.acquire(claim)
-    age(claim, owners.STALE_SECONDS + 60)
-    assert owners.acquire(claim)
+    assert not leases.acquire(claim)
+    age(claim, leases.STALE_SECONDS + 60)
+    assert leases.acquire(claim)
 
 
 RECEIPT: dict[str, object] = {
@@ -117,20 +118,20 @@ RECEIPT: dict[str, object] = {
     ],
 )
 def test_a_receipt_of_other_types_is_none(values: dict[str, object], read: bool, tmp_path: Path) -> None:
-    unit.receipt_file(tmp_path, 0).write_text(json.dumps(RECEIPT | values))
-    assert (unit.read_receipt(tmp_path, 0) is not None) is read
+    shard_job.receipt_file(tmp_path, 0).write_text(json.dumps(RECEIPT | values))
+    assert (shard_job.read_receipt(tmp_path, 0) is not None) is read
 
 
 def test_touching_keeps_a_claim(tmp_path: Path) -> None:
     claim = claimed(tmp_path / "x.claim", machine="another")
     age(claim, 601)
-    owners.touch(claim)
-    assert not owners.stale(claim)
-    owners.touch(tmp_path / "gone")
+    leases.touch(claim)
+    assert not leases.stale(claim)
+    leases.touch(tmp_path / "gone")
 
 
 def test_sweeping_takes_what_the_dead_left(tmp_path: Path) -> None:
-    gone, me = dead(), owners.machine()
+    gone, me = dead(), leases.machine()
     for name, seconds in {
         f".unit-00001.{me}.{gone}.abcd": 0,
         f".unit-00002.{me}.{os.getpid()}.abcd": 0,
@@ -144,7 +145,7 @@ def test_sweeping_takes_what_the_dead_left(tmp_path: Path) -> None:
         age(tmp_path / name, seconds)
     (tmp_path / f".plan.json.{me}.{gone}.abcd").touch()
     claimed(tmp_path / "unit-00000.claim", pid=gone)
-    owners.sweep(tmp_path)
+    leases.sweep(tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         ".hashes",
         f".unit-00002.{me}.{os.getpid()}.abcd",

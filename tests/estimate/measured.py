@@ -11,9 +11,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from titan import capacity
-from titan.compose import composed
-from titan.estimate import memory
+from titan.estimate import fit, memory
+from titan.run.compose import composed
 
 FEW = ("training.steps=4", "metrics.plot=false")
 SMALL = ("model.dim=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.ffn=1408", "model.vocab=8192")
@@ -118,7 +117,7 @@ def main(names: list[str]) -> None:
         rank = fullest * (run.layout.devices // run.layout.pipeline)
         hidden = run.layout.copies or run.compile.scope != "off"  # DDP and graphs are no Python
         trace = 0 if hidden else max(peak.bytes for peak in traced(run, rank).values())
-        whole = capacity.demand(run, run.layout, run.microbatches, "cpu").bytes
+        whole = fit.demand(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:
             measured = resident(overrides, Path(folder) / "run")
         figures = (live[fullest].bytes, trace, whole, measured)

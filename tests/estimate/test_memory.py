@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.estimate.traced import Peak, traced
-from titan.compose import composed
 from titan.estimate import memory
 from titan.estimate.memory import State, _played
-from titan.run import Run
+from titan.run.compose import composed
+from titan.run.recipe import Run
 
 CLOSE = 0.05
 SHAPES = {

@@ -27,12 +27,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from launchers.place import Place
 from tests.ranks import run_ranks
-from titan.assemble import assemble
-from titan.engine import Rows
+from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
-from titan.run import Run
+from titan.run.recipe import Run
+from titan.training.build import assemble
+from titan.training.train_step import Rows
 
 
 @dataclass

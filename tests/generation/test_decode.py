@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
-from titan import rng
+from titan.config.settings import Failure
 from titan.generation.cache import cached
 from titan.generation.decode import Decoding, Row, Rules
+from titan.model import init_weights
 from titan.model.layers import CausalAttention
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.settings import Failure
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 5, 17, 40)
@@ -32,7 +32,7 @@ def tiny(seed: int = 0, **changes: Any) -> Any:
     """A model whose distributions are neither flat nor sharp."""
     with torch.device("meta"):
         model = Llama(**SMALL | changes).build()
-    rng.materialise(model, model.initial(), seed, "cpu")
+    init_weights.materialise(model, model.initial(), seed, "cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.dataset.json_tokenizer import JsonTokenizer
-from titan.dataset.tokenizer import END, RankTokenizer, Tokenizer, load_tokenizer
+from titan.dataset.tokenizers.base import END, RankTokenizer, Tokenizer, load_tokenizer
+from titan.dataset.tokenizers.json_file import JsonTokenizer
 from titan.generation.text import Text
 
 BYTES = RankTokenizer({bytes([i]): i for i in range(256)}, [END])

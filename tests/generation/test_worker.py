@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from launchers.place import Place
 from tests.generation.test_decode import continued, prompts, tiny, tokens
 from tests.model.test_parity import SMALL
 from tests.ranks import run_ranks
-from titan import assemble, rng
-from titan.checkpoint.loading import load_weights
+from titan.cluster.rank_info import Place
 from titan.generation.decode import Decoding, Row, Rules
+from titan.model import init_weights
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.parallelism.schema import Layout
-from titan.precision import Precision
+from titan.precision.schema import Precision
+from titan.training import build as assemble
+from titan.weights.load import load_weights
 
 CPU = torch.device("cpu")
 ALONE = World(Place(), Layout(), CPU)
@@ -103,7 +104,7 @@ def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperatu
 def test_tensor_ranks_give_the_tokens_of_one_device(config: Decoder, temperature: float) -> None:
     with torch.device("meta"):
         model = config.build()
-    rng.materialise(model, model.initial(), 0, "cpu")
+    init_weights.materialise(model, model.initial(), 0, "cpu")
     weights = InMemory(
         config, {name: 5 * p.detach() if p.dim() > 1 else p.detach() for name, p in model.named_parameters()}
     )

@@ -1,4 +1,4 @@
-"""A rank for tests, started by `launchers.local` as `python -m tests.launchers.body FILE`; free of torch.
+"""A rank for tests, started by `launchers.supervisor` as `python -m tests.launchers.body FILE`; free of torch.
 
 The payload says what each rank does: a list of words.
 """
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from launchers.place import Place
-from titan.rank import main
-from titan.settings import Failure, Refusal
+from titan.cluster.rank_info import Place
+from titan.config.settings import Failure, Refusal
+from titan.training.rank import main
 
 
 def hear(number: int, frame: object) -> None:

@@ -11,10 +11,10 @@ import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
-from launchers import plugin, points
+from launchers import plugin, trials
 from launchers.composing import Composer
-from titan import compose
 from titan.cluster import devices
+from titan.run import compose
 
 TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128"]
 
@@ -72,7 +72,7 @@ def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkey
     def look(loader: Any, config: Any, overrides: Sequence[Sequence[str]]) -> int:
         for name, (owner, method) in zip(asked, counted, strict=True):
             monkeypatch.setattr(owner, method, counting(name, getattr(owner, method)))
-        return len(points.choose(loader, config, overrides, 0, False))
+        return len(trials.choose(loader, config, overrides, 0, False))
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
@@ -101,9 +101,9 @@ def test_composing_tells_how_far_it_is(
 ) -> None:  # fmt: skip
     """In a log only of many points; on a terminal in a line that is wiped."""
     for name, value in (("LOOK_SECONDS", 0.0), ("SAY_SECONDS", 0.0), ("MANY", many)):
-        monkeypatch.setattr(points, name, value)
-    monkeypatch.setattr(points.sys.stderr, "isatty", lambda: terminal)
-    launched(lambda *given: points.choose(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
+        monkeypatch.setattr(trials, name, value)
+    monkeypatch.setattr(trials.sys.stderr, "isatty", lambda: terminal)
+    launched(lambda *given: trials.choose(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
     said = capsys.readouterr().err
     assert said.count("of 3 points are composed and checked") == lines
     assert said.endswith("\r\x1b[K") or not terminal

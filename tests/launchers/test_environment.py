@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from launchers import job, local
-from launchers.environment import ALLOCATOR, before_torch
-from launchers.place import Place
-from titan import bench, generate
+from launchers import supervisor
+from launchers.slurm import job
+from titan import generate
 from titan import train as training
+from titan.bench import command
+from titan.cluster.environment import ALLOCATOR, before_torch
+from titan.cluster.rank_info import Place
 
 GROWS = "expandable_segments:True"
 
@@ -61,8 +63,8 @@ def _follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _bench(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_suite", lambda args, overrides: 0)
-    assert bench.main([]) == 0
+    monkeypatch.setattr(command, "_suite", lambda args, overrides: 0)
+    assert command.main([]) == 0
 
 
 @pytest.mark.parametrize(
@@ -83,5 +85,5 @@ def test_every_way_to_start_a_rank_sees_to_it(
 
 
 def test_started_ranks_have_it(plain: None) -> None:
-    assert local._environment(2)["PYTORCH_ALLOC_CONF"] == GROWS
+    assert supervisor._environment(2)["PYTORCH_ALLOC_CONF"] == GROWS
     assert "PYTORCH_ALLOC_CONF" not in os.environ

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from launchers import frozen, here, points
+from launchers import frozen, trials
+from launchers.local import sweep
 from tests.launchers.processes import ROOT
 from tests.runs import tiny
-from titan import rank
-from titan.optimizer import Muon
-from titan.run import Run
-from titan.settings import Refusal, setting
+from titan.config.settings import Refusal, setting
+from titan.optimizer.schema import Muon
+from titan.run.recipe import Run
+from titan.training import rank
 
 
 def with_optimizer(run: Run, patch: pytest.MonkeyPatch, **more: Any) -> Run:
@@ -80,7 +81,7 @@ def test_what_other_code_left_is_refused(
 def test_a_grid_that_goes_on_writes_its_points_anew(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run")
     (tmp_path / "a.pickle").write_bytes(b"of older code")
-    file = points.freeze(points.Chosen("a", (), run), tmp_path)
+    file = trials.freeze(trials.Chosen("a", (), run), tmp_path)
     assert file == tmp_path / "a.pickle" and frozen.read(file) == run
 
 
@@ -89,7 +90,7 @@ def test_a_point_of_older_code_ends_with_a_sentence(
 ) -> None:
     monkeypatch.setattr(rank, "die_with", lambda parent: None)
     bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
-    assert here.main(str(tmp_path / "a.pickle"), "1") == 2
+    assert sweep.main(str(tmp_path / "a.pickle"), "1") == 2
     assert "other code of titan" in capsys.readouterr().err
 
 
@@ -99,7 +100,7 @@ def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: p
     life.mkdir()
     listed.write_text(json.dumps({"points": [str(tmp_path / "a.pickle")], "tasks": "rank", "ranks_per_node": 1}))
     done = subprocess.run(
-        [sys.executable, "-m", "launchers.job", str(listed), str(life)],
+        [sys.executable, "-m", "launchers.slurm.job", str(listed), str(life)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     (file,) = life.rglob("*.error")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from launchers.lanes import Lanes
-from titan.ledger import Point, State
+from launchers.slurm.lanes import Lanes
+from titan.sweep.ledger import Point, State
 
 
 def point(jobs: str, lane: int | None, state: State = "running") -> Point:

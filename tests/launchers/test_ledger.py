@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 
-from launchers import points as grid
-from launchers import snapshot, standing
-from launchers.points import Chosen
-from launchers.queue import Job
-from launchers.standing import adopt, reconciled
-from titan import endings, identity, ledger, status
-from titan.compose import composed
-from titan.ledger import Asked, Point
+from launchers import trials as grid
+from launchers.slurm import snapshot
+from launchers.slurm import state as standing
+from launchers.slurm.queue import Job
+from launchers.slurm.state import adopt, reconciled
+from launchers.trials import Chosen
+from titan import status
+from titan.run import identity
+from titan.run.compose import composed
+from titan.sweep import job_exit, ledger
+from titan.sweep.ledger import Asked, Point
 
 
 def noted(root: Path, *events: dict[str, Any]) -> Point:
@@ -96,7 +99,7 @@ def test_a_rank_that_was_killed_comes_before_the_errors_that_followed(
     then = "srun: launch/slurm: _step_signal: Terminating StepId=7.0\nsrun: error: node1: task 1: Killed\n"
     (tmp_path / "7.0.out").write_text(f"srun: error: node2: {first}\n{then}")
     (tmp_path / "7.0.0.error").write_text(json.dumps({"lost": lost, "rank": 0, "time": 1.0, "text": "bad", "code": 1}))
-    assert endings.error(tmp_path, "7.0") == reason
+    assert job_exit.error(tmp_path, "7.0") == reason
 
 
 @pytest.mark.parametrize(
@@ -158,11 +161,11 @@ def test_what_is_asked_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_run_is_held_while_its_lock_is(tmp_path: Path) -> None:
-    assert not endings.held(tmp_path)
+    assert not job_exit.held(tmp_path)
     with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert endings.held(tmp_path)
-    assert not endings.held(tmp_path)
+        assert job_exit.held(tmp_path)
+    assert not job_exit.held(tmp_path)
 
 
 @pytest.mark.parametrize(

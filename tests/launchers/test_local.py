@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from launchers import scratch
-from launchers.local import STOPPING, run_ranks
+from launchers.supervisor import STOPPING, run_ranks
 from tests.launchers.processes import alive, ended, program, until
-from titan.dataset import owners
+from titan.files import leases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -23,7 +23,7 @@ BODY = "tests.launchers.body"
 PARENT = f"""
 import sys
 from pathlib import Path
-from launchers.local import run_ranks
+from launchers.supervisor import run_ranks
 words, folder = sys.argv[2:], Path(sys.argv[1])
 sys.exit(run_ranks((folder, words), len(words), folder, module={BODY!r}))
 """
@@ -109,7 +109,7 @@ def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    named = f"{scratch.PREFIX}{owners.machine()}-{{}}-x"
+    named = f"{scratch.PREFIX}{leases.machine()}-{{}}-x"
     dead, living, elsewhere = (
         tmp_path / name
         for name in (named.format(gone.pid), named.format(os.getpid()), f"{scratch.PREFIX}00000000-{gone.pid}-x")

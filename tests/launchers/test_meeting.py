@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from launchers import job, start
-from launchers.place import Place
+from launchers import start
+from launchers.slurm import job
 from tests.launchers.waiting import waited
-from titan import endings
-from titan.settings import Refusal
+from titan.cluster.rank_info import Place
+from titan.config.settings import Refusal
+from titan.sweep import job_exit
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 30.0, 600.0])
@@ -92,9 +93,9 @@ def test_errors_are_found_where_ranks_leave_them(
     monkeypatch.setenv("SLURM_NODEID", "restored")
     for rank in (2, 3, 11):
         leave(tmp_path / "7.1", rank, f"ValueError: {rank}")
-    assert endings.error(tmp_path, "7.1") == "rank 2: ValueError: 2"
-    assert endings.error(tmp_path, "7.0") is None
-    assert endings.newest(tmp_path, "7") == "7.1"
+    assert job_exit.error(tmp_path, "7.1") == "rank 2: ValueError: 2"
+    assert job_exit.error(tmp_path, "7.0") is None
+    assert job_exit.newest(tmp_path, "7") == "7.1"
     if leave is new:
         assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for a life"
         assert sorted(f.name for f in (tmp_path / "7.1").iterdir()) == ["1", "5"], "one folder for a node in it"
@@ -106,4 +107,4 @@ def test_a_task_that_came_to_no_log_is_quoted(name: str, tmp_path: Path) -> None
     (tmp_path / "7.out").write_text("the script's own\n")
     (tmp_path / name.format(2)).write_text("no such module\n")
     (tmp_path / name.format(10)).write_text("later\n")
-    assert endings.error(tmp_path, "7.0") == "no such module"
+    assert job_exit.error(tmp_path, "7.0") == "no such module"

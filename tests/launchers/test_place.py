@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from launchers.place import Place, found
+from titan.cluster.rank_info import Place, found
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 SRUN = {

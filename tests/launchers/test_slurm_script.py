@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from launchers import queue
-from launchers.script import AFTER, BEFORE, Work, parameters, text
-from launchers.shape import shape
-from titan import endings
+from launchers.slurm import queue
+from launchers.slurm.script import AFTER, BEFORE, Work, parameters, text
+from launchers.slurm.shape import shape
 from titan.cluster.schema import minutes
-from titan.compose import composed
-from titan.endings import AGAIN
-from titan.run import Run
-from titan.settings import Refusal
-from titan.stop import PREEMPT, Stop
+from titan.config.settings import Refusal
+from titan.run.compose import composed
+from titan.run.recipe import Run
+from titan.sweep import job_exit
+from titan.sweep.job_exit import AGAIN
+from titan.training.signals import PREEMPT, Stop
 
 
 def job(*overrides: str) -> Run:
@@ -238,7 +238,7 @@ def test_how_a_job_s_end_is_judged(
     done = ran(tmp_path / "with space", job("cluster.requeues=3"), ranks, state, restarts)
     assert (done["code"], done["again"]) == (code, again)
     assert (tmp_path / "requeued").exists() == again
-    end = endings.last(tmp_path / "with space", "9")
+    end = job_exit.last(tmp_path / "with space", "9")
     assert end is not None and end.stopped == (code in (AGAIN, 130))
 
 
@@ -253,7 +253,7 @@ def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
 
 
 def _error(code: int, node: str, time: float = 2.0, lost: bool = False) -> str:
-    """A shell command that leaves a rank's error as `launchers.job` does."""
+    """A shell command that leaves a rank's error as `launchers.slurm.job` does."""
     content = {"lost": lost, "killed": False, "time": time, "node": node, "code": code, "rank": 0}
     said = json.dumps(content | {"text": 'x "code": 2, y'})
     return f'echo {shlex.quote(said)} >{LIFE}/0/{code}{node}.error"'

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
+from titan.config.settings import Refusal, build
 from titan.metrics.schema import Metrics
-from titan.settings import Refusal, build
 
 CONF = Path(__file__).parents[2] / "conf" / "metrics"
 

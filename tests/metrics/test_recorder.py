@@ -13,12 +13,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.runs import LAYOUTS, TINY, saved, steps, tiny, train
-from titan.compose import composed
-from titan.dataset.prepare import prepare
+from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
 from titan.metrics.recorder import Speed, finite, first_and_last_loss, peak_memory_gib
-from titan.rng import materialise
-from titan.run import Run
+from titan.model.init_weights import materialise
+from titan.run.compose import composed
+from titan.run.recipe import Run
 
 STEP = {
     "step": int, "tokens": int, "loss": float, "grad_norm": float, "lr": float, "step_seconds": float,

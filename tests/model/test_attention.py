@@ -15,20 +15,20 @@ from torch.nn.attention import flex_attention as flex
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launchers.place import Place
 from tests.machines import detector
 from tests.runs import tiny
-from titan import memory
-from titan.assemble import assemble
 from titan.cluster import devices
-from titan.compose import composed
-from titan.memory import Memory
+from titan.cluster.rank_info import Place
+from titan.config.settings import Refusal
+from titan.memory import schema
+from titan.memory.schema import Memory
 from titan.model import attention
 from titan.model.attention import BLOCK, FlexAttention, block_mask
 from titan.model.layers import CausalAttention, attend, document_mask
 from titan.model.schema import Llama
 from titan.parallelism import mesh
-from titan.settings import Refusal
+from titan.run.compose import composed
+from titan.training.build import assemble
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 EXACT = 1e-5  # law 3
@@ -154,7 +154,7 @@ def plain(built: Any) -> None:
 
 
 def checkpointed(built: Any) -> None:
-    memory.apply(built.blocks(), Memory(checkpointing="full"))
+    schema.apply(built.blocks(), Memory(checkpointing="full"))
 
 
 def compiled(built: Any) -> None:
@@ -269,7 +269,7 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    monkeypatch.setattr("titan.run.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("titan.run.recipe.importlib.util.find_spec", lambda name: object())
     overrides = ["cluster.memory_gib=1e6", "cluster.devices=2", "parallelism=cp", "dataset.mask_documents=true"]
     assert composed([*overrides, f"parallelism.context_method={method}"]).training.attention == "flex"
     assert composed([*overrides[:3], f"parallelism.context_method={method}"]).training.attention == "auto"

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan.model.init_weights import Normal, Ones, materialise
 from titan.model.layers import RMSNorm, rotate, rotation
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.rng import Normal, Ones, materialise
 
 VOCAB = 64
 FAMILIES = [pytest.param(Llama, id="llama"), pytest.param(Qwen3, id="qwen3")]

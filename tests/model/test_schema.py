@@ -14,15 +14,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.machines import detector
-from titan import identity, memory, settings
 from titan.cluster import devices
-from titan.compose import composed
-from titan.memory import Memory
+from titan.config import settings
+from titan.config.settings import Refusal
+from titan.memory import schema
+from titan.memory.schema import Memory
 from titan.model.activations import Share
+from titan.model.init_weights import materialise
 from titan.model.loss import in_chunks
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.rng import materialise
-from titan.settings import Refusal
+from titan.run import identity
+from titan.run.compose import composed
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 PUBLISHED = {
@@ -195,7 +197,7 @@ def between(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str
     model = on_meta(config)
     materialise(model, model.initial(), 0, device)
     model.to(dtype).init_buffers(device)
-    memory.apply(model.blocks(), Memory(checkpointing=checkpointing))
+    schema.apply(model.blocks(), Memory(checkpointing=checkpointing))
     with Live(model) as live:
         loss = model.head(model(tokens), tokens)
         return live.bytes() if loss.requires_grad else 0

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launchers.place import Place
+from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
-from titan.parallelism.pipeline import Plan, link
+from titan.parallelism.pipeline.runtime import Plan, link
 from titan.parallelism.schema import Layout
 
 COLOR_AND_KEY = 8

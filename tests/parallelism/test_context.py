@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
-from titan.parallelism import context, kernels
+from titan.parallelism import context, context_kernels
 from titan.parallelism.context import ContextAttention, apply, positions
 
 METHODS = ("allgather", "ulysses", "ring")
@@ -112,7 +112,7 @@ def rank_errors(rank: int, world: int, cases: list[Case], strided: bool, setting
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "math": {"titan.parallelism.kernels.SCORES": ROWS * HEADS * SEQ * 3},  # tiles
+    "math": {"titan.parallelism.context_kernels.SCORES": ROWS * HEADS * SEQ * 3},  # tiles
     "flex": {
         "torch.nn.attention.flex_attention._validate_device": no_guard,
         "titan.model.attention.BLOCK": 4,
@@ -346,7 +346,7 @@ def rank_events(rank: int, world: int, balance: bool) -> tuple[list[str], int]:
         return call
 
     context._hop = noted("hop", context._hop)
-    kernels.forward = noted("block", kernels.forward)
+    context_kernels.forward = noted("block", context_kernels.forward)
     context.wait = noted("wait", context.wait)
     (q, k, v, _), _ = inputs(Case("ring", balance, 2, False))
     mine = positions(SEQ, world, rank, balance)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from launchers.place import Place
 from tests.ranks import run_ranks
-from titan import rng
-from titan.engine import Accumulate, Engine, Rows, Stage
+from titan.cluster.rank_info import Place
+from titan.model import init_weights
 from titan.model.schema import Llama
 from titan.parallelism import data, mesh
 from titan.parallelism.schema import Layout
+from titan.training.train_step import Accumulate, Engine, Rows, Stage
 
 CONFIG = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32)
 TIED = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, tied=True)
@@ -39,7 +39,7 @@ def build(config: Llama, wrap: str) -> Engine:
         sizes = (2, dist.get_world_size() // 2) if wrap == "hsdp" else (dist.get_world_size(),)
         group = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
         data.shard(stage, group, torch.float32, reshard=wrap != "fsdp-kept")
-    rng.materialise(model, initial, 0, "cpu")
+    init_weights.materialise(model, initial, 0, "cpu")
     wrapped: nn.Module = stage
     if wrap == "ddp":
         wrapped = data.replicate(

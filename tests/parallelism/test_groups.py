@@ -18,16 +18,16 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launchers.place import Place
 from tests.parallelism.groups import LAYOUTS, count, now, store_traffic
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
-from titan.compose import composed
+from titan.cluster.rank_info import Place
+from titan.config.settings import Failure
 from titan.parallelism import mesh
-from titan.parallelism.pipeline import Pipeline, Plan, link, linked, neighbours
+from titan.parallelism.pipeline.runtime import Pipeline, Plan, link, linked, neighbours
 from titan.parallelism.schema import Layout
-from titan.settings import Failure
-from titan.trainer import Trainer
+from titan.run.compose import composed
+from titan.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 STALL = 1.8

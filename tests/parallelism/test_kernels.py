@@ -18,13 +18,13 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.machines import detector
-from titan import assemble
 from titan.cluster import devices
-from titan.compose import composed
+from titan.config.settings import Refusal
 from titan.model import attention
-from titan.parallelism import kernels
-from titan.parallelism.kernels import PADDED, Seen
-from titan.settings import Refusal
+from titan.parallelism import context_kernels
+from titan.parallelism.context_kernels import PADDED, Seen
+from titan.run.compose import composed
+from titan.training import build
 
 EXACT = 1e-5  # law 3
 ATEN = torch.ops.aten
@@ -106,7 +106,7 @@ def test_the_kernel_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    monkeypatch.setattr("titan.run.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("titan.run.recipe.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "_fused_sdp_choice", torchs_choice(capability))
     monkeypatch.setattr(attention, "document_mask", lambda ids, dtype: ids.new_empty(1, 1, 128, 128, dtype=dtype))
@@ -116,7 +116,7 @@ def test_the_kernel_of_blocks(
     world: Any = SimpleNamespace(device=torch.device("cuda"), context=object())
     refused = nullcontext() if kernel else pytest.raises(Refusal, match=f"training.attention={choice}")
     with refused, FakeTensorMode():
-        assert assemble._kernel(composed(overrides), world) == kernel
+        assert build._kernel(composed(overrides), world) == kernel
 
 
 # --- what kernels are given
@@ -145,7 +145,7 @@ def inputs(queries: int, keys: int, make: Callable[..., Tensor] = torch.randn) -
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
 @pytest.mark.parametrize(("queries", "keys"), [(50, 50), (50, 96), (64, 32)])
 def test_arguments_and_shapes(kernel: str, queries: int, keys: int) -> None:
-    causal, (attend, gradients) = queries == keys, kernels.TORCHS[kernel]
+    causal, (attend, gradients) = queries == keys, context_kernels.TORCHS[kernel]
     with Calls() as calls:
         q, kv = inputs(queries, keys, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
         out, lse = attend(q, *kv, causal)
@@ -222,9 +222,9 @@ def parts(kernel: str, q: Tensor, kv: Tensor, grad: Tensor) -> list[Tensor]:
     """Causal attention to s keys of the last t tokens, put together from two blocks, and its gradients."""
     before = kv.shape[3] - q.shape[2]
     own, past = (kv[:, :, :, before:], Seen(causal=True)), (kv[:, :, :, :before], Seen(causal=False))
-    out, lse = kernels.begin(*kernels.forward(kernel, q, *own))
-    kernels.merge(out, lse, *kernels.forward(kernel, q, *past))
-    last, first = (kernels.backward(kernel, (grad, q, out.to(q.dtype), lse), *block) for block in (own, past))
+    out, lse = context_kernels.begin(*context_kernels.forward(kernel, q, *own))
+    context_kernels.merge(out, lse, *context_kernels.forward(kernel, q, *past))
+    last, first = (context_kernels.backward(kernel, (grad, q, out.to(q.dtype), lse), *block) for block in (own, past))
     return [out, lse, last[0] + first[0], *(torch.cat(pair, 2) for pair in zip(first[1:], last[1:], strict=True))]
 
 
@@ -234,7 +234,7 @@ def test_blocks_by_each_kernel_make_the_same_whole(kernel: str, monkeypatch: pyt
     grad = torch.randn(ROWS, 50, HEADS, WIDTH).transpose(1, 2)
     expected = parts("flash", q, kv, grad)
     if kernel != "math":
-        monkeypatch.setattr(kernels, "_ATEN", stand_ins())
+        monkeypatch.setattr(context_kernels, "_ATEN", stand_ins())
     for ours, exact in zip(parts(kernel, q, kv, grad), expected, strict=True):
         assert ours.shape == exact.shape
         assert (ours - exact).abs().max() <= EXACT * exact.abs().max()
@@ -244,15 +244,15 @@ def test_documents_need_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of documents are never dropped, whatever the kernel."""
     q, kv = inputs(50, 50)
     ids = (torch.arange(50)[None].expand(ROWS, -1) // 20,) * 2
-    by_flash, by_formula = (kernels.forward(k, q, kv, Seen(causal=True, ids=ids)) for k in ("flash", "math"))
+    by_flash, by_formula = (context_kernels.forward(k, q, kv, Seen(causal=True, ids=ids)) for k in ("flash", "math"))
     assert torch.equal(by_flash[0], by_formula[0])
-    assert not torch.equal(by_flash[0], kernels.forward("flash", q, kv, Seen(causal=True))[0])
+    assert not torch.equal(by_flash[0], context_kernels.forward("flash", q, kv, Seen(causal=True))[0])
 
 
 def test_flex_needs_a_mask_of_blocks() -> None:
     q, kv = inputs(8, 8)
     with pytest.raises(ValueError, match="without a mask of blocks"):
-        kernels.forward("flex", q, kv, Seen(causal=True))
+        context_kernels.forward("flex", q, kv, Seen(causal=True))
 
 
 def test_names_are_those_of_the_setting() -> None:

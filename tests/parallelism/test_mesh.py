@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launchers.place import Place
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
+from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
 from titan.parallelism.schema import Layout
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
-from titan.parallelism.norm import clip, total_norm
+from titan.parallelism.grad_norm import clip, total_norm
 
 SHAPES = [(5, 3), (8, 8), (7,), (1, 64), (2, 3, 4)]
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan.config.settings import Refusal
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
-from titan.settings import Refusal
 
 DEGREES = st.integers(1, 6)
 DEVICES = st.integers(1, 2048)

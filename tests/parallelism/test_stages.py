@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from titan.parallelism import stages
-from titan.parallelism.orders import actions_of
-from titan.parallelism.stages import SCHEDULES, Action, Deadlock, Overlap
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.parallelism.pipeline import arithmetic
+from titan.parallelism.pipeline.arithmetic import SCHEDULES, Action, Deadlock, Overlap
+from titan.parallelism.pipeline.schedules import actions_of
 
 NAMES = list(SCHEDULES)
 SINGLE = ("GPipe", "1F1B")
@@ -85,9 +85,9 @@ def written(order: Iterable[Iterable[object]], path: Path) -> Path:
     return path
 
 
-def parsed(text: str) -> list[list[stages.Cell]]:
+def parsed(text: str) -> list[list[arithmetic.Cell]]:
     """Rows of actions, such as "0F0 0B0 | 1F0 1B0"."""
-    return [[stages._cell(word, 1, 1) for word in row.split()] for row in text.split("|")]
+    return [[arithmetic._cell(word, 1, 1) for word in row.split()] for row in text.split("|")]
 
 
 # ---- torch's schedules ----
@@ -95,7 +95,7 @@ def parsed(text: str) -> list[list[stages.Cell]]:
 
 @pytest.mark.parametrize(("name", "ranks", "laps", "count"), TABLE)
 def test_orders_are_those_of_torch(name: str, ranks: int, laps: int, count: int) -> None:
-    mine = stages.order(name, ranks, laps, count)
+    mine = arithmetic.order(name, ranks, laps, count)
     assert [[str(cell) for cell in row] for row in mine] == torch_order(name, ranks, laps, count)
 
 
@@ -110,7 +110,7 @@ def test_what_torch_refuses_is_refused(name: str, ranks: int) -> None:
             built = False
         assert SCHEDULES[name].allows(ranks, laps, count) is built, (laps, count)
         try:
-            stages.check(name, ranks, ranks * laps, count)
+            arithmetic.check(name, ranks, ranks * laps, count)
         except Refusal:
             assert not built, (laps, count)
         else:
@@ -122,13 +122,13 @@ def test_facts_are_those_of_torch(name: str) -> None:
     kind = SCHEDULES[name]
     single = issubclass(torch_schedules.get_schedule_class(name), torch_schedules.PipelineScheduleSingle)
     assert single == (kind.fixed and kind.stages == 1)
-    kinds = {a.kind for row in stages.order(name, 4, kind.stages, 8) for cell in row for a in actions_of(cell)}
+    kinds = {a.kind for row in arithmetic.order(name, 4, kind.stages, 8) for cell in row for a in actions_of(cell)}
     assert kind.splits_backward == ("I" in kinds)
     if not single:
         owners = torch_schedule(name, 4, kind.stages, 8).stage_index_to_group_rank
-        assert stages.placement(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
+        assert arithmetic.placement(name, 4, 4 * kind.stages) == [owners[stage] for stage in range(4 * kind.stages)]
     laps = generate_stage_to_rank_mapping(3, 15, kind.placement)
-    assert stages.placement(name, 3, 15) == [laps[stage] for stage in range(15)]
+    assert arithmetic.placement(name, 3, 15) == [laps[stage] for stage in range(15)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,14 +140,14 @@ def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path)
     else:
         path = tmp_path / "order.csv"
         torch_schedule(name, ranks, laps, count)._dump_csv(path, format="compute_only")
-    table = stages.read_csv(path)
+    table = arithmetic.read_csv(path)
     kept = [[cell for cell in row if cell is not None] for row in table.order]
-    assert kept == stages.order(name, ranks, laps, count)
+    assert kept == arithmetic.order(name, ranks, laps, count)
     assert (table.ranks, table.stages, table.microbatches) == (ranks, ranks * laps, count)
-    assert list(table.owners) == stages.placement(name, ranks, ranks * laps)
+    assert list(table.owners) == arithmetic.placement(name, ranks, ranks * laps)
     assert table.splits_backward == SCHEDULES[name].splits_backward
-    assert table.idle == stages.idle_share(name, ranks, laps, count)
-    stages.check(str(path), ranks, ranks * laps, count)
+    assert table.idle == arithmetic.idle_share(name, ranks, laps, count)
+    arithmetic.check(str(path), ranks, ranks * laps, count)
 
 
 # ---- time ----
@@ -155,8 +155,8 @@ def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path)
 
 @pytest.mark.parametrize(("name", "ranks", "laps", "count"), TABLE)
 def test_idle_share_is_that_of_the_order(name: str, ranks: int, laps: int, count: int) -> None:
-    found = stages.idle_share(name, ranks, laps, count)
-    assert found == pytest.approx(stages.simulate(stages.order(name, ranks, laps, count)).idle, abs=1e-12)
+    found = arithmetic.idle_share(name, ranks, laps, count)
+    assert found == pytest.approx(arithmetic.simulate(arithmetic.order(name, ranks, laps, count)).idle, abs=1e-12)
     assert found >= SCHEDULES[name].least_idle(ranks, laps, count) - 1e-12
 
 
@@ -178,7 +178,7 @@ def test_idle_share_is_that_of_the_order(name: str, ranks: int, laps: int, count
     ],
 )
 def test_idle_shares_of_four_ranks(name: str, laps: int, count: int, share: float) -> None:
-    assert stages.idle_share(name, 4, laps, count) == pytest.approx(share)
+    assert arithmetic.idle_share(name, 4, laps, count) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_idle_shares_of_four_ranks(name: str, laps: int, count: int, share: floa
     ],
 )
 def test_simulation_by_hand(text: str, costs: tuple[float, float, float], makespan: float, ranks: list[float]) -> None:
-    timeline = stages.simulate(parsed(text), *costs)
+    timeline = arithmetic.simulate(parsed(text), *costs)
     assert timeline.makespan == makespan
     assert timeline.ranks == pytest.approx(ranks)
     assert timeline.idle == pytest.approx(sum(ranks) / len(ranks))
@@ -203,11 +203,11 @@ def test_simulation_by_hand(text: str, costs: tuple[float, float, float], makesp
 
 def test_overlap_waits_for_each_and_sends_after_all() -> None:
     """The pair on rank 0 takes its forward first, waits for 1B0 until 4, ends at 6; only then 1F1 can start."""
-    cells: Sequence[Sequence[stages.Cell]] = [
+    cells: Sequence[Sequence[arithmetic.Cell]] = [
         [Action(0, "F", 0), Overlap((Action(0, "F", 1), Action(0, "B", 0))), Action(0, "B", 1)],
         [Action(1, "F", 0), Action(1, "B", 0), Action(1, "F", 1), Action(1, "B", 1)],
     ]
-    assert stages.simulate(cells).makespan == 4 + 2 + 1 + 2 + 2
+    assert arithmetic.simulate(cells).makespan == 4 + 2 + 1 + 2 + 2
 
 
 @st.composite
@@ -222,7 +222,7 @@ def numbers(draw: st.DrawFn) -> tuple[str, int, int, int]:
 @given(numbers(), st.tuples(*[st.integers(0, 9)] * 3))
 def test_simulation_accounts_for_all_time(chosen: tuple[str, int, int, int], costs: tuple[int, int, int]) -> None:
     _, ranks, laps, count = chosen
-    timeline = stages.simulate(stages.order(*chosen), *costs)
+    timeline = arithmetic.simulate(arithmetic.order(*chosen), *costs)
     busy = laps * count * sum(costs)
     chain = ranks * laps * (costs[0] + costs[1])
     assert timeline.makespan >= max(busy, chain)
@@ -235,13 +235,13 @@ def test_simulation_accounts_for_all_time(chosen: tuple[str, int, int, int], cos
 def test_a_file_is_accepted_when_torch_accepts_it(chosen: tuple[str, int, int, int], dice: random.Random) -> None:
     """Orders with some actions exchanged: deadlocks to torch are deadlocks here, and no others."""
     _, ranks, laps, count = chosen
-    order = [[str(cell) for cell in row] for row in stages.order(*chosen)]
+    order = [[str(cell) for cell in row] for row in arithmetic.order(*chosen)]
     for _ in range(dice.randint(0, 2)):
         row = dice.choice(order)
         i, j = dice.randrange(len(row)), dice.randrange(len(row))
         row[i], row[j] = row[j], row[i]
     with mock.patch("builtins.open", mock.mock_open(read_data="\n".join(",".join(row) for row in order))):
-        mine, theirs = _verdict(lambda: stages.read_csv("x.csv")), _verdict(lambda: _loaded(ranks, laps, count))
+        mine, theirs = _verdict(lambda: arithmetic.read_csv("x.csv")), _verdict(lambda: _loaded(ranks, laps, count))
     assert mine == theirs or "out of turn" in mine, (mine, theirs)
 
 
@@ -280,7 +280,7 @@ def _verdict(attempt: Any) -> str:
     ],
 )
 def test_number_of_microbatches(name: str, ranks: int, laps: int, rows: int, idle: float, expected: int | None) -> None:
-    assert stages.microbatches(name, ranks, laps, rows, idle) == expected
+    assert arithmetic.microbatches(name, ranks, laps, rows, idle) == expected
 
 
 @settings(max_examples=40)
@@ -290,9 +290,9 @@ def test_number_of_microbatches_against_all(chosen: tuple[str, int, int, int], r
     lost = {}
     for n in range(1, rows + 1):
         if SCHEDULES[name].allows(ranks, laps, n):
-            used = rows / (n * -(-rows // n)) * (1 - stages.idle_share(name, ranks, laps, n))
+            used = rows / (n * -(-rows // n)) * (1 - arithmetic.idle_share(name, ranks, laps, n))
             lost[n] = round(1 - used, 12)
-    found = stages.microbatches(name, ranks, laps, rows, idle)
+    found = arithmetic.microbatches(name, ranks, laps, rows, idle)
     enough = [n for n in lost if lost[n] <= idle]
     if found is None or enough:
         assert found == next(iter(enough), None) and bool(lost) == bool(enough)
@@ -323,7 +323,7 @@ def sizes(parts: list[range]) -> list[int]:
     ],
 )
 def test_split(costs: list[float], count: int, first: float, last: float, expected: list[int]) -> None:
-    assert sizes(stages.split(costs, count, first, last)) == expected
+    assert sizes(arithmetic.split(costs, count, first, last)) == expected
 
 
 COST = st.one_of(st.integers(0, 6), st.sampled_from([0.25, 0.5, 1.75]))
@@ -342,7 +342,7 @@ def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, 
         sums = [sum(whole[a:b]) for a, b in bounds]
         return max(sums), sum(x * x for x in sums), [b - a for a, b in bounds]
 
-    found = stages.split(costs, count, first, last)
+    found = arithmetic.split(costs, count, first, last)
     best = min(map(merit, itertools.combinations(range(1, len(costs)), count - 1)))
     assert sizes(found) == best[2]
 
@@ -350,19 +350,19 @@ def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, 
 @given(st.integers(1, 200), st.integers(1, 200))
 def test_by_layers_is_even(layers: int, count: int) -> None:
     assume(count <= layers)
-    found = sizes(stages.by_layers(layers, count))
+    found = sizes(arithmetic.by_layers(layers, count))
     assert sum(found) == layers and len(found) == count
     assert found == sorted(found) and found[-1] - found[0] <= 1
 
 
 def test_explicit() -> None:
-    assert stages.explicit(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
-    assert stages.explicit(3, 1, ()) == [range(3)]
+    assert arithmetic.explicit(12, 4, (4, 8, 11)) == [range(0, 4), range(4, 8), range(8, 11), range(11, 12)]
+    assert arithmetic.explicit(3, 1, ()) == [range(3)]
 
 
 def test_negative_costs_are_no_costs() -> None:
     with pytest.raises(ValueError, match="negative"):
-        stages.split([1, -1], 1)
+        arithmetic.split([1, -1], 1)
 
 
 # ---- refusals ----
@@ -371,44 +371,50 @@ def test_negative_costs_are_no_costs() -> None:
 @pytest.mark.parametrize(
     ("attempt", "words"),
     [
-        pytest.param(lambda: stages.split([1] * 3, 4), ["parallelism.stages=4", "3 layers"], id="too few layers"),
-        pytest.param(lambda: stages.by_layers(3, 4), ["parallelism.stages=4", "3 layers"], id="too few, by number"),
+        pytest.param(lambda: arithmetic.split([1] * 3, 4), ["parallelism.stages=4", "3 layers"], id="too few layers"),
+        pytest.param(lambda: arithmetic.by_layers(3, 4), ["parallelism.stages=4", "3 layers"], id="too few, by number"),
         pytest.param(
-            lambda: stages.explicit(12, 4, (4, 8)),
+            lambda: arithmetic.explicit(12, 4, (4, 8)),
             ["parallelism.starts=[4,8]", "2 given", "stages take 3", "stages=3"],
             id="starts",
         ),
-        pytest.param(lambda: stages.explicit(12, 3, (4, 4)), ["starts=[4,4]", "rise"], id="an empty stage"),
-        pytest.param(lambda: stages.explicit(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),
-        pytest.param(lambda: stages.explicit(12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"], id="an empty last"),
-        pytest.param(lambda: stages.check("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"], id="misspelt"),
-        pytest.param(lambda: stages.check("x", 4, 4, 8), ["schedule=x", "GPipe", ".csv"], id="unknown"),
+        pytest.param(lambda: arithmetic.explicit(12, 3, (4, 4)), ["starts=[4,4]", "rise"], id="an empty stage"),
+        pytest.param(lambda: arithmetic.explicit(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),
         pytest.param(
-            lambda: stages.check("ZBVZeroBubble", 4, 4, 8),
+            lambda: arithmetic.explicit(12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"], id="an empty last"
+        ),
+        pytest.param(
+            lambda: arithmetic.check("1F1C", 4, 4, 8), ["schedule=1F1C", "did you mean '1F1B'?"], id="misspelt"
+        ),
+        pytest.param(lambda: arithmetic.check("x", 4, 4, 8), ["schedule=x", "GPipe", ".csv"], id="unknown"),
+        pytest.param(
+            lambda: arithmetic.check("ZBVZeroBubble", 4, 4, 8),
             ["parallelism.stages=4", "2 stages on each rank", "give 8", "parallelism.pipeline=4"],
             id="needs two stages a rank",
         ),
-        pytest.param(lambda: stages.check("1F1B", 4, 8, 8), ["stages=8", "one stage", "give 4"], id="needs one"),
+        pytest.param(lambda: arithmetic.check("1F1B", 4, 8, 8), ["stages=8", "one stage", "give 4"], id="needs one"),
         pytest.param(
-            lambda: stages.check("LoopedBFS", 4, 6, 8),
+            lambda: arithmetic.check("LoopedBFS", 4, 6, 8),
             ["stages=6", "multiple of parallelism.pipeline=4", "4, 8 or auto"],
             id="not a multiple of the ranks",
         ),
-        pytest.param(lambda: stages.check("LoopedBFS", 4, 3, 8), ["stages=3", "4, 8"], id="less than ranks"),
+        pytest.param(lambda: arithmetic.check("LoopedBFS", 4, 3, 8), ["stages=3", "4, 8"], id="less than ranks"),
         pytest.param(
-            lambda: stages.check("1F1B", 4, 4, 3),
+            lambda: arithmetic.check("1F1B", 4, 4, 3),
             ["parallelism.microbatches=3", "parallelism.pipeline=4", "give 4 or more"],
             id="too few micro-batches",
         ),
-        pytest.param(lambda: stages.check("DualPipeV", 4, 8, 7), ["microbatches=7", "8 or more"], id="DualPipeV"),
-        pytest.param(lambda: stages.check("GPipe", 4, 4, 0), ["microbatches=0", "1 or more"], id="none"),
+        pytest.param(lambda: arithmetic.check("DualPipeV", 4, 8, 7), ["microbatches=7", "8 or more"], id="DualPipeV"),
+        pytest.param(lambda: arithmetic.check("GPipe", 4, 4, 0), ["microbatches=0", "1 or more"], id="none"),
         pytest.param(
-            lambda: stages.check("Interleaved1F1B", 4, 8, 13),
+            lambda: arithmetic.check("Interleaved1F1B", 4, 8, 13),
             ["microbatches=13", "3 rounds", "give 12, 15 or auto"],
             id="rounds",
         ),
         pytest.param(
-            lambda: stages.check("InterleavedZeroBubble", 4, 8, 9), ["2 rounds", "give 8, 10"], id="rounds of others"
+            lambda: arithmetic.check("InterleavedZeroBubble", 4, 8, 9),
+            ["2 rounds", "give 8, 10"],
+            id="rounds of others",
         ),
     ],
 )
@@ -454,18 +460,18 @@ def test_refused_files(text: str, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text(text)
     with pytest.raises(Refusal) as refusal:
-        stages.check(str(path), 2, 2, 2)
+        arithmetic.check(str(path), 2, 2, 2)
     _plain(str(refusal.value), [f"parallelism.schedule={path}", *words])
 
 
 def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
     for path, word in ((tmp_path / "none.csv", "no such file"), (tmp_path, "can't be read")):
         with pytest.raises(Refusal, match=word):
-            stages.read_csv(path)
+            arithmetic.read_csv(path)
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(Refusal, match="can't be read"):
-        stages.read_csv(binary)
+        arithmetic.read_csv(binary)
 
 
 @pytest.mark.parametrize(
@@ -479,18 +485,18 @@ def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
 def test_files_have_their_own_numbers(
     ranks: int, count: int, microbatches: int, words: list[str], tmp_path: Path
 ) -> None:
-    path = written(stages.order("1F1B", 2, 1, 4), tmp_path / "order.csv")
+    path = written(arithmetic.order("1F1B", 2, 1, 4), tmp_path / "order.csv")
     with pytest.raises(Refusal) as refusal:
-        stages.check(str(path), ranks, count, microbatches)
+        arithmetic.check(str(path), ranks, count, microbatches)
     _plain(str(refusal.value), words)
 
 
 def test_a_deadlock_tells_who_waits() -> None:
     with pytest.raises(Deadlock) as deadlock:
-        stages.simulate(parsed("0F0 0B0 | 1B0 1F0"))
+        arithmetic.simulate(parsed("0F0 0B0 | 1B0 1F0"))
     assert deadlock.value.waiting == {0: Action(0, "B", 0), 1: Action(1, "B", 0)}
 
 
 def test_orders_of_impossible_numbers_are_errors() -> None:
     with pytest.raises(ValueError, match="1F1B on 4 ranks"):
-        stages.order("1F1B", 4, 1, 3)
+        arithmetic.order("1F1B", 4, 1, 3)

@@ -17,8 +17,8 @@ import numpy as np
 
 from tests.report.made import read_lines, write_lines
 from tests.runs import tiny, train
+from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality
-from titan.report.judge import Options, compare
 
 RECIPE = (
     "training.steps=120", "training.warmup=10", "optimizer.lr=1e-2", "metrics.validation_tokens=4096", "checkpoint=off",

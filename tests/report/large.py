@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from titan.report.judge import compare
+from titan.report.comparison import compare
 
 LAYOUTS = ("single", "ddp", "fsdp", "cp")
 

@@ -16,11 +16,12 @@ import numpy as np
 import yaml
 
 from tests.runs import TINY
-from titan import identity, ledger
-from titan.compose import composed
-from titan.ledger import Asked
-from titan.run import Run, as_config
-from titan.training import lr_factor
+from titan.run import identity
+from titan.run.compose import composed
+from titan.run.recipe import Run, as_config
+from titan.sweep import ledger
+from titan.sweep.ledger import Asked
+from titan.training.schema import lr_factor
 
 BEGAN = 1_760_000_000
 """When the first life of every made run began, in seconds since 1970."""

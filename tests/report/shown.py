@@ -215,7 +215,7 @@ ALL = {"two": two, "mixed": mixed, "many": many, "one": one, "failures": failure
 
 def main(folder: Path) -> None:
     """Write a page of each."""
-    from titan.report.html import page
+    from titan.report.render.html import page
 
     folder.mkdir(parents=True, exist_ok=True)
     for name, make in ALL.items():

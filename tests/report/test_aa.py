@@ -11,7 +11,7 @@ import pytest
 from tests.report.aa import INJECTED, NEUTRAL, end
 from tests.report.made import Story, made
 from tests.report.unlucky import SCENES, Rates, Scene, simulated, templates
-from titan.report.judge import Options, compare
+from titan.report.comparison import Options, compare
 from titan.report.quality import difference
 from titan.report.statistics import seeds_needed
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from tests.report.made import BEGAN, Life, Story, made, read_lines, swept, write_lines
-from titan.ledger import Asked
+from titan.config.settings import Refusal
 from titan.report import columns
 from titan.report.collect import collect
-from titan.settings import Refusal
+from titan.sweep.ledger import Asked
 
 HALF = Story(lives=(Life(0, 20),))
 

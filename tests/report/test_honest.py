@@ -13,12 +13,12 @@ import yaml
 
 from tests.report import shown
 from tests.report.made import Life, Story, made, read_lines, swept, write_lines
-from titan import endings
-from titan.ledger import Asked
-from titan.report import sentences, svg, table
 from titan.report.collect import collect, neat
+from titan.report.comparison import Options, compare
 from titan.report.findings import Arm
-from titan.report.judge import Options, compare
+from titan.report.render import sentences, svg, table
+from titan.sweep import job_exit
+from titan.sweep.ledger import Asked
 
 S = Story()
 SINGLE, FSDP = "parallelism=single", "parallelism=fsdp"
@@ -249,4 +249,4 @@ def test_values_in_short(value: Any, text: str) -> None:
     ],
 )
 def test_reasons_begin_with_no_time(line: str, text: str) -> None:
-    assert endings.untimed(line) == text
+    assert job_exit.untimed(line) == text

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.report.made import H200, Life, Story, made, swept
-from titan.ledger import Asked
-from titan.report.judge import Options, compare
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.report.comparison import Options, compare
+from titan.sweep.ledger import Asked
 
 S = Story()
 SINGLE, FSDP = "parallelism=single", "parallelism=fsdp"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.report.made import Life, Story, made
+from titan.report.comparison import Options, compare
 from titan.report.findings import Learning
-from titan.report.judge import Options, compare
 
 SINGLE, FSDP, BF16 = "parallelism=single", "parallelism=fsdp", "precision=bf16"
 S = Story()

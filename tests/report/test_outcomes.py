@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from tests.report.made import Life, Story, made, read_lines, swept, write_lines
-from titan.ledger import Asked
-from titan.report import sentences, table
-from titan.report.figures import answer, columns
+from titan.report.comparison import Options, compare
 from titan.report.findings import Arm, Comparison, Outcomes
-from titan.report.judge import Options, compare
-from titan.report.varied import settings
+from titan.report.render import sentences, table
+from titan.report.render.table_data import answer, columns
+from titan.report.render.varied import settings
+from titan.sweep.ledger import Asked
 
 S = Story()
 WD = "optimizer.weight_decay=0.2"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.report.made import H200, Life, Story, made
+from titan.report.comparison import Options, compare
 from titan.report.findings import Arm, Comparison, Quality
-from titan.report.judge import Options, compare
 
 S = Story()
 WD = "optimizer.weight_decay=0.2"

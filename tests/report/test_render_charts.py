@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.report import shown
-from titan.report import bars, charts, curves, front, svg
 from titan.report.findings import Comparison
-from titan.report.front import Spot
-from titan.report.svg import Scale
+from titan.report.render import bars, charts, curves, svg
+from titan.report.render import pareto as front
+from titan.report.render.pareto import Spot
+from titan.report.render.svg import Scale
 
 FINITE = st.floats(-1e6, 1e6)
 

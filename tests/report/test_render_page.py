@@ -9,7 +9,7 @@ import pytest
 
 from tests.report import shown
 from titan.report.findings import Comparison
-from titan.report.html import POLICY, page
+from titan.report.render.html import POLICY, page
 
 VOID = {"meta", "rect", "path", "br", "link", "img"}
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown.ALL.items() if name != "many"]

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.report import shown
-from titan.report import export, figures, markdown, sentences, table
+from titan.report import export
 from titan.report.findings import Arm, Comparison, Failed, Interval
+from titan.report.render import markdown, sentences, table, table_data
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown.many(12, 50), id="twelve"))
@@ -148,9 +149,9 @@ def test_equal_verdicts_are_said_once_with_their_points() -> None:
 
 def test_only_columns_with_figures() -> None:
     bare = shown.arm("base", tokens=None, baseline=True, validation=None, bits=None)
-    names = [column.name for column in figures.columns(shown.comparison(bare, bare))]
+    names = [column.name for column in table_data.columns(shown.comparison(bare, bare))]
     assert names == ["answer", "runs", "device-hours", "goodput", "loss"]
-    assert "speed" not in [column.name for column in figures.columns(shown.one())]
+    assert "speed" not in [column.name for column in table_data.columns(shown.one())]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_only_columns_with_figures() -> None:
     ],
 )
 def test_runs(changes: dict[str, Any], told: str) -> None:
-    columns = {column.name: column for column in figures.columns(shown.comparison(shown.arm("base", **changes)))}
+    columns = {column.name: column for column in table_data.columns(shown.comparison(shown.arm("base", **changes)))}
     assert columns["runs"].cells[0].line() == told
 
 

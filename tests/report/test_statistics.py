@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from titan.config.settings import Refusal
 from titan.report import statistics
 from titan.report.statistics import (
     blocks,
@@ -22,7 +23,6 @@ from titan.report.statistics import (
     seeds_needed,
     welch,
 )
-from titan.settings import Refusal
 
 VALUES = st.lists(st.floats(-5, 5).map(lambda x: round(x, 3)), min_size=2, max_size=12).filter(lambda v: np.ptp(v) > 0)
 CHANCES = st.lists(st.floats(0, 1), min_size=1, max_size=9)

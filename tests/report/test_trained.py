@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.runs import tiny, train
+from titan.report.comparison import Options, compare
 from titan.report.findings import Arm
-from titan.report.judge import Options, compare
 
 MORE = ("training.steps=8", "metrics.validation_tokens=256", "metrics.validate_every=4", "checkpoint=off")
 

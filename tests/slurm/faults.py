@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan.optimizer import AdamW
+from titan.optimizer.schema import AdamW
 
 FAULT_STEP = 3
 SLOW_SECONDS = {"slow": 0.1, "slower": 0.4}

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from launchers import queue
-from launchers.standing import standing
+from launchers.slurm import queue
+from launchers.slurm.state import standing
 from tests.launchers.processes import ROOT, ended, program, until
 from tests.runs import TINY, learned, tiny, train
 from tests.slurm.cluster import Slurm
-from titan import ledger
-from titan.ledger import Point
 from titan.metrics.plot import read_lines
+from titan.sweep import ledger
+from titan.sweep.ledger import Point
 
 LAUNCH = ["hydra/launcher=slurm", "hydra.launcher.poll_seconds=0.5", "metrics.sample_tokens=0"]
 HARM = ["modules=[tests]", "optimizer._target_=tests.slurm.faults.Harmful"]

@@ -32,16 +32,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan.checkpoint import manifest, retention, tokenizers_out
+from titan.checkpoint import manifest, retention
+from titan.checkpoint.coordinator import Talk, Unsaved, reason
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.plans import Part, Places, Plans, Proposal
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
-from titan.checkpoint.talk import Talk, Unsaved, reason
 from titan.checkpoint.writer import Writer
-from titan.engine import Engine
-from titan.low_precision import stored
 from titan.parallelism import data
+from titan.precision.low_precision import stored
+from titan.training.train_step import Engine
+from titan.weights import tokenizer_files
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a single process
 After = Callable[[Path, Manifest], None]
@@ -333,8 +334,8 @@ def _make(folder: Path, tokenizer: str | None) -> tuple[dict[str, File], str | N
     else:
         folder.unlink(missing_ok=True)
     folder.mkdir(parents=True)
-    name = tokenizers_out.copy(tokenizer, folder)
-    return tokenizers_out.listed(name, folder), name
+    name = tokenizer_files.copy(tokenizer, folder)
+    return tokenizer_files.listed(name, folder), name
 
 
 def _look(folder: Path, about: Manifest) -> None:

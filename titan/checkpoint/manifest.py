@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, get_type_hints
 
-from titan import untrusted
-from titan.settings import Refusal
+from titan.config.settings import Refusal
+from titan.files import untrusted
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -45,10 +45,10 @@ class Manifest:
     Attributes:
         step: optimizer updates done.
         tokens: tokens read.
-        data: the data's position and identity (`titan.dataset.order.state`).
+        data: the data's position and identity (`titan.dataset.permutation.state`).
         science_id, run_id: of the run that saved it.
         layout: the degrees under which it was saved.
-        model: the model's settings, with its kind (`titan.kinds`) under `_target_`.
+        model: the model's settings, with its kind (`titan.config.kinds`) under `_target_`.
         tokenizer: a file in the folder or the name of a built-in tokenizer; None when the data have none.
         files: the files by name.
         seq_len: tokens of a row; 0 where that is not known.

@@ -1,8 +1,8 @@
 """Read what torch.distributed.checkpoint wrote, without running code that a file may carry.
 
-Its `.metadata` is a pickle, and torch reads it as one. Here it is read as data (`titan.checkpoint.pickles`), from which
-torch's objects are made anew, value by value; tensors are read with `weights_only`. What the metadata name is looked
-for in the checkpoint's own folder only.
+Its `.metadata` is a pickle, and torch reads it as one. Here it is read as data (`titan.checkpoint.safe_pickle`), from
+which torch's objects are made anew, value by value; tensors are read with `weights_only`. What the metadata name is
+looked for in the checkpoint's own folder only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from titan.checkpoint import pickles
-from titan.checkpoint.pickles import Global, Made
-from titan.untrusted import file_name, shown, word
+from titan.checkpoint import safe_pickle
+from titan.checkpoint.safe_pickle import Global, Made
+from titan.files.untrusted import file_name, shown, word
 
 METADATA = ".metadata"
 """The file that says where which tensor is."""
@@ -83,8 +83,8 @@ def parse(content: bytes) -> Metadata:
         Foreign: when it is not what titan writes.
     """
     try:
-        return _metadata(pickles.load(content, NAMES))
-    except pickles.UnknownName as error:
+        return _metadata(safe_pickle.load(content, NAMES))
+    except safe_pickle.UnknownName as error:
         raise Foreign(str(error)) from error
     except (ValueError, KeyError, MemoryError, RecursionError) as error:
         raise Foreign(f"its metadata can't be read: {error}") from error

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
-from titan.settings import Refusal
-from titan.untrusted import check, file_name, parse_object, shown
+from titan.config.settings import Refusal
+from titan.files.untrusted import check, file_name, parse_object, shown
 
 if TYPE_CHECKING:
-    from titan.checkpoint.talk import Talk
+    from titan.checkpoint.coordinator import Talk
 
 T = TypeVar("T")
 INDEX = "index.json"
@@ -269,7 +269,7 @@ def is_url(path: str) -> bool:
 
 def copying(how: Checkpoint, path: str, directory: str, talk: Talk) -> Callable[[Path, Manifest], None]:
     """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.After`."""
-    from titan.checkpoint.talk import doing  # which needs torch
+    from titan.checkpoint.coordinator import doing  # which needs torch
 
     remote = of(path, directory)
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import manifest
-from titan.checkpoint.loading import load_weights
+from titan.checkpoint.coordinator import Talk, Unsaved, reason
 from titan.checkpoint.manager import state_of
 from titan.checkpoint.manifest import Damaged, File
 from titan.checkpoint.reader import METADATA, Foreign, Reader
-from titan.checkpoint.talk import Talk, Unsaved, reason
-from titan.checkpoint.weights import open_weights
-from titan.engine import Engine
-from titan.settings import Failure, Refusal, show
+from titan.config.settings import Failure, Refusal, show
+from titan.training.train_step import Engine
+from titan.weights.formats import open_weights
+from titan.weights.load import load_weights
 
 
 def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:

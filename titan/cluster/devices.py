@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan.cluster.schema import Cluster
-from titan.settings import Refusal
+from titan.config.settings import Refusal
 
 GIB = 1024**3
 SMI_SECONDS = 20.0  # a driver without persistence mode wakes eight GPUs for several seconds

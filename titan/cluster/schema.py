@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titan.settings import Refusal, setting, show
+from titan.config.settings import Refusal, setting, show
 
 TAKEN = {
     "array",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from titan.config.settings import Refusal
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
-from titan.dataset.mix import BLOCK, Mix, Rows, Stage, quotas
-from titan.dataset.prepare import cache_folder, plan, prepare
+from titan.dataset.mixture import BLOCK, Mix, Rows, Stage, quotas
+from titan.dataset.preprocess.prepare import cache_folder, plan, prepare
 from titan.dataset.schema import Dataset, Mixture, Prepared
 from titan.dataset.shards import Corpus, open_corpus
-from titan.settings import Refusal
-from titan.training import Training
+from titan.training.schema import Training
 
 Folders = Mapping[str, str]
 """The prepared folder of each corpus, by name."""

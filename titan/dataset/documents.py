@@ -92,7 +92,7 @@ class Source(ABC):
         """The identity of the content and of how it is divided, in hexadecimal: 16 digits or more.
 
         Args:
-            memo: a folder to remember parts of it in; see `titan.dataset.files`.
+            memo: a folder to remember parts of it in; see `titan.dataset.sources.files`.
         """
 
     def parts(self) -> Sequence[Part]:

@@ -1,6 +1,6 @@
 """From rows to batches: this rank's share of each step, read ahead by a background thread.
 
-A step consists of consecutive rows; `titan.dataset.mix` says which they are. Rank r of R takes the r-th run of
+A step consists of consecutive rows; `titan.dataset.mixture` says which they are. Rank r of R takes the r-th run of
 ceil(n / R) of them and lays it out in micro-batches of equal size. Places that are left over hold rows of weight zero,
 so every rank has the same shapes whatever the numbers. Nothing depends on what was read before: a restart is a loader
 with another `step`, under any number of ranks.
@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.mix import Mix
+from titan.config.settings import Failure
+from titan.dataset.mixture import Mix
 from titan.dataset.shards import Split
-from titan.settings import Failure
-from titan.training import Training
+from titan.training.schema import Training
 
 IGNORED = -100
 """The target of a token that doesn't count (torch's `ignore_index`)."""

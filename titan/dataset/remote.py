@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titan.config.settings import Failure, Refusal
+from titan.console.text import redact
 from titan.dataset.documents import content_digest
-from titan.dataset.owners import sweep, temporary
-from titan.safe import redact
-from titan.settings import Failure, Refusal
-from titan.untrusted import check, file_name, parse_object
+from titan.files.leases import sweep, temporary
+from titan.files.untrusted import check, file_name, parse_object
 
 ORIGIN = "origin.json"
 """In a folder of the cache: where its files come from."""

@@ -1,6 +1,6 @@
 """The dataset axis: where text comes from and how it becomes tokens. Free of torch.
 
-Each source is a dataclass whose `build()` gives an object that yields documents (`titan.dataset.sources`).
+Each source is a dataclass whose `build()` gives an object that yields documents (`titan.dataset.sources.local`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from titan.settings import MISSING, Refusal, setting, show
+from titan.config.settings import MISSING, Refusal, setting, show
 
 if TYPE_CHECKING:
     from titan.dataset.documents import Source
-    from titan.dataset.rows import Reader
+    from titan.dataset.sources.records import Reader
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ class Stdlib(Dataset):
 
     def build(self) -> Source:
         """The source files of the standard library, one document each."""
-        from titan.dataset.sources import stdlib
+        from titan.dataset.sources.local import stdlib
 
         return stdlib()
 
@@ -105,7 +105,7 @@ class Text(Dataset):
 
     def build(self) -> Source:
         """The documents of the files at `path`."""
-        from titan.dataset.sources import text
+        from titan.dataset.sources.local import text
 
         return text(self.path, self.separator, self.on_error)
 
@@ -119,7 +119,7 @@ class Jsonl(Dataset):
 
     def build(self) -> Source:
         """The documents of the files at `path`."""
-        from titan.dataset.sources import jsonl
+        from titan.dataset.sources.local import jsonl
 
         return jsonl(self.path, self.field, self.on_error)
 
@@ -133,7 +133,7 @@ class Parquet(Dataset):
 
     def build(self) -> Source:
         """The documents of the files at `path`."""
-        from titan.dataset.sources import parquet
+        from titan.dataset.sources.local import parquet
 
         return parquet(self.path, self.field, self.on_error)
 
@@ -155,7 +155,7 @@ class Hub(Dataset):
 
     def build(self) -> Source:
         """The documents of the split."""
-        from titan.dataset.hub import hub
+        from titan.dataset.sources.hub import hub
 
         return hub(self.name, self.subset, self.split, self.revision, self.field, self.on_error)
 
@@ -180,8 +180,8 @@ class Chat(Dataset):
 
     def build(self) -> Source:
         """The conversations, laid out for the tokenizer."""
-        from titan.dataset import chat, hub
-        from titan.dataset.tokenizer import load_tokenizer
+        from titan.dataset.sources import chat, hub
+        from titan.dataset.tokenizers.base import load_tokenizer
 
         self._check()
         template = chat.template(self.template, load_tokenizer(self.tokenizer))
@@ -212,7 +212,7 @@ class Synthetic(Dataset):
 
     def build(self) -> Source:
         """The chain's documents."""
-        from titan.dataset.sources import Markov
+        from titan.dataset.sources.local import Markov
 
         return Markov(self.tokens, self.vocab, self.seed, self.longest)
 
@@ -266,7 +266,7 @@ class Mixture(Dataset):
         self._check_weights()
 
     def _check_weights(self) -> None:
-        from titan.dataset.mix import quotas  # only now: most runs have none
+        from titan.dataset.mixture import quotas  # only now: most runs have none
 
         if not self.sources:
             raise Refusal("dataset.sources={}: there is nothing to mix; add +dataset@dataset.sources.NAME=CHOICE.")

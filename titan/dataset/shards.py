@@ -32,10 +32,11 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset import owners, remote
-from titan.dataset.writer import read_json
-from titan.settings import Failure, Refusal
-from titan.untrusted import check, file_name, parse_object, shown
+from titan.config.settings import Failure, Refusal
+from titan.dataset import remote
+from titan.dataset.preprocess.writer import read_json
+from titan.files import leases
+from titan.files.untrusted import check, file_name, parse_object, shown
 
 FORMAT = 2
 SPLITS = ("train", "validation")
@@ -239,7 +240,8 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> str:
-        """What `titan.dataset.tokenizer.load_tokenizer` takes for its tokenizer: the file here, if there is one."""
+        """What `titan.dataset.tokenizers.base.load_tokenizer` takes for its tokenizer: the file here, if there is
+        one."""
         file = self.tokenizer.get("file")
         return str(self.folder / file) if file and (self.folder / file).is_file() else self.tokenizer["name"]
 
@@ -261,7 +263,7 @@ class Corpus:
     def _worked_on(self) -> bool:
         """Whether anyone, on any machine, works on a unit: claims are touched every few seconds."""
         with contextlib.suppress(OSError):
-            held = (claim for claim in self.folder.glob("*.claim") if not owners.stale(claim))
+            held = (claim for claim in self.folder.glob("*.claim") if not leases.stale(claim))
             return any(time.time() - claim.stat().st_mtime < _FRESH_SECONDS for claim in held)
         return False
 

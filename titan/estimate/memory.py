@@ -17,16 +17,16 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.model.activations import Block, Head, Share
-from titan.parallelism.orders import Action, actions_of, order
-from titan.parallelism.stages import read_csv
-from titan.parallelism.staging import splits_backward, stage_layers, stages_each
-from titan.precision import Cut
+from titan.parallelism.pipeline.arithmetic import read_csv
+from titan.parallelism.pipeline.schedules import Action, actions_of, order
+from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers, stages_each
+from titan.precision.schema import Cut
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder
     from titan.parallelism.schema import Layout, Parallelism
-    from titan.precision import Precision
-    from titan.run import Recipe
+    from titan.precision.schema import Precision
+    from titan.run.recipe import Recipe
 
 GIB = 2**30
 REDUCE = 4

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from titan.config.settings import Failure
 from titan.generation import sampling
 from titan.generation.cache import Cache, cached
 from titan.generation.text import Text
-from titan.settings import Failure
 
 Reason = Literal["stop", "length"]
 """Why a continuation ended: by a token or a text that ends it, or because it is long enough."""

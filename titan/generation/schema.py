@@ -9,8 +9,8 @@ from typing import Literal
 
 import yaml
 
+from titan.config.settings import MISSING, Refusal, setting
 from titan.parallelism.schema import DIMENSIONS, Layout
-from titan.settings import MISSING, Refusal, setting
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from launchers.place import Place
-from titan import assemble
-from titan.checkpoint.loading import load_weights
-from titan.checkpoint.weights import open_weights
-from titan.dataset.tokenizer import Tokenizer, load_tokenizer
+from titan.cluster.rank_info import Place
+from titan.config.settings import Failure
+from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
 from titan.generation.decode import Decoding, Row, Rules
-from titan.generation.job import Job
-from titan.generation.show import Clock, JsonLines, Nowhere, Screen, Terminal
+from titan.generation.request import Job
+from titan.generation.terminal import Clock, JsonLines, Nowhere, Screen, Terminal
 from titan.generation.text import Text
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
-from titan.settings import Failure
+from titan.training import build
+from titan.weights.formats import open_weights
+from titan.weights.load import load_weights
 
 TIMEOUT = 1800.0
 """Seconds after which ranks that wait for each other give up."""
@@ -46,7 +46,7 @@ def work(job: Job, place: Place) -> int:
         first = str(error).split(". ")[0]
         ways = "a smaller batch or chunk, or a larger parallelism.tensor"
         raise Failure(f"out of memory: {first}. Give {ways}.") from error
-    world.close()  # at no other end: see titan.worker
+    world.close()  # at no other end: see titan.training.worker
     if world.speaks:
         print(f"titan: {clock.line()}", file=sys.stderr)
     return 0
@@ -55,7 +55,7 @@ def work(job: Job, place: Place) -> int:
 def _model(job: Job, world: World) -> Any:
     """The model, or this rank's part of it, with its weights."""
     weights = open_weights(job.path, "from")
-    model = assemble.for_generation(weights.model, job.precision, world)
+    model = build.for_generation(weights.model, job.precision, world)
     load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1, setting="from")
     return model
 

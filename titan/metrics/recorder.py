@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from titan.cluster.devices import peak_tflops
-from titan.lives import Life
 from titan.metrics.plot import read_lines
 from titan.metrics.trackers import open_trackers
-from titan.run import Run, as_config
+from titan.run.attempts import Life
+from titan.run.recipe import Run, as_config
 
 
 class Recorder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from titan.settings import setting
+from titan.config.settings import setting
 
 WARM = 3
 """Steps at the beginning of a life that no figure of speed counts: compilation, first allocations."""

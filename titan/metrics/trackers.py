@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from titan.console.text import redact
 from titan.metrics.schema import Metrics
-from titan.safe import redact
 
 Warn = Callable[[str], None]
 

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from titan.model.init_weights import Initial, Normal, Ones
 from titan.model.layers import Embedding, Head, RMSNorm, inverse_frequencies, rotation, seen_by, stretch_frequencies
-from titan.rng import Initial, Normal, Ones
 
 Cut = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
 """How tensor parallelism treats a module.
@@ -30,7 +30,8 @@ RESIDUAL = ("attention.wo", "feed_forward.w2")
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. Build it under `torch.device("meta")`, then `titan.rng.materialise` it.
+    """Embedding, blocks, norm and head. Build it under `torch.device("meta")`, then
+    `titan.model.init_weights.materialise` it.
 
     Attributes:
         mask: makes, once a micro-batch, of document ids [B, T] (or None), positions [1 or B, T] and the compute type

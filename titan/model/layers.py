@@ -70,7 +70,8 @@ class Embedding(nn.Embedding):
         self.lookup: Callable[[Tensor, Tensor, torch.dtype], Tensor] = look_up
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `titan.rng.materialise` does, and torch's own way loads its compiler to do it on meta."""
+        """Draw nothing: `titan.model.init_weights.materialise` does, and torch's own way loads its compiler to do it on
+        meta."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states [B, T, D] of tokens [B, T]."""
@@ -87,7 +88,7 @@ class Linear(nn.Linear):
         self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `titan.rng.materialise` does."""
+        """Draw nothing: `titan.model.init_weights.materialise` does."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""

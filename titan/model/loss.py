@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan.model.custom_op import register
 from titan.model.layers import IGNORED, as_is
-from titan.operation import register
 
 Results = tuple[Tensor, Tensor, Tensor]
 """The summed loss in nats (an fp32 scalar), and of it the gradients of the hidden states and of the weight, each in the

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from titan.config.settings import Refusal, setting
 from titan.model.activations import Block, Head, Share, block, head
-from titan.settings import Refusal, setting
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024): the update of a matrix is its momentum, orthogonalised by Newton-Schulz iterations.
 
 Momentum is kept by the parts that ranks hold. A matrix that is cut has to be whole to be orthogonalised: the ranks
-share that work, see `titan.optimizer.owners`. A whole one is orthogonalised by every rank that has it.
+share that work, see `titan.optimizer.matrix_gather`. A whole one is orthogonalised by every rank that has it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan import optimizer
-from titan.optimizer import mixed, owners
-from titan.parallelism.norm import local
+from titan.optimizer import matrix_gather, mixed_precision, schema
+from titan.parallelism.grad_norm import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of Jordan's quintic polynomial: steepest at zero, singular values end up between about 0.7 and 1.2."""
@@ -33,16 +32,16 @@ class Matrix(NamedTuple):
     group: dict[str, Any]
 
 
-class Muon(mixed.AdamW):
+class Muon(mixed_precision.AdamW):
     """Muon for the groups that say `orthogonal`, AdamW for the others."""
 
-    def __init__(self, how: optimizer.Muon, groups: list[dict[str, Any]]) -> None:
+    def __init__(self, how: schema.Muon, groups: list[dict[str, Any]]) -> None:
         """Take the settings and torch's parameter groups."""
         common = {"betas": how.betas, "eps": how.eps}
         super().__init__(groups, common, how.moments, how.implementation)
         self.how = how
         cut = (p for group in groups if group["orthogonal"] for p in group["params"] if isinstance(p, DTensor))
-        self.boxes: dict[Tensor, owners.Box] = {p: owners.box_of(p) for p in cut}
+        self.boxes: dict[Tensor, matrix_gather.Box] = {p: matrix_gather.box_of(p) for p in cut}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -68,7 +67,7 @@ class Muon(mixed.AdamW):
                 parts: Iterable[Tensor] = map(compute, directions)
             else:
                 cut = [matrix.parameter for matrix in batch]
-                parts = owners.shared(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
+                parts = matrix_gather.shared(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
             for matrix, part in zip(batch, parts, strict=True):
                 self._apply(matrix, part)
 

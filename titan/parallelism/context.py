@@ -10,8 +10,8 @@ Three methods give each token what it would see on one rank:
 - ring (arXiv:2310.01889): keys and values travel from rank to rank while the previous ones are computed with; no rank
   ever has them all.
 
-Attention to many keys is put together from blocks of them, see `titan.parallelism.kernels`. What keeps documents apart
-is made once a micro-batch, for all layers: `ContextAttention.mask`.
+Attention to many keys is put together from blocks of them, see `titan.parallelism.context_kernels`. What keeps
+documents apart is made once a micro-batch, for all layers: `ContextAttention.mask`.
 
 Ranks compile graphs that differ, and what only the compiler sees to be independent or unused might then run in another
 order, or not at all, on one of them. So what belongs together is one message, and a ring is one operation.
@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from titan.model.attention import BLOCK, FlexAttention, Tokens, block_mask, blocks_seen, visible
+from titan.model.custom_op import register
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
-from titan.operation import register
-from titan.parallelism import kernels
+from titan.parallelism import context_kernels
 from titan.parallelism.collectives import all_gather, gather, wait
-from titan.parallelism.kernels import Ours, Results, Seen
+from titan.parallelism.context_kernels import Ours, Results, Seen
 
 Method = Literal["allgather", "ulysses", "ring"]
 """How tokens come to see the keys of other ranks."""
@@ -95,9 +95,11 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, kernel: str) -> Tensor:
         before = kv.shape[3] - q.shape[2]
-        out, lse = kernels.begin(*kernels.forward(kernel, q, kv[:, :, :, before:], Seen(causal=True)))
+        out, lse = context_kernels.begin(*context_kernels.forward(kernel, q, kv[:, :, :, before:], Seen(causal=True)))
         if before:
-            kernels.merge(out, lse, *kernels.forward(kernel, q, kv[:, :, :, :before], Seen(causal=False)))
+            context_kernels.merge(
+                out, lse, *context_kernels.forward(kernel, q, kv[:, :, :, :before], Seen(causal=False))
+            )
         out = out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, lse)
         ctx.kernel = kernel
@@ -108,9 +110,11 @@ class _Last(torch.autograd.Function):
         q, kv, out, lse = ctx.saved_tensors
         before, ours = kv.shape[3] - q.shape[2], (grads[0].contiguous(), q, out, lse)
         dkv, own = torch.empty_like(kv), kv[:, :, :, before:]
-        dq, dkv[0, :, :, before:], dkv[1, :, :, before:] = kernels.backward(ctx.kernel, ours, own, Seen(causal=True))
+        dq, dkv[0, :, :, before:], dkv[1, :, :, before:] = context_kernels.backward(
+            ctx.kernel, ours, own, Seen(causal=True)
+        )
         if before:
-            past = kernels.backward(ctx.kernel, ours, kv[:, :, :, :before], Seen(causal=False))
+            past = context_kernels.backward(ctx.kernel, ours, kv[:, :, :, :before], Seen(causal=False))
             dq, dkv[0, :, :, :before], dkv[1, :, :, :before] = dq.float() + past[0], *past[1:]
         return dq.to(q.dtype), dkv, None
 
@@ -291,7 +295,7 @@ def _unpack(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
 def _ring_forward(q: Tensor, kv: Tensor, seen: list[Tensor], ring: _Ring) -> Results:
     """The output in q's type, and lse; the next keys and values are under way while a block is computed."""
     length, under_way = q.shape[2], _hop(kv, ring)
-    out, lse = kernels.begin(*_attend(q, kv, _block(ring, ring.rank, length, seen), ring.kernel))
+    out, lse = context_kernels.begin(*_attend(q, kv, _block(ring, ring.rank, length, seen), ring.kernel))
     for step in range(1, ring.size):
         kv, source = wait(under_way), (ring.rank - step) % ring.size
         if step < ring.size - 1:
@@ -299,7 +303,7 @@ def _ring_forward(q: Tensor, kv: Tensor, seen: list[Tensor], ring: _Ring) -> Res
         block = _block(ring, source, length, seen)
         if block is not None:
             rows = block.rows
-            kernels.merge(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring.kernel))
+            context_kernels.merge(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring.kernel))
     return out.to(q.dtype), lse
 
 
@@ -307,7 +311,7 @@ def _attend(q: Tensor, kv: Tensor, block: _Block | None, kernel: str) -> Results
     """What a block's queries take from its keys; to its own keys a rank always attends."""
     if block is None:
         raise RuntimeError("a rank that sees none of its own keys")
-    return kernels.forward(kernel, q[:, :, block.rows], kv[:, :, :, block.keys], block.seen)
+    return context_kernels.forward(kernel, q[:, :, block.rows], kv[:, :, :, block.keys], block.seen)
 
 
 def _ring_backward(ours: Ours, kv: Tensor, seen: list[Tensor], ring: _Ring) -> tuple[Tensor, Tensor]:
@@ -334,8 +338,8 @@ def _ring_share(dq: Tensor, ours: Ours, kv: Tensor, seen: list[Tensor], ring: _R
     dkv = torch.zeros_like(kv, dtype=torch.float32)
     block = _block(ring, source, dq.shape[2], seen)
     if block is not None:
-        mine, keys = kernels.cut(ours, block.rows), block.keys
-        part = kernels.backward(ring.kernel, mine, kv[:, :, :, keys], block.seen)
+        mine, keys = context_kernels.cut(ours, block.rows), block.keys
+        part = context_kernels.backward(ring.kernel, mine, kv[:, :, :, keys], block.seen)
         dq[:, :, block.rows] += part[0]
         dkv[0, :, :, keys], dkv[1, :, :, keys] = part[1:]
     return dkv
@@ -358,7 +362,7 @@ def _round(
         rank: this rank's place among the `size` ranks of the group.
         size: their number.
         balance: whether `positions` deals rows head to tail.
-        kernel: see `titan.parallelism.kernels.choose`.
+        kernel: see `titan.parallelism.context_kernels.choose`.
 
     Returns:
         The output [B, H, t, d] and lse, float32 [B, H, t], which has no gradient.
@@ -457,7 +461,7 @@ class ContextAttention(nn.Module):
             group: the ranks that have a row's parts, in the order of its chunks.
             balance: whether `positions` deals rows head to tail.
             allowed: torch's kernels where nothing has to be put together: to whole rows, and with a mask of tokens.
-            kernel: what attends to blocks of keys, see `titan.parallelism.kernels.choose`; "flex": everywhere.
+            kernel: what attends to blocks of keys, see `titan.parallelism.context_kernels.choose`; "flex": everywhere.
 
         Raises:
             ValueError: when there is no such method.

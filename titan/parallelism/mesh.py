@@ -22,11 +22,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from launchers.place import Place
+from titan.cluster.rank_info import Place
+from titan.config.settings import Failure
 from titan.dataset.loader import Share
 from titan.parallelism.exchange import PATIENCE, Exchange
 from titan.parallelism.schema import Layout
-from titan.settings import Failure
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 """Parameters of glibc's mallopt (malloc.h)."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from titan.settings import Refusal, setting
+from titan.config.settings import Refusal, setting
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 """The mesh's dimensions, outermost first: neighbours in the last one are neighbours in a node."""

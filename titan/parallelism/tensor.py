@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from titan.model.custom_op import register
 from titan.model.layers import IGNORED, cross_entropy, look_up
 from titan.model.loss import Results, in_chunks, linear_cross_entropy, shapes, slopes
-from titan.operation import register
 from titan.parallelism import collectives
 
 SEQUENCE = 1

@@ -16,15 +16,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from titan import endings, ledger
-from titan.ledger import Asked, Point
-from titan.lives import read_lives
+from titan.config.settings import Refusal, show
+from titan.console.text import safe
+from titan.files.untrusted import parse_object, read
 from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
-from titan.safe import safe
-from titan.settings import Refusal, show
-from titan.untrusted import parse_object, read
+from titan.run.attempts import read_lives
+from titan.sweep import job_exit, ledger
+from titan.sweep.ledger import Asked, Point
 
 ESSENTIAL = (
     "ids.science", "ids.group", "ids.execution", "ids.code", "config.training.steps", "config.training.seq_len",
@@ -215,7 +215,7 @@ def _read(directory: Path, point: Point | None) -> Raw | Failed:
             label, str(directory), "failed", f"its run.yaml does not say {lacking}: it is of another version of titan"
         )
     metrics = columns.read(directory / "metrics.jsonl")
-    result, wrong = endings.final(directory, {d["ids"]["science"] for d in documents})
+    result, wrong = job_exit.final(directory, {d["ids"]["science"] for d in documents})
     damage = [wrong] if wrong else []
     if metrics.broken:
         some = "a line is" if metrics.broken == 1 else f"{metrics.broken} lines are"
@@ -262,7 +262,7 @@ def _lacking(documents: Sequence[Mapping[str, Any]]) -> str:
 
 def _reason(point: Point | None) -> str | None:
     """What a ledger says of a point's end."""
-    return endings.untimed(point.reason) if point and point.reason else None
+    return job_exit.untimed(point.reason) if point and point.reason else None
 
 
 def _nothing(state: State, point: Point | None) -> str:
@@ -280,7 +280,7 @@ def _state(
     wanted = int(last["config"]["training"]["steps"])
     if result.get("finished") and int(result.get("step") or 0) >= wanted:
         return "finished", None
-    if endings.held(directory):
+    if job_exit.held(directory):
         return "running", None
     own = _ended(directory, last, result, steps)
     if point and point.state in ("failed", "stopped", "queued", "running"):

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from titan.config.settings import show
 from titan.report import statistics
 from titan.report.findings import Answer, Interval, Needed, Numbers, Quality
 from titan.report.runs import Member
 from titan.report.statistics import ALPHA, Difference, Signs, signed, span
-from titan.settings import show
 
 SAME_HOURS = 0.02
 """Device-hours that differ by no more than this share are equal."""

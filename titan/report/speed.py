@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from titan.config.settings import Refusal, build
 from titan.metrics.schema import WARM
 from titan.model.schema import Llama
 from titan.report.collect import Raw
 from titan.report.columns import Steps
 from titan.report.findings import Interval, Numbers, Speed, Spread
 from titan.report.statistics import Difference, blocks, paired, welch
-from titan.settings import Refusal, build
 
 
 def timed(raw: Raw) -> dict[int, Steps]:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from titan.config.settings import Refusal
 from titan.report.findings import Interval, Needed, Numbers
-from titan.settings import Refusal
 
 LEVEL = 0.95
 ALPHA = 0.05

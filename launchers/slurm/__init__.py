@@ -1,0 +1,1 @@
+"""Slurm: jobs, their batch script, and how they stand."""

@@ -1,0 +1,161 @@
+"""What Slurm says of jobs: by squeue, and by sacct where the site keeps accounts. Free of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from titan.config.settings import Failure
+
+QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
+RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED"}
+DEFAULT_ARRAY = 1001
+"""Slurm's MaxArraySize where a site has not set another (slurm.conf's manual)."""
+SECONDS = 60
+"""How long a command of Slurm's may take."""
+PIECE = 200
+"""Jobs that squeue is asked of at once."""
+
+
+class Forgotten(Failure):
+    """Slurm does not know the job any more."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as Slurm sees it: its number ("123" or "123_4"), its state, why it waits, where it runs, its names."""
+
+    id: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    token: str = ""
+    name: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in QUEUED | RUNNING
+
+    @property
+    def running(self) -> bool:
+        """Whether it has nodes."""
+        return self.state in RUNNING
+
+
+def available() -> bool:
+    """Whether Slurm's commands are here."""
+    return shutil.which("squeue") is not None
+
+
+def jobs(wanted: Iterable[str]) -> dict[str, Job]:
+    """What Slurm knows of these jobs; one that it has forgotten is left out.
+
+    Raises:
+        Failure: when Slurm does not answer.
+    """
+    wanted = set(wanted)
+    if not wanted:
+        return {}
+    there = _known(sorted({job.partition("_")[0] for job in wanted}))
+    # an array that was cancelled before it began is told in one line, under its own number
+    whole = {job.id.partition("_")[0]: job for job in there if "_" not in job.id or "[" in job.id}
+    found = {name: replace(whole[first], id=name) for name in wanted if (first := name.partition("_")[0]) in whole}
+    found |= {job.id: job for job in there if job.id in wanted}
+    return found | _accounts(wanted - found.keys())
+
+
+def sent(token: str) -> list[Job]:
+    """The jobs that carry a token, in the order of their numbers; those that have ended long ago are missing.
+
+    Raises:
+        Failure: when Slurm does not answer.
+    """
+    return sorted((job for job in _mine() if token in (job.token, job.name[-len(token) :])), key=_number)
+
+
+def count() -> int:
+    """How many jobs of this user wait or run, each element of an array for itself.
+
+    Raises:
+        Failure: when Slurm does not answer.
+    """
+    return sum(job.alive for job in _mine())
+
+
+def array_size() -> int:
+    """How many elements an array may have here; Slurm's own default where it does not say, or is not here."""
+    found = None
+    with contextlib.suppress(Failure):
+        found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
+    return int(found[1]) if found else DEFAULT_ARRAY
+
+
+def _number(job: Job) -> tuple[int, int]:
+    first, _, index = job.id.partition("_")
+    return int(first), int(index or 0)
+
+
+def _mine() -> list[Job]:
+    """All jobs of this user that Slurm still holds, ended ones too."""
+    return _queue("--me")
+
+
+def _known(numbers: list[str]) -> list[Job]:
+    """Those of these jobs that Slurm still holds, whoever's they are."""
+    found = []
+    for first in range(0, len(numbers), PIECE):
+        with contextlib.suppress(Forgotten):
+            found += _queue(f"--jobs={','.join(numbers[first : first + PIECE])}")
+    return found
+
+
+def _queue(which: str) -> list[Job]:
+    """What squeue says, of each element of an array by itself."""
+    text = ask("squeue", which, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%j|%k")
+    return [_read(line) for line in text.splitlines() if "|" in line]
+
+
+def _read(line: str) -> Job:
+    """A job of a line of squeue's; the comment comes last, for it may be the user's own and hold any character."""
+    number, state, reason, nodes, name, comment = [*line.split("|", 5), *[""] * 5][:6]
+    return Job(number, state, reason, nodes, comment, name)
+
+
+def _accounts(wanted: set[str]) -> dict[str, Job]:
+    """What the accounts say of jobs that the queue has forgotten; nothing where there are none."""
+    if not wanted or shutil.which("sacct") is None:
+        return {}
+    command = ["sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", ",".join(sorted(wanted))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    found = {}
+    for line in done.stdout.splitlines():
+        name, state, nodes = [*line.split("|"), "", ""][:3]
+        if name in wanted and state:
+            found[name] = Job(name, state.split()[0].rstrip("+"), "", nodes)
+    return found
+
+
+def ask(*command: str) -> str:
+    """What one of Slurm's commands prints.
+
+    Raises:
+        Forgotten: when it does not know the job.
+        Failure: when it can't be run, or says no, in its own words.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Failure(f"{command[0]} does not answer ({error}); is Slurm up?") from error
+    if "Invalid job id" in done.stderr:
+        raise Forgotten(f"{command[0]}: {' '.join(done.stderr.split())}")
+    if done.returncode:
+        raise Failure(f"{command[0]}: {' '.join(done.stderr.split()) or done.returncode}")
+    return done.stdout

@@ -1,0 +1,327 @@
+"""The batch script of a job or a job array: submitit writes its head, this module what it runs.
+
+The script runs on the job's first node, outside of any container. It starts the ranks under srun and waits. How they
+ended decides: done or failed, it ends likewise; told by Slurm to save and end (`titan.sweep.job_exit.AGAIN`), it puts
+the job back into the queue, `cluster.requeues` times at most, or leaves the rest to the next job of the chain. After a
+failure it does the same `cluster.restarts` times at most, and excludes the node that failed. Its last act is to leave
+`JOB.LIFE.end` beside itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+from typing import Any
+
+from launchers.slurm.shape import Shape
+from titan.cluster.schema import Cluster, minutes
+from titan.sweep.job_exit import AGAIN, DIED, TERMINATING
+from titan.training.signals import PREEMPT, preempt_signal
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a script is to do.
+
+    Attributes:
+        folder: where scripts, words and lists lie: the sweep's `slurm/`.
+        list: the file that names the points, by their place in the array.
+        name: of the job, for people.
+        token: by which its jobs are found when their numbers got lost.
+        code: the folder that titan is imported from.
+        count: points, each an element of the array; 1 makes no array.
+        at_once: elements that may run at the same time; None: all.
+        after: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
+    """
+
+    folder: Path
+    list: Path
+    name: str
+    token: str
+    code: Path
+    count: int
+    at_once: int | None = None
+    after: str | None = None
+
+    @property
+    def runs(self) -> Path:
+        """The file that names the directories of the points' runs, a line each, for the shell."""
+        return self.list.with_suffix(".runs")
+
+
+BEFORE = r"""
+set +e +u +o pipefail
+job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+job=${job:-$SLURM_JOB_ID}
+life=$folder/$job.${SLURM_RESTART_COUNT:-0}
+record=${chain:-$folder/$job}.restarts
+[ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && rm -f "$record"
+restarted=$(cat "$record" 2>/dev/null | wc -l)
+note='' told='' without=''
+end() {
+  printf '{"code": %d, "again": %s, "state": "%s", "why": "%s", "note": "%s"}\n' \
+    "$code" "$1" "$state" "$2" "$note" > "$life.end.tmp"
+  mv "$life.end.tmp" "$life.end"
+  rm -f "$life/meet"
+  find "$life" "$life.out" -empty -delete 2>/dev/null
+}
+rm -rf "$life" "$life".*
+[ -n "$chain" ] && [ -e "$chain" ] && exit 0
+if [ "${SLURM_RESTART_COUNT:-0}" -gt $((requeues + restarted)) ]; then
+  code=AGAIN; state=RUNNING
+  end false "started again more often than cluster.requeues=$requeues allows"; exit $code
+fi
+mkdir -p "$life" && (cd "$life" && seq 0 $((${SLURM_JOB_NUM_NODES:-1} - 1)) | xargs mkdir -p && : > meet)
+trap : TERM
+"""
+"""What precedes the ranks: among others a folder for the words of each node's ranks, since one for all would have
+thousands of files, and an empty file for rank 0's address: where it is missed once, a shared folder's client may go on
+missing it for a while. An element of an array goes by that name, since its own number may be the whole array's.
+Files of this life can only be those of another job that had the same number. The site's own lines may have set the
+shell to end at the first error. `$record` has a line for each restart after a failure: the step of the last checkpoint
+then; these restarts do not count as requeues."""
+AFTER = r"""
+code=$?
+state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
+case $code in TOLD) code=AGAIN ;; 143) code=130 ;; esac
+if [ -e "$life/again" ]; then
+  code=AGAIN
+elif compgen -G "$life/*/*.error" >/dev/null || grep -qsE ": (DIED)" "$life.out"; then
+  case $code in AGAIN | 130) code=1 ;; esac
+elif [ -e "$life/stop" ]; then
+  code=130
+fi
+saved() {
+  run=$(sed -n "$((${SLURM_ARRAY_TASK_ID:-0} + 1))p" "$runs")
+  (cd "$run/checkpoints" && ls -d step-*/manifest.json) 2>/dev/null | tr -dc '0-9\n' | sort -n | tail -n 1
+}
+killed() {
+  sed -nE "$1 s/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p" "$life.out"
+}
+raised() {
+  cat "$life"/*/*.error | sort -k4,4r -k6,6n |
+    sed -nE 's/^\{"lost": '"$1"', "killed": [a-z]+, "time": [0-9.]+, "node": "([^"]+)".*/\1/p'
+}
+failed_node() {
+  { killed '/TERMINATING/q;'; raised false; killed; raised true; } 2>/dev/null | head -n 1
+}
+avoid() {
+  [ -n "$1" ] || return
+  others=$(scontrol show job --oneliner "$job" 2>/dev/null | sed -nE 's/.* ExcNodeList=([^( ]+).*/\1/p')
+  excluded=${others:+$others,}$1
+  case $(sbatch --test-only --exclude="$excluded" "$0" 2>&1) in *"configuration is not available"*) return ;; esac
+  without=$1
+}
+again() {
+  end true
+  if [ -n "$chain" ]; then
+    next=$(squeue --me --noheader --states=PENDING --name="$SLURM_JOB_NAME" --format=%i 2>/dev/null)
+  elif (trap '' TERM && exec scontrol requeue "$job"); then
+    next=$job
+  else
+    note=${note:+Slurm refused to requeue the job}
+    end false "${told:+Slurm refused to requeue the job}"
+    return
+  fi
+  [ -n "$without" ] || return
+  for one in $next; do
+    (trap '' TERM
+      for pause in 0.2 1 2 3 0; do scontrol update JobId="$one" ExcNodeList="$excluded" && break; sleep $pause; done)
+  done
+}
+if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 130 ] && [ "$state" = RUNNING ]; }; then
+  told=yes
+  if [ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" -ge $((requeues + restarted)) ]; then
+    end false "told to save and end, and cluster.requeues=$requeues is used up"
+  else
+    again
+  fi
+  exit AGAIN
+fi
+case $code in 0 | 130 | AGAIN) may=0 ;; *) may=$restarts ;; esac
+grep -qsE '^\{"lost": [a-z]+, "killed": [a-z]+, "time": [0-9.]+, "node": "[^"]*", "code": 2,' "$life"/*/*.error && may=0
+if [ "$may" -gt 0 ] && [ "${state:-RUNNING}" = RUNNING ]; then
+  step=$(saved)
+  if [ "$restarted" -ge "$restarts" ]; then
+    note="cluster.restarts=$restarts is used up"
+  elif [ "$restarted" -gt 0 ] && [ "${step:-0}" -le "$(tail -n 1 "$record")" ]; then
+    note="not restarted, since no checkpoint was saved after the last restart"
+  else
+    avoid "$(failed_node)"
+    echo "${step:-0}" >> "$record"
+    note="restart $((restarted + 1)) of $restarts${without:+ without $without}"
+    again
+    exit AGAIN
+  fi
+fi
+[ -n "$chain" ] && : > "$chain"
+end false
+exit $code
+"""
+"""What follows the ranks' end: decide what it means, and leave word of it. `$chain` names the file that tells the rest
+of a chain of jobs that there is nothing left to do; it is empty where jobs are put back into the queue.
+
+Ranks that ended because they were told to leave a file that says so (`launchers.slurm.job`), and end well: srun would
+end those that are not as far. Those that the signal before preemption or SIGTERM killed before they listened show 128
+and its number (TOLD), or 143. srun gives the highest exit code of all ranks: where one failed, those of the ranks that
+were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that is, and was
+told to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal. Requeueing ends what
+runs in the job by SIGTERM, also the command that asks, and what follows it has until Slurm's KillWait.
+
+After a failure that is no refusal (exit code 2), a job is started again where `cluster.restarts` allows, but a second
+time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that failed
+first (see `titan.sweep.job_exit.error`) is excluded, unless Slurm says that the other nodes can't take the job. Slurm
+lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long enough,
+since the credential of its last life has to expire first.
+"""
+
+
+_ODD = re.compile(r"[^\w.+-]+")
+
+
+def parameters(shape: Shape, work: Work) -> dict[str, Any]:
+    """What submitit is told: the options of sbatch."""
+    cluster = shape.cluster
+    asked: dict[str, Any] = {
+        "job_name": f"{_ODD.sub('-', work.name)}-{work.token}",  # the comment may be the user's own
+        "comment": work.token,
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.ranks if cluster.tasks == "rank" else 1,
+        "cpus_per_task": _cores(shape),
+        "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
+        "exclusive": True if shape.whole else None,
+        "dependency": None if work.after is None else f"afterany:{work.after}",
+        **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude", "gres")},
+    }
+    return {
+        **{name: value for name, value in asked.items() if value is not None},
+        "time": minutes(cluster.time),  # None too: submitit would say five minutes, and give a name for accounts
+        "wckey": None,
+        "signal_delay_s": cluster.signal_seconds,
+        "stderr_to_stdout": True,
+        "use_srun": False,
+        "array_parallelism": work.at_once or work.count,
+        "additional_parameters": _more(shape, work),
+    }
+
+
+def signal_of(cluster: Cluster) -> Signals:
+    """The signal by which Slurm asks a job's ranks to save and end.
+
+    Raises:
+        Refusal: for one that can't mean that.
+    """
+    return preempt_signal({**os.environ, **(cluster.environment or {})})
+
+
+def _cores(shape: Shape) -> int | None:
+    """Cores of a task; a node's program needs one for each of its ranks at least."""
+    each = shape.cluster.cpus_per_rank
+    return each if shape.cluster.tasks == "rank" else (each or 1) * shape.ranks
+
+
+def _more(shape: Shape, work: Work) -> dict[str, Any]:
+    """Options of sbatch that submitit has no words for; the user's own come last."""
+    cluster = shape.cluster
+    own: dict[str, Any] = {"output": f"{work.folder}/{'%A_%a' if work.count > 1 else '%j'}.out"}
+    own |= {"signal": f"{signal_of(cluster).name.removeprefix('SIG')}@{cluster.signal_seconds}"}
+    own |= {"no-requeue" if cluster.chain else "requeue": True}
+    own |= {"reservation": cluster.reservation} if cluster.reservation else {}
+    own |= {"mem": memory} if (memory := _memory(shape)) else {}
+    return own | dict(cluster.sbatch or {})
+
+
+def _memory(shape: Shape) -> str | None:
+    """Memory on each node as sbatch takes it, where 0 is all there is; None: Slurm's default."""
+    cluster = shape.cluster
+    if shape.whole and cluster.node_memory_gib is None:
+        return "0"
+    each = cluster.node_memory_gib or (cluster.rank_memory_gib or 0) * shape.ranks
+    return f"{round(each * 1024)}M" if each else None
+
+
+def text(shape: Shape, work: Work) -> str:
+    """The whole script.
+
+    Raises:
+        ModuleNotFoundError: without submitit.
+    """
+    from submitit.slurm.slurm import _make_sbatch_string
+
+    count = work.count if work.count > 1 else None
+    script = _make_sbatch_string(
+        command=command(shape, work), folder=work.folder, map_count=count, **parameters(shape, work)
+    )
+    return str(script)
+
+
+def command(shape: Shape, work: Work) -> str:
+    """What the script runs, as lines of bash."""
+    before, after = (_filled(part, shape.cluster) for part in (BEFORE, AFTER))
+    return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
+
+
+def _filled(part: str, cluster: Cluster) -> str:
+    told = str(128 + signal_of(cluster))
+    for name, value in (("AGAIN", str(AGAIN)), ("DIED", DIED), ("TERMINATING", TERMINATING), ("TOLD", told)):
+        part = part.replace(name, value)
+    return part.strip()
+
+
+def _site(shape: Shape) -> list[str]:
+    """What the site wants to have run before."""
+    cluster = shape.cluster
+    lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
+    return [
+        *lines,
+        *cluster.setup,
+        *(f"export {name}={shlex.quote(value)}" for name, value in (cluster.environment or {}).items()),
+    ]
+
+
+def _own(shape: Shape, work: Work) -> list[str]:
+    """Where titan is imported from, ahead of the directory that the job was submitted from; and what follows needs."""
+    chain = f"{work.list}.over" if shape.cluster.chain else ""
+    return [
+        f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
+        f"export {PREEMPT}={signal_of(shape.cluster).name.removeprefix('SIG')}",
+        f"folder={shlex.quote(str(work.folder))}",
+        f"runs={shlex.quote(str(work.runs))}",
+        f"requeues={shape.cluster.requeues}",
+        f"restarts={shape.cluster.restarts}",
+        f"chain={shlex.quote(chain)}",
+    ]
+
+
+def _srun(shape: Shape, work: Work) -> str:
+    """The line that starts the ranks; what srun itself has to say goes into a file of this life."""
+    cluster = shape.cluster
+    python = cluster.python or sys.executable
+    per_task = _cores(shape)
+    words = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--unbuffered"]
+    words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
+    words += [*_pyxis(shape), *cluster.srun]
+    inner = [*_apptainer(shape, work), python, "-u", "-m", "launchers.slurm.job", str(work.list)]
+    return f'{shlex.join(words)} --output="$life/%n/%t.out" {shlex.join(inner)} "$life" 2>>"$life.out"'
+
+
+def _pyxis(shape: Shape) -> list[str]:
+    cluster = shape.cluster
+    if cluster.container != "pyxis":
+        return []
+    mounts = [f"--container-mounts={','.join(cluster.mounts)}"] if cluster.mounts else []
+    return [f"--container-image={cluster.image}", *mounts, f"--container-workdir={os.getcwd()}"]
+
+
+def _apptainer(shape: Shape, work: Work) -> list[str]:
+    cluster = shape.cluster
+    if cluster.container != "apptainer":
+        return []
+    binds = [word for mount in cluster.mounts for word in ("--bind", mount)]
+    gpus = ["--nv"] if shape.gpus else []
+    return ["apptainer", "exec", *gpus, "--pwd", os.getcwd(), *binds, str(cluster.image)]

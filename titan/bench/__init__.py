@@ -1,0 +1,1 @@
+"""Benchmarks: titan beside the bare PyTorch loop."""

@@ -1,0 +1,130 @@
+"""What titan's speed is measured against: the bare PyTorch loop, and what the device can do at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.compile.schema import Compile
+from titan.dataset.loader import Loader, Shape, Share
+from titan.dataset.mixture import Mix
+from titan.memory import schema as memory
+from titan.model import init_weights, loss
+from titan.precision import schema as precision
+from titan.run.recipe import Run
+
+
+class BareLoop:
+    """The shortest loop that trains the same model on the same rows: nothing is logged, checked or loaded in it.
+
+    Fused optimizer, torch's own clipping and compiling, rows preloaded on the device, no reading of results in between.
+    """
+
+    def __init__(self, run: Run, mix: Mix, device: torch.device, preloaded: int = 8, autocast: bool = False) -> None:
+        """Build the loop.
+
+        Args:
+            run: what is trained; its layout must be one device.
+            mix: the rows.
+            device: where.
+            preloaded: so many global batches are loaded beforehand and repeated.
+            autocast: compute in the run's precision through torch.autocast, not as the model does it by itself.
+        """
+        with torch.device("meta"):
+            self.model: Any = run.model.build()
+        if not autocast:
+            precision.apply(self.model, run.precision, run.precision.choose(run.model.products()).taken)
+        if run.training.loss_chunk is not None and self.model.head is not None:
+            self.model.head.chunked = partial(loss.chunked, chunk=run.training.loss_chunk)
+        memory.apply(self.model.blocks(), run.memory)
+        self.loss = self._compiled(run.compile)
+        init_weights.materialise(self.model, self.model.initial(), run.training.seed, device)
+        self.optimizer = run.optimizer.build(self.model.named_parameters())
+        self.batches = _preload(run, mix, device, preloaded)
+        self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
+        self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
+
+    def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Any]:
+        """The summed loss of tokens and targets, compiled: blocks and head, all as one graph, or nothing."""
+
+        def summed(x: Tensor, y: Tensor) -> Any:
+            return self.model.head(self.model(x), y)
+
+        if how.scope == "block":
+            for module in (*self.model.blocks(), self.model.head):
+                module.compile(backend=how.backend, fullgraph=True)
+        return torch.compile(summed, backend=how.backend, fullgraph=True) if how.scope == "model" else summed
+
+    def steps(self, count: int) -> None:
+        """Train `count` steps."""
+        for _ in range(count):
+            tokens, targets = self.batches[self.step % len(self.batches)]
+            for x, y in zip(tokens, targets, strict=True):
+                with self.cast:
+                    loss = self.loss(x, y) * self.scale
+                loss.backward()
+            if self.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+
+
+def _preload(run: Run, mix: Mix, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+    shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
+    with Loader(mix, run.training, Share(0, 1), shape) as loader:
+        batches = [torch.from_numpy(next(loader).fields[:2]).to(device).long() for _ in range(count)]
+    return [(tokens, targets) for tokens, targets in batches]
+
+
+def seconds(work: Callable[[], None], device: torch.device) -> float:
+    """How long `work` takes, until the device has done it."""
+    _wait(device)
+    start = time.perf_counter()
+    work()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
+    """The best speed of a square matrix product of that size, TFLOP/s."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = a @ b
+    best = min(seconds(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
+    return 3 * 2 * size**3 / best / 1e12
+
+
+def float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
+    """The best speed of a square product of float8 matrices with a scale each, TFLOP/s; CUDA only."""
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def product() -> None:
+        torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    product()
+    best = min(seconds(lambda: _repeat(product, 3), device) for _ in range(repeats))
+    return 3 * 2 * size**3 / best / 1e12
+
+
+def copy_gb_per_second(device: torch.device, mebibytes: int, repeats: int = 10) -> float:
+    """The best speed of a copy inside the device's memory, bytes read and written, GB/s."""
+    source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = min(seconds(lambda: _repeat(lambda: target.copy_(source), 3), device) for _ in range(repeats))
+    return 3 * 2 * source.numel() / best / 1e9
+
+
+def _repeat(work: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        work()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

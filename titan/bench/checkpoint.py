@@ -1,0 +1,144 @@
+"""What saving takes: `python -m titan.bench --suite checkpoint`.
+
+The same model is trained three times, each in a process of its own: without saving, with saves that training waits for,
+and with saves beside training. Before each, the bytes of a checkpoint are written to the same disk in one plain file,
+for comparison. On a CPU the saving thread and training share the cores, so the steps beside a save are shown too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.config.settings import Refusal
+from titan.metrics.plot import read_lines
+from titan.run.recipe import Run
+
+SHAPE = [
+    "dataset=synthetic", "dataset.vocab=32000", "model.vocab=32000", "model.dim=768", "model.layers=10",
+    "model.heads=12", "model.kv_heads=12", "model.head_dim=64", "model.ffn=2048", "training.seq_len=128",
+    "training.global_batch=512",
+]  # fmt: skip
+"""120M parameters: 1.3 GiB with AdamW's state."""
+MODES = ("off", "sync", "async")
+EVERY = 6
+WARM = 2
+"""Steps at the beginning that are left out: first allocations."""
+_PIECE = 16 * 2**20
+
+Train = Callable[[list[str], Path], int]
+"""Runs titan.train with overrides in a directory; gives its exit code."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a mode took; medians.
+
+    Attributes:
+        mode: of `checkpoint.mode`.
+        step: seconds of a step.
+        beside: seconds of the step after a save: beside its copy and its writing, where saves are beside training.
+        stall: seconds for which training waited for a save.
+        first: the same for the first save alone, which takes its memory.
+        save: seconds from the call to a complete checkpoint.
+        gib: of a checkpoint.
+        memory: the process's peak, GiB.
+    """
+
+    mode: str
+    step: float
+    beside: float | None
+    stall: float | None
+    first: float | None
+    save: float | None
+    gib: float | None
+    memory: float
+
+    def row(self) -> str:
+        """As a line of the table."""
+        share = f"{self.stall / self.step:.1%}" if self.stall is not None else "-"
+        rate = f"{self.gib / self.save:.2f}" if self.gib and self.save else "-"
+        cells = (self.step, self.beside, self.stall, share, self.first, self.save, rate, self.memory)
+        return f"{self.mode:<8}" + "".join(f"{_cell(value):>14}" for value in cells)
+
+
+TITLES = ("s/step", "after a save", "stall, s", "of a step", "first, s", "save, s", "GiB/s", "peak, GiB")
+HEADER = f"{'saving':<8}" + "".join(f"{title:>14}" for title in TITLES)
+
+
+def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train) -> dict[str, Any]:
+    """Measure and print a table.
+
+    Args:
+        run: what is trained, for its size.
+        overrides: that give it.
+        saves: how many to time in each mode, beside the first.
+        folder: on the disk that is to be measured.
+        train: see `Train`.
+
+    Returns:
+        All figures.
+    """
+    steps, plain, found = EVERY * (saves + 1) + EVERY // 2, [], []
+    size = run.model.parameters() * 12  # weights and AdamW's two moments, in fp32
+    print(f"{run.model.parameters() / 1e6:.0f}M parameters, a save every {EVERY} steps\n\n{HEADER}")
+    for mode in MODES:
+        plain.append(size / 2**30 / write_plainly(folder / "plain", size))
+        how = [f"checkpoint={mode}", f"checkpoint.every={EVERY}", "checkpoint.keep=1", "checkpoint.grace=0"]
+        place = folder / mode
+        if train([*overrides, *how, f"training.steps={steps}", f"hydra.run.dir={place}"], place):
+            raise Refusal(f"checkpoint={mode}: the run that was to be measured failed; try it with titan.train.")
+        found.append(taken(mode, read_lines(place / "metrics.jsonl"), steps))
+        shutil.rmtree(place)
+        print(found[-1].row(), flush=True)
+    print(f"one plain file of the same size, written and synced: {statistics.median(plain):.2f} GiB/s")
+    print(f"peak memory beside that without saving: {', '.join(_added(found))}")
+    return {"plain_gib_per_second": plain, "saving": [asdict(saving) for saving in found]}
+
+
+def _added(found: Sequence[Taken]) -> list[str]:
+    without, *others = found
+    return [f"{taken.mode} {taken.memory - without.memory:+.2f} GiB" for taken in others]
+
+
+def taken(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> Taken:
+    """What a run took, from its metrics; the save at its end is left out, for which it has to wait."""
+    timed = [line for line in lines if "step_seconds" in line and line["step"] > WARM]
+    after = [line["step_seconds"] for line in timed if line["step"] % EVERY == 1]
+    others = [line["step_seconds"] for line in timed if line["step"] % EVERY != 1]
+    saves = [line for line in lines if line.get("checkpoint_step", steps) < steps]
+    stalls = [line["checkpoint_stall_seconds"] for line in saves]
+    return Taken(
+        mode=mode,
+        step=statistics.median(others),
+        beside=statistics.median(after) if mode != "off" else None,
+        first=stalls[0] if stalls else None,
+        stall=statistics.median(stalls[1:]) if stalls[1:] else None,
+        save=statistics.median(line["checkpoint_seconds"] for line in saves[1:]) if saves[1:] else None,
+        gib=saves[0]["checkpoint_gib"] if saves else None,
+        memory=max(line["memory_gib"] for line in timed),
+    )
+
+
+def write_plainly(file: Path, size: int) -> float:
+    """Seconds that it takes to write and sync one file of `size` bytes that can't be compressed."""
+    piece, began = os.urandom(_PIECE), time.perf_counter()
+    with file.open("wb", buffering=0) as out:
+        for start in range(0, size, _PIECE):
+            out.write(piece[: size - start])
+        os.fsync(out.fileno())
+    seconds = time.perf_counter() - began
+    file.unlink()
+    return seconds
+
+
+def _cell(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
+    return "-" if value is None else f"{value:.3f}"

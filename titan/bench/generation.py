@@ -1,0 +1,78 @@
+"""How fast text is generated: `python -m titan.bench --suite generate`.
+
+With the cache against computing every token anew for each next one, as the trainer's sample does because it works on
+every layout. Weights are random: speed does not depend on them. Rounds alternate, so that other work on the machine
+slows both sides.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from titan.bench.bare_loop import seconds
+from titan.cluster.rank_info import Place
+from titan.generation.decode import Decoding, Row, Rules
+from titan.model import init_weights
+from titan.parallelism import mesh
+from titan.run.recipe import Run
+from titan.training import build
+from titan.training.sample import continuation
+
+PROMPT = 16
+"""Tokens of each prompt."""
+ROWS = 8
+"""Of a batch."""
+
+
+def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> list[dict[str, Any]]:
+    """Measure a model of random weights and print a line each.
+
+    Args:
+        run: which model, in which type, on which device.
+        rounds: how often each is taken.
+        lengths: how many tokens are generated.
+
+    Returns:
+        For each length the median tokens/s, and the ratio of the first two round by round.
+    """
+    world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
+    model = build.for_generation(run.model, run.precision, world)
+    init_weights.materialise(model, model.initial(), 0, world.device)
+    together = f"{ROWS} rows together"
+    print(f"\n{'new tokens':>10} {'anew, tokens/s':>15} {'cache, tokens/s':>16} {'ratio':>6} {together:>18}")
+    return [_length(model, world.device, length, rounds) for length in lengths]
+
+
+def _length(model: Any, device: torch.device, length: int, rounds: int) -> dict[str, Any]:
+    def cached(rows: int) -> Callable[[], None]:
+        decoding = Decoding(model, Rules(temperature=0.8, top_k=40, max_tokens=length), device=device)
+        return lambda: decoding.run([Row(range(PROMPT), sample) for sample in range(rows)])
+
+    ways = {"anew": lambda: _anew(model, device, length), "cache": cached(1), "rows": cached(ROWS)}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in list(ways)[:: -1 if number % 2 else 1]:
+            times[name].append(seconds(ways[name], device))
+    rates = {name: length / statistics.median(taken) for name, taken in times.items()}
+    rates["rows"] *= ROWS
+    ratios = [anew / cache for anew, cache in zip(times["anew"], times["cache"], strict=True)]
+    ratio = statistics.median(ratios)
+    print(
+        f"{length:>10} {rates['anew']:>15,.0f} {rates['cache']:>16,.0f} {ratio:>6.2f} {rates['rows']:>18,.0f}",
+        flush=True,
+    )
+    return {"new_tokens": length, "tokens_per_second": rates, "ratios": ratios}
+
+
+def _anew(model: Any, device: torch.device, length: int) -> None:
+    """The trainer's way: all tokens go through the model for each next one."""
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        row = torch.tensor([tokens], device=device)
+        return model.head(model(row))[0, -1].float()  # type: ignore[no-any-return]
+
+    continuation(logits, list(range(PROMPT)), length, window=PROMPT + length, vocab=model.config.vocab, seed=0)

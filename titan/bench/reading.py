@@ -1,0 +1,105 @@
+"""How well reading does: the loader against numpy on the same rows, and the order of rows.
+
+Part of `python -m titan.bench --suite data`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan.dataset.corpora import mixed, opened, ready
+from titan.dataset.loader import Loader, Shape, Share
+from titan.dataset.mixture import Mix
+from titan.dataset.permutation import Order
+from titan.dataset.schema import Synthetic
+from titan.training.schema import Training
+
+SEQ_LENS = (256, 2048, 8192)
+BATCH = 2**16
+CHECKED = 10_000_000
+
+
+def reading(place: Path, megatokens: int, rounds: int) -> list[dict[str, float]]:
+    """Tokens a second through the loader and through a plain loop over a memory map, in turn, for rows of any length.
+
+    Args:
+        place: an empty folder.
+        megatokens: millions of tokens in the corpus, all of which are read in each round.
+        rounds: how often.
+    """
+    data = Synthetic(tokens=megatokens * 10**6, vocab=4096, cache=str(place / "reading"), validation=0)
+    folders = opened(ready(data))
+    found = []
+    for seq_len in SEQ_LENS:
+        training = Training(seq_len=seq_len, global_batch=BATCH)
+        mix = mixed(data, training, folders)
+        steps = mix.sources[0].split.tokens // BATCH - 1
+        taken: dict[str, list[float]] = {"loader": [], "numpy": []}
+        for number in range(rounds):
+            sides = [("loader", _loader), ("numpy", _numpy)]
+            for name, work in sides if number % 2 else reversed(sides):
+                taken[name].append(_seconds(partial(work, mix, training, steps)))
+        rates = {name: steps * BATCH / statistics.median(seconds) for name, seconds in taken.items()}
+        share = statistics.median(n / t for t, n in zip(taken["loader"], taken["numpy"], strict=True))
+        print(
+            f"reading rows of {seq_len:,}: {rates['loader'] / 1e6:,.0f}M tokens/s, {share:.2f} of numpy's speed "
+            f"({rates['numpy'] / 1e6:,.0f}M)",
+            flush=True,
+        )
+        found.append({"seq_len": seq_len, **rates, "of_numpy": share})
+    return found
+
+
+def order() -> dict[str, float]:
+    """Indices a second, whether an epoch is a permutation, and whether residues of place and row are independent."""
+    rows = Order(CHECKED, 1)
+    start = time.perf_counter()
+    got = np.concatenate([rows.rows_at(np.arange(i, i + 10_000)) for i in range(0, CHECKED, 10_000)])
+    rate = CHECKED / (time.perf_counter() - start)
+    bijective = bool((np.bincount(got, minlength=CHECKED) == 1).all())
+    worst = max(abs(_deviation(got, modulus)) for modulus in (2, 3, 7, 8, 64, 1000))
+    print(f"order: {rate / 1e6:.1f}M indices/s; {CHECKED:,} rows {'each once' if bijective else 'NOT each once'};")
+    print(f"  residues of place and row: at most {worst:.1f} standard deviations from independence")
+    return {"indices_per_second": rate, "bijective": bijective, "residues": worst}
+
+
+def _deviation(got: Any, modulus: int) -> float:
+    """Chi-square of (place mod m) against (row mod m), as standard deviations from its mean."""
+    table = np.zeros((modulus, modulus))
+    np.add.at(table, (np.arange(got.size) % modulus, got % modulus), 1)
+    expected = got.size / modulus**2
+    freedom = (modulus - 1) ** 2
+    return float((((table - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _loader(mix: Mix, training: Training, steps: int) -> None:
+    shape = Shape(1, training.rows, training.seq_len)
+    with Loader(mix, training, Share(0, 1), shape) as loader:
+        for _ in range(steps):
+            next(loader)
+
+
+def _numpy(mix: Mix, training: Training, steps: int) -> None:
+    """Read the same rows from maps of the files into an array of the same type: tokens and targets, nothing else."""
+    split, length = mix.sources[0].split, training.seq_len
+    maps = [np.memmap(shard.path.with_suffix(".tokens"), split.dtype, mode="r") for shard in split.shards]
+    whole = maps[0] if len(maps) == 1 else np.concatenate(maps)
+    for step in range(steps):
+        _, rows = mix.locate(np.arange(step * training.rows, (step + 1) * training.rows))
+        out = np.empty((2, training.rows, length), dtype=np.int32)
+        for slot, row in enumerate(rows.tolist()):
+            part = whole[row * length : row * length + length + 1]
+            out[0, slot], out[1, slot] = part[:-1], part[1:]

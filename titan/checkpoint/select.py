@@ -1,0 +1,171 @@
+"""Which checkpoint a life begins from: the last complete one, here or elsewhere, or the one that is named.
+
+Only sizes are looked at here; `titan.checkpoint.restore` looks at the content once there are ranks to share that.
+Free of torch.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import Damaged, Manifest
+from titan.checkpoint.remote import INDEX, Remote, is_url, of
+from titan.checkpoint.schema import Checkpoint
+from titan.config.settings import Refusal
+from titan.files.untrusted import shown
+
+COUNTS = {"hf": "config.json", "meta": "params.json"}
+"""The file that makes an exported folder count."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that one may begin from: its folder or URL, its manifest, and what is to be said of others."""
+
+    path: str
+    about: Manifest
+    notes: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """What a fork records as its parent: "science_id@step"."""
+        return f"{self.about.science_id}@{self.about.step}"
+
+
+def newest(
+    directory: Path, elsewhere: str | None = None, run_id: str | None = None
+) -> tuple[Candidate | None, tuple[str, ...]]:
+    """The last complete checkpoint of the run in `directory`, and what is to be said of others.
+
+    Args:
+        directory: the run's.
+        elsewhere: `checkpoint.path`, where there may be more.
+        run_id: the run's, where it has begun already.
+
+    Raises:
+        Refusal: when it can't be told whether there is any.
+    """
+    here, notes = _here(directory, run_id)
+    if elsewhere is None:
+        return here, notes
+    remote = of(elsewhere, str(directory))
+    try:
+        if run_id and remote.run_id() not in (None, run_id):
+            raise Refusal(
+                f"checkpoint.path={elsewhere}: has copies of another run of the same name, at {remote.url}; give "
+                "another checkpoint.path, or another name."
+            )
+        found, more = _there(remote, here.about.step if here else 0, run_id)
+        return found or here, (*notes, *more)
+    except (OSError, ValueError, KeyError, Damaged) as error:
+        if here is None:
+            raise Refusal(
+                f"checkpoint.path={elsewhere}: can't be read ({error}), and there is no checkpoint in {directory}; "
+                "mend that, or give checkpoint.path=null."
+            ) from error
+        notes = (*notes, f"checkpoint.path={elsewhere} can't be read ({error})")
+    return here, notes
+
+
+def owed(how: Checkpoint, directory: Path, step: int) -> bool:
+    """Whether what was to follow a checkpoint in the run's directory is not done: its export, or the copy elsewhere.
+
+    Where it can't be told, it is not.
+    """
+    folder = manifest.folder_of(directory, step)
+    if manifest.read(folder) is None:
+        return False
+    if how.export and not (folder / how.export / COUNTS[how.export]).is_file():
+        return True
+    with suppress(OSError, Damaged):
+        return how.path is not None and step not in of(how.path, str(directory)).index()
+    return False
+
+
+def _there(remote: Remote, after: int, run_id: str | None) -> tuple[Candidate | None, list[str]]:
+    """The last complete checkpoint elsewhere of those after a step, and what is to be said of others."""
+    notes: list[str] = []
+    for step in sorted((step for step in remote.index() if step > after), reverse=True):
+        try:
+            about = remote.manifest(step)
+            _of_run(about, run_id)
+            return Candidate(f"{remote.url}/step-{step}", about), notes
+        except Damaged as damage:
+            notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {damage}")
+    return None, notes
+
+
+def _here(directory: Path, run_id: str | None = None) -> tuple[Candidate | None, tuple[str, ...]]:
+    last, notes, place = None, [], directory / "checkpoints"
+    if place.exists() and not place.is_dir():
+        raise Refusal(
+            f"hydra.run.dir={directory}: {place.name} in it is a file, where the folder of checkpoints should be; "
+            "move it away, or choose another name."
+        )
+    for folder in manifest.steps(directory):
+        try:
+            about = _of_run(manifest.inspect(folder), run_id)
+        except Damaged as damage:
+            notes.append(f"checkpoint {folder.name} is damaged and not used: {damage}")
+            continue
+        last = Candidate(str(folder), about) if about else last
+        if about is None and (folder / manifest.BROKEN).exists():
+            notes.append(f"checkpoint {folder.name} was found damaged, and is not used")
+    after = last.about.step if last else -1
+    return last, tuple(note for note in notes if int(note.split()[1].partition("-")[2]) > after)
+
+
+def _of_run(about: Manifest | None, run_id: str | None) -> Manifest | None:
+    """The manifest, where it is of the run with this id or that is not known.
+
+    Raises:
+        Damaged: when it is another run's.
+    """
+    if about and run_id and about.run_id != run_id:
+        raise Damaged(f"{manifest.NAME} is of another run ({shown(about.run_id)}, and this one is {run_id})")
+    return about
+
+
+def named(path: str, setting: str = "checkpoint.resume") -> Candidate:
+    """The checkpoint that `setting=path` means: one of them, or the last complete one of a run; a folder or a URL.
+
+    Raises:
+        Refusal: when there is none.
+    """
+    return _named_elsewhere(path, setting) if is_url(path) else _named_here(path, setting)
+
+
+def _named_here(path: str, setting: str) -> Candidate:
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
+        raise Refusal(f"{setting}={path}: there is no such directory; correct the path.")
+    if (folder / INDEX).is_file():  # copies, in a folder
+        return _named_elsewhere(str(folder), setting)
+    try:
+        about = manifest.inspect(folder)
+    except Damaged as damage:
+        raise Refusal(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
+    last, notes = (Candidate(str(folder), about), ()) if about else _here(folder)
+    if last is None:
+        why = f" ({'; '.join(notes)})" if notes else ""
+        others = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
+        way = f"take its weights: checkpoint.weights={path}" if others else "give a run's or a checkpoint's folder"
+        raise Refusal(f"{setting}={path}: holds no complete checkpoint{why}; {way}.")
+    return replace(last, notes=notes)
+
+
+def _named_elsewhere(url: str, setting: str) -> Candidate:
+    parent, _, name = url.rstrip("/").rpartition("/")
+    try:
+        if name.startswith("step-") and name[5:].isdigit():
+            return Candidate(url, Remote(parent, setting).manifest(int(name[5:])))
+        remote = Remote(url, setting)
+        steps = remote.index()
+        if steps:
+            return Candidate(f"{remote.url}/step-{max(steps)}", remote.manifest(max(steps)))
+    except (OSError, Damaged, ValueError, KeyError) as error:
+        raise Refusal(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
+    raise Refusal(f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them.")

@@ -1,0 +1,57 @@
+"""Which rank this process is, as told by whoever started it. Free of torch."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place among all.
+
+    Attributes:
+        rank, size: this rank and how many there are.
+        local_rank: this rank on its machine.
+        rendezvous: the URL at which the ranks meet (torch's init_method); "meet://FILE" where rank 0 writes into a file
+            that all see at which port it listens; empty for a single rank.
+        scheduled: whether a scheduler's signals reach it: see `titan.training.signals`.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    rendezvous: str = ""
+    scheduled: bool = False
+
+
+def found(env: Mapping[str, str]) -> Place | None:
+    """The place that torchrun or srun gave this process, or None when it was started alone.
+
+    torchrun sets RANK, LOCAL_RANK and WORLD_SIZE. srun sets SLURM_PROCID and SLURM_STEP_NUM_TASKS for each task of a
+    step; the shell of a batch script or an allocation has no step of several tasks and counts as alone.
+    """
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
+        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), "env://")
+    if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in env:
+        size, local = int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
+        return Place(int(env["SLURM_PROCID"]), size, local, f"tcp://{_slurm_address(env)}")
+    return None
+
+
+def _slurm_address(env: Mapping[str, str]) -> str:
+    """Where rank 0 of a Slurm step listens: the step's first node, at a port that follows from job and step."""
+    address = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
+    step = int(env.get("SLURM_STEP_ID", 0)) % 100
+    port = env.get("MASTER_PORT") or str(20000 + (int(env.get("SLURM_JOB_ID", 0)) * 100 + step) % 40000)
+    return f"{address}:{port}"
+
+
+def _first_host(nodes: str) -> str:
+    """The first name of a Slurm node list such as "gpu[003-006,9],login1"."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
+    if not match:
+        return os.uname().nodename
+    return match[1] + (match[2] or "") + (match[3] or "")

@@ -1,0 +1,1 @@
+"""The compile axis: torch.compile."""

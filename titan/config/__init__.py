@@ -1,0 +1,1 @@
+"""Typed settings, their checks, and what a command line consists of; it knows no axis by name."""

@@ -1,0 +1,36 @@
+"""Names of schema classes that don't depend on where a class lives. Free of torch.
+
+Ids, run.yaml and checkpoints name a class by its kind, and `_target_` may name it so. The kind of a class of titan is
+frozen: it equals the path that the class had first. A class of the user's own has its dotted path for a kind.
+"""
+
+from __future__ import annotations
+
+PLACES: dict[str, str] = {
+    "titan.dataset.schema.Chat": "titan.dataset.schema.Chat",
+    "titan.dataset.schema.Hub": "titan.dataset.schema.Hub",
+    "titan.dataset.schema.Jsonl": "titan.dataset.schema.Jsonl",
+    "titan.dataset.schema.Mixture": "titan.dataset.schema.Mixture",
+    "titan.dataset.schema.Parquet": "titan.dataset.schema.Parquet",
+    "titan.dataset.schema.Prepared": "titan.dataset.schema.Prepared",
+    "titan.dataset.schema.Stdlib": "titan.dataset.schema.Stdlib",
+    "titan.dataset.schema.Synthetic": "titan.dataset.schema.Synthetic",
+    "titan.dataset.schema.Text": "titan.dataset.schema.Text",
+    "titan.model.schema.Llama": "titan.model.schema.Llama",
+    "titan.model.schema.Qwen3": "titan.model.schema.Qwen3",
+    "titan.optimizer.AdamW": "titan.optimizer.schema.AdamW",
+    "titan.optimizer.Muon": "titan.optimizer.schema.Muon",
+    "titan.optimizer.SGD": "titan.optimizer.schema.SGD",
+}
+"""The present place of each kind. Who moves a class changes the right side of its line; the left side never changes."""
+
+
+def kind(cls: type) -> str:
+    """The name of a class in ids and files."""
+    path = f"{cls.__module__}.{cls.__qualname__}"
+    return next((kind for kind, place in PLACES.items() if place == path), path)
+
+
+def place(name: str) -> str:
+    """The dotted path where the class of this kind, or at this path, is imported from."""
+    return PLACES.get(name, name)

@@ -1,0 +1,86 @@
+"""Which packages of others a configuration may import: those that the user names, never those that a file names alone.
+
+The user names them on the command line (`modules=[mine]`) or in the environment (`TITAN_MODULES=mine,theirs`). A recipe
+or a site's file may say that it needs some; that is refused until the user lets it. Free of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from omegaconf import DictConfig, OmegaConf
+
+from titan.config.settings import Refusal, show
+
+VARIABLE = "TITAN_MODULES"
+HYDRA = ("titan", "experiments", "hydra.experimental.callbacks", "logging", "colorlog", "sys")
+"""What Hydra's own settings may name: classes of these. Others, such as `hydra.utils`, import what they are given."""
+
+
+def trusted(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The packages that the user lets be imported: of `modules=` on a command line, and of $TITAN_MODULES."""
+    found = dict.fromkeys(filter(None, re.split(r"[\s,:]+", os.environ.get(VARIABLE, ""))))
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        if override.key_or_group == "modules":
+            found |= dict.fromkeys(_listed(override.value()))
+    return tuple(found)
+
+
+def _listed(value: Any) -> Iterator[str]:
+    """The names in the value of an override; an interpolation names nothing, since files say what it is."""
+    if isinstance(value, ChoiceSweep):
+        for one in value.list:
+            yield from _listed(Override._convert_value(one))
+    elif isinstance(value, list):
+        yield from (str(name) for name in value if "${" not in str(name))
+
+
+def check(modules: Any, trusted: Sequence[str]) -> None:
+    """Refuse `modules` of the composed configuration that the user has not named.
+
+    Raises:
+        Refusal: naming them, and what to do when they are trusted.
+    """
+    if not isinstance(modules, list):
+        raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
+    if unknown := [str(name) for name in modules if str(name) not in trusted]:
+        raise Refusal(
+            f"modules={show(unknown)}: a configuration file asks for it, and only you may let code be imported; if you "
+            f"trust it, give modules={show(unknown)} on the command line, or set {VARIABLE}={','.join(unknown)}."
+        )
+
+
+def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse callbacks and loggers in Hydra's own settings that would import what the user has not named.
+
+    Raises:
+        Refusal: naming the first.
+    """
+    roots = (*HYDRA, *trusted(overrides))
+    content: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
+    for part in ("callbacks", "hydra_logging", "job_logging"):
+        for name in _imports(content.get(part)):
+            if name.startswith("logging.config") or not name.startswith(tuple(f"{r}." for r in roots)):
+                raise Refusal(
+                    f"hydra.{part}: names {name}, and only you may let code be imported; take it out, or give "
+                    f"modules=[{name.partition('.')[0]}]."
+                )
+
+
+def _imports(content: Any) -> Iterator[str]:
+    """What Hydra, or Python's logging, would import for a part of the settings."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            if key in ("_target_", "class", "()") and isinstance(value, str):
+                yield value
+            yield from _imports(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from _imports(value)
+    elif isinstance(content, str) and content.startswith("ext://"):
+        yield content.removeprefix("ext://")

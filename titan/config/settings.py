@@ -1,0 +1,450 @@
+"""Typed settings: what the schema of every axis is made of.
+
+A schema is a frozen dataclass whose fields come from `setting(default, help, ...)`. `build` turns what Hydra
+composed (plain dicts, lists and scalars) into instances of it, strictly: an unknown key, a wrong type or a value out
+of range raises a `Refusal`, a sentence that names the setting, its value and the way out.
+
+Nothing here imports torch or Hydra, so that schemas stay cheap to load.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import difflib
+import errno
+import importlib
+import math
+import operator
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, NoReturn
+
+from titan.config.kinds import place
+from titan.console.text import escape, is_redacted, safe
+
+MISSING = "???"
+"""OmegaConf's mark for a value that the user has to give."""
+
+TESTS: dict[str, Callable[[float, float], bool]] = {
+    "at_least": operator.ge,
+    "at_most": operator.le,
+    "above": operator.gt,
+    "below": operator.lt,
+}
+"""The limits that a setting may declare, and what each demands of a number."""
+LARGEST: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
+"""The largest numbers, either side of zero, that a setting without a `cap` admits: what 64 bits and fp32 still hold."""
+LONGEST = 4096
+"""Characters of a text: what a path may have."""
+LONG_WORD, SHOWN = 240, (100, 40)
+"""A longer word is cut in messages, to so many of its first and last characters."""
+
+
+class _Sentence(Exception):
+    """A sentence for the user; whatever names and URLs it quotes, it holds no secret and stays one line."""
+
+    def __init__(self, sentence: str = "") -> None:
+        super().__init__(safe(sentence))
+
+
+class Refusal(_Sentence):
+    """What can't work, in one plain sentence for the user: the program ends with exit code 2, without a traceback."""
+
+
+class Failure(_Sentence):
+    """What made a run fail, in one plain sentence for the user: exit code 1, without a traceback."""
+
+
+_EXHAUSTED = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS), "mend that file system, or choose another place"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+}
+
+
+def fault(error: BaseException) -> str | None:
+    """What this machine lacks, in a sentence for the user; None for an error of another kind, such as one of ours."""
+    if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
+        return None
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
+
+
+def setting(
+    default: Any = MISSING,
+    help: str = "",
+    *,
+    science: bool | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    cap: float | None = None,
+    words: tuple[str, ...] = (),
+    told: bool = True,
+    any_text: bool = False,
+) -> Any:
+    """Declare a field of a schema.
+
+    Args:
+        default: its value unless the user says otherwise; `MISSING` where the user must say.
+        help: one line for `--help` and the documentation.
+        science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
+        at_least, at_most, above, below: the range of a number (of each number, in a tuple).
+        cap: the largest number that is taken for one that is meant; unlike `at_most` it is no limit of the matter.
+        words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
+        told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
+        any_text: a text may be empty, long and have several lines.
+    """
+    limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
+    metadata = {
+        "help": help,
+        "science": science,
+        "words": words,
+        "told": told,
+        "limits": {k: v for k, v in limits.items() if v is not None},
+        "cap": cap,
+        "any_text": any_text,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence: "; did you mean 'x'?" with the known word nearest to `word`, or a full stop."""
+    known, (group, _, name) = sorted(known), word.rpartition(".")
+    # first a right name at the wrong place, `seed` for `training.seed`; then a name like it at the right place
+    close = [k for k in known if k.rpartition(".")[2] == name]
+    siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == group}
+    close = close or [siblings[k] for k in difflib.get_close_matches(name, siblings, n=1)]
+    close = close or difflib.get_close_matches(word, known, n=1, cutoff=0.8)
+    return f"; did you mean {close[0]!r}?" if close else "."
+
+
+def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -> Any:
+    """Make an instance of the schema `cls` from the composed mapping `data`.
+
+    Args:
+        cls: a dataclass; a `_target_` in `data` may name another one with a method `build` in its place.
+        data: plain containers, as Hydra composed them.
+        path: the dotted name of this place, for messages.
+        allowed: packages that `_target_` may name beside titan and experiments.
+
+    Raises:
+        Refusal: on an unknown key, a wrong type, a value out of range or one that is missing.
+    """
+    if not isinstance(data, Mapping):
+        raise Refusal(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
+    data = dict(data)
+    if "_target_" in data and hasattr(cls, "build"):
+        cls = _target(show(data.pop("_target_")), path, allowed)
+    values = parts(cls, data, path, allowed)
+    for name, field in _fields(cls).items():
+        if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
+            raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
+    return cls(**values)
+
+
+def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The values of those fields of the schema `cls` that `data` has; see `build`.
+
+    Raises:
+        Refusal: as `build`, but for what is missing.
+    """
+    fields, hints = _fields(cls), typing.get_type_hints(cls)
+    for key in data:
+        if key not in fields:
+            where = _join(path, str(key))
+            names = [_join(path, name) for name in fields]
+            raise Refusal(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
+    values = {}
+    for name, value in sorted(data.items(), key=_imports_last):
+        where, kind = _join(path, name.rstrip("_")), hints[name]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
+            values[name] = build(kind, value, where, allowed)
+        elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
+            values[name] = _named(nested, value, where, allowed)
+        else:
+            values[name] = _checked(value, kind, fields[name], where)
+    return values
+
+
+def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(cls) if field.init}
+
+
+def _named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """Instances of a schema by names of the user's own, in their order."""
+    for name in data:
+        check_text(str(name), f"{path}.{name}")
+    order = sorted(data.items(), key=_imports_last)
+    built = {name: build(cls, value, _join(path, str(name)), allowed) for name, value in order}
+    return {str(name): built[name] for name in data}
+
+
+def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
+    """Refuse every `_target_` in composed `data` that may not be named, before any of them is imported.
+
+    Raises:
+        Refusal: naming the first.
+    """
+    if isinstance(data, Mapping):
+        if isinstance(name := data.get("_target_"), str):
+            _check_target(name, path, allowed)
+        for key, value in data.items():
+            check_targets(value, allowed, _join(path, str(key)))
+
+
+def is_foreign(data: Any) -> bool:
+    """Whether composed `data` names a class of a package that is not titan's, so that to build it imports that."""
+    if not isinstance(data, Mapping):
+        return False
+    name = data.get("_target_")
+    return (isinstance(name, str) and not name.startswith("titan.")) or any(map(is_foreign, data.values()))
+
+
+def _imports_last(item: tuple[Any, Any]) -> bool:
+    """The order of building: code of others is imported once all else is checked."""
+    return is_foreign(item[1])
+
+
+def _values_of(kind: Any) -> Any:
+    """The schema that the values of a mapping (or null) have; None where `kind` is no mapping of schemas."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = [k for k in arguments if k is not type(None)]
+        return _values_of(kinds[0]) if len(kinds) == 1 else None
+    if typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1]):
+        return arguments[1]
+    return None
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """The schema's default values as plain containers, nested schemas included."""
+    hints = typing.get_type_hints(cls)
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            out[field.name] = defaults(kind)
+        else:
+            out[field.name] = list(field.default) if isinstance(field.default, tuple) else field.default
+    return out
+
+
+def plain(value: Any) -> Any:
+    """A schema's instance as plain containers, such as JSON and YAML carry."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    return value
+
+
+def show(value: Any) -> str:
+    """A value as one would type it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(show(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{k}:{show(v)}" for k, v in value.items()) + "}"
+    return str(value)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _help(field: dataclasses.Field[Any]) -> str:
+    return str(field.metadata.get("help") or "a value is needed")
+
+
+def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a class of a package that may not be named."""
+    roots = ("titan", "experiments", *allowed)
+    module = name.rpartition(".")[0]
+    if not any(module == root or module.startswith(root + ".") for root in roots):
+        raise Refusal(
+            f"{path}._target_={name}: only classes under {', '.join(roots)} may be named; "
+            f"if you trust this one, add modules=[{module.partition('.')[0] or name}]."
+        )
+
+
+def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
+    """The dataclass that `_target_` names, when its package may be named."""
+    _check_target(name, path, allowed)
+    module, _, attribute = place(name).rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise Refusal(f"{path}._target_={name}: no such class ({error}); correct the name.") from error
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and hasattr(cls, "build")):
+        raise Refusal(f"{path}._target_={name}: must be a dataclass with a method build; name another class.")
+    return cls
+
+
+def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -> Any:
+    if value is MISSING or value == MISSING:
+        return MISSING
+    words = field.metadata.get("words", ())
+    converted = _convert(value, kind, where, words)
+    typed = f"{where}={show(value)}"
+    for number in converted if isinstance(converted, tuple) else (converted,):
+        _in_range(number, field.metadata.get("limits", {}), typed, words)
+    for one in _scalars(converted):
+        _check_scalar(one, field.metadata, typed)
+    return converted
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The numbers and texts in a setting's value, however deep."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for one in value:
+        yield from _scalars(one)
+
+
+def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
+    """Refuse numbers that nobody means, and texts that can't be a name or a path."""
+    if isinstance(value, str):
+        check_text(value, typed, any_text=metadata.get("any_text", False))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        cap = metadata.get("cap") or LARGEST[type(value)]
+        if not math.isfinite(value):
+            raise Refusal(f"{typed}: must be a finite number.")
+        if abs(value) > cap:
+            raise Refusal(f"{typed}: must be at {f'most {_number(cap)}' if value > 0 else f'least -{_number(cap)}'}.")
+
+
+def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
+    """Refuse what can't be a name, a path or a word of a script, and URLs without their secrets.
+
+    Args:
+        text: the value of a setting, or a part of it.
+        typed: the setting and its value, for the message.
+        any_text: whether it may be empty, long and have several lines.
+
+    Raises:
+        Refusal: for what it must not have.
+    """
+    if "\0" in text:
+        raise Refusal(f"{typed}: holds a zero byte; leave it out.")
+    if any_text:
+        return
+    if not text.strip():
+        raise Refusal(f"{typed}: is empty; give a value, or leave it out.")
+    if escape(text) != text or not text.isprintable():
+        raise Refusal(f"{typed}: has a control character or a line break in it; take it out.")
+    if is_redacted(text):
+        raise Refusal(f"{typed}: *** stands for a secret that titan did not write down; give the whole URL.")
+    if len(text) > LONGEST:
+        raise Refusal(f"{typed}: has {len(text):,} characters; give {LONGEST:,} at most.")
+
+
+def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
+    """`value` as the type `kind`, or a refusal; only conversions that lose nothing."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(value, arguments, where, words)
+    if origin is Literal:
+        if _as_typed(value) in arguments:
+            return _as_typed(value)
+        choices = ", ".join(map(str, arguments))
+        raise Refusal(f"{where}={show(value)}: choose one of {choices}{nearest(str(value), map(str, arguments))}")
+    if origin is tuple:
+        return _convert_tuple(value, arguments, where)
+    if origin is collections.abc.Mapping:
+        return _convert_mapping(value, arguments, where)
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is int and not isinstance(value, bool):
+        if isinstance(value, int):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    _refuse_type(value, {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind], where)
+
+
+def _as_typed(value: Any) -> Any:
+    """YAML reads a bare `off` or `on` as a boolean; choices are texts."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[str, ...]) -> Any:
+    optional = type(None) in kinds
+    if value is None and optional:
+        return None
+    if isinstance(value, str) and words:
+        if value in words:
+            return value
+        _refuse_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", where)
+    rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
+    for kind in rest[:-1]:
+        try:
+            return _convert(value, kind, where, ())
+        except Refusal:
+            continue
+    try:
+        return _convert(value, rest[-1], where, ())
+    except Refusal as refusal:
+        raise Refusal(f"{str(refusal).rstrip('.')} or null." if optional else str(refusal)) from None
+
+
+def _convert_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        _refuse_type(value, f"a list, such as {where}=[a,b]", where)
+    if kinds[-1] is Ellipsis:
+        return tuple(_convert(v, kinds[0], where, ()) for v in value)
+    if len(value) != len(kinds):
+        _refuse_type(value, f"a list of {len(kinds)} values", where)
+    return tuple(_convert(v, k, where, ()) for v, k in zip(value, kinds, strict=True))
+
+
+def _convert_mapping(value: Any, kinds: tuple[Any, ...], where: str) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        _refuse_type(value, f"names and values, such as {where}={{a:1,b:2}}", where)
+    key_kind, value_kind = kinds
+    return {
+        _convert(k, key_kind, where, ()): _convert(v, value_kind, _join(where, str(k)), ()) for k, v in value.items()
+    }
+
+
+def _refuse_type(value: Any, wanted: str, where: str) -> NoReturn:
+    raise Refusal(f"{where}={show(value)}: expected {wanted}.")
+
+
+def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if math.isfinite(value) and all(TESTS[name](value, limit) for name, limit in limits.items()):
+        return
+    wanted = " and ".join(f"{name.replace('_', ' ')} {_number(limit)}" for name, limit in limits.items())
+    wanted = wanted or "a finite number"
+    raise Refusal(f"{typed}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")
+
+
+def _number(value: float) -> str:
+    """A limit as one would type it."""
+    whole = isinstance(value, int) or (value == int(value) and value < 1e15)
+    return str(int(value)) if whole else f"{value:g}"
+
+
+def one_line(text: str) -> str:
+    """A message for a terminal: control characters spelled out, and words that fill lines cut."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    head, tail = SHOWN
+    return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}…{word[0][-tail:]}", text)

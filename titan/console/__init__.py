@@ -1,0 +1,1 @@
+"""What a command prints: text without secrets, and output streams that may be closed."""

@@ -1,0 +1,174 @@
+"""The order in which rows are read: a pure function from a global row index to a row of the corpus.
+
+Index `i` belongs to epoch `i // rows`; within an epoch a keyed permutation of [0, rows) says which row it is. The
+permutation is computed, not stored: a balanced Feistel network (Luby and Rackoff 1988) over the smallest even number of
+bits that holds the rows, walked along its cycle until it falls inside them (Black and Rogaway 2002, "Ciphers with
+arbitrary finite domains"). So any rank finds any row at once, and to resume is to know one number.
+
+Rows may keep together in blocks, of which the permutation is then, and in each block another one: where every read
+costs much, such as in an object store, one fetch serves a block. And they may change places inside of windows only, in
+the corpus's sequence: so a corpus can be read while it is still being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.config.settings import Refusal
+
+VERSION = 1
+"""The version of the order: another one reads the same data in another sequence."""
+
+ROUNDS = 8
+GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_WINDOW, _INNER = 0x57494E444F57, 0x424C4F434B
+"""What sets apart the keys of a window, and those inside of a block."""
+
+
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood 2014, with Stafford's constants "Mix13"), elementwise.
+
+    A bijection of the 64-bit numbers in which each bit of the input flips each bit of the output about half the time.
+    """
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of the epochs of `rows` rows under `seed`.
+
+    Attributes:
+        rows: how many there are.
+        seed: which order.
+        block: so many neighbours keep together.
+        window: rows change places inside of so many neighbours; None: among all.
+
+    Raises:
+        ValueError: when `rows` is not in [1, 2**62], or `block` or `window` is below one.
+    """
+
+    rows: int
+    seed: int
+    block: int = 1
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that the arithmetic doesn't hold."""
+        if not 1 <= self.rows <= 2**62:
+            raise ValueError(f"an order needs between 1 and 2**62 rows, not {self.rows}")
+        if self.block < 1 or (self.window is not None and self.window < 1):
+            raise ValueError(f"blocks of {self.block} rows and windows of {self.window}: at least one each")
+
+    def rows_at(self, index: int | NDArray[Any]) -> NDArray[np.int64]:
+        """The rows at global `index` (any shape, values in [0, 2**63)), in the same shape.
+
+        Raises:
+            IndexError: when an index is negative.
+        """
+        index = np.asarray(index, dtype=np.int64)
+        if index.size and index.min() < 0:
+            raise IndexError("a global row index is never negative")
+        epoch, position = np.divmod(index.reshape(-1).astype(np.uint64), np.uint64(self.rows))
+        key = self._key(epoch)
+        if self.window is None:
+            return self._inside(position, key, self.rows).astype(np.int64).reshape(index.shape)
+        return self._windows(position, key, self.window).astype(np.int64).reshape(index.shape)
+
+    def _windows(self, position: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+        """The permutation inside each window; the last one may be shorter."""
+        number, inside = np.divmod(position, np.uint64(size))
+        key = _keyed(key ^ np.uint64(_WINDOW), number)
+        full = number < np.uint64(self.rows // size)
+        out = np.empty_like(position)
+        for which, rows in ((full, size), (~full, self.rows % size)):
+            if which.any():
+                out[which] = self._inside(inside[which], key[which], rows)
+        out += number * np.uint64(size)
+        return out
+
+    def _inside(self, position: NDArray[np.uint64], key: NDArray[np.uint64], rows: int) -> NDArray[np.uint64]:
+        """The permutation of [0, rows), of blocks and inside of them; again where the last block has no such row."""
+        if self.block == 1:
+            return _permute(position, key, rows)
+        blocks = -(-rows // self.block)
+        out = self._blocks(position, key, blocks)
+        outside = np.flatnonzero(out >= np.uint64(rows))
+        while outside.size:
+            out[outside] = self._blocks(out[outside], key[outside], blocks)
+            outside = outside[out[outside] >= np.uint64(rows)]
+        return out
+
+    def _blocks(self, position: NDArray[np.uint64], key: NDArray[np.uint64], blocks: int) -> NDArray[np.uint64]:
+        """A permutation of the rows of whole blocks, which keeps blocks together."""
+        number, inside = np.divmod(position, np.uint64(self.block))
+        number = _permute(number, key, blocks)
+        inside = _permute(inside, _keyed(key ^ np.uint64(_INNER), number), self.block)
+        return number * np.uint64(self.block) + inside
+
+    def _key(self, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        """The key of each index's epoch: [n]."""
+        seed = mix(np.array([(self.seed + GOLDEN) & _MASK], dtype=np.uint64))
+        return _keyed(seed, epoch)
+
+
+def _keyed(key: NDArray[np.uint64], number: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Another key for each number."""
+    return mix(key ^ mix(number + np.uint64(1)))
+
+
+def _permute(x: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
+    """The permutation of [0, size) that each `key` stands for: encrypt, and again where the result lies outside."""
+    steps = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    keys = mix(key[None, :] + steps[:, None])
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    out = _feistel(x, keys, half)
+    outside = np.flatnonzero(out >= np.uint64(size))
+    while outside.size:
+        out[outside] = _feistel(out[outside], keys[:, outside], half)
+        outside = outside[out[outside] >= np.uint64(size)]
+    return out
+
+
+def _feistel(x: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
+    """A keyed bijection of the numbers of 2 * `half` bits."""
+    left, right = x >> np.uint64(half), x & np.uint64((1 << half) - 1)
+    for key in keys:
+        left, right = right, left ^ (mix(right ^ key) >> np.uint64(64 - half))
+    return (left << np.uint64(half)) | right
+
+
+def state(rows_read: int, fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint keeps of the data: the rows read so far, of which data, in which order."""
+    return {"rows": rows_read, "order": VERSION, "fingerprint": fingerprint}
+
+
+def check_state(state: Mapping[str, Any], fingerprint: Callable[[int], str]) -> int:
+    """The rows read so far, when `state` continues on this run's data.
+
+    Args:
+        state: what a checkpoint kept.
+        fingerprint: gives what decides the first so many rows of this run; see `titan.dataset.mixture.Mix.fingerprint`.
+
+    Raises:
+        Refusal: when it was written under another version of the order or for other data.
+    """
+    if state.get("order") != VERSION:
+        raise Refusal(
+            f"the checkpoint reads data in order version {state.get('order')}, this titan in version {VERSION}: "
+            f"resume with the titan that wrote it, or start a new run."
+        )
+    rows = int(state["rows"])
+    if state.get("fingerprint") != fingerprint(rows):
+        raise Refusal(
+            f"the checkpoint was trained on data {state.get('fingerprint')}, this run reads data {fingerprint(rows)}: "
+            f"give the same dataset, tokenizer and training.seq_len, or start a new run."
+        )
+    return rows

@@ -1,0 +1,1 @@
+"""From documents to prepared shards of tokens."""

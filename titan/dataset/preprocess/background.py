@@ -1,0 +1,95 @@
+"""Prepare data beside a training that reads them: one process for all that isn't complete yet.
+
+It publishes unit after unit in the folder that the training looks into; whatever it left when the training ended, the
+next one, or `python -m titan.prepare`, goes on with.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from titan.config.settings import Failure, Refusal
+from titan.dataset.corpora import Folders, opened
+from titan.dataset.preprocess.prepare import prepare
+from titan.dataset.preprocess.writer import write_json
+from titan.dataset.schema import Dataset
+
+NICENESS = 10
+WATCH_SECONDS = 0.25
+GRACE_SECONDS = 10.0
+
+
+@contextmanager
+def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterator[None]:
+    """Prepare what of `dataset` isn't complete, in a process that ends with this context.
+
+    Args:
+        dataset: what is trained on.
+        folders: where its corpora lie.
+        log: the file for what the preparation says.
+    """
+    left = [part for name, part in dataset.corpora().items() if not opened(folders)[name].complete]
+    if not left:
+        yield
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("spawn").Process(target=_prepare, args=(left, str(log), os.getpid()))
+    process.start()
+    ended = threading.Event()
+    watch = threading.Thread(target=_tell_failure, args=(process, ended, folders), daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        process.terminate()
+        process.join(GRACE_SECONDS)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _tell_failure(process: BaseProcess, ended: threading.Event, folders: Folders) -> None:
+    """When the process has ended, and not because it was to, leave a word for those who wait for the rest."""
+    while process.is_alive():
+        if ended.wait(WATCH_SECONDS):
+            return
+    for corpus in opened(folders).values():
+        failed = corpus.folder / "failed.json"
+        if not corpus.complete and not failed.exists():
+            code = process.exitcode or 0
+            how = f"was killed by signal {-code}" if code < 0 else "ended"
+            write_json(failed, {"error": f"the process that prepared them {how}; see log/prepare.log, and start again"})
+
+
+def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
+    """The process's body. Ctrl-C, or a terminal that hangs up, is for its parent, without which it doesn't go on.
+
+    Training goes before it.
+    """
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    os.nice(NICENESS)
+    with open(log, "a", buffering=1) as file:
+        try:
+            for part in parts:
+                prepare(part, lambda line: print(line, file=file))
+        except (Refusal, Failure) as sentence:
+            print(sentence, file=file)
+        except KeyboardInterrupt:
+            print("ended with the training", file=file)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    os._exit(1)

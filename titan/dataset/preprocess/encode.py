@@ -1,0 +1,139 @@
+"""From documents to tokens: what a document's content is, and its ids in the corpus's own type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.config.settings import Refusal
+from titan.dataset.documents import Document, Part, Skip, Source, Turn
+from titan.dataset.tokenizers.base import Tokenizer
+
+GROUP_BYTES = 1024 * 1024
+GROUP_DOCUMENTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What identifies a document, `hash`, and the length of its text in bytes; each token counts as one byte."""
+
+    hash: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A document as it is written: its ids, and of a masked corpus 1 where they count in the loss."""
+
+    content: Content
+    tokens: NDArray[Any]
+    mask: NDArray[np.uint8] | None = None
+
+
+def content(document: str | tuple[Turn, ...] | NDArray[Any]) -> Content:
+    """The content of a document: two are equal when their texts (or their ids) are."""
+    if isinstance(document, str):
+        data = document.encode("utf-8")
+        return Content(_hash(data), len(data))
+    if isinstance(document, tuple):
+        texts = [turn.text.encode("utf-8") for turn in document]
+        marked = b"".join(len(text).to_bytes(8, "little") + text for text in texts)
+        return Content(_hash(marked), sum(map(len, texts)))
+    return Content(_hash(document.astype("<u4").tobytes()), document.size)
+
+
+def read(source: Source, part: Part) -> Iterator[Document]:
+    """The documents of a part.
+
+    Raises:
+        Refusal: when they can't be read, in the source's words or in these.
+    """
+    try:
+        yield from source.documents(part)
+    except OSError as error:
+        what = error.strerror or error
+        raise Refusal(f"{part.name}: can't be read ({what}); mend that, or name other data.") from error
+
+
+def groups(documents: Iterable[Document], size: int = GROUP_BYTES) -> Iterator[list[tuple[Content, Document] | Skip]]:
+    """Documents with their content, in groups of about `size` bytes: large enough to share, small enough to hold."""
+    group, held = list[tuple[Content, Document] | Skip](), 0
+    for document in documents:
+        if isinstance(document, Skip):
+            group.append(document)
+        else:
+            known = content(document)
+            group.append((known, document))
+            held += known.bytes
+        if held >= size or len(group) >= GROUP_DOCUMENTS:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+class Encoder:
+    """Makes tokens of documents of one corpus."""
+
+    def __init__(self, tokenizer: Tokenizer | None, dtype: np.dtype[Any], vocab_size: int, *, masked: bool) -> None:
+        """Without a tokenizer documents are ids already."""
+        self.tokenizer, self.dtype, self.vocab_size, self.masked = tokenizer, dtype, vocab_size, masked
+
+    def encode(self, documents: Sequence[tuple[Content, Document]]) -> list[Encoded]:
+        """The documents as they are written, in their order.
+
+        Raises:
+            Refusal: for ids that the vocabulary doesn't have.
+        """
+        if self.tokenizer is None:
+            return [Encoded(known, self._ids(document)) for known, document in documents]
+        if self.masked:
+            return [self._turns(self.tokenizer, known, document) for known, document in documents]
+        texts = [document for _, document in documents if isinstance(document, str)]
+        if len(texts) != len(documents):
+            raise Refusal("dataset: some documents are no text; a source of turns must say `masked = True`.")
+        tokens = self._framed(self.tokenizer, self.tokenizer.encode_arrays(texts))
+        return [Encoded(known, ids) for (known, _), ids in zip(documents, tokens, strict=True)]
+
+    def _framed(self, tokenizer: Tokenizer, arrays: list[NDArray[np.uint32]]) -> list[NDArray[Any]]:
+        """Each array between the ids that begin and end a document, as slices of one array."""
+        head, tail = int(tokenizer.bos is not None), int(tokenizer.eos is not None)
+        ends = np.cumsum(np.fromiter(map(len, arrays), np.int64, len(arrays)) + head + tail).tolist()
+        flat, start, out = np.empty(ends[-1] if ends else 0, self.dtype), 0, []
+        for ids, end in zip(arrays, ends, strict=True):
+            flat[start + head : end - tail] = ids
+            if head:
+                flat[start] = tokenizer.bos
+            if tail:
+                flat[end - 1] = tokenizer.eos
+            out.append(flat[start:end])
+            start = end
+        return out
+
+    def _turns(self, tokenizer: Tokenizer, known: Content, document: Document) -> Encoded:
+        if isinstance(document, str):
+            (ids,) = self._framed(tokenizer, tokenizer.encode_arrays([document]))
+            return Encoded(known, ids, np.ones(ids.size, np.uint8))
+        if not isinstance(document, tuple):
+            raise Refusal("dataset: some documents are ids; a source of ids must say its `vocab_size`.")
+        found, counts = tokenizer.encode_turns(document)
+        return Encoded(known, np.array(found, self.dtype), np.array(counts, np.uint8))
+
+    def _ids(self, document: Document) -> NDArray[Any]:
+        if not isinstance(document, np.ndarray):
+            raise Refusal("dataset: some documents are no arrays of ids; a source of text has no `vocab_size`.")
+        if document.size and not 0 <= int(document.min()) <= int(document.max()) < self.vocab_size:
+            raise Refusal(
+                f"dataset: a document has ids from {document.min()} to {document.max()}, and the source's vocab_size "
+                f"is {self.vocab_size}; give a larger one."
+            )
+        return document.astype(self.dtype)
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")

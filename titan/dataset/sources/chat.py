@@ -1,0 +1,174 @@
+"""Conversations for supervised fine-tuning: of each, what the assistant says counts in the loss.
+
+A conversation is laid out by a template: headers and other people's words don't count, the assistant's words and what
+ends them do. Markup may become special tokens, words never do. What follows the last answer is left out. The tokens
+that begin and end a document come with tokenising (`titan.dataset.tokenizers.base.Tokenizer.encode_turns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan.config.settings import Refusal, show
+from titan.dataset.documents import Document, Skip, Source, Turn
+from titan.dataset.sources import files
+from titan.dataset.sources.files import Bad
+from titan.dataset.sources.records import JsonLines, Parquet, Pick, Reader, Row, Rows, mended, under
+
+if TYPE_CHECKING:
+    from titan.dataset.tokenizers.base import Tokenizer
+
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+_TABLES = (".parquet", ".pq")
+_LINES = (".jsonl", ".json")
+
+Message = tuple[str, str]
+"""A role and what it says."""
+
+
+def llama3(messages: Sequence[Message]) -> Iterator[Turn]:
+    """Llama 3's layout, words stripped of white space at both ends (as published with the model)."""
+    for role, words in messages:
+        answer = role == "assistant"
+        yield Turn("<|start_header_id|>", trained=False, special=True)
+        yield Turn(role, trained=False)
+        yield Turn("<|end_header_id|>\n\n", trained=False, special=True)
+        yield Turn(words.strip(), trained=answer)
+        yield Turn("<|eot_id|>", trained=answer, special=True)
+
+
+def chatml(messages: Sequence[Message]) -> Iterator[Turn]:
+    """ChatML, Qwen's layout."""
+    for number, (role, words) in enumerate(messages):
+        answer = role == "assistant"
+        yield Turn("\n<|im_start|>" if number else "<|im_start|>", trained=False, special=True)
+        yield Turn(f"{role}\n", trained=False)
+        yield Turn(words, trained=answer)
+        yield Turn("<|im_end|>", trained=answer, special=True)
+
+
+def plain(messages: Sequence[Message]) -> Iterator[Turn]:
+    """Names and colons, for tokenizers without tokens for turns; a line's end ends a turn."""
+    for number, (role, words) in enumerate(messages, start=1):
+        answer = role == "assistant"
+        yield Turn(f"{role.capitalize()}:", trained=False)
+        yield Turn(f" {words.strip()}", trained=answer)
+        if number < len(messages):
+            yield Turn("\n", trained=answer)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A layout, and the special tokens that it is made of."""
+
+    render: Callable[[Sequence[Message]], Iterator[Turn]]
+    tokens: tuple[str, ...] = ()
+
+
+TEMPLATES = {
+    "llama3": Template(llama3, ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")),
+    "chatml": Template(chatml, ("<|im_start|>", "<|im_end|>")),
+    "plain": Template(plain),
+}
+
+
+def template(name: str, tokenizer: Tokenizer) -> str:
+    """The template that `name` names; of "auto" the first whose special tokens `tokenizer` has.
+
+    Raises:
+        Refusal: when the tokenizer lacks a special token of the template.
+    """
+    if name == "auto":
+        return next(t for t, about in TEMPLATES.items() if all(map(tokenizer.has, about.tokens)))
+    missing = [token for token in TEMPLATES[name].tokens if not tokenizer.has(token)]
+    if missing:
+        raise Refusal(
+            f"dataset.template={name}: the tokenizer {tokenizer.name} has no special token {missing[0]}; "
+            f"choose dataset.template=auto or another tokenizer."
+        )
+    return name
+
+
+@dataclass(frozen=True)
+class Conversation(Pick):
+    """The conversation in a row: a list of messages, or a prompt with its completion.
+
+    Attributes:
+        template: a name in TEMPLATES.
+        messages: the key of the list; unless `prompt` and `completion` are given.
+        prompt, completion: the keys of what the user says and of the answer.
+    """
+
+    template: str
+    messages: str = "messages"
+    prompt: str | None = None
+    completion: str | None = None
+    masked = True
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The keys that are read."""
+        return (self.prompt, self.completion) if self.prompt and self.completion else (self.messages,)
+
+    def parameters(self) -> list[Any]:
+        """The template and the keys."""
+        return [1, self.template, *self.columns]
+
+    def document(self, row: Row) -> Document:
+        """The conversation's turns, or Skip when nobody answers in it."""
+        messages = list(self._messages(row))
+        while messages and not (messages[-1][0] == "assistant" and messages[-1][1].strip()):
+            messages.pop()
+        if not messages:
+            return Skip("no answer")
+        return tuple(turn for turn in TEMPLATES[self.template].render(messages) if turn.text)
+
+    def _messages(self, row: Row) -> Iterator[Message]:
+        roles = ("user", "assistant") if len(self.columns) == 2 else ("user",)
+        names = ("dataset.prompt", "dataset.completion") if len(self.columns) == 2 else ("dataset.messages",)
+        for key, role, name in zip(self.columns, roles, names, strict=True):
+            value = under(row, key, name)
+            if isinstance(value, str) and len(roles) == 2:
+                yield role, mended(value)
+            else:
+                yield from _listed(value, key, name)
+
+
+def _listed(value: Any, key: str, setting: str) -> Iterator[Message]:
+    if not isinstance(value, list):
+        what = show(value)[:40]
+        raise Bad("no text", f"{key!r} is {what}, not a list of messages; name the right key in {setting}.")
+    for message in value:
+        yield _message(message, key, setting)
+
+
+def _message(message: Any, key: str, setting: str) -> Message:
+    """A message of {role, content} or {from, value}."""
+    known = message if isinstance(message, Mapping) else {}
+    role, words = known.get("role", known.get("from")), known.get("content", known.get("value"))
+    if not isinstance(role, str) or not isinstance(words, str):
+        what = show(message)[:60]
+        raise Bad(
+            "no text", f"{key!r} has {what} in it, not {{role, content}} of text; name the right key in {setting}."
+        )
+    return ROLES.get(role, role), mended(words)
+
+
+def chat(reader: Reader, pick: Conversation, on_error: str = "refuse") -> Source:
+    """The conversations in rows."""
+    return Rows("chat", reader, pick, on_error)
+
+
+def of_files(path: str, columns: tuple[str, ...]) -> Reader:
+    """The rows of JSON Lines or of Parquet files at `path`.
+
+    Raises:
+        Refusal: when nothing is there, or files of both kinds are.
+    """
+    found = files.find(path, (*_LINES, *_TABLES))
+    tables = [file for file in found if files.suffix(file.path) in _TABLES]
+    if tables and len(tables) < len(found):
+        raise Refusal(f"dataset.path={path}: there are JSON Lines and Parquet files; name those of one kind by a glob.")
+    return Parquet(found, columns) if tables else JsonLines(found)

@@ -1,0 +1,306 @@
+"""Rows: documents that stand in the columns of a table, or under the keys of an object.
+
+What reads rows (`Reader`: JSON Lines, Parquet, `titan.dataset.sources.hub`) knows nothing of what is made of them
+(`Pick`: the text of a field, or `titan.dataset.sources.chat`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from titan.config.settings import Refusal, show
+from titan.dataset.documents import Document, Part, Skip, Source, content_digest
+from titan.dataset.sources import files
+from titan.dataset.sources.files import Bad, File, needs, plainly, refuse_or_skip
+
+Row = Mapping[str, Any]
+_BOM = b"\xef\xbb\xbf"
+_BATCH_ROWS = 256
+_PIECE = 1024 * 1024
+
+
+class Reader(ABC):
+    """Where rows come from."""
+
+    @abstractmethod
+    def parts(self) -> Sequence[Part]:
+        """The parts, in order."""
+
+    @abstractmethod
+    def digests(self, memo: Path | None) -> list[str]:
+        """What tells the content."""
+
+    @abstractmethod
+    def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
+        """The rows of a part, each with its place, or what is bad there.
+
+        Raises:
+            Refusal: when the part can't be read, whatever `dataset.on_error` says.
+        """
+
+
+class Pick(ABC):
+    """What is made of a row.
+
+    Attributes:
+        masked: whether it gives turns.
+    """
+
+    masked: bool = False
+
+    @abstractmethod
+    def parameters(self) -> list[Any]:
+        """All that decides what is made of a row."""
+
+    @abstractmethod
+    def document(self, row: Row) -> Document:
+        """The document in a row.
+
+        Raises:
+            Bad: when there is none.
+        """
+
+
+@dataclass
+class Rows(Source):
+    """A source of what is picked from rows."""
+
+    name: str
+    reader: Reader
+    pick: Pick
+    on_error: str = "refuse"
+
+    @property
+    def masked(self) -> bool:  # type: ignore[override]
+        """Whether documents are turns."""
+        return self.pick.masked
+
+    def parts(self) -> Sequence[Part]:
+        """The reader's."""
+        return self.reader.parts()
+
+    def digest(self, memo: Path | None = None) -> str:
+        """The identity of the rows and of what is picked; names and places of files don't count."""
+        return content_digest(self.name, *self.pick.parameters(), *self.reader.digests(memo))
+
+    def documents(self, part: Part) -> Iterator[Document]:
+        """What is picked from the rows of a part."""
+        for where, row in self.reader.rows(part):
+            yield self._document(where, row)
+
+    def _document(self, where: str, row: Row | Bad) -> Document:
+        try:
+            if isinstance(row, Bad):
+                raise row
+            document = self.pick.document(row)
+        except Bad as bad:
+            return refuse_or_skip(self.on_error, where, bad)
+        return Skip(document.reason, where) if isinstance(document, Skip) else document
+
+
+@dataclass(frozen=True)
+class Field(Pick):
+    """The text under a key or in a column."""
+
+    field: str
+
+    def parameters(self) -> list[Any]:
+        """The key."""
+        return [self.field]
+
+    def document(self, row: Row) -> Document:
+        """The text, or Skip where it is null or blank."""
+        value = under(row, self.field, "dataset.field")
+        if value is None:
+            return Skip("empty")
+        if not isinstance(value, str):
+            raise Bad(
+                "no text", f"{self.field!r} is {show(value)[:40]}, not text; name the text's key in dataset.field."
+            )
+        return mended(value) if value and not value.isspace() else Skip("empty")
+
+
+def under(row: Row, key: str, setting: str) -> Any:
+    """What a row holds under `key`.
+
+    Raises:
+        Bad: when it has no such key.
+    """
+    if key not in row:
+        keys = ", ".join(sorted(map(str, row))[:8]) or "none"
+        raise Bad("no text", f"no key {key!r} (its keys: {keys}); name the right key in {setting}.")
+    return row[key]
+
+
+def mended(document: str) -> str:
+    """JSON can escape half of a surrogate pair, which is no text: the replacement character stands for it."""
+    try:
+        document.encode("utf-8")
+    except UnicodeEncodeError:
+        return document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return document
+
+
+@dataclass(frozen=True)
+class JsonLines(Reader):
+    """JSON Lines files: the objects of their lines."""
+
+    files: tuple[File, ...]
+
+    def parts(self) -> list[Part]:
+        """Ranges of each file, which end at line ends."""
+        return [part for file in self.files for part in files.parts(file)]
+
+    def digests(self, memo: Path | None) -> list[str]:
+        """Of the files' content."""
+        return files.digests(self.files, memo)
+
+    def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
+        """The objects of a part's lines; blank lines are passed over."""
+        file, start, end = part.place
+        with files.readable(file.path), file.open() as stream:
+            try:
+                for number, place, line in _lines(stream, start, end):
+                    if isinstance(line, Bad) or line.strip():
+                        yield f"{file.path}, {f'byte {place}' if start else f'line {number}'}", _parsed(line, place)
+            except Bad as bad:
+                yield file.path, bad
+
+
+def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, int, bytes | Bad]]:
+    """The lines of a part: number in the part, byte they begin at, and content."""
+    bounds = files.span(file, start, end, b"\n") if start or end else (0, None)
+    if bounds is None:
+        return
+    place, last = bounds
+    for number in count(1):
+        if not (line := file.readline(files.LONGEST + 1)):
+            return
+        if len(line) > files.LONGEST:
+            yield number, place, files.too_long(place, "line", "to leave it out")
+            place += _pass_over(file, line)
+        else:
+            yield number, place, line if place else line.removeprefix(_BOM)
+        place += len(line)
+        if last is not None and place >= last:
+            return
+
+
+def _pass_over(file: BinaryIO, line: bytes) -> int:
+    """Read to the end of a line whose beginning is given; how many bytes that took."""
+    size = 0
+    while line and not line.endswith(b"\n"):
+        line = file.readline(_PIECE)
+        size += len(line)
+    return size
+
+
+def _parsed(line: bytes | Bad, place: int) -> Row | Bad:
+    if isinstance(line, Bad):
+        return line
+    try:
+        entry = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
+        return Bad("not UTF-8", f"byte {place + error.start} is no UTF-8 ({error.reason}); {way_out}")
+    except (ValueError, RecursionError) as error:
+        return Bad("not JSON", f"not JSON ({error}); mend the line, or name files of one object a line.")
+    if not isinstance(entry, dict):
+        return Bad("not JSON", "not a JSON object; each line must be one, such as {'text': ...}.")
+    return entry
+
+
+@dataclass(frozen=True)
+class Parquet(Reader):
+    """Parquet files: the rows of their row groups, of which only some columns are read."""
+
+    files: tuple[File, ...]
+    columns: tuple[str, ...]
+
+    def parts(self) -> list[Part]:
+        """The row groups; a file that can't be opened is one."""
+        return self._parts
+
+    @functools.cached_property
+    def _parts(self) -> list[Part]:
+        return [part for file in self.files for part in self._groups(file)]
+
+    def digests(self, memo: Path | None) -> list[str]:
+        """Of the files' content."""
+        return files.digests(self.files, memo)
+
+    def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
+        """The rows of a row group."""
+        pyarrow = needs("pyarrow", "dataset=parquet")
+        file, group = part.place
+        with files.readable(file.path), file.raw() as stream:
+            try:
+                table, number = _opened(stream), 0
+                self._check(file, table)
+                for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group or 0], columns=list(self.columns)):
+                    for row in plain_rows(batch):
+                        yield f"{part.name}, row {number}", row
+                        number += 1
+            except (pyarrow.ArrowException, OSError) as error:
+                if getattr(error, "errno", None):  # the system's or the network's fault, not the file's
+                    raise
+                way_out = "fetch it again, or give dataset.on_error=skip to use what comes before."
+                what = f"no Parquet file, or a broken or truncated one ({plainly(error)})"
+                yield part.name, Bad("broken file", f"{what}; {way_out}")
+
+    def _groups(self, file: File) -> list[Part]:
+        pyarrow = needs("pyarrow", "dataset=parquet")
+        with files.readable(file.path), file.raw() as stream:
+            try:
+                about = _opened(stream).metadata
+            except (pyarrow.ArrowException, OSError):
+                return [Part(file.path, file.size, (file, None))]  # reading it tells what is wrong
+            sizes = [self._bytes(about.row_group(group)) for group in range(about.num_row_groups)]
+        return [Part(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
+
+    def _bytes(self, group: Any) -> int:
+        columns = (group.column(i) for i in range(group.num_columns))
+        return sum(c.total_compressed_size for c in columns if c.path_in_schema.split(".")[0] in self.columns)
+
+    def _check(self, file: File, table: Any) -> None:
+        known = table.schema_arrow.names
+        for column in self.columns:
+            if column not in known:
+                raise Refusal(no_column(file.path, column, known))
+
+
+def no_column(where: str, column: str, known: Sequence[str]) -> str:
+    """The sentence for a column that isn't there."""
+    return f"{where}: there is no column {column!r} (its columns: {', '.join(known[:12]) or 'none'}); name another."
+
+
+def _opened(stream: BinaryIO) -> Any:
+    return needs("pyarrow.parquet", "dataset=parquet").ParquetFile(stream)
+
+
+def plain_rows(batch: Any) -> Iterator[Row | Bad]:
+    """The rows of an Arrow batch as dictionaries; of texts that are not UTF-8, `Bad`."""
+    columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+    try:
+        values = {name: column.to_pylist() for name, column in columns.items()}
+    except UnicodeDecodeError:
+        yield from _row_by_row(columns, batch.num_rows)
+        return
+    for row in zip(*values.values(), strict=True):
+        yield dict(zip(values, row, strict=True))
+
+
+def _row_by_row(columns: Mapping[str, Any], count: int) -> Iterator[Row | Bad]:
+    for i in range(count):
+        try:
+            yield {name: column[i].as_py() for name, column in columns.items()}
+        except UnicodeDecodeError as error:
+            way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
+            yield Bad("not UTF-8", f"no UTF-8 ({error.reason}); {way_out}")

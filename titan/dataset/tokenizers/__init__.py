@@ -1,0 +1,1 @@
+"""Tokenizers: their formats, and how one is trained."""

@@ -1,0 +1,146 @@
+"""Hugging Face's tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.config.settings import Refusal
+from titan.dataset.sources.files import needs
+from titan.dataset.tokenizers.base import END, Tokenizer, read
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_ENDS = (END, "<|endoftext|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]", "[SEP]")
+_BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>", "[BOS]", "[CLS]")
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face's `tokenizers`; `tokenizer_config.json` beside it names its eos and bos.
+
+    Where there is none, they are told by their usual names. A bos that is also the eos counts as none. The bytes of a
+    token are exact for byte-level and byte-fallback vocabularies, as far as the tokenizer doesn't normalise text.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], name: str = "tokenizer.json") -> None:
+        """Take the vocabulary of `backend` and the special tokens that `config` names.
+
+        Raises:
+            Refusal: when `config` names a token that there is not.
+        """
+        self.name = name
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self._vocab = backend.get_vocab(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self._special = {i for i, token in added.items() if token.special}
+        self.vocab_size = max(self._vocab.values()) + 1
+        self.eos = self._named(config, "eos_token", _ENDS)
+        bos = self._named(config, "bos_token", _BEGINNINGS)
+        self.bos = None if bos == self.eos else bos
+        content = json.dumps([json.loads(backend.to_str()), self.eos, self.bos], sort_keys=True)
+        self.fingerprint = blake2b(content.encode(), digest_size=32).hexdigest()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens."""
+        if self.threads == 1:
+            return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+        return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+
+    def encode_markup(self, text: str) -> list[int]:
+        """The ids of `text`, in which what spells special tokens becomes them."""
+        ids: list[int] = self._markup.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def has(self, token: str) -> bool:
+        """Whether there is a special token of this name."""
+        return self._vocab.get(token) in self._special
+
+    def save(self, folder: Path) -> str:
+        """Write tokenizer.json, and beside it what names eos and bos."""
+        names = {"eos_token": self.eos, "bos_token": self.bos}
+        config = {key: None if i is None else self._backend.id_to_token(i) for key, i in names.items()}
+        (folder / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(config) + "\n", encoding="utf-8")
+        return "tokenizer.json"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that `ids` stand for, special tokens by their names, with U+FFFD where they are no UTF-8."""
+        return self._backend.decode(self._check(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> NDArray[np.uint16]:
+        """How many bytes of UTF-8 each id stands for, 0 for special tokens: [vocab_size]."""
+        content = json.loads(self._backend.to_str())
+        byte_level = '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["decoder"]])
+        out = np.zeros(self.vocab_size, dtype=np.uint16)
+        for token, i in self._vocab.items():
+            if i not in self._special:
+                out[i] = len(token) if byte_level else _plain_bytes(token)
+        return out
+
+    @cached_property
+    def _markup(self) -> tokenizers.Tokenizer:
+        """The same, but for special tokens in a text, which it takes for them."""
+        import tokenizers
+
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())
+
+    def _gaps(self) -> list[int]:
+        return sorted({*range(self.vocab_size)} - {*self._vocab.values()})
+
+    def _named(self, config: dict[str, Any], key: str, usual: Sequence[str]) -> int | None:
+        if key not in config:
+            return next((self._vocab[name] for name in usual if name in self._vocab), None)
+        entry = config[key]
+        name = entry.get("content") if isinstance(entry, dict) else entry
+        if name is not None and name not in self._vocab:
+            raise Refusal(
+                f"dataset.tokenizer={self.name}: its tokenizer_config.json names the {key} {name!r}, which the "
+                f"vocabulary lacks; correct the name, or give null for none."
+            )
+        return None if name is None else self._vocab[name]
+
+
+def load_json(path: Path, name: str) -> JsonTokenizer:
+    """The tokenizer of the tokenizer.json at `path`, which messages call `name`.
+
+    Raises:
+        Refusal: when it is none.
+    """
+    tokenizers = needs("tokenizers", f"dataset.tokenizer={name}")
+    text = read(path).decode("utf-8", "replace")
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+        if not backend.get_vocab_size():
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:  # the library raises bare Exception
+        raise Refusal(f"dataset.tokenizer={name}: no tokenizer.json ({error}); give a complete one.") from error
+    return JsonTokenizer(backend, _load_config(path.with_name("tokenizer_config.json")), name)
+
+
+def _load_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(read(path))
+    except ValueError as error:
+        raise Refusal(f"{path}: not JSON ({error}); mend it, or remove it from beside tokenizer.json.") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _plain_bytes(token: str) -> int:
+    """The bytes of a token of a vocabulary that isn't byte-level: SentencePiece's and WordPiece's ways of writing."""
+    if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+        return 1
+    return len(token.removeprefix("##").replace("▁", " ").encode())

@@ -1,0 +1,105 @@
+"""Train a byte-level BPE vocabulary: `python -m titan.dataset.tokenizers.train OUT.tiktoken [--ranks N] [PATH...]`.
+
+Text is split by Llama 3's pattern, pairs of bytes are merged by frequency (Sennrich et al. 2016, on bytes), and the
+result is written as a tiktoken rank file. The built-in titan4k was made this way from the standard library's sources:
+4,095 ranks, with the end of text 4,096 ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NoReturn
+
+from titan.config.arguments import version
+from titan.config.settings import Refusal, one_line
+from titan.console import output
+from titan.dataset.documents import Source
+from titan.dataset.sources import local
+from titan.dataset.tokenizers.base import PATTERN, cut_spaces, write_ranks
+
+MOST = 10**7
+"""Tokens that no vocabulary comes near."""
+
+
+def train(texts: Iterable[str], ranks: int) -> list[bytes]:
+    """The tokens of a vocabulary of `ranks` tokens, in the order of their ranks. The same texts give the same tokens.
+
+    Raises:
+        Refusal: when `ranks` is below 256, or the texts have too few pairs to merge.
+    """
+    if ranks < 256:
+        raise Refusal(f"--ranks {ranks}: the 256 single bytes are ranks already; give 256 or more.")
+    if ranks > MOST:
+        raise Refusal(f"--ranks {ranks}: must be at most {MOST}.")
+    vocabulary = _merge(chain.from_iterable(map(cut_spaces, texts)), ranks)
+    if len(vocabulary) < ranks:
+        raise Refusal(f"--ranks {ranks}: the text gives {len(vocabulary)} tokens only; give more text or fewer ranks.")
+    byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+    ordered = sorted(vocabulary, key=lambda token: vocabulary[token])
+    return [bytes(byte_of[character] for character in token) for token in ordered]
+
+
+def byte_characters() -> list[str]:
+    """The character by which byte-level BPE writes each byte (GPT-2): itself if it is visible, else from U+0100 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
+
+
+def _merge(texts: Iterable[str], ranks: int) -> dict[str, int]:
+    """Byte-level tokens and their ids, by the `tokenizers` library's trainer."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, spell])
+    trainer = trainers.BpeTrainer(vocab_size=ranks, initial_alphabet=byte_characters(), show_progress=False)
+    backend.train_from_iterator(texts, trainer)
+    return backend.get_vocab()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command: 0 when the file is written, 2 when the user has to mend something."""
+    parser = argparse.ArgumentParser(prog="python -m titan.dataset.tokenizers.train", description="Train a tokenizer.")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the rank file to write, *.tiktoken")
+    parser.add_argument("paths", metavar="PATH", nargs="*", help="text files, folders or globs (default: stdlib)")
+    parser.add_argument("--ranks", type=int, default=4095, help="how many tokens (default: 4095)")
+    parser.add_argument("--version", action="version", version=version())
+    parser.error = _refuse  # type: ignore[method-assign]
+    try:
+        options = parser.parse_intermixed_args(arguments)
+        _run(options.out, options.paths, options.ranks)
+    except Refusal as refusal:
+        print(f"titan: {one_line(str(refusal))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refusal(f"{message}; see --help.")
+
+
+def _texts(source: Source) -> Iterator[str]:
+    documents = chain.from_iterable(map(source.documents, source.parts()))
+    return (document for document in documents if isinstance(document, str))
+
+
+def _run(out: Path, paths: Sequence[str], ranks: int) -> None:
+    if out.suffix != ".tiktoken":
+        raise Refusal(f"{out}: a rank file's name ends in .tiktoken; give such a name.")
+    found = [local.text(path) for path in paths] or [local.stdlib()]
+    tokens = train(chain.from_iterable(map(_texts, found)), ranks)
+    try:
+        write_ranks(out, tokens)
+    except OSError as error:
+        raise Refusal(f"{out}: can't be written ({error.strerror}); give another place.") from error
+    print(f"{out}: {len(tokens):,} tokens; use it as dataset.tokenizer={out} model.vocab={len(tokens) + 1}")
+
+
+if __name__ == "__main__":
+    output.run(main)

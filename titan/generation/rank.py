@@ -1,0 +1,23 @@
+"""One rank that generates, started by `launchers.supervisor`: `python -m titan.generation.rank FILE`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from titan.cluster.rank_info import Place
+from titan.console import output
+from titan.training.rank import run
+
+
+def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:
+    """Generate: the payload is the job."""
+    from titan.generation.worker import work as generate
+
+    if payload.settings.output:
+        output.go_on()
+    return generate(payload, place)
+
+
+if __name__ == "__main__":
+    run(work, keep_going=False)

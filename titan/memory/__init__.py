@@ -1,0 +1,1 @@
+"""The memory axis: activation checkpointing and offloading."""

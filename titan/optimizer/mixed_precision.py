@@ -1,0 +1,133 @@
+"""AdamW over weights and moments that need not be fp32: computed in fp32, rounded once when written back.
+
+The update is elementwise, so it is done piece by piece on the parts that a rank holds: only a piece at a time exists in
+fp32. Torch's own functional AdamW computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from titan.optimizer.schema import Implementation, Type, flags
+from titan.parallelism.grad_norm import local
+
+BUCKET = 1 << 22
+"""Numbers that are computed at a time: four tensors of 16 MiB."""
+
+
+class Piece(NamedTuple):
+    """Rows of a parameter's local part, as views."""
+
+    weight: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    step: Tensor
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with state and weights of any type (see the module); its state is named as torch's."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], common: dict[str, Any], moments: Type, implementation: Implementation
+    ) -> None:
+        """Take what is to be updated.
+
+        Args:
+            groups: torch's parameter groups.
+            common: betas and eps of all groups.
+            moments: the type of the state; auto: that of each parameter.
+            implementation: which of torch's; fused ones honour `found_inf`, so that a bad step changes nothing.
+        """
+        super().__init__(groups, common)
+        self.moments, self.implementation = moments, implementation
+        self._step_supports_amp_scaling = implementation == "fused"
+        self.found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient."""
+        for group in self.param_groups:
+            self.adam(group)
+
+    def adam(self, group: dict[str, Any]) -> None:
+        """Update a group's parameters."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        for bucket in _buckets(piece for p in parameters for piece in self._pieces(p)):
+            self._update(bucket, group)
+        steps = [self.state[p]["step"] for p in parameters]
+        if steps:
+            torch._foreach_add_(steps, 1)
+        if steps and self._bad is not None:
+            torch._foreach_sub_(steps, [self._bad] * len(steps))
+
+    @property
+    def _bad(self) -> Tensor | None:
+        """1 where the step must change nothing, else 0; None where the caller has decided already."""
+        return self.found_inf if self._step_supports_amp_scaling else None
+
+    def zeros(self, parameter: Tensor) -> Tensor:
+        """A new moment of a parameter, cut as it is."""
+        dtype = {"auto": parameter.dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            device = parameter.device if self.implementation == "fused" else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"], state["exp_avg_sq"] = self.zeros(parameter), self.zeros(parameter)
+        return state
+
+    def _pieces(self, parameter: Tensor) -> Iterator[Piece]:
+        state = self._state(parameter)
+        whole = [local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]  # type: ignore[arg-type]
+        width = whole[0][0].numel() if len(whole[0]) else 1
+        rows = max(1, BUCKET // max(1, width))
+        for weight, gradient, first, second in zip(*(torch.split(t, rows) for t in whole), strict=True):
+            yield Piece(weight, gradient, first, second, state["step"])
+
+    def _update(self, bucket: list[Piece], group: dict[str, Any]) -> None:
+        held = [[p.weight for p in bucket], [p.first for p in bucket], [p.second for p in bucket]]
+        weights, firsts, seconds = exact = [[t.float() for t in tensors] for tensors in held]
+        beta1, beta2 = group["betas"]
+        how: dict[str, Any] = flags(self.implementation)
+        adamw(
+            weights,
+            [p.gradient.float() for p in bucket],
+            firsts,
+            seconds,
+            [],
+            [p.step.clone() for p in bucket],
+            **how,
+            found_inf=self._bad,
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        for old, new in zip(held, exact, strict=True):
+            if pairs := [(a, b) for a, b in zip(old, new, strict=True) if a.dtype != b.dtype]:
+                torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Pieces together, as many as stay within `BUCKET` numbers."""
+    bucket: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        if bucket and size + piece.weight.numel() > BUCKET:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(piece)
+        size += piece.weight.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules, the stage plan and the runtime."""

@@ -1,0 +1,135 @@
+"""From degrees to a pipeline's stages: how many, of which layers, on which rank. Free of torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from titan.config.settings import Refusal
+from titan.parallelism.pipeline import arithmetic
+from titan.parallelism.schema import Layout, Parallelism, Staging
+
+if TYPE_CHECKING:
+    from titan.model.schema import Decoder
+
+
+def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> list[int]:
+    """Numbers of micro-batches that a pipeline may have, those that `parallelism.idle` asks for first.
+
+    Args:
+        parallelism: the schedule, and what is asked of it.
+        layout: the degrees.
+        rows: of a rank in a step.
+
+    Raises:
+        Refusal: when the schedule needs more micro-batches than there are rows.
+    """
+    if _custom(parallelism):
+        return [arithmetic.read_csv(parallelism.schedule).microbatches]
+    ranks, each = layout.pipeline, stages_each(parallelism, layout.pipeline)
+    least = arithmetic.microbatches(parallelism.schedule, ranks, each, rows, parallelism.idle)
+    if least is None:
+        count = _count(parallelism, layout)
+        arithmetic.check(parallelism.schedule, ranks, count, 2 * count)  # whether it is the stages, rather
+        raise Refusal(
+            f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
+            f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
+            "schedule such as GPipe."
+        )
+    kind = arithmetic.facts(parallelism.schedule)
+    return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, each, n))]
+
+
+def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int, microbatches: int) -> Staging:
+    """The stages of a layout.
+
+    With `split=balanced` a stage's cost is the floating-point operations of its blocks and, for the last, of the head:
+    the embedding is a look-up.
+
+    Raises:
+        Refusal: when the schedule can't have such stages or micro-batches, or there are too few layers.
+    """
+    ranks, schedule = layout.pipeline, parallelism.schedule
+    if ranks == 1:
+        return _alone(parallelism, model.layers)
+    table = arithmetic.read_csv(schedule) if _custom(parallelism) else None
+    count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    arithmetic.check(schedule, ranks, count, microbatches)
+    if parallelism.stages == "auto" and count > model.layers:
+        raise Refusal(
+            f"parallelism.pipeline={ranks}: {schedule} makes {count} stages of it, and the model has {model.layers} "
+            "layers; give a smaller one."
+        )
+    layers = tuple((part.start, part.stop) for part in _layers(parallelism, model, seq_len, count))
+    if table is not None:
+        return Staging(schedule, layers, table.owners, table.splits_backward, table.idle)
+    owners = tuple(arithmetic.placement(schedule, ranks, count))
+    idle = arithmetic.idle_share(schedule, ranks, count // ranks, microbatches)
+    return Staging(schedule, layers, owners, arithmetic.facts(schedule).splits_backward, idle)
+
+
+@lru_cache(256)
+def stage_layers(
+    parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int
+) -> tuple[tuple[int, range], ...]:
+    """The pipeline rank and the layers of each stage.
+
+    Raises:
+        Refusal: when there are too few layers.
+    """
+    table = arithmetic.read_csv(parallelism.schedule) if _custom(parallelism) else None
+    count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
+    if table is None:
+        arithmetic.check(parallelism.schedule, layout.pipeline, count, 2 * count)
+    owners = table.owners if table else arithmetic.placement(parallelism.schedule, layout.pipeline, count)
+    return tuple(zip(owners, _layers(parallelism, model, seq_len, count), strict=True))
+
+
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights apart."""
+    if _custom(parallelism):
+        return arithmetic.read_csv(parallelism.schedule).splits_backward
+    return arithmetic.facts(parallelism.schedule).splits_backward
+
+
+def _alone(parallelism: Parallelism, layers: int) -> Staging:
+    """One stage that has all layers; what is said of others is refused."""
+    if not _custom(parallelism):
+        arithmetic.facts(parallelism.schedule)
+    if parallelism.stages not in ("auto", 1) or parallelism.starts:
+        said = "starts" if parallelism.starts else "stages"
+        value = list(parallelism.starts) if parallelism.starts else parallelism.stages
+        raise Refusal(f"parallelism.{said}={value}: there is one stage without a pipeline; give parallelism=pp too.")
+    return Staging("", ((0, layers),), (0,))
+
+
+def _layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) -> list[range]:
+    if parallelism.starts:
+        return arithmetic.explicit(model.layers, count, parallelism.starts)
+    if parallelism.split == "layers":
+        return arithmetic.by_layers(model.layers, count)
+    return arithmetic.split([model.block_flops(seq_len)] * model.layers, count, last=model.head_flops())
+
+
+def _custom(parallelism: Parallelism) -> bool:
+    return parallelism.schedule.endswith(".csv")
+
+
+def _count(parallelism: Parallelism, layout: Layout) -> int:
+    """Stages in all."""
+    if parallelism.stages == "auto":
+        return layout.pipeline * stages_each(parallelism, layout.pipeline)
+    return int(parallelism.stages)
+
+
+def stages_each(parallelism: Parallelism, ranks: int) -> int:
+    """Stages of each of so many pipeline ranks."""
+    if parallelism.stages == "auto":
+        return stages_of_a_rank(parallelism)
+    return max(1, int(parallelism.stages) // ranks)
+
+
+def stages_of_a_rank(parallelism: Parallelism) -> int:
+    """How many stages a rank has unless the user says otherwise."""
+    known = arithmetic.SCHEDULES.get(parallelism.schedule)
+    return known.stages if known else 1

@@ -1,0 +1,68 @@
+"""Charts of bars: throughput and memory of each arm; rows of a table, so that labels wrap and many arms scroll."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+from titan.report.findings import Comparison
+from titan.report.render.charts import Chart, marks
+from titan.report.render.table_data import few, memory, step_ms
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: of which arm, how long, and what is written beside it."""
+
+    index: int
+    value: float
+    words: str
+    more: str = ""
+    whisker: tuple[float, float] | None = None
+
+
+def throughput(comparison: Comparison) -> Chart | None:
+    """Bars of tokens a second a device, with whiskers from p10 to p90 of the steps."""
+    bars = []
+    for i, arm in enumerate(comparison.arms):
+        times = step_ms(arm)
+        if arm.speed is not None and times is not None:
+            value, (middle, fast, slow) = arm.speed.estimate, times
+            ratio = "" if arm.speed_ratio is None or arm.baseline else f"{arm.speed_ratio.estimate:.2f} of baseline"
+            whisker = (value * middle / slow, value * middle / fast)
+            bars.append(Bar(i, value, few(value), ratio, whisker))
+    doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
+    caption = "Tokens a second a device at the median step; the line spans the middle 80% of the steps."
+    caption += f" Speeds are not judged: {'; '.join(doubts)}." if doubts else ""
+    return _bars(comparison, bars, "Throughput", caption)
+
+
+def memory_bars(comparison: Comparison) -> Chart | None:
+    """Bars of the most memory that rank 0 held."""
+    most = [(i, memory(arm)) for i, arm in enumerate(comparison.arms)]
+    bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
+    return _bars(
+        comparison, bars, "Memory", "The most that rank 0 held in any run of the variant, in GiB.", rising=True
+    )
+
+
+def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
+    """A table of bars, the best first: labels wrap, and many arms scroll."""
+    if not bars:
+        return None
+    bars.sort(key=lambda bar: bar.value if rising else -bar.value)
+    most = max(max(bar.value, bar.whisker[1] if bar.whisker else 0.0) for bar in bars) or 1.0
+    rows = "".join(_bar(comparison, bar, most) for bar in bars)
+    return Chart(title, caption, f'<div class="bars"><table>{rows}</table></div>', wide=False)
+
+
+def _bar(comparison: Comparison, bar: Bar, most: float) -> str:
+    label = escape(comparison.arms[bar.index].label)
+    more = f" <small>{escape(bar.more)}</small>" if bar.more else ""
+    shape = f'<rect x="0" y="2" width="{100 * bar.value / most:.2f}" height="12"/>'
+    if bar.whisker:
+        low, high = (100 * end / most for end in bar.whisker)
+        shape += f'<path d="M{low:.2f} 8H{high:.2f}M{low:.2f} 5v6M{high:.2f} 5v6"/>'
+    drawn = f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{shape}</svg>'
+    head = f'<th scope="row">{label}</th>'
+    return f"<tr {marks(comparison, bar.index)}>{head}<td>{drawn}</td><td>{escape(bar.words)}{more}</td></tr>"

@@ -1,0 +1,249 @@
+"""Charts over tokens: training loss, validation, and how far runs of one science are from the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from titan.metrics.plot import SHARE, short
+from titan.report.findings import Comparison, Numbers, RunFound
+from titan.report.render import svg
+from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
+from titan.report.render.svg import Frame, Label, Scale
+
+POINTS = 400
+"""The most points that a curve is drawn with."""
+POINTS_IN_ALL = 40_000
+"""Of one chart: with very many runs each curve gets fewer."""
+WINDOWS = 100
+"""Of a curve of differences, which are noisy: each point is the median of a window of steps."""
+FLOOR = 1e-9
+"""The smallest difference of losses that is drawn: below it there are hardly digits left."""
+
+Points = tuple[Numbers, Numbers]
+"""Tokens and values, [points] each."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A run's curve: of which arm, what is shown where it is pointed at, and its points."""
+
+    arm: int
+    title: str
+    points: Points
+
+
+def training(comparison: Comparison) -> Chart | None:
+    """Training loss over tokens, smoothed."""
+    most = _points(comparison)
+    lines = [Line(i, run.label, thinned(run.curves.tokens, run.curves.losses, most)) for i, run in _runs(comparison)]
+    caption = f"Mean over {SHARE:.0%} of the run around each point. "
+    return _losses(comparison, lines, "Training loss", "loss, nats a token", caption, "training")
+
+
+def validation(comparison: Comparison) -> Chart | None:
+    """Validation loss over tokens; in bits a byte where the comparison is made in those."""
+    bits = any(quality.measure == "bits a byte" for arm in comparison.arms for quality in arm.quality)
+    lines = []
+    for i, run in _runs(comparison):
+        values = run.curves.bits_per_byte if bits else run.curves.validation
+        points = thinned(run.curves.validation_tokens, values, _points(comparison), share=0)
+        lines.append(Line(i, run.label, points))
+    name, unit = ("Validation, bits a byte", "bits a byte") if bits else ("Validation loss", "loss, nats a token")
+    once = "A dash is a run's only validation. " if any(line.points[0].size == 1 for line in lines) else ""
+    return _losses(comparison, lines, name, unit, f"On the fixed rows that no run trains on. {once}", "validation")
+
+
+def differences(comparison: Comparison) -> Chart | None:
+    """Size of the difference in training loss to the baseline's run of the same seed, for arms of its science."""
+    base = next((arm for arm in comparison.arms if arm.baseline), None)
+    pairs = [
+        (i, run, twin)
+        for i, run in _runs(comparison)
+        for twin in (base.runs if base else ())
+        if comparison.arms[i].same_science and not comparison.arms[i].baseline
+        if (twin.seed, twin.repeat) == (run.seed, run.repeat)
+    ]
+    if base is None or not pairs:
+        return None
+    points = min(WINDOWS, _points(comparison))
+    lines = [Line(i, run.label, _positive(gap(run, twin, points))) for i, run, twin in pairs]
+    apart = {i for i, run, twin in pairs if not _equal(run, twin)}
+    equal = list(dict.fromkeys(comparison.arms[i].label for i, *_ in pairs if i not in apart))
+    return _differences(comparison, lines, equal, _between_seeds(base.runs))
+
+
+def _common(run: RunFound, base: RunFound) -> Points:
+    """Tokens and the size of the difference of losses, at the steps that both did with a finite loss; [steps] each."""
+    _, mine, theirs = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
+    sizes = np.abs(run.curves.losses[mine] - base.curves.losses[theirs])
+    kept = np.isfinite(sizes)
+    return run.curves.tokens[mine][kept], sizes[kept]
+
+
+def _equal(run: RunFound, base: RunFound) -> bool:
+    """Whether all losses that both have are the same ones."""
+    sizes = _common(run, base)[1]
+    return bool(sizes.size) and not sizes.any()
+
+
+def _between_seeds(runs: Sequence[RunFound]) -> float | None:
+    """How far two seeds are apart, in the median over their steps and pairs of neighbours."""
+    sizes = [gap(one, other, WINDOWS)[1] for one, other in pairwise(runs) if one.seed != other.seed]
+    return float(np.median(np.concatenate(sizes))) if any(size.size for size in sizes) else None
+
+
+def gap(run: RunFound, base: RunFound, points: int) -> Points:
+    """Tokens and the median size of the difference of losses, in windows of steps that both did; [points] each."""
+    tokens, sizes = _common(run, base)
+    windows = [w for w in np.array_split(np.arange(sizes.size), min(points, max(1, sizes.size))) if w.size]
+    return (
+        np.array([tokens[window].mean() for window in windows]),
+        np.array([np.median(sizes[window]) for window in windows]),
+    )
+
+
+def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) -> Points:
+    """At most `points` of a curve, each the mean over `share` of it, centred; what is not finite is left out.
+
+    Args:
+        x, y: [steps] each.
+        points: the most to be kept.
+        share: of the curve that a mean is taken over. Towards the beginning over less, so that it stays centred; the
+            curve ends where the mean would be over less than half of that, as noise at the end misleads.
+    """
+    kept = np.isfinite(y) & np.isfinite(x)
+    x, y = x[kept], y[kept]
+    if not y.size:
+        return x, y
+    most = round(share * y.size) // 2
+    last = y.size - 1 - (most + 1) // 2
+    index = np.unique(np.linspace(0, last, min(points, last + 1)).round().astype(np.int64))
+    half = np.minimum(most, np.minimum(index, y.size - 1 - index))
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    return x[index], (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
+
+
+def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
+    """Lowest and highest loss to be shown, and whether the beginning's are cut off.
+
+    The fall of the first tenth may take up all the room, while what there is to tell apart comes after it: then it is
+    cut off.
+    """
+    end = max(float(x[-1]) for x, _ in curves)
+    later = [y[x >= 0.1 * end] if (x >= 0.1 * end).any() else y for x, y in curves]
+    low = min(float(y.min()) for y in later)
+    usual = max(float(np.quantile(y, 0.995)) for y in later)
+    highest = max(float(y.max()) for _, y in curves)
+    cut = highest > usual + 0.5 * (usual - low)
+    high = usual if cut else highest
+    pad = 0.06 * (high - low) or max(0.01 * abs(low), 1e-3)
+    return low - pad, high + pad, cut
+
+
+def _runs(comparison: Comparison) -> list[tuple[int, RunFound]]:
+    return [(i, run) for i, arm in enumerate(comparison.arms) for run in arm.runs]
+
+
+def _points(comparison: Comparison) -> int:
+    return max(50, min(POINTS, POINTS_IN_ALL // max(1, len(_runs(comparison)))))
+
+
+def _losses(
+    comparison: Comparison, lines: Sequence[Line], title: str, unit: str, caption: str, name: str
+) -> Chart | None:
+    lines = [line for line in lines if line.points[0].size]
+    if not lines:
+        return None
+    low, high, cut = loss_range([line.points for line in lines])
+    frame = Frame(_tokens(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
+    body = frame.axes("tokens", unit, short, svg.tick) + _drawn(comparison, frame, lines, name)
+    told = caption + _told(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
+    return Chart(title, told, svg.picture(frame, title, body))
+
+
+def _tokens(lines: Sequence[Line]) -> Scale:
+    """From nothing to the most tokens, with room for labels beside it."""
+    return Scale(0, max(float(line.points[0][-1]) for line in lines) or 1.0, 60, WIDTH - 210)
+
+
+def _drawn(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
+    """The lines, grey ones below, and the labels at their ends."""
+    above = coloured(comparison)[::-1]
+    order = sorted(lines, key=lambda line: above.index(line.arm) if line.arm in above else -1)
+    body = "".join(svg.line(frame, *line.points, marks(comparison, line.arm), line.title) for line in order)
+    wanted = []
+    for i in above:
+        ends = [_end(frame, line) for line in lines if line.arm == i]
+        wanted += [Label(float(np.mean(ends)), comparison.arms[i].label, marks(comparison, i))] if ends else []
+    return svg.clip(frame, name, f'<g class="{_dress(comparison)}">{body}</g>') + svg.labels(frame, wanted)
+
+
+def _end(frame: Frame, line: Line) -> float:
+    """Where a line ends, or where it leaves the frame."""
+    return frame.y.at(min(max(float(line.points[1][-1]), frame.y.low), frame.y.high))
+
+
+def _dress(comparison: Comparison) -> str:
+    """Thin lines where an arm has several; a dashed baseline where another may lie beneath it."""
+    thin = "thin" if len(_runs(comparison)) > len(comparison.arms) else "thick"
+    return f"{thin} against" if len(comparison.arms) > 1 else thin
+
+
+def _told(comparison: Comparison) -> str:
+    rest = len(comparison.arms) - len(coloured(comparison))
+    told = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
+    if rest > 0:
+        told += (
+            f"In colour: the baseline, the fastest with its hyperparameters, the best of others. In grey: {rest} more. "
+        )
+    return told
+
+
+def _differences(
+    comparison: Comparison, lines: Sequence[Line], equal: Sequence[str], noise: float | None
+) -> Chart | None:
+    caption = (
+        "Size of the difference in training loss to the baseline's run of the same seed: the median of a window of "
+        "steps. Between layouts it begins with rounding, and grows. "
+    )
+    caption += f"Equal at every step, so not drawn: {' | '.join(equal)}. " if equal else ""
+    name, lines = "Difference to the baseline", [line for line in lines if line.points[0].size]
+    if not lines:
+        return Chart(name, caption, "") if equal else None
+    levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
+    levels = {told: level for told, level in levels.items() if level > 0}
+    frame = _difference_frame(lines, list(levels.values()))
+    body = frame.axes("tokens", "difference, nats", short, _power)
+    body += _drawn(comparison, frame, lines, "differences") + _levels(frame, levels)
+    return Chart(name, caption + _told(comparison), svg.picture(frame, name, body))
+
+
+def _positive(points: Points) -> Points:
+    """Without windows in which there is no difference: a logarithm has no zero."""
+    kept = points[1] > FLOOR
+    return points[0][kept], points[1][kept]
+
+
+def _difference_frame(lines: Sequence[Line], levels: Sequence[float]) -> Frame:
+    values = np.concatenate([levels, *(line.points[1] for line in lines)])
+    low, high = 10 ** np.floor(np.log10(values.min())), 10 ** np.ceil(np.log10(1.2 * values.max()))
+    return Frame(_tokens(lines), Scale(low, high, 340, 40, log=True), WIDTH, HEIGHT)
+
+
+def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
+    """Dashed lines across, with the highest one's name above it and the others' names below theirs."""
+    out = ""
+    for name, level in levels.items():
+        at = frame.y.at(level)
+        out += f'<path class="level" d="M{frame.x.start:.1f} {at:.1f}H{frame.x.end:.1f}"/>'
+        shift = -5 if level == max(levels.values()) else svg.LINE
+        out += svg.text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
+    return out
+
+
+def _power(value: float) -> str:
+    return f"{value:g}".replace("e-0", "e-")

@@ -1,0 +1,86 @@
+"""A comparison as Markdown, for issues and pull requests: the answers, the table, failures and notes; no charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titan.report import ranking
+from titan.report.findings import Comparison
+from titan.report.render.sentences import answers, lead, missing, notes, question
+from titan.report.render.table_data import between, columns, number
+
+
+def text(comparison: Comparison) -> str:
+    """The whole comparison."""
+    parts = [
+        [f"# {_plain(comparison.title)}", "", _plain(question(comparison)), "", _plain(" ".join(lead(comparison)))],
+        _section(
+            "Answers", [f"- **{_plain(arm.label)}**: {_plain(' '.join(said))}" for arm, said in answers(comparison)]
+        ),
+        _section("Figures", _figures(comparison)),
+        _section("By source", _sources(comparison)),
+        _section(missing(comparison), _failures(comparison)),
+        _section("Notes", [f"- {_plain(note)}" for note in notes(comparison)]),
+        _section("Settings", _settings(comparison)),
+    ]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
+
+
+def _section(name: str, lines: Sequence[str]) -> list[str]:
+    return [f"## {name}", "", *lines] if lines else []
+
+
+def _figures(comparison: Comparison) -> list[str]:
+    told = columns(comparison)
+    if not comparison.arms:
+        return []
+    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in told)]
+    order = ranking.order(comparison.arms)
+    rows = [[comparison.arms[i].label, *(column.cells[i].line() for column in told)] for i in order]
+    return _table(head, rows, figures=len(told))
+
+
+def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Arm minus baseline for each source of a mixture, as heading and rows of texts; no rows where there are none."""
+    found = [(arm.label, quality) for arm in comparison.arms for quality in arm.quality if quality.by_source]
+    sources = sorted({source for _, quality in found for source in quality.by_source})
+    rows = []
+    for label, quality in found:
+        there = [quality.by_source.get(source) for source in sources]
+        shown = ["" if i is None else f"{i.estimate:+.4f} {between(i, number)}".strip() for i in there]
+        rows.append([label, f"{quality.measure} at {quality.at}", *shown])
+    return ["variant", "difference in", *sources], rows
+
+
+def _sources(comparison: Comparison) -> list[str]:
+    head, rows = by_source(comparison)
+    return _table(head, rows, figures=len(head) - 2) if rows else []
+
+
+def _failures(comparison: Comparison) -> list[str]:
+    rows = [[failed.label, failed.state, failed.reason, failed.directory] for failed in comparison.failed]
+    return _table(["run", "state", "reason", "directory"], rows, figures=0) if rows else []
+
+
+def _settings(comparison: Comparison) -> list[str]:
+    differs = [[name, " \\| ".join(map(_plain, values))] for name, values in comparison.differs.items()]
+    rows = [[_plain(name), f"differs: {values}"] for name, values in differs]
+    rows += [[_plain(name), _plain(value)] for name, value in comparison.common.items()]
+    return [*_rule(["setting", "value"], 0), *(f"| {' | '.join(row)} |" for row in rows)] if rows else []
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> list[str]:
+    """The rows, the last `figures` columns to the right."""
+    return [*_rule(head, figures), *(f"| {' | '.join(map(_plain, row))} |" for row in rows)]
+
+
+def _rule(head: Sequence[str], figures: int) -> list[str]:
+    marks = ["---"] * (len(head) - figures) + ["---:"] * figures
+    return [f"| {' | '.join(map(_plain, head))} |", f"| {' | '.join(marks)} |"]
+
+
+def _plain(text: str) -> str:
+    """The text without line breaks, and with those signs marked that Markdown or HTML would take for their own."""
+    marked = "".join(f"\\{sign}" if sign in "\\`*_|#" else sign for sign in " ".join(text.split()))
+    marked = marked.replace("](", "]\\(")  # a link; brackets alone are none
+    return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

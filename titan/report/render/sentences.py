@@ -1,0 +1,158 @@
+"""What a comparison says in words: the question, the lead, the answer for each arm, and the notes, each told once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from titan.metrics.plot import short
+from titan.report.findings import Arm, Comparison, Interval, Quality, Reached
+from titan.report.render import summary
+from titan.report.render.summary import counted
+from titan.report.render.table_data import answer, few, ratio
+
+WAITING = ("planned", "queued", "running")
+"""States of trials that have no figures yet and did not fail."""
+
+
+def missing(comparison: Comparison) -> str:
+    """What the list of trials and runs that have no figures or ended badly is called."""
+    waiting = {failed.state in WAITING for failed in comparison.failed}
+    return {(True,): "Without figures yet", (False, True): "Failures, and trials without figures yet"}.get(
+        tuple(sorted(waiting)), "Failures"
+    )
+
+
+def question(comparison: Comparison) -> str:
+    """What was asked; without a sweep's question, that there was none."""
+    return comparison.question or "No question was stated beforehand."
+
+
+def lead(comparison: Comparison) -> list[str]:
+    """The result in a few sentences, from the answers of all arms; claims no more than they do."""
+    arms = [arm for arm in comparison.arms if not arm.baseline]
+    same = [arm for arm in arms if arm.same_science]
+    if len(comparison.arms) == 1:
+        lost = summary.diverged(comparison)
+        return ["There is one variant only, so there is nothing to compare it with.", *lost, *_standing(comparison)]
+    if not comparison.arms:
+        return ["No run has figures.", *_standing(comparison)]
+    return [*summary.told(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
+
+
+def answers(comparison: Comparison) -> list[tuple[Arm, list[str]]]:
+    """Of each arm beside the baseline: what it learned, how fast it is, when it came to the target."""
+    told = [(arm, _of_arm(arm, comparison.target)) for arm in comparison.arms]
+    return [(arm, sentences) for arm, sentences in told if sentences]
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What has to be known: of the whole, then of arms, where what holds of many is said once."""
+    holders: dict[str, list[str]] = {}
+    for arm in comparison.arms:
+        for note in arm.notes:
+            holders.setdefault(note, []).append(arm.label)
+    told = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
+    return [*map(_sentence, comparison.notes), *told]
+
+
+def _whose(labels: Sequence[str], comparison: Comparison) -> str:
+    if len(labels) == len(comparison.arms) > 1:
+        return "All variants"
+    named = [label or "the only variant" for label in labels[:6]]
+    more = len(labels) - len(named)
+    return " | ".join(named) + (f" | and {more} more" if more else "")
+
+
+def _of_arm(arm: Arm, target: float | None) -> list[str]:
+    learned = [] if arm.learning is None else [_sentence(arm.learning.text)]
+    speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio, arm.speed_doubt)]
+    return [*learned, *_judged(arm.quality), *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
+
+
+def _judged(qualities: Sequence[Quality]) -> list[str]:
+    """A sentence for each verdict; of several, at which point each holds, and equal ones together."""
+    if len(qualities) == 1:
+        return [_sentence(qualities[0].text)]
+    points: dict[str, list[str]] = {}
+    for quality in qualities:
+        points.setdefault(quality.text, []).append(f"at {quality.at}")
+    return [_sentence(f"{' and '.join(at)}: {text[:1].lower()}{text[1:]}") for text, at in points.items()]
+
+
+def speed_sentence(times: Interval, doubt: str = "") -> str:
+    """How fast against the baseline; that nothing can be told where the interval spans 1.
+
+    Args:
+        times: the ratio.
+        doubt: why neither "faster" nor "slower" may be said; empty where it may.
+    """
+    told = f"{ratio(times.estimate)} of the baseline's tokens a second"
+    if doubt:
+        return f"Its speed is not judged ({doubt}): {told}."
+    if times.low is None or times.high is None:
+        return f"Its speed is {told}; there is no interval yet."
+    said = f"(95% interval {ratio(times.low)} to {ratio(times.high)})"
+    if times.low <= 1 <= times.high:
+        return f"No difference in speed is shown: {told} {said}."
+    return f"{'Faster' if times.estimate > 1 else 'Slower'}: {told} {said}."
+
+
+def _reached(reached: Reached, target: float | None) -> str:
+    goal = "the target loss" if target is None else f"the loss {target:g}"
+    if reached.median_tokens is None:
+        return f"{reached.reached} of {reached.runs} runs came to {goal}: too few for a median."
+    hours = "" if reached.median_device_hours is None else f" and {few(reached.median_device_hours)} device-hours"
+    middle = f"in the median after {short(reached.median_tokens)} tokens{hours}"
+    return f"{reached.reached} of {reached.runs} runs came to {goal}, {middle}."
+
+
+def _sentence(text: str) -> str:
+    """The text with a capital letter at its beginning and a stop at its end."""
+    return text[:1].upper() + text[1:].rstrip(".") + "."
+
+
+def _learning(arms: Sequence[Arm]) -> list[str]:
+    if len(arms) == 1:
+        does = {"same": "it does", "not the same": "it does not"}.get(answer(arms[0]).main, "that is undecided")
+        return [f"{arms[0].label} must learn what the baseline learns: {does}."]
+    counts = counted(
+        (sum(answer(arm).main == "same" for arm in arms), "does", "do"),
+        (sum(answer(arm).main == "not the same" for arm in arms), "does not", "do not"),
+        (sum(answer(arm).mood == "open" for arm in arms), "is undecided", "are undecided"),
+    )
+    return [f"Of {len(arms)} variants that must learn what the baseline learns, {counts}."] if arms else []
+
+
+def _fastest(arms: Sequence[Arm]) -> list[str]:
+    """Names an arm only where its interval lies above the baseline's speed."""
+    fit = [arm for arm in arms if answer(arm).main == "same" and arm.speed_ratio is not None]
+    sure = [(arm.speed_ratio.estimate, arm) for arm in fit if arm.speed_ratio and _above(arm)]
+    doubts = dict.fromkeys(arm.speed_doubt for arm in fit if arm.speed_doubt)
+    if not fit:
+        return []
+    if not sure and doubts:
+        return [f"Speed is not judged: {'; '.join(doubts)}."]
+    if not sure:
+        which = "It is not" if len(arms) == 1 else "None of those that do is"
+        return [f"{which} shown to be faster than the baseline."]
+    times, arm = max(sure, key=lambda item: item[0])
+    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that do: {arm.label},"
+    return [f"{which} {ratio(times)} times the baseline's tokens a second."]
+
+
+def _above(arm: Arm) -> bool:
+    times = arm.speed_ratio
+    return not arm.speed_doubt and times is not None and times.low is not None and times.low > 1
+
+
+def _standing(comparison: Comparison) -> list[str]:
+    runs = [run for arm in comparison.arms for run in arm.runs]
+    unfinished = [run for run in runs if not run.diverged]
+    going = sum(run.state in ("running", "queued", "planned", "stopped") for run in unfinished)
+    told = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
+    without = [failed for failed in comparison.failed if failed.state in WAITING]
+    lost = {run.directory for run in runs if run.diverged}
+    failed = sum(each not in without and each.directory not in lost for each in comparison.failed)
+    if without:
+        told.append(f"{len(without)} trial{'s' * (len(without) > 1)} without figures yet.")
+    return told + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

@@ -1,0 +1,208 @@
+"""The result of a comparison of recipes in words: which is best so far, by how much, and whether that is shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from titan.metrics.plot import short
+from titan.report import ranking, statistics
+from titan.report.findings import Arm, Comparison, Quality
+from titan.report.quality import SOONER
+from titan.report.ranking import verdict
+from titan.report.render.table_data import answer, few, lost_seeds, won
+
+NAMED = 4
+"""Variants that a sentence names."""
+
+
+def told(comparison: Comparison) -> list[str]:
+    """The result of all variants with other hyperparameters than the baseline; nothing where there are none."""
+    others = [arm for arm in comparison.arms if not arm.baseline and not arm.same_science]
+    if not others:
+        return diverged(comparison)
+    if len(ranking.tokens(comparison.arms)) > 1:
+        return [*_unequal(comparison, others), *diverged(comparison)]
+    best = _best(comparison, others)
+    return [*best, *diverged(comparison), *(_counts(others) if len(others) > 1 or not best else [])]
+
+
+def _best(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
+    """Which variant is best so far, against which other one, and what the test says."""
+    bits = ranking.by_bits(comparison.arms)
+    base = comparison.arms[0]
+    ranked = [arm for arm in others if (q := verdict(arm)) and q.difference and ranking.result(arm, bits)]
+    ranked.sort(key=_merit)
+    if not (ranked or any(arm.outcomes.diverged for arm in others)) or ranking.result(base, bits) is None:
+        return []
+    if ranked and _merit(ranked[0]) < _merit(base):
+        said = f"{_named(ranked[0])}, {_value(ranked[0], bits)}, {_gap(ranked[0])} the baseline's ({_named(base)})"
+        return [f"Best so far: {said}; {_shown(ranked[0], comparison)}."]
+    said = f"Best so far: the baseline, {_named(base)}, {_value(base, bits)}"
+    if not ranked or ranked[0].outcomes.diverged:
+        return [f"{said}."]
+    return [f"{said}, {_gap(ranked[0], turned=True)} that of {_named(ranked[0])}; {_shown(ranked[0], comparison)}."]
+
+
+def _merit(arm: Arm) -> tuple[float, float]:
+    """By what variants are ranked: the share of seeds that diverged, then the difference to the baseline."""
+    quality = verdict(arm)
+    return ranking.share(arm), quality.difference.estimate if quality and quality.difference else 0.0
+
+
+def _named(arm: Arm) -> str:
+    return f"{arm.label}, best of {arm.tried} learning rates" if arm.tried > 1 else arm.label
+
+
+def _value(arm: Arm, bits: bool) -> str:
+    found, lost = ranking.result(arm, bits), arm.outcomes.diverged
+    value = "" if found is None else f"{'bits a byte' if bits else 'validation loss'} {found.estimate:.3f}"
+    return f"{value} on the {arm.outcomes.ended} of {arm.outcomes.known} seeds that did not diverge" if lost else value
+
+
+def _gap(arm: Arm, turned: bool = False) -> str:
+    """How far the variant is below the baseline; `turned`: the baseline below it."""
+    quality = verdict(arm)
+    difference = quality.difference.estimate if quality and quality.difference else 0.0
+    by = -difference if not turned else difference
+    size = f"{abs(by):.3f}" if abs(by) >= 5e-4 else f"{abs(by):.1e}"
+    return f"{size} {'below' if by >= 0 else 'above'}"
+
+
+def _shown(arm: Arm, comparison: Comparison) -> str:
+    """What the test of a variant against the baseline says."""
+    quality = verdict(arm)
+    if quality is None:
+        return "not judged"
+    if quality.diverged or quality.baseline_diverged:
+        return f"{won(quality)}, {lost_seeds(quality)} ({_significant(quality)})"
+    if quality.p_holm is None:
+        return "one seed says nothing about the recipes"
+    seeds = f"{quality.pairs or min(arm.outcomes.ended, comparison.arms[0].outcomes.ended)} seeds"
+    p = f"p {quality.p_holm:.2g}"
+    if quality.answer == "yes":
+        return f"significant with {seeds} ({p})"
+    if quality.answer == "no":
+        return f"shown to be less than the margin of {comparison.margin:g} with {seeds}"
+    return f"not significant with {seeds} ({p}; {_needed(quality)})"
+
+
+def _significant(quality: Quality) -> str:
+    """What the sign test says, which counts the pairs where runs diverged."""
+    word = "better" if quality.better > quality.worse else "worse"
+    if quality.p_holm is None:
+        return "not significant"
+    shown = quality.p_holm < statistics.ALPHA
+    said = f"significantly {word}" if quality.answer == "yes" else f"not plainly {word}" if shown else "not significant"
+    return f"{said}, p {quality.p_holm:.2g}"
+
+
+def _needed(quality: Quality) -> str:
+    found = quality.needed_range
+    if found is None or found.count is None:
+        return "more seeds hardly help"
+    low, high = (f"{end:,}" if end else f"more than {statistics.MOST:,}" for end in (found.low, found.high))
+    return f"about {found.count:,} needed, 95% range {low} to {high}"
+
+
+def diverged(comparison: Comparison) -> list[str]:
+    """Which variants have runs that diverged, and what is left to say of them."""
+    lost = [arm for arm in comparison.arms if arm.outcomes.diverged]
+    more = [f"Runs of {len(lost) - NAMED} more variants diverged."] if len(lost) > NAMED else []
+    return [f"{arm.label}: {_of_diverged(arm)}." for arm in lost[:NAMED]] + more
+
+
+def _of_diverged(arm: Arm) -> str:
+    quality, known = verdict(arm), arm.outcomes.known
+    if quality is not None and quality.diverged and quality.at != "the target":
+        return f"{won(quality)}, {lost_seeds(quality)} ({_significant(quality)})"
+    every = "all" if arm.outcomes.diverged == known else f"{arm.outcomes.diverged} of"
+    if arm.against_best:
+        return f"{arm.against_best} (against its best learning rate)"
+    return f"{every} {known} seed{'s' * (known > 1)} diverged"
+
+
+def _counts(arms: Sequence[Arm]) -> list[str]:
+    """How many variants have which answer."""
+    said = [answer(arm).main for arm in arms]
+    lost = sum(answer(arm).main.startswith("better on") and not arm.untuned for arm in arms)
+    counts = counted(
+        *((said.count(word), f"is {word}", f"are {word}") for word in ("better", "worse", "undecided")),
+        (lost, "is not plainly better or worse, as runs diverged", "are not plainly better or worse, as runs diverged"),
+        (said.count("differs"), "differs", "differ"),
+        (said.count("no difference"), "shows no difference", "show no difference"),
+        (
+            sum(arm.untuned for arm in arms),
+            "is at a learning rate that is not its best",
+            "are not at their best learning rate",
+        ),
+        (said.count("not judged"), "is not judged", "are not judged"),
+    )
+    if len(arms) == 1:
+        return [f"{arms[0].label} {counts.removeprefix('1 ')}."]
+    rivals = " The better ones were not compared with each other." if said.count("better") > 1 else ""
+    return [f"Of {len(arms)} variants with other hyperparameters, {counts}.{rivals}"]
+
+
+def _unequal(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
+    """The result of variants that saw different numbers of tokens."""
+    seen = ", ".join(f"{number:,}" for number in ranking.tokens(comparison.arms)[:NAMED])
+    told = f"The variants saw different numbers of tokens ({seen}), so their final losses are not ranked"
+    if comparison.target is not None and any(arm.reached for arm in comparison.arms):
+        return [f"{told}, but the tokens to the loss {comparison.target:g}.", *_to_target(comparison)]
+    ranked = [arm for arm in others if (q := verdict(arm)) and q.difference is not None]
+    if not ranked:
+        why = "no validation of all runs is at the same tokens; metrics.validate_every makes some on the way"
+        return [f"{told}, nor can they be at equal tokens: {why}."]
+    return [
+        f"{told}; they are judged at equal tokens, where the longer ones' learning rates had not come down.",
+        *_counts(others),
+    ]
+
+
+def _to_target(comparison: Comparison) -> list[str]:
+    """Which variant took the fewest tokens to the target, and which the least time, where that may be said."""
+    arms = [arm for arm in comparison.arms if arm.reached and arm.reached.median_tokens]
+    if not arms:
+        return ["In no variant did half of the runs come there."]
+    if any(arm.reached and arm.reached.at_first for arm in comparison.arms):
+        return [f"Runs had come there before their first validation: {SOONER}."]
+    arms.sort(key=_tokens)
+    arm = arms[0]
+    rival = next((other for other in arms if not other.baseline), arm)
+    fewest = f"Fewest tokens: {arm.label}, {short(_tokens(arm))} in the median{_of_rival(rival, comparison)}."
+    return [fewest, _soonest(comparison)]
+
+
+def _tokens(arm: Arm) -> float:
+    return arm.reached.median_tokens or 0.0 if arm.reached else 0.0
+
+
+def _of_rival(arm: Arm, comparison: Comparison) -> str:
+    """The test of a variant against the baseline, where it is by tokens to the target."""
+    quality = verdict(arm)
+    if quality is None or quality.at != "the target" or quality.p is None:
+        return ""
+    times = f"{math.exp(quality.difference.estimate):.3g} times " if quality.difference else ""
+    return f" ({arm.label} against the baseline: {times}the tokens, {_shown(arm, comparison)})"
+
+
+def _soonest(comparison: Comparison) -> str:
+    doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
+    if doubts:
+        return f"Which comes there soonest is not judged: {'; '.join(doubts)}."
+    hours = [
+        (arm.reached.median_device_hours, arm.label)
+        for arm in comparison.arms
+        if arm.reached and arm.reached.median_device_hours is not None
+    ]
+    return f"Soonest in the median, untested: {min(hours)[1]}, {few(min(hours)[0])} device-hours." if hours else ""
+
+
+def counted(*groups: tuple[int, str, str]) -> str:
+    """ "2 do, 1 is undecided", of counts with what to say of one and of several."""
+    return ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in _there(groups))
+
+
+def _there(groups: Iterable[tuple[int, str, str]]) -> list[tuple[int, str, str]]:
+    return [group for group in groups if group[0]]

@@ -1,0 +1,1 @@
+"""A run: its recipe, its checks, its ids and its directory."""

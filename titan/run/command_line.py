@@ -1,0 +1,176 @@
+"""The words of a command line that Hydra composes: options wherever they stand, `resume=DIR`, and what means nothing.
+
+Hydra passes over some of what it is given in silence; that is refused here, before anything is composed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra._internal import utils as hydra_utils
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from titan.config.settings import Refusal
+from titan.run.recipe import Recipe, check_name
+
+RESUME = "resume="
+CHOSEN = (*Recipe.axes(), "recipe", "sweep")
+"""What a command line chooses a file for."""
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The options and overrides of a command line, with `resume=DIR` spelled out; options may stand anywhere.
+
+    `typed` are the overrides of the command line itself: those of the run that it resumes let nothing be imported.
+
+    Raises:
+        Refusal: for what is no option, or goes with no other.
+    """
+    args = _options(words)
+    resumed = [word for word in args.overrides if word.startswith(RESUME)]
+    typed = _without_resume(args.overrides)
+    if resumed:
+        earlier = _options([*_earlier(resumed[-1], args), *_without_resume(words)])
+        args = argparse.Namespace(**vars(earlier))
+    args.resumed, args.typed = bool(resumed), typed
+    args.multirun = args.multirun or _mode(args.overrides) == "MULTIRUN"
+    _check_options(args)
+    return args
+
+
+def asks_to_show(args: argparse.Namespace) -> bool:
+    """Whether a command line asks for something other than one run."""
+    return bool(args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse overrides that would change nothing, though they look as if they did.
+
+    Raises:
+        Refusal: naming the override.
+        OverrideParseException: Hydra's, for what is no override.
+    """
+    overrides = OverridesParser.create().parse_overrides(list(args.overrides))
+    for override in overrides:
+        if override.key_or_group in CHOSEN and not override.is_sweep_override() and override.value() in ({}, []):
+            raise Refusal(
+                f"{override.input_line}: changes nothing; choose with {override.key_or_group}=CHOICE, or set "
+                f"{override.key_or_group}.SETTING=VALUE."
+            )
+    if args.multirun:
+        _check_twice(overrides)
+
+
+def search_path(overrides: Sequence[str]) -> tuple[str, ...]:
+    """The folders that `hydra.searchpath` names; empty where Hydra will say that it can't read them."""
+    given = [override for override in overrides if override.startswith("hydra.searchpath=")]
+    try:
+        paths = OverridesParser.create().parse_override(given[-1]).value() if given else []
+    except HydraException:
+        return ()
+    return tuple(map(str, paths)) if isinstance(paths, list) else ()
+
+
+def check_grid_name(name: str, overrides: Sequence[str]) -> None:
+    """Refuse what is no name of one folder under runs/, and a second place for the same grid."""
+    if not re.fullmatch(r"[\w./+-]+", name):
+        raise Refusal(f"name={name}: a grid has one name; give one folder's name.")
+    check_name(name)
+    if place := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
+        raise Refusal(f"{place[0]}: name={name} says where the grid is already; leave one out.")
+
+
+def _options(words: Sequence[str]) -> argparse.Namespace:
+    parser = hydra_utils.get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    shows = "--version" in words  # Hydra would show its own
+    args = parser.parse_intermixed_args([word for word in words if word != "--version"])
+    args.version = shows
+    return args
+
+
+def _refuse(message: str) -> NoReturn:
+    raise Refusal(f"{message}; see --help.")
+
+
+def _mode(overrides: Sequence[str]) -> str | None:
+    """The last `hydra.mode` of a command line."""
+    return next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("hydra.mode=")), None)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that Hydra would pass over in silence, or say too much of."""
+    for option, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
+        if folder and not os.path.isdir(folder):
+            raise Refusal(f"{option} {folder}: there is no such folder; correct the path.")
+    if (args.package or args.resolve) and not args.cfg:
+        option = "--resolve" if args.resolve else f"--package {args.package}"
+        raise Refusal(f"{option}: only says what --cfg shows; add --cfg job.")
+    if args.experimental_rerun is not None:
+        raise Refusal(
+            f"--experimental-rerun {args.experimental_rerun}: titan writes no such file; give resume=DIR to go on with "
+            "the run in a directory."
+        )
+    if args.multirun and _mode(args.overrides) == "RUN":
+        raise Refusal("hydra.mode=RUN: -m asks for a grid; leave one out.")
+    for override in args.overrides:
+        key = override.partition("=")[0]
+        if key.startswith("~") and not key.startswith("~hydra"):
+            raise Refusal(f"{override}: no setting can be taken away; write {key[1:]}=VALUE, or leave it out.")
+
+
+def _check_twice(overrides: Sequence[Override]) -> None:
+    """Refuse two values of one setting where one of them is a list of values to run: Hydra would take the last."""
+    count = Counter(override.key_or_group for override in overrides)
+    for override in overrides:
+        if count[override.key_or_group] > 1 and override.is_sweep_override():
+            raise Refusal(
+                f"{override.input_line}: {override.key_or_group} is given twice, and only the last would be run; "
+                "leave one out."
+            )
+
+
+def _without_resume(words: Sequence[str]) -> list[str]:
+    return [word for word in words if not word.startswith(RESUME)]
+
+
+def _earlier(word: str, args: argparse.Namespace) -> list[str]:
+    """The command line of the last life of the run that `resume=DIR` names, without what names its directory."""
+    where = word.removeprefix(RESUME)
+    for other in ("name=", "hydra.run.dir="):
+        if given := next((o for o in args.overrides if o.startswith(other)), None):
+            raise Refusal(f"{given}: {word} says which run it is already; leave one out.")
+    if args.multirun or _mode(args.overrides) == "MULTIRUN":
+        raise Refusal(f"{word}: goes on with one run; leave out -m, or give a grid's own command again.")
+    last = _last_life(where, word)
+    kept = [o for o in last["overrides"] if o.partition("=")[0] != "name"]
+    names = [f"name={quoted(str(last['name']))}"] if last.get("name") else []
+    return [*last.get("options", ()), *kept, *names, f"hydra.run.dir={quoted(where)}"]
+
+
+def _last_life(where: str, word: str) -> dict[str, Any]:
+    """The last document of a run's run.yaml."""
+    from titan.run.attempts import read_lives  # only now: other command lines need not wait for what reads data
+
+    directory = Path(where)
+    if where.strip() and (directory / "run.yaml").is_file() and (lives := read_lives(directory)):
+        return lives[-1]
+    grid = where.strip() and (directory / "multirun.yaml").is_file()
+    hint = "it holds a grid: give its own command again" if grid else "give the directory of one, such as runs/NAME"
+    raise Refusal(f"{word}: there is no run; {hint}.")
+
+
+def quoted(text: str) -> str:
+    """A text as the value of an override, whatever characters it has."""
+    if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
+        return text
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text).replace("${", r"\${")
+    return f"'{escaped}'"

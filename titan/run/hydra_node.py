@@ -1,0 +1,177 @@
+"""What titan does with Hydra's own node: output_subdir, verbose, env_set and callbacks; the rest it rejects.
+
+docs/configuration.md has the table of what holds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.hydra import Hydra
+from hydra.core.utils import JobReturn, JobStatus, env_override
+from hydra.errors import InstantiationException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from titan.config.settings import Failure, Refusal
+from titan.console.text import redacted
+from titan.run.recipe import FILES
+
+LOGGING = ("default", "none", "disabled")
+"""Choices of hydra/job_logging that ask for no other logging than titan's."""
+KEPT = ("hydra.searchpath=", "hydra.output_subdir=", "hydra.job.", "hydra.callbacks.", "hydra/callbacks=")
+"""What of Hydra's node holds for all lives of a run."""
+ON_JOB = ("on_job_start", "on_job_end")
+
+
+def advice(key: str, typed: str) -> str | None:
+    """What to say of a setting that Hydra does not know; None where that is nothing of its own."""
+    for group in ("hydra.job.env_set", "hydra.callbacks"):
+        if key.startswith(group):
+            return f"{typed}: names are added one by one; write +{group}.NAME=VALUE."
+    return None
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse what titan can't honour.
+
+    Raises:
+        Refusal: naming the setting.
+    """
+    if cfg.hydra.job.chdir:
+        raise Refusal(
+            "hydra.job.chdir=true: paths count from the folder that a command is given in, and a run never leaves it; "
+            "leave it out, results go to hydra.run.dir."
+        )
+    _check_logging(cfg)
+    subdir = cfg.hydra.output_subdir
+    if subdir is not None and (not subdir.strip(". ") or "/" in subdir or subdir in FILES - {".hydra"}):
+        raise Refusal(f"hydra.output_subdir={subdir}: must name a folder of its own in the run's, or be null.")
+
+
+def _check_logging(cfg: DictConfig) -> None:
+    choice = cfg.hydra.runtime.choices.get("hydra/job_logging")
+    given = [o for o in cfg.hydra.overrides.hydra if o.lstrip("+~").startswith("hydra.job_logging")]
+    if choice not in LOGGING:
+        given.append(f"hydra/job_logging={choice}")
+    if given:
+        raise Refusal(f"{given[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
+
+
+def files(cfg: DictConfig, job: DictConfig) -> dict[str, str]:
+    """What Hydra writes into `hydra.output_subdir`, by path in the run's directory; nothing where that is null."""
+    subdir = cfg.hydra.output_subdir
+    if subdir is None:
+        return {}
+    parts = {"config": job, "hydra": Hydra.get_sanitized_hydra_cfg(cfg), "overrides": cfg.hydra.overrides.task}
+    return {f"{subdir}/{name}.yaml": OmegaConf.to_yaml(without_secrets(part)) for name, part in parts.items()}
+
+
+def without_secrets(cfg: Any) -> Any:
+    """A copy of a part of the configuration, interpolations left as they are, with its texts redacted."""
+    return OmegaConf.create(redacted(OmegaConf.to_container(cfg, resolve=False)))
+
+
+def options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
+    """What the command line says beside settings of the run, for the command that goes on with it.
+
+    Args:
+        cfg: what Hydra composed.
+        folder, name: titan's own folder of choices, and the configuration in it that commands begin with.
+    """
+    sources = {source.provider: str(source.path) for source in cfg.hydra.runtime.config_sources}
+    words = [] if sources.get("main") == folder else ["--config-path", sources["main"]]
+    words += [] if cfg.hydra.job.config_name == name else ["--config-name", str(cfg.hydra.job.config_name)]
+    words += ["--config-dir", sources["command-line"]] if "command-line" in sources else []
+    return (*words, *(o for o in cfg.hydra.overrides.hydra if o.lstrip("+").startswith(KEPT)))
+
+
+def place(cfg: DictConfig, directory: str) -> None:
+    """Let `hydra.runtime.output_dir` name the run's directory, as Hydra does when a job begins."""
+    with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
+        cfg.hydra.runtime.output_dir = directory
+
+
+def say(hydra: Hydra, cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
+    """With `hydra.verbose`: set the levels of loggers that it names, and print what Hydra composed from."""
+    if cfg.hydra.verbose:
+        hydra.compose_config(name, list(overrides), run_mode=RunMode.RUN, with_log_configuration=True)
+
+
+class Calls:
+    """The callbacks of a command line, made but not yet called: `titan.config.modules.check_hydra` lets them be
+    imported."""
+
+    def __init__(self, cfg: DictConfig, elsewhere: bool = False, made: Any = None) -> None:
+        """Make them.
+
+        Args:
+            cfg: what Hydra composed.
+            elsewhere: the job runs in no process of this command's.
+            made: Hydra's own instances, where it has made them.
+
+        Raises:
+            Refusal: for a callback that can't be made, or that would not be called.
+        """
+        self.config = cfg
+        try:
+            self.callbacks = made or Callbacks(cfg)
+        except InstantiationException as error:
+            why = " ".join(str(error).split("\n")[0].split()).rstrip(".:")
+            raise Refusal(f"hydra.callbacks: {why}; correct the callback's settings.") from error
+        if elsewhere:
+            _check_called(self.callbacks.callbacks)
+
+    def around_run(self, body: Callable[[], int], name: str) -> int:
+        """A single run with all its callbacks; gives its exit code."""
+        if not self.callbacks.callbacks:
+            return body()
+        self.callbacks.on_run_start(config=self.config, config_name=name)
+        returned = _returned(self.config)
+        try:
+            return self.around_job(body, self.config, returned)
+        finally:
+            self.callbacks.on_run_end(config=self.config, config_name=name, job_return=returned)
+
+    def around_job(self, body: Callable[[], int], cfg: DictConfig, returned: JobReturn | None = None) -> int:
+        """A job of this process with its callbacks; gives its exit code."""
+        if not self.callbacks.callbacks:
+            return body()
+        returned = returned or _returned(cfg)
+        with env_override(cfg.hydra.job.env_set):
+            self.callbacks.on_job_start(config=cfg, task_function=lambda _: body())
+            try:
+                code = body()
+                _ended(returned, None if code == 0 else Failure(f"the run ended with exit code {code}."), code)
+                return code
+            except BaseException as error:
+                _ended(returned, error, 1)
+                raise
+            finally:
+                self.callbacks.on_job_end(config=cfg, job_return=returned)
+
+
+def _returned(cfg: DictConfig) -> JobReturn:
+    job = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    node = OmegaConf.masked_copy(cfg, ["hydra"])
+    overrides = [str(o) for o in cfg.hydra.overrides.task]
+    return JobReturn(overrides=overrides, cfg=job, hydra_cfg=node, working_dir=os.getcwd(), task_name="train")
+
+
+def _ended(returned: JobReturn, error: BaseException | None, code: int) -> None:
+    returned.status = JobStatus.COMPLETED if error is None else JobStatus.FAILED
+    returned.return_value = code if error is None else error
+
+
+def _check_called(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        own = [name for name in ON_JOB if getattr(type(callback), name, None) not in (None, getattr(Callback, name))]
+        if own:
+            raise Refusal(
+                f"hydra.callbacks: {type(callback).__name__}.{own[0]} would be called where no job runs; leave the "
+                "callback out, or run jobs one after the other on this machine (hydra/launcher=local, at_once=1)."
+            )

@@ -1,0 +1,157 @@
+"""Which runs are the same experiment: ids by hash.
+
+`science_id` hashes the science settings that differ from their defaults, and the data's digest: runs of one science_id
+must learn the same. `group_id` is science_id without the seed. `execution_id` hashes where and how fast a life runs;
+`code_id` the code. A new setting whose default keeps the old meaning changes no id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import subprocess
+import typing
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import titan
+from titan.config.kinds import kind
+from titan.config.settings import plain
+from titan.console.text import redacted
+
+if TYPE_CHECKING:
+    from titan.run.recipe import Run
+
+SCHEMA = 1
+"""Raised when a setting changes its meaning, so that old and new runs are told apart."""
+SCIENCE = ("model", "dataset", "optimizer", "training", "precision")
+ROOT = Path(__file__).resolve().parents[2]
+FROZEN = "titan-code.json"
+"""In a launcher's copy of the code: what the checkout that it was made from said of itself."""
+PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "tokenizers", "torchao")
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """The ids of one life of a run."""
+
+    science: str
+    group: str
+    execution: str
+    code: str
+
+
+def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
+    """The science (or else the execution) settings that differ from their defaults, by dotted name.
+
+    Without passwords and tokens in URLs: who gets a new one goes on with the same run.
+    """
+    found: dict[str, Any] = {}
+    declared = typing.get_type_hints(type(run))
+    for axis in run.axes():
+        value, default = getattr(run, axis), axis in SCIENCE
+        if type(value) is not declared[axis] and default == science:
+            found[axis] = kind(type(value))
+        for field in dataclasses.fields(value):
+            mark = field.metadata.get("science")
+            setting = getattr(value, field.name)
+            if not field.metadata.get("told", True):
+                continue
+            if (default if mark is None else mark) == science and setting != field.default:
+                found[f"{axis}.{field.name}"] = redacted(plain(setting))
+    return found
+
+
+def science_of(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
+    """All that decides what the run learns: what is compared before a directory's run is resumed.
+
+    Args:
+        run: the run.
+        data_digest: digest of the prepared data.
+        parent: the checkpoint that a fork starts from, as "science_id@step"; None for a run that starts fresh.
+    """
+    data = {"data": data_digest} | ({"parent": parent} if parent else {})
+    return settings_of(run, science=True) | data
+
+
+def ids(run: Run, science: Mapping[str, Any]) -> Ids:
+    """The ids of a run whose `science_of` is `science`."""
+    group = {k: v for k, v in science.items() if k != "training.seed"}
+    execution = settings_of(run, science=False) | run.layout.degrees()
+    return Ids(digest(science), digest(group), digest(execution), digest(code()))
+
+
+def point(run: Run) -> str:
+    """What a point of a grid is named by: all settings but those of the machines it happens to get, and its degrees.
+
+    The data's digest is not in it: they need not be prepared yet.
+    """
+    return digest(_asked(run) | {"devices": run.layout.degrees()})
+
+
+def asked(run: Run) -> str:
+    """What a point is found by on other machines: as `point`, without what open degrees come to on these."""
+    return digest(_asked(run))
+
+
+def _asked(run: Run) -> dict[str, Any]:
+    execution = {k: v for k, v in settings_of(run, science=False).items() if not k.startswith("cluster.")}
+    if run.compile_why:  # what was asked for is "auto", whatever it comes to on this machine
+        execution.pop("compile.scope", None)
+    return settings_of(run, science=True) | execution | {"device": run.cluster.device}
+
+
+def digest(value: Any) -> str:
+    """12 hex digits of a value's canonical JSON, under the schema's version."""
+    text = json.dumps([SCHEMA, value], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def code() -> dict[str, str | None]:
+    """Versions of titan and of the libraries that compute, the git commit and a digest of what differs from it.
+
+    In a copy of the code that a launcher made, commit and difference are those of the checkout that it was made from.
+    """
+    versions = {name: _version(name) for name in PACKAGES}
+    diff = git_diff()
+    return {
+        "titan": titan.__version__,
+        "commit": _frozen("code", {}).get("commit") or git("rev-parse", "HEAD"),
+        "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
+        **versions,
+    }
+
+
+def git_diff() -> str | None:
+    """What the checkout's tracked files differ in from the commit; None outside a checkout."""
+    diff: str | None = _frozen("diff", None) or git("diff", "HEAD")
+    return diff
+
+
+def _frozen(key: str, default: Any) -> Any:
+    """What a launcher wrote into its copy of the code; elsewhere the default."""
+    try:
+        return json.loads((ROOT / FROZEN).read_text())[key]
+    except (OSError, ValueError, KeyError):
+        return default
+
+
+def git(*arguments: str) -> str | None:
+    """What git says of the checkout that titan lies in; None where there is none."""
+    if not (ROOT / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

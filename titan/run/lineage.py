@@ -1,0 +1,135 @@
+"""What a run starts from: another run's checkpoint (a fork), given weights, or neither. Free of torch but for weights.
+
+The first life settles it, and it is part of the run's science: later lives go on from what was recorded then, whatever
+has become of the other run since.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan.checkpoint import select
+from titan.checkpoint.manifest import Manifest, check_resumable
+from titan.checkpoint.select import Candidate
+from titan.config.settings import Refusal, show
+from titan.console.text import redacted
+from titan.dataset import permutation
+from titan.dataset.mixture import Mix
+from titan.run.recipe import Run, as_model
+
+
+@dataclass(frozen=True)
+class Parent:
+    """What a run starts from.
+
+    Attributes:
+        id: "science_id@step" of a checkpoint, or "weights:digest" of given weights; None for neither.
+        checkpoint: the checkpoint of a fork, where the run has none of its own.
+        weights: the folder of given weights, where the run has no checkpoint of its own.
+    """
+
+    id: str | None = None
+    checkpoint: Candidate | None = None
+    weights: str | None = None
+
+
+def parent(run: Run, lives: list[dict[str, Any]], mix: Mix, own: bool) -> Parent:
+    """What `run` starts from.
+
+    Args:
+        run: the run.
+        lives: the documents of its earlier lives.
+        mix: its rows.
+        own: whether it has a checkpoint of its own, and so needs nothing of the parent any more.
+
+    Raises:
+        Refusal: when it can't be had, does not fit, or is another one than the first life's.
+    """
+    resume, weights = run.checkpoint.resume, run.checkpoint.weights
+    if resume and weights:
+        raise Refusal(f"checkpoint.weights={weights}: checkpoint.resume={resume} brings its own; give one of the two.")
+    recorded = lives[0].get("parent") if lives else None
+    if recorded and own and _unchanged(run, lives[-1]):
+        return Parent(str(recorded))
+    if weights:
+        return _given(run, weights, recorded)
+    if resume:
+        return _forked(run, resume, recorded) if recorded else _fork(run, resume, mix)
+    return Parent()
+
+
+def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
+    """Whether this life's command names the same place as the last one's."""
+    before = last["config"].get("checkpoint", {})
+    return all(redacted(getattr(run.checkpoint, name)) == redacted(before.get(name)) for name in ("resume", "weights"))
+
+
+def _fork(run: Run, resume: str, mix: Mix) -> Parent:
+    found = select.named(resume)
+    check_resumable(found.about, resume)
+    _check_model(run, found)
+    rows_read(run, mix, found.about)
+    if found.about.step >= run.training.steps:
+        raise Refusal(
+            f"training.steps={run.training.steps}: the checkpoint to start from has done {found.about.step} steps "
+            "already; give more steps."
+        )
+    return Parent(found.id, found)
+
+
+def _forked(run: Run, resume: str, recorded: str) -> Parent:
+    """The checkpoint that a fork started from; its run may have gone on since."""
+    step = recorded.rpartition("@")[2]
+    for place in (resume, f"{resume}/checkpoints/step-{step}", f"{resume}/step-{step}"):
+        with contextlib.suppress(Refusal):
+            if (found := select.named(place)).id == recorded:
+                return Parent(recorded, found)
+    raise Refusal(
+        f"checkpoint.resume={resume}: step {step}, which the fork in {run.directory} started from, is not there; "
+        "choose another name for a new fork."
+    )
+
+
+def _given(run: Run, path: str, recorded: str | None) -> Parent:
+    """Given weights, once it is sure that they fit the model, and are those that the first life began with."""
+    from titan.weights.formats import digest_of, open_weights
+    from titan.weights.model_config import check_model
+
+    weights = open_weights(path)
+    check_model(run.model, weights.model, f"checkpoint.weights={path}")
+    identity = f"weights:{digest_of(weights)[:12]}"
+    if recorded and recorded != identity:
+        raise Refusal(
+            f"checkpoint.weights={path}: are not the weights that the run in {run.directory} started from; name the "
+            "checkpoint or folder that has them, or choose another name."
+        )
+    return Parent(identity, weights=weights.path)
+
+
+def _check_model(run: Run, found: Candidate) -> None:
+    """Refuse a checkpoint of another model, naming what differs."""
+    here, there = as_model(run), found.about.model
+    differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
+    if differ:
+        what = "; ".join(f"model.{k} is {show(there.get(k))} there and {show(here.get(k))} here" for k in differ)
+        raise Refusal(
+            f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {what}; give the same model."
+        )
+
+
+def rows_read(run: Run, mix: Mix, saved: Manifest) -> int:
+    """How many rows a checkpoint has read, when this run would have read the same ones.
+
+    Raises:
+        Refusal: when it would have read others.
+    """
+    rows = permutation.check_state(saved.data, mix.fingerprint)
+    if rows != run.training.rows_before(saved.step + 1):
+        raise Refusal(
+            f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
+            "steps; give the global_batch and grow that it was made with, up to there."
+        )
+    return rows

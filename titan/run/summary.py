@@ -1,0 +1,293 @@
+"""What a run shows: what was composed, how it goes, and what came out. Free of torch."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from titan.config.settings import show
+from titan.console.text import safe
+from titan.estimate import fit
+from titan.run.recipe import Run, billions
+
+if TYPE_CHECKING:
+    from titan.dataset.mixture import Mix
+    from titan.run.attempts import Finished, Life
+
+WIPE = "\r\x1b[K"
+"""Back to the line's beginning, and clear it."""
+
+
+def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
+    """Say what was composed, and what was `applied` to the model in which order, before the first step."""
+    t, chosen = run.training, run.choices
+    memory = fit.demand(run, run.layout, run.microbatches, run.machine.device).gib
+    table(
+        {
+            "run": f"{short(run.directory)}  ({_life(life)}, science {life.ids.science})",
+            **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(life.notes)},
+            "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
+            f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
+            f"vocabulary {run.model.vocab:,}",
+            **_data(run, mix),
+            "batch": f"{t.global_batch:,} tokens = {t.rows} rows; a rank takes {run.rank_rows} in "
+            f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_growth(run)}",
+            "steps": f"{t.steps:,}, {billions(t.tokens)} tokens; "
+            f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {t.schedule}; seed {t.seed}",
+            "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
+            **_dimensions(run),
+            **{"applied" if i == 0 else f"  {i + 1}": step for i, step in enumerate(applied)},
+            "devices": f"{run.machine.describe()}; about {memory:.1f} GiB a rank",
+        }
+    )
+
+
+def _data(run: Run, mix: Mix) -> dict[str, str]:
+    """What is read: a line, or where sources are mixed a line each."""
+    training, chosen = run.training, run.choices.get("dataset", "")
+    reads = mix.reads(training.rows_before(training.steps + 1))
+    apart = "; documents kept apart" if run.dataset.mask_documents else ""
+    of = f"{chosen}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{apart}"
+    lines = {}
+    for source, read in zip(mix.sources, reads, strict=True):
+        corpus, rows = source.corpus, source.split.rows(training.seq_len)
+        there = "" if corpus.complete else f" so far ({corpus.units[0]} of {corpus.units[1]} units)"
+        epochs = f", read {read / rows:.2f} times" if rows and corpus.complete else ""
+        lines[source.name] = (
+            f"{billions(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{there}{epochs}, "
+            f"{billions(corpus.validation.tokens)} held out"
+        )
+    if len(lines) == 1:
+        return {"data": f"{chosen}: {next(iter(lines.values()))}; {of.partition('; ')[2]}"}
+    shares = {
+        name: f"{read / max(1, sum(reads)):.1%} of the rows, of " for name, read in zip(lines, reads, strict=True)
+    }
+    return {"data": of, **{f"  {name}": shares[name] + line for name, line in lines.items()}}
+
+
+def _growth(run: Run) -> str:
+    """What becomes of the batch."""
+    seq_len = run.training.seq_len
+    later = [f"{phase.rows * seq_len:,} from step {phase.step:,}" for phase in run.training.phases[1:]]
+    return "; " + ", ".join(later) if later else ""
+
+
+PURPOSES = {
+    "pipeline": "hand on hidden states",
+    "replicate": "sum gradients of copies",
+    "shard": "gather weights, sum gradients",
+    "context": "share rows, and attend to each other's parts",
+    "tensor": "share each product",
+}
+"""What ranks along each dimension talk about."""
+
+
+def _dimensions(run: Run) -> dict[str, str]:
+    """A line for each dimension: who talks to whom about what."""
+    lines = {}
+    for name, degree in run.layout.degrees().items():
+        if degree > 1:
+            groups = [" ".join(map(str, _few(list(group)))) for group in run.layout.groups(name)]
+            lines[f"  {name} {degree}"] = f"ranks {' | '.join(_few(groups))} {PURPOSES[name]}"
+    if run.staging.count > 1:
+        lines["  stages"] = _stages(run)
+    return lines
+
+
+def _stages(run: Run) -> str:
+    """The layers of each stage, the schedule, and how much of the time ranks wait."""
+    layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
+    schedule = run.staging.schedule.rpartition("/")[2]
+    return (
+        f"layers {' | '.join(_few(layers))}; {schedule} with {run.microbatches} micro-batches, "
+        f"ranks idle {run.staging.idle:.0%} of a step"
+    )
+
+
+def _few(items: list[Any]) -> list[Any]:
+    """The items, or the first and the last of many."""
+    return items if len(items) <= 8 else [*items[:4], "...", items[-1]]
+
+
+def show_result(run: Run, result: Mapping[str, Any]) -> None:
+    """Say what came out."""
+    rows = {
+        "loss": _loss(result),
+        **_by_source(result),
+        "speed": _speed(result),
+        "checkpoint": short(result["checkpoint"]) if result.get("checkpoint") else "none saved",
+        "metrics": short(f"{run.directory}/metrics.jsonl"),
+        "loss curve": short(result["plot"]) if result.get("plot") else "not drawn",
+        **_generate(run, result),
+        **_next(run, result),
+    }
+    print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
+    table(rows)
+    if result.get("sample"):
+        print("\nSampled from the trained model (its start | what follows):")
+        start, text = result["sample"]["start"], result["sample"]["text"]
+        print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
+
+
+def _next(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
+    """The command that goes on, where there is something to go on from."""
+    if not result.get("checkpoint"):
+        return {}
+    return {"continue" if result["finished"] else "resume": next_command(run, result)}
+
+
+def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
+    """The command that lets the model speak, where there is one that can."""
+    if not result.get("checkpoint") or not result.get("sample"):
+        return {}
+    return {"generate": f'python -m titan.generate from={shlex.quote(short(run.directory))} prompt="..."'}
+
+
+def _loss(result: Mapping[str, Any]) -> str:
+    """The losses at both ends, and that of validation."""
+    validation, bits = result.get("validation_loss"), result.get("bits_per_byte")
+    timed = result.get("tokens_per_second") or result.get("last_loss") is not None
+    return (
+        (
+            f"{_number(result.get('first_loss'))} -> {_number(result.get('last_loss'))}"
+            if timed
+            else "no step was done here"
+        )
+        + (f", validation {_number(validation)}" if validation is not None else "")
+        + (f" ({bits:.3f} bits a byte)" if bits is not None else "")
+    )
+
+
+def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
+    """A line of what validation gave for each source of a mixture."""
+    parts = []
+    for key, loss in result.items():
+        kind, _, name = key.partition("/")
+        if kind == "validation_loss" and name:
+            bits = result.get(f"bits_per_byte/{name}")
+            parts.append(f"{name} {_number(loss)}" + (f" ({bits:.3f} bits a byte)" if bits is not None else ""))
+    return {"  held out": ", ".join(parts)} if parts else {}
+
+
+def show_finished(finished: Finished) -> None:
+    """Say that there is nothing to do, and what came out when it was done."""
+    result = finished.result
+    print(f"{short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
+    rows = {
+        "loss": _loss(result),
+        "speed": _speed(result),
+        "checkpoint": str(short(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
+        "continue": f"the same command with training.steps={result['step'] * 2}",
+    }
+    table(rows)
+
+
+def next_command(run: Run, result: Mapping[str, Any]) -> str:
+    """The command that resumes the run, or continues a finished one."""
+    more = [f"training.steps={run.training.steps * 2}"] if result["finished"] else []
+    more += [f"modules={show(run.modules)}"] if run.modules else []  # which what is recorded can't allow
+    return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
+
+
+class Progress:
+    """A bar where there is a terminal, else a line every few steps; a context manager."""
+
+    def __init__(self, done: int, steps: int, every: int) -> None:
+        self.steps, self.every, self.began, self.first = steps, every, time.monotonic(), done
+        self.bar = _bar(done, steps)
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Show that `step` is done."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step % self.every == 0 or step in (1, self.steps):
+            left = (time.monotonic() - self.began) / max(1, step - self.first) * (self.steps - step)
+            line = f"step {step:>6,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            print(f"{line}  {_clock(left)} left", flush=True)
+
+    def say(self, line: str) -> None:
+        """Print a line of its own."""
+        line = safe(line)
+        if self.bar is not None:
+            self.bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A function that shows one line of progress: over the last one on a terminal, where it is wiped in the end."""
+    terminal = sys.stderr.isatty()
+
+    def show(line: str) -> None:
+        line = safe(line)
+        print(f"{WIPE}{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            print(WIPE, end="", file=sys.stderr, flush=True)
+
+
+def _bar(done: int, steps: int) -> Any:
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(initial=done, total=steps, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+
+def table(rows: Mapping[str, str]) -> None:
+    """Print names and what there is to say of each."""
+    for name, value in rows.items():
+        print(f"  {name:<10}  {safe(value)}", flush=True)
+
+
+def _life(life: Life) -> str:
+    if life.kind == "start":
+        return "new"
+    origin = f" of {life.parent}" if life.kind == "fork" else ""
+    return f"life {life.number}, {life.kind}{origin} from step {life.step}"
+
+
+def _speed(result: Mapping[str, Any]) -> str:
+    rate, seconds = result.get("tokens_per_second"), result.get("seconds")
+    if rate is None:
+        return "no step was timed"
+    mfu = f", MFU {result['mfu']:.1%}" if result.get("mfu") else ""
+    memory = f"peak memory {result.get('memory_gib') or 0:.2f} GiB a rank"
+    wait = result.get("data_wait") or 0
+    stalled = f", {wait:.0%} of it waiting for data" if wait >= 0.01 else ""
+    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in all{stalled}"
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+
+
+def short(path: str) -> str:
+    """A path as one would type it here."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

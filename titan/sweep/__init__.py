@@ -1,0 +1,1 @@
+"""The sweep axis, and the ledger of a sweep."""

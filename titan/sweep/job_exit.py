@@ -1,0 +1,206 @@
+"""How a run's jobs ended: what they leave in a sweep's `slurm/` folder and in the run's directory. Free of torch.
+
+Each life of a job leaves `JOB.LIFE.out` (the batch script's words), `JOB.LIFE/NODE/RANK.out` (a task's words before it
+has come to its own log; NODE is a number), `JOB.LIFE/NODE/RANK.error` (a rank's own error) and, last, `JOB.LIFE.end`,
+written by the batch script. Older jobs have left `JOB.LIFE.RANK.out` and `JOB.LIFE.RANK.error`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.files import locks, untrusted
+
+AGAIN = 75
+"""Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
+DIED = "Out Of Memory|Killed|Segmentation fault|Aborted|Bus error"
+"""What srun says of a task that a signal ended; an extended regular expression."""
+LOST = re.compile(r"onnection (closed|reset)|Read error|Broken pipe|remote (worker|process|server)|by peer")
+"""What a rank's error says when another one has gone: in gloo's, NCCL's and the store's words."""
+TERMINATING = "Terminating StepId"
+"""What srun says before it ends the other tasks, since one has failed; those that do not end in time it kills."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one life of a job ended.
+
+    Attributes:
+        life: 0 for the first.
+        code: the ranks' highest exit code.
+        again: whether it is to be started again.
+        stopped: whether it was stopped from outside, and not by an error of its own.
+        reason: why it ended, in a sentence.
+    """
+
+    life: int
+    code: int
+    again: bool
+    stopped: bool
+    reason: str
+
+
+def finished(run: Path, steps: int = 0) -> bool:
+    """Whether the run in a directory has done all its steps, and so many at least."""
+    result, _ = final(run)
+    return bool(result.get("finished")) and int(result["step"]) >= steps
+
+
+def final(run: Path, sciences: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:
+    """What `result.json` of a run holds, empty where there is none; and what is wrong with it, in a sentence.
+
+    Args:
+        run: its directory.
+        sciences: the ids that the run has had, where they are known: another one is another run's.
+    """
+    try:
+        found = _final(untrusted.read(run / "result.json"))
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, KeyError) as error:
+        lacks = f"it has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+        return {}, f"result.json is damaged and not used: {lacks}"
+    if sciences and found.get("science_id", "") not in {*sciences, ""}:
+        return {}, f"result.json is of another run ({untrusted.shown(found['science_id'])}) and not used"
+    return found, None
+
+
+def _final(text: bytes) -> dict[str, Any]:
+    """The content of a `result.json`.
+
+    Raises:
+        ValueError, KeyError: when its values are of other types.
+    """
+    found = untrusted.parse_object(text)
+    untrusted.check(found["finished"], bool, "finished")
+    untrusted.check(found["step"], int, "step")
+    for name, value in found.items():
+        untrusted.check(value, _RESULT.get(name.partition("/")[0], Any), name)
+    return found
+
+
+_RESULT: dict[str, Any] = {
+    **dict.fromkeys(("tokens", "life"), int),
+    **dict.fromkeys(("first_loss", "last_loss", "validation_loss", "bits_per_byte", "mfu", "seconds"), float | None),
+    **dict.fromkeys(("tokens_per_second", "data_wait", "memory_gib", "checkpoint_stall_seconds"), float | None),
+    **dict.fromkeys(("checkpoint", "plot"), str | None),
+    "science_id": str,
+    "sample": dict[str, str] | None,
+}
+"""What `result.json` holds, by the types of its values; names go up to a slash."""
+
+
+def held(run: Path) -> bool:
+    """Whether a process of this machine, or of any that shares locks with it, is running in a directory."""
+    return locks.held(run / ".lock")
+
+
+def last(folder: Path, job: str) -> End | None:
+    """How the last life of a job ended that has; None: none has."""
+    ends = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
+    return _end(folder, job, max(ends), ends[max(ends)]) if ends else None
+
+
+def newest(folder: Path, job: str) -> str:
+    """The newest life of a job of which there is a word, as `JOB.LIFE`."""
+    lives = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*"))
+    return f"{job}.{max((int(life) for life in lives if life.isdecimal()), default=0)}"
+
+
+def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
+    try:
+        content = untrusted.parse_object(untrusted.read(file))
+        for name, kind in (("code", int), ("again", bool | int), ("state", str)):
+            untrusted.check(content[name], kind, name)
+        untrusted.check(content.get("why", ""), str, "why")
+        code, again, state = int(content["code"]), bool(content["again"]), str(content["state"])
+    except (OSError, ValueError, KeyError):
+        return None
+    stopped = code in (AGAIN, 130) or state not in ("", "RUNNING")
+    reason = _reason(folder, f"{job}.{life}", code, state, content.get("why", ""))
+    return End(life, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
+
+
+def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
+    if why:
+        return why
+    if state not in ("", "RUNNING"):
+        return "cancelled"
+    return error(folder, life) or {AGAIN: "told to save and end", 130: "stopped"}.get(
+        code, f"ended with exit code {code}"
+    )
+
+
+def error(folder: Path, life: str) -> str | None:
+    """The error that ended a life of a job: a rank that was killed, else the first rank's own, with its rank.
+
+    A rank that srun killed after another one had failed is the cause only where that one had merely lost it.
+    """
+    before, after = _killed(folder / f"{life}.out")
+    errors = [content for file in _of_ranks(folder, life, "error") if (content := _content(file))]
+    first = min(errors, key=lambda e: (bool(e.get("lost")), not e.get("killed"), float(e["time"])), default=None)
+    if killed := before or (after if first is None or first.get("lost") else None):
+        return killed
+    if first is None:
+        return _words(folder, life)
+    return f"rank {first['rank']}: {str(first['text']).strip().splitlines()[-1]}"
+
+
+def _of_ranks(folder: Path, life: str, kind: str) -> list[Path]:
+    """The files of a kind that ranks have left in a life of a job, by rank."""
+    found = [*folder.glob(f"{life}/*/*.{kind}"), *folder.glob(f"{life}.*.{kind}")]
+    ranks = ((file.stem.rpartition(".")[2], file) for file in found)
+    return [file for _, file in sorted((int(rank), file) for rank, file in ranks if rank.isdecimal())]
+
+
+def _content(file: Path) -> dict[str, Any] | None:
+    try:
+        found = untrusted.parse_object(untrusted.read(file))
+        for name, kind in (("time", float), ("rank", int), ("text", str)):
+            untrusted.check(found[name], kind, name)
+    except (OSError, ValueError, KeyError):
+        return None
+    return found if str(found["text"]).strip() else None
+
+
+def _killed(output: Path) -> tuple[str | None, str | None]:
+    """What srun says of a task that a signal ended: before srun itself ended the others, and after."""
+    try:
+        before, _, after = output.read_text(errors="replace").partition(TERMINATING)
+    except OSError:
+        return None, None
+    return _signalled(before), _signalled(after)
+
+
+def _signalled(text: str) -> str | None:
+    found = re.search(rf"error: (\S+): tasks? (\d+)[^:]*: ({DIED})", text)
+    if not found:
+        return None
+    node, rank, how = found.groups()
+    memory = " (out of memory?)" if how == "Killed" else ""
+    return f"rank {rank} on {node}: {how.lower()}{memory}"
+
+
+def _words(folder: Path, life: str) -> str | None:
+    """The last line that a task or the batch script left, where no rank came far enough to tell of an error."""
+    job = life.rpartition(".")[0]
+    for file in [*_of_ranks(folder, life, "out"), folder / f"{life}.out", folder / f"{job}.out"]:
+        try:
+            lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            continue
+        if lines:
+            return untimed(lines[-1].strip())
+    return None
+
+
+def untimed(line: str) -> str:
+    """A log's line without the date and time that it begins with."""
+    return _TIME.sub("", line)
+
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*\s+(?=\S)")

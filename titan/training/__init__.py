@@ -1,0 +1,1 @@
+"""The training axis: what a rank does from start to end."""

@@ -1,0 +1,242 @@
+"""When a run saves, and what it says of how that went.
+
+A save that fails - a full disk, a folder that is gone - does not end the run: it says so, and tries again after a
+while, at the latest when the next save is due. Only the last save has to succeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from titan.checkpoint import remote
+from titan.checkpoint.coordinator import Talk, doing
+from titan.checkpoint.manager import After, Manager, Outcome
+from titan.checkpoint.manifest import Manifest
+from titan.checkpoint.select import owed
+from titan.config.settings import Failure
+from titan.dataset import permutation
+from titan.dataset.mixture import Mix
+from titan.run.attempts import Life
+from titan.run.recipe import Run, as_model
+from titan.training.train_step import Engine
+from titan.weights import export
+from titan.weights.formats import open_weights
+
+log = logging.getLogger("titan")
+
+ASKED = "save"
+"""A file of this name in the run's directory asks for a checkpoint; it is removed when one is made."""
+RETRY_SECONDS, LONGEST_SECONDS = 10.0, 600.0
+"""How long after a save that failed the next one is tried; twice as long each time, up to the longest."""
+ATTEMPTS = 3
+"""How often the last save is tried."""
+META_BYTES = 20e9
+"""About how large a file in Meta's format may be: it is held in memory while it is written."""
+LOOK_SECONDS = 1.0
+"""How often the directory is looked at for a file that asks for a checkpoint."""
+
+
+class Saving:
+    """A life's checkpoints, seen from one rank."""
+
+    def __init__(self, run: Run, life: Life, engine: Engine, mix: Mix, tell: Callable[[str], None]) -> None:
+        """Take what is saved; nothing is written yet.
+
+        Args:
+            run, life: what it belongs to.
+            engine: whose state is saved; its optimizer must have its state already.
+            mix: the rows, for the data's position and tokenizer.
+            tell: shows a warning.
+        """
+        self.run, self.life, self.mix, self.tell = run, life, mix, tell
+        world = engine.world
+        talk = Talk(world.place.rank, world.place.size, world.aside)
+        self.speaks, self.off = world.speaks, run.checkpoint.mode == "off"
+        self.manager = (
+            None if self.off else Manager(Path(run.directory), run.checkpoint, engine, talk, _after(run, talk))
+        )
+        self.tokenizer = _tokenizer(mix)
+        self.saved_step = self.begun_step = life.step
+        self.saved_at = self.looked_at = time.monotonic()
+        self.retry_at: float | None = None
+        self.delay, self.ending = RETRY_SECONDS, False
+        self.wrong: str | None = None
+        self.stalled = 0.0
+
+    def make_up(self) -> None:
+        """Begin what was to follow the checkpoint that the life begins from, where a kill came between.
+
+        All ranks call it together.
+        """
+        run, step = self.run, self.life.step
+        if self.manager and self.manager.talk.first(lambda: owed(run.checkpoint, Path(run.directory), step)):
+            self.manager.repeat(step)
+
+    def due(self) -> bool:
+        """Whether it is time to save, for reasons that all ranks have to be told of."""
+        if self.off or not self.speaks:
+            return False
+        now = time.monotonic()
+        timed = 0 < self.run.checkpoint.minutes * 60 <= now - self.saved_at
+        return timed or (self.retry_at is not None and now >= self.retry_at) or self._asked(now)
+
+    def _asked(self, now: float) -> bool:
+        if now - self.looked_at < LOOK_SECONDS:
+            return False
+        self.looked_at = now
+        return (Path(self.run.directory) / ASKED).exists()
+
+    def save(self, step: int, rows: int) -> None:
+        """Save the state after `step` updates and `rows` rows; all ranks call it together."""
+        if self.manager is None or step == self.begun_step:
+            return
+        self.begun_step, self.saved_at, self.retry_at = step, time.monotonic(), None
+        if self.speaks:
+            with contextlib.suppress(OSError):
+                (Path(self.run.directory) / ASKED).unlink()
+        self.manager.save(self._about(step, rows), self.tokenizer)
+
+    def unchanged(self) -> None:
+        """Call it before the weights change."""
+        if self.manager is not None:
+            self.manager.unchanged()
+
+    def hear(self) -> list[dict[str, Any]]:
+        """Take note of the saves that have ended; a record of each that succeeded, for the metrics."""
+        return [] if self.manager is None else self._noted(self.manager.news())
+
+    def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
+        """Save the state after the last step, unless that is done, with all that follows; all ranks together.
+
+        Returns:
+            Records of the saves that succeeded.
+
+        Raises:
+            Failure: when it can't be saved.
+        """
+        if self.manager is None:
+            return []
+        records = self.wait()
+        self.ending = True
+        for attempt in range(ATTEMPTS):
+            if self.saved_step == step and self.wrong is None:
+                break
+            time.sleep(attempt**2)
+            if self.saved_step == step:
+                self.manager.repeat(step)
+            else:
+                self.save(step, rows)
+            records += self.wait()
+        self._check_last(step)
+        return records
+
+    def _check_last(self, step: int) -> None:
+        if self.saved_step != step:
+            raise Failure(
+                f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; mend what stands "
+                f"above, and give the same command again: it goes on from step {self.saved_step}."
+            )
+        if self.wrong is not None:
+            raise Failure(
+                f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but not all that was to "
+                f"follow it ({self.wrong}); mend that, and give the same command again."
+            )
+
+    def wait(self) -> list[dict[str, Any]]:
+        """Wait for what is under way; then as `hear`."""
+        return [] if self.manager is None else self._noted(self.manager.finish())
+
+    def close(self) -> None:
+        """End what runs beside training."""
+        if self.manager is not None:
+            self.manager.close()
+
+    def _noted(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        for outcome in outcomes:
+            self.stalled += outcome.stall
+            if outcome.error:
+                self._failed(outcome)
+                continue
+            log.info("saved step %d in %.2f s, %.2f s of it waiting", outcome.step, outcome.seconds, outcome.stall)
+            self.saved_step, self.delay = max(self.saved_step, outcome.step), RETRY_SECONDS
+            self.retry_at = None
+            self.wrong = outcome.after
+            if outcome.after:
+                self.tell(f"step {outcome.step}: the checkpoint is complete, but: {outcome.after}")
+            records += [_record(outcome)] if outcome.bytes else []
+        return records
+
+    def _failed(self, outcome: Outcome) -> None:
+        late = outcome.step < self.begun_step  # heard of once a later one is under way
+        again = f"that of step {self.begun_step} has begun" if late else f"it is tried again in {self.delay:.0f} s"
+        more = "" if self.ending else f"; training goes on, and {again}"
+        self.tell(
+            f"step {outcome.step}: no checkpoint could be saved ({outcome.error}){more}. "
+            f"The last one is of step {self.saved_step}."
+        )
+        if not late:
+            self.begun_step, self.retry_at = self.saved_step, time.monotonic() + self.delay
+        self.delay = min(2 * self.delay, LONGEST_SECONDS)
+
+    def _about(self, step: int, rows: int) -> Manifest:
+        return Manifest(
+            step=step,
+            tokens=rows * self.run.training.seq_len,
+            data=permutation.state(rows, self.mix.fingerprint(rows)),
+            science_id=self.life.ids.science,
+            run_id=self.life.run_id,
+            layout=self.run.layout.degrees(),
+            model=as_model(self.run),
+            tokenizer=None,
+            seq_len=self.run.training.seq_len,
+        )
+
+
+def _tokenizer(mix: Mix) -> str | None:
+    """The tokenizer's file or name; looked for once, since the data may be out of reach for a moment later."""
+    corpus = mix.sources[0].corpus
+    return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
+
+
+def _after(run: Run, talk: Talk) -> tuple[After, ...]:
+    """What follows each save."""
+    how = run.checkpoint
+    copies = (remote.copying(how, how.path, run.directory, talk),) if how.path else ()  # first: it is what may be lost
+    return (*copies, _exporting(how.export, how.export_dtype, talk)) if how.export else copies
+
+
+def _exporting(format: Literal["hf", "meta"], dtype: str, talk: Talk) -> After:
+    """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
+
+    def write(folder: Path, about: Manifest) -> None:
+        with doing(f"the export to {folder / format}"):
+            weights, out = talk.each(lambda: open_weights(folder)), folder / format
+            how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
+            talk.first(lambda: out.mkdir(exist_ok=True))
+            talk.each(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
+            talk.first(lambda: export.finish(weights, out, **how))
+
+    return write
+
+
+def _meta_ranks(model: Any) -> int:
+    """For how many tensor parallel ranks Meta's files are cut: as many as make none too large for memory."""
+    ranks = 1
+    while 2 * model.parameters() / ranks > META_BYTES and model.kv_heads % (2 * ranks) == 0:
+        ranks *= 2
+    return ranks
+
+
+def _record(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "checkpoint_step": outcome.step,
+        "checkpoint_seconds": outcome.seconds,
+        "checkpoint_stall_seconds": outcome.stall,
+        "checkpoint_gib": outcome.bytes / 2**30,
+    }

@@ -1,0 +1,195 @@
+"""The body of a rank: join the others, assemble, train, leave."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titan.checkpoint import manifest
+from titan.checkpoint.coordinator import Talk, Unsaved
+from titan.checkpoint.remote import Remote, fetched, is_url, of
+from titan.checkpoint.restore import damage
+from titan.cluster.rank_info import Place
+from titan.config.settings import Failure, Refusal
+from titan.console.text import safe_lines
+from titan.debug import schema
+from titan.parallelism import mesh
+from titan.parallelism.mesh import World
+from titan.run.attempts import Life, without
+from titan.run.recipe import Run
+from titan.training.build import assemble
+from titan.training.evaluation import Interrupted
+from titan.training.signals import Stop, code
+from titan.training.trainer import Trainer
+
+log = logging.getLogger("titan")
+
+
+def work(
+    run: Run, life: Life, place: Place, store: Any = None, failed: Callable[[Exception], object] = lambda error: None
+) -> int:
+    """Train `run` as one of its ranks.
+
+    Args:
+        run: the experiment.
+        life: which execution of it this is.
+        place: this rank.
+        store: what the ranks have met at already, under torchrun or srun.
+        failed: told of an error at once, before anything is put in order, which may take as long as a save does.
+
+    Returns:
+        0 when all steps are done, 130 when a signal ended them, 75 when a scheduler's did that is to start them again.
+
+    Raises:
+        Failure: when the run can't go on, in a plain sentence.
+    """
+    _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
+    schema.apply(run.debug)
+    with Stop(place.size == 1, place.scheduled) as stop:
+        world = mesh.connect(
+            place, run.layout, run.machine.device, run.cluster.timeout, store, _speaks_aside(run, life)
+        )
+        try:
+            life = _settled(run, life, world)
+            log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
+            engine = assemble(run, world, log.info)
+            ended = _trained(Trainer(run, life, world, engine, stop), failed)
+        except Interrupted:
+            return code(stop.again)
+        except Exception as error:
+            if stop.asked and _of_the_compiler(error):
+                log.warning("stopped while compiling: the signal ended the compiler too")
+                return code(stop.again)
+            plain = _plain(run, error)
+            if plain is error:
+                raise
+            raise plain from error
+        # At no other end: with NCCL that waits for operations that other ranks have begun or not (pytorch #141510).
+        world.close()
+        return ended
+
+
+def _trained(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
+    """Train, and close what the trainer has opened; of an error tell first."""
+    try:
+        return trainer.train()
+    except Interrupted:
+        raise
+    except Exception as error:
+        failed(_plain(trainer.run, error))
+        raise
+    finally:
+        trainer.close()
+
+
+def _plain(run: Run, error: Exception) -> Exception:
+    """An error as a sentence, where it is the user's to act on."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Failure(_out_of_memory(run, error))
+    if waited := re.search(r"Timed out waiting (\d+)ms", str(error)):  # gloo's words; NCCL ends the process itself
+        return Failure(_timed_out(run, int(waited[1]) / 1000))
+    return error
+
+
+def _timed_out(run: Run, seconds: float) -> str:
+    name = "step_timeout" if seconds == run.cluster.step_seconds else "timeout"
+    return (
+        f"waited {seconds:g} s for the other ranks: one of them stands still, or is slower than cluster.{name} allows; "
+        f"see what each did last in {run.directory}/log, or raise cluster.{name}."
+    )
+
+
+def _of_the_compiler(error: Exception) -> bool:
+    """Whether torch.compile failed: its compiler is a process of its own, to which a terminal's Ctrl-C goes as well."""
+    return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
+
+
+def _speaks_aside(run: Run, life: Life) -> bool:
+    """Whether the ranks have anything to say of checkpoints."""
+    return run.checkpoint.mode != "off" or bool(life.checkpoint or life.weights)
+
+
+def _settled(run: Run, life: Life, world: World) -> Life:
+    """The life, from a checkpoint whose content is whole: the one that it names, or the complete one before it.
+
+    Raises:
+        Refusal: when there is none.
+    """
+    talk = Talk(world.place.rank, world.place.size, world.aside)
+    _check_given(run, life, talk)
+    while life.checkpoint:
+        folder, wrong = _fetched(run, life, talk)
+        wrong = wrong or damage(folder, talk, run.checkpoint.verify)
+        if wrong is None:
+            return replace(life, checkpoint=str(folder))
+        word = talk.tell(_earlier(run, life, wrong) if talk.rank == 0 else None)
+        if not isinstance(word, Life):
+            raise Refusal(str(word))
+        life = word
+    return life
+
+
+def _check_given(run: Run, life: Life, talk: Talk) -> None:
+    """Refuse given weights whose checksums differ, where they are a checkpoint's."""
+    if life.weights is None or not talk.tell((Path(life.weights) / manifest.NAME).is_file()):
+        return
+    if wrong := damage(Path(life.weights), talk, run.checkpoint.verify):
+        raise Refusal(f"checkpoint.weights={run.checkpoint.weights}: is damaged: {wrong}; give another one.")
+
+
+def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
+    """The folder of the life's checkpoint, brought here where it is elsewhere; and what is damaged in it.
+
+    Raises:
+        Failure: when it can't be brought here, for a reason that may pass.
+    """
+    url = str(life.checkpoint)
+    parent = url.rpartition("/")[0]
+    copies = run.checkpoint.path is not None and parent == of(run.checkpoint.path, run.directory).url
+    if not (copies or is_url(url)):
+        return Path(url), None
+    try:
+        return fetched(Remote(parent), life.step, Path(run.directory), talk), None
+    except Unsaved as error:
+        if error.damaged:
+            return Path(run.directory), str(error)
+        raise Failure(f"{url} could not be fetched ({error}); mend that, and give the same command again.") from error
+
+
+def _earlier(run: Run, life: Life, wrong: str) -> Life | str:
+    try:
+        return without(run, life, wrong)
+    except (Refusal, OSError) as error:
+        return str(error)
+
+
+def _log_to(file: Path) -> None:
+    logging.raiseExceptions = False  # a full disk shall not fill the terminal too
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(_Safe("%(asctime)s %(levelname)s %(message)s"))
+    for old in log.handlers:
+        old.close()
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+
+
+class _Safe(logging.Formatter):
+    """Writes lines without secrets and control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe_lines(super().format(record))
+
+
+def _out_of_memory(run: Run, error: Exception) -> str:
+    ways = [f"parallelism.microbatches={run.microbatches * 2}"] if run.microbatches < run.rank_rows else []
+    ways += ["memory=full"] if run.memory.checkpointing == "none" else []
+    ways += ["parallelism=fsdp"] if run.layout.shard == 1 else ["more devices"]
+    first = str(error).split(". ")[0]
+    return f"out of memory in {run.describe()}: {first}. Give one of {', '.join(ways)}."

@@ -1,0 +1,134 @@
+"""Weights in Hugging Face's format: config.json and safetensors, in one file or in several with an index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.config.settings import Refusal
+from titan.dataset.sources.files import needs, plainly
+from titan.weights import model_config
+from titan.weights.formats import check_types, compare, region
+from titan.weights.hf_config import schema_of
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""What old files hold beside the weights."""
+_HEAD = "lm_head.weight"
+
+
+class HuggingFace:
+    """Weights in Hugging Face's format; see `titan.weights.formats.Weights`."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        """Read what describes them, and the headers of all files.
+
+        Args:
+            folder: where they lie.
+            label: what the user gave, for messages.
+
+        Raises:
+            Refusal: when they are incomplete, broken, or of a model that titan has not.
+        """
+        self.path, self.label = str(folder), label
+        self.config = model_config.load(folder / "config.json", label)
+        self.model = schema_of(self.config, label)
+        with torch.device("meta"):
+            module = self.model.build()
+        names = module.hf_names()
+        self._open: dict[str, Any] = {}
+        self._files = self._tensors(folder, set(names.values()))
+        compare(
+            {name: self._shape(name) for name in self._files},
+            {names[name]: tuple(parameter.shape) for name, parameter in module.named_parameters()},
+            label,
+        )
+        self._names: Mapping[str, str] = names
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: self._shape(theirs) for name, theirs in names.items()}
+        self.dtypes: Mapping[str, torch.dtype] = {name: self._dtype(theirs) for name, theirs in names.items()}
+        check_types(self.dtypes, label)
+        self.tokenizer = _tokenizer(folder)
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
+        """See `Weights`."""
+        places = region(self.shapes[name], offsets, lengths)
+        part: Tensor = self._slice(self._names[name])[tuple(slice(*place) for place in places)]
+        return part
+
+    def _tensors(self, folder: Path, wanted: set[str]) -> dict[str, Path]:
+        """The file of each tensor; a head that is stored although it is the embedding's weight is left out."""
+        found: dict[str, Path] = {}
+        for file in _files(folder, self.label):
+            for name in self._file(file).keys():  # noqa: SIM118 - no mapping
+                if name in found:
+                    raise Refusal(f"{self.label}: {name} is in {found[name].name} and in {file.name}; remove one.")
+                found[name] = file
+        spare = {name for name in found if _COMPUTED.fullmatch(name)}
+        spare |= {_HEAD} if self.model.tied and _HEAD not in wanted else set()
+        return {name: file for name, file in found.items() if name not in spare}
+
+    def _file(self, file: Path) -> Any:
+        if file.name not in self._open:
+            safetensors = needs("safetensors", self.label)
+            try:
+                self._open[file.name] = safetensors.safe_open(file, framework="pt")
+            except (OSError, safetensors.SafetensorError) as error:
+                raise Refusal(
+                    f"{self.label}: {file.name} is broken or incomplete ({plainly(error)}); fetch it again."
+                ) from error
+        return self._open[file.name]
+
+    def _slice(self, name: str) -> Any:
+        return self._file(self._files[name]).get_slice(name)
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def _dtype(self, name: str) -> torch.dtype:
+        kind = self._slice(name).get_dtype()
+        if kind not in _DTYPES:
+            raise Refusal(
+                f"{self.label}: {name} is stored as {kind}, and titan reads {', '.join(_DTYPES)}; give these."
+            )
+        return _DTYPES[kind]
+
+    @cached_property
+    def generation(self) -> dict[str, Any]:
+        """What lies beside the weights on generating; empty where there is none."""
+        file = Path(self.path) / "generation_config.json"
+        return model_config.load(file, self.label) if file.is_file() else {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without open files, so that it can be handed to other processes."""
+        return {**self.__dict__, "_open": {}}
+
+
+def _files(folder: Path, label: str) -> list[Path]:
+    """The files that hold the weights: the one of the usual name, else those that the index names, else all."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    if not (folder / INDEX).exists():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise Refusal(f"{label}: has a config.json, but no *.safetensors; fetch the weights too.")
+        return files
+    index = model_config.load(folder / INDEX, label).get("weight_map")
+    if not isinstance(index, dict) or not index:
+        raise Refusal(f"{label}: {INDEX} has no weight_map; fetch it again.")
+    names = sorted({str(name) for name in index.values()})
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise Refusal(f"{label}: lacks {name}, which {INDEX} names; fetch it too.")
+    return [folder / name for name in names]
+
+
+def _tokenizer(folder: Path) -> str | None:
+    found = (folder / name for name in ("tokenizer.json", "tokenizer.model", "tokenizer.tiktoken"))
+    return next((str(file) for file in found if file.is_file()), None)

@@ -1,0 +1,174 @@
+"""Hugging Face's config.json: a model's shape out of it and into it. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from titan.config.settings import Refusal, show
+from titan.model.schema import Decoder, Llama, Qwen3
+from titan.weights import model_config
+
+FAMILIES: dict[str, type[Decoder]] = {"LlamaForCausalLM": Llama, "Qwen3ForCausalLM": Qwen3}
+FIELDS = {
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocab",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied",
+}
+"""Hugging Face's names of what a shape consists of; the rotary embedding's are apart."""
+_OPTIONAL: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1,),
+    "quantization_config": (),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+}
+"""Settings that titan's models have in one way only."""
+_STRETCH = {
+    "factor": "rope_factor",
+    "low_freq_factor": "rope_low",
+    "high_freq_factor": "rope_high",
+    "original_max_position_embeddings": "rope_original",
+}
+_THETA = 10_000.0
+"""The base where none is given, as in transformers."""
+
+
+def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
+    """The shape that a config.json describes.
+
+    Args:
+        config: its content, of transformers 4 or 5.
+        label: what the user gave, for messages.
+
+    Raises:
+        Refusal: naming what titan's models can't have, or what is missing.
+    """
+    family = _family(config, label)
+    _check_plain(config, label)
+    given = {key: config[key] for key in FIELDS if config.get(key) is not None}
+    given = {**_OPTIONAL, "head_dim": 128 if family is Qwen3 else None, **given}
+    for key in FIELDS:
+        if key not in given:
+            raise Refusal(f"{label}: its config.json has no {key}; fetch it again or give it.")
+    if given["num_key_value_heads"] is None:
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    shape = {FIELDS[key]: value for key, value in given.items()}
+    found = model_config.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
+    follows = family is Llama and found.head_size * found.heads == found.dim
+    return replace(found, head_dim=None) if follows else found  # as one writes it, and Meta does
+
+
+def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in FAMILIES:
+        raise Refusal(
+            f"{label}: its config.json is of the architecture {show(name)}, and titan has {', '.join(FAMILIES)}; "
+            "give weights of one of these."
+        )
+    return FAMILIES[str(name)]
+
+
+def _check_plain(config: Mapping[str, Any], label: str) -> None:
+    """Refuse what titan's decoders do not have."""
+    given = {key: value for key, value in {**config, **_rope(config)}.items() if value is not None}
+    windows = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
+    odd = {key: given[key] for key, plain in _ONLY.items() if key in given and given[key] not in plain}
+    if windows:
+        odd["layer_types"] = windows[0]
+    if "sliding_window" in given and "use_sliding_window" not in given:  # which switches it off
+        odd["sliding_window"] = given["sliding_window"]
+    for key, value in odd.items():
+        shown = value.get("quant_method", "given") if isinstance(value, Mapping) else show(value)
+        raise Refusal(f"{label}: its config.json has {key}={shown}, which titan's models can't have; give others.")
+
+
+def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The rotary embedding's settings: `rope_scaling` and `rope_theta`, or since transformers 5 `rope_parameters`."""
+    rope = _rope(config)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    settings = {"rope_theta": _THETA if theta is None else theta}
+    if kind == "default":
+        return settings
+    if kind != "llama3":
+        raise Refusal(
+            f"{label}: its config.json stretches the rotary embedding by rope_type={show(kind)}, and titan by llama3 "
+            "only; give weights without."
+        )
+    for key, name in _STRETCH.items():
+        if rope.get(key) is None:
+            raise Refusal(f"{label}: its config.json has no {key} beside rope_type=llama3; give it.")
+        settings[name] = rope[key]
+    return settings
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
+def config_of(
+    model: Decoder,
+    dtype: str,
+    *,
+    bos: int | None = None,
+    eos: int | list[int] | None = None,
+    positions: int | None = None,
+) -> dict[str, Any]:
+    """A config.json that transformers 4 and 5 build the same model from.
+
+    Args:
+        model: a Llama or a Qwen3.
+        dtype: torch's name of the weights' type, such as bfloat16.
+        bos, eos: the ids that begin and end a document.
+        positions: max_position_embeddings, which changes no number; None: what the family's releases have.
+
+    Raises:
+        Refusal: when Hugging Face has no such architecture.
+    """
+    name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
+    if name is None:
+        known = ", ".join(family.__name__ for family in FAMILIES.values())
+        raise Refusal(f"format=hf: {type(model).__name__} has no counterpart there ({known} have); give format=titan.")
+    values = {**{key: getattr(model, field) for key, field in FIELDS.items()}, "head_dim": model.head_size}
+    theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if model.rope_factor != 1:
+        rope = {"rope_type": "llama3", **{key: getattr(model, field) for key, field in _STRETCH.items()}}
+    # Both transformers 4's names and 5's: each reads its own.
+    return {
+        "architectures": [name],
+        "model_type": type(model).__name__.lower(),
+        **values,
+        **theirs,
+        **({"mlp_bias": False} if type(model) is Llama else {"use_sliding_window": False, "sliding_window": None}),
+        "rope_theta": model.rope_theta,
+        "rope_scaling": rope if model.rope_factor != 1 else None,
+        "rope_parameters": {**rope, "rope_theta": model.rope_theta},
+        "max_position_embeddings": positions or _positions(model),
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+        "use_cache": True,
+        "torch_dtype": dtype,
+        "dtype": dtype,
+    }
+
+
+def _positions(model: Decoder) -> int:
+    """How long sequences may be by the releases: Llama 3.1's stretch is for 16 times the original length."""
+    if model.rope_factor != 1:
+        return 16 * model.rope_original
+    return 40_960 if type(model) is Qwen3 else 8192

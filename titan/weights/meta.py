@@ -1,0 +1,238 @@
+"""Weights as Meta releases them: params.json and consolidated.NN.pth, a file for each tensor parallel rank.
+
+Each file has a part of every matrix and all of every norm. Along which dimension a matrix is cut is told by comparing
+the parts' shapes with the whole's: Llama 3 cuts the embedding by rows, Llama 2 by columns. Where there are more files
+than key and value heads, a head is in several.
+
+Rotary embedding turns pairs of a head's numbers. Meta pairs neighbours (2i, 2i + 1), titan the halves (i, i + d / 2),
+so that the rows of wq and wk are read in another order: row j * d / 2 + i of a head is Meta's row 2i + j.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titan.config.settings import Refusal, show
+from titan.dataset.sources.files import plainly
+from titan.model.schema import Llama
+from titan.weights import model_config
+from titan.weights.formats import check_types, compare, expected, region
+
+PARAMS = "params.json"
+_HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
+_FEED_FORWARD = "layers.0.feed_forward.w1.weight"
+_COMPUTED = "rope.freqs"
+TURNED = ("attention.wq.weight", "attention.wk.weight")
+"""The matrices whose rows rotary embedding pairs."""
+_UNKNOWN = ("moe_args", "vision_chunk_size", "quantization_args", "lora_args")
+
+
+class Cut(NamedTuple):
+    """A tensor in parts: along which dimension (None: one part is all of it), and the distinct parts in order."""
+
+    dim: int | None
+    parts: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        shape = list(self.parts[0].shape)
+        if self.dim is not None:
+            shape[self.dim] *= len(self.parts)
+        return tuple(shape)
+
+    def read(self, places: Sequence[tuple[int, int]], head: int | None) -> Tensor:
+        """The part between these places of each dimension; `head`: a head's width, where rows are reordered."""
+        if self.dim is None:
+            return _take(self.parts[0], places, head)
+        size, found = self.parts[0].shape[self.dim], []
+        for i, part in enumerate(self.parts):
+            first, last = (max(0, min(size, place - i * size)) for place in places[self.dim])
+            if first < last:
+                inside = [(first, last) if dim == self.dim else place for dim, place in enumerate(places)]
+                found.append(_take(part, inside, head))
+        return torch.cat(found, self.dim) if found else _take(self.parts[0], [(0, 0) for _ in places], None)
+
+
+class Meta:
+    """Weights in Meta's format; see `titan.weights.formats.Weights`."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        """Read what describes them, and where in the files which tensor is.
+
+        Args:
+            folder: where they lie.
+            label: what the user gave, for messages.
+
+        Raises:
+            Refusal: when they are incomplete, broken, or of a model that titan has not.
+        """
+        self.path, self.label = str(folder), label
+        params = model_config.load(folder / PARAMS, label)
+        files = [_load(file, label) for file in _files(folder, label)]
+        tied = _is_tied(files)
+        self.model = _schema(params, files, tied, label)
+        wanted = expected(self.model)
+        parts = _parts(files, tied, label)
+        self._cuts = {name: _cut(parts[name], wanted.get(name, ())) for name in parts}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: cut.shape for name, cut in self._cuts.items()}
+        compare(self.shapes, wanted, label)
+        self.dtypes: Mapping[str, torch.dtype] = {name: cut.parts[0].dtype for name, cut in self._cuts.items()}
+        check_types(self.dtypes, label)
+        self._check_heads()
+        self.tokenizer = next(
+            (str(folder / n) for n in ("tokenizer.model", "tokenizer.json") if (folder / n).exists()), None
+        )
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
+        """See `Weights`."""
+        head = self.model.head_size if name.endswith(TURNED) else None
+        return self._cuts[name].read(region(self.shapes[name], offsets, lengths), head)
+
+    def _check_heads(self) -> None:
+        """Refuse files that share a head: the rows of one would be in several."""
+        for name, cut in self._cuts.items():
+            if name.endswith(TURNED) and cut.parts[0].shape[0] % self.model.head_size:
+                raise Refusal(f"{self.label}: {name} is cut inside of a head; give files with whole heads.")
+
+
+def neighbours(first: int, last: int, head: int) -> Tensor:
+    """Meta's rows of titan's rows from `first` to before `last`, where heads are `head` wide."""
+    rows = torch.arange(first, last)
+    inside = rows % head
+    return rows - inside + inside % (head // 2) * 2 + inside // (head // 2)
+
+
+def halves(first: int, last: int, head: int) -> Tensor:
+    """Titan's rows of Meta's rows: the inverse of `neighbours`."""
+    rows = torch.arange(first, last)
+    inside = rows % head
+    return rows - inside + inside % 2 * (head // 2) + inside // 2
+
+
+def _take(part: Tensor, places: Sequence[tuple[int, int]], head: int | None) -> Tensor:
+    """A copy of what lies between these places."""
+    if head is None:
+        return part[tuple(slice(*place) for place in places)].clone()
+    (first, last), *rest = places
+    return part[(slice(None), *(slice(*place) for place in rest))][neighbours(first, last, head)]
+
+
+def _cut(parts: Sequence[Tensor], whole: tuple[int, ...]) -> Cut:
+    """How a tensor of the shape `whole` is cut into these parts; an impossible cut shows in `Cut.shape`."""
+    shape, count = tuple(parts[0].shape), len(parts)
+    different = [dim for dim, size in enumerate(shape) if dim < len(whole) and size != whole[dim]]
+    if not different or len(shape) != len(whole) or any(tuple(part.shape) != shape for part in parts):
+        return Cut(None, (parts[0],))
+    dim = different[0]
+    times, rest = divmod(shape[dim] * count, whole[dim])  # above 1: that many files have the same heads
+    if rest or times < 1 or count % times:
+        return Cut(dim, tuple(parts))
+    return Cut(dim, tuple(parts[::times]))
+
+
+def _files(folder: Path, label: str) -> list[Path]:
+    files = sorted(folder.glob("consolidated.*.pth"))
+    numbers = [int(found[1]) for file in files if (found := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))]
+    if not numbers:
+        raise Refusal(f"{label}: has a {PARAMS}, but no consolidated.NN.pth; fetch the weights too.")
+    for i, number in enumerate(sorted(numbers)):
+        if i != number:
+            raise Refusal(f"{label}: lacks consolidated.{i:02}.pth; fetch it too.")
+    return files
+
+
+def _load(file: Path, label: str) -> dict[str, Tensor]:
+    """The tensors of a file, mapped into memory: what is not used is not read."""
+    try:
+        content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise Refusal(
+            f"{label}: {file.name} holds more than tensors, which could run code when read; "
+            "fetch it from where it was released."
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise Refusal(
+            f"{label}: {file.name} is broken or incomplete ({plainly(error)[:100]}); fetch it again."
+        ) from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise Refusal(f"{label}: {file.name} holds something else than tensors by their names; give another folder.")
+    return {str(name): tensor for name, tensor in content.items()}
+
+
+def _is_tied(files: Sequence[dict[str, Tensor]]) -> bool:
+    """Whether the head is the embedding's weight: absent, or the same memory under both names."""
+    if _HEAD not in files[0]:
+        return True
+    pairs = [(file.get(_HEAD), file.get(_EMBEDDING)) for file in files]
+    return all(a is not None and b is not None and a.data_ptr() == b.data_ptr() for a, b in pairs)
+
+
+def _parts(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[str, list[Tensor]]:
+    """What the files have of each tensor, by titan's names, which differ in the head's alone."""
+    names = [name for name in files[0] if name != _COMPUTED and not (tied and name == _HEAD)]
+    for name in names:
+        if any(name not in file for file in files):
+            raise Refusal(f"{label}: {name} is not in every consolidated.*.pth; fetch all of one release.")
+    return {"head.weight" if name == _HEAD else name: [file[name] for file in files] for name in names}
+
+
+def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> Llama:
+    """The model: what params.json says, and the tensors of what it does not."""
+    _check_params(params, label)
+    for name in (_EMBEDDING, _FEED_FORWARD):
+        if name not in files[0] or files[0][name].dim() != 2:
+            raise Refusal(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
+    heads = params["n_heads"]
+    values = {
+        "dim": params["dim"],
+        "layers": params["n_layers"],
+        "heads": heads,
+        "kv_heads": heads if params.get("n_kv_heads") is None else params["n_kv_heads"],
+        "head_dim": params.get("head_dim"),
+        "ffn": files[0][_FEED_FORWARD].shape[0] * len(files),
+        "vocab": _vocabulary(params, files),
+        "norm_eps": params.get("norm_eps", 1e-5),
+        "rope_theta": params.get("rope_theta", 10_000.0),
+        "tied": tied,
+    }
+    return model_config.model(Llama, {**values, **_stretch(params, tied)}, f"{label}: its {PARAMS}")
+
+
+def _check_params(params: dict[str, Any], label: str) -> None:
+    for key in _UNKNOWN:
+        if params.get(key) not in (None, -1, False):
+            raise Refusal(
+                f"{label}: its {PARAMS} has {key}={show(params[key])}, which titan has not; give a text model."
+            )
+    for key in ("dim", "n_layers", "n_heads"):
+        if key not in params:
+            raise Refusal(f"{label}: its {PARAMS} has no {key}; fetch it again.")
+
+
+def _vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:
+    """What `vocab_size` says; where it says nothing (-1, Llama 2), it is the embedding's rows."""
+    given = params.get("vocab_size", -1)
+    if isinstance(given, int) and given > 0:
+        return given
+    rows, width = files[0][_EMBEDDING].shape
+    return int(rows) * (len(files) if width == params["dim"] else 1)
+
+
+def _stretch(params: dict[str, Any], tied: bool) -> dict[str, float]:
+    """Llama 3.1's stretch of the rotary embedding: by 8, of the small models of 3.2 (which alone are tied) by 32."""
+    if not params.get("use_scaled_rope"):
+        return {}
+    return {
+        "rope_factor": params.get("rope_scaling_factor") or (32.0 if tied else 8.0),
+        "rope_low": 1.0,
+        "rope_high": params.get("rope_high_freq_factor") or 4.0,
+        "rope_original": 8192,
+    }

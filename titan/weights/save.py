@@ -1,0 +1,120 @@
+"""A titan checkpoint of weights alone, from any `Weights`: a tensor at a time, in files of a limited size."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import File, Manifest
+from titan.config.kinds import kind
+from titan.config.settings import plain
+from titan.weights import tokenizer_files
+from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored, whole
+from titan.weights.formats import Weights
+from titan.weights.titan_format import PREFIX
+
+_METADATA = ".metadata"
+
+
+class _Counted:
+    """A file that is only written to, and that counts what is: its size and checksum."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self.out, self.size, self.crc = out, 0, 0
+
+    def write(self, data: Any) -> int:
+        """Write bytes."""
+        view = memoryview(data).cast("B")
+        self.out.write(view)
+        self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
+        return len(view)
+
+    def flush(self) -> None:
+        """Hand on what is buffered."""
+        self.out.flush()
+
+    @property
+    def file(self) -> File:
+        """What a manifest says of it."""
+        return File(self.size, f"{self.crc:08x}")
+
+
+def files_of(weights: Weights, dtype: str = "keep", shard_bytes: int = SHARD_BYTES) -> dict[str, dict[str, int]]:
+    """The tensors of each file and their bytes, by the file's name."""
+    groups = grouped({name: size_of(weights, name, dtype) for name in ordered(weights)}, shard_bytes)
+    return {f"__0_{i}.distcp": group for i, group in enumerate(groups)}
+
+
+def save_weights(
+    weights: Weights,
+    folder: Path,
+    *,
+    dtype: str = "keep",
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint of step 0 without an optimizer; its manifest, which makes it count, comes last.
+
+    Args:
+        weights: what to write.
+        folder: where to; it exists.
+        dtype: fp32, bf16, fp16, or keep, as each is stored.
+        shard_bytes: how large a file may be; a larger tensor has one of its own.
+        progress: told the bytes that are written.
+    """
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    files: dict[str, File] = {}
+    for name, group in files_of(weights, dtype, shard_bytes).items():
+        with whole(folder / name) as opened:
+            out = _Counted(opened)
+            for tensor in group:
+                value = cast(weights.read(tensor), stored(weights, tensor, dtype), tensor)
+                index = MetadataIndex(PREFIX + tensor, [0] * value.dim())
+                places[index] = _StorageInfo(name, out.size, _save(value, out))
+                if progress is not None:
+                    progress(value.nbytes)
+        files[name] = out.file
+    with whole(folder / _METADATA) as opened:
+        out = _Counted(opened)
+        pickle.dump(_metadata(weights, dtype, places), out)
+    files[_METADATA] = out.file
+    manifest.write(folder, _manifest(weights, folder, files))
+
+
+def _save(tensor: Tensor, out: _Counted) -> int:
+    """Write a tensor as torch.distributed.checkpoint does; returns the bytes that it took."""
+    before = out.size
+    owned = tensor.untyped_storage().nbytes() == tensor.nbytes  # else torch.save would write all of it
+    torch.save(tensor if owned else tensor.clone(), out)  # type: ignore[arg-type]
+    return out.size - before
+
+
+def _metadata(weights: Weights, dtype: str, places: dict[MetadataIndex, _StorageInfo]) -> Metadata:
+    tensors: Any = {}
+    for name in ordered(weights):
+        size = torch.Size(weights.shapes[name])
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        tensors[PREFIX + name] = TensorStorageMetadata(TensorProperties(stored(weights, name, dtype)), size, [chunk])
+    return Metadata(tensors, storage_data=places)
+
+
+def _manifest(weights: Weights, folder: Path, files: dict[str, File]) -> Manifest:
+    tokenizer = tokenizer_files.copy(weights.tokenizer, folder)
+    files |= tokenizer_files.listed(tokenizer, folder)
+    model = {"_target_": kind(type(weights.model)), **plain(weights.model)}
+    length = int(getattr(weights, "config", {}).get("max_position_embeddings", 0))
+    return Manifest(0, 0, {}, "", "", {}, model, tokenizer, files, length)

@@ -1,0 +1,108 @@
+"""Weights of a titan checkpoint, whatever layout saved it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from titan.checkpoint import manifest
+from titan.checkpoint.reader import Foreign, Reader
+from titan.config.settings import Refusal
+from titan.dataset.sources.files import plainly
+from titan.weights.formats import check_types, compare, expected, region
+from titan.weights.origin import model_of
+
+PREFIX = "model."
+"""What the names of parameters begin with; the optimizer's tensors have another."""
+
+
+class Native:
+    """The weights in a titan checkpoint; see `titan.weights.formats.Weights`."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        """Read its manifest and where its tensors are.
+
+        Args:
+            folder: a complete checkpoint's.
+            label: what the user gave, for messages.
+
+        Raises:
+            Refusal: when it can't be read, or does not hold the model that it should.
+        """
+        self.path, self.label, self._reader = str(folder), label, Reader(folder)
+        found = manifest.inspect(folder)
+        if found is None:
+            raise Refusal(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
+        self.model = model_of(found, label)
+        self._metadata = self._read_metadata()
+        contents = self._metadata.state_dict_metadata
+        self._tensors: dict[str, TensorStorageMetadata] = {
+            name.removeprefix(PREFIX): tensor for name, tensor in contents.items() if name.startswith(PREFIX)
+        }
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(tensor.size) for name, tensor in self._tensors.items()
+        }
+        compare(self.shapes, expected(self.model), label)
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: tensor.properties.dtype for name, tensor in self._tensors.items()
+        }
+        check_types(self.dtypes, label)
+        self.config = {"max_position_embeddings": found.seq_len} if found.seq_len else {}
+        tokenizer = found.tokenizer
+        self.tokenizer = str(folder / tokenizer) if tokenizer and (folder / tokenizer).is_file() else tokenizer
+        self.checksums = [f"{name} {file.bytes} {file.crc32}".encode() for name, file in sorted(found.files.items())]
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
+        """See `Weights`."""
+        places = region(self.shapes[name], offsets, lengths)
+        for chunk in self._tensors[name].chunks:
+            if places == tuple(_whole(chunk)):
+                return self._chunk(name, chunk)  # no second copy: it may be the largest tensor
+        out = torch.empty([last - first for first, last in places], dtype=self.dtypes[name])
+        if not out.numel():
+            return out
+        for chunk in self._tensors[name].chunks:
+            inside = list(_overlap(places, chunk))
+            if all(first < last for first, last in inside):
+                part = self._chunk(name, chunk)
+                theirs = tuple(slice(a - o, b - o) for (a, b), o in zip(inside, chunk.offsets, strict=True))
+                ours = tuple(slice(a - p, b - p) for (a, b), (p, _) in zip(inside, places, strict=True))
+                out[ours] = part[theirs]
+        return out
+
+    def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
+        """A chunk as it was saved, whole: a file packs it so."""
+        place = self._metadata.storage_data[MetadataIndex(PREFIX + name, chunk.offsets)]
+        try:
+            with (Path(self.path) / place.relative_path).open("rb") as file:
+                part: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
+        except Exception as error:  # torch's unpickler lets all kinds of errors of a broken file pass
+            raise Refusal(
+                f"{self.label}: {place.relative_path} can't be read where {name} should be "
+                f"({type(error).__name__}: {plainly(error)[:100]}); give another checkpoint."
+            ) from error
+        return part.detach()
+
+    def _read_metadata(self) -> Any:
+        try:
+            return self._reader.read_metadata()
+        except (Foreign, OSError) as error:
+            raise Refusal(
+                f"{self.label}: .metadata can't be used: {plainly(error)}; give another checkpoint."
+            ) from error
+
+
+def _whole(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
+    """Along each dimension the chunk's beginning and end in the whole tensor."""
+    return ((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def _overlap(places: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
+    """Along each dimension what both have: beginning and end in the whole tensor."""
+    for (first, last), offset, size in zip(places, chunk.offsets, chunk.sizes, strict=True):
+        yield max(first, offset), min(last, offset + size)

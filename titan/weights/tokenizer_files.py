@@ -1,0 +1,145 @@
+"""A tokenizer beside weights: its files as they are, or as the tokenizer.json that Hugging Face's libraries read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import File
+from titan.config.settings import Refusal
+from titan.dataset.sources.files import needs
+from titan.dataset.tokenizers.base import BUILT_IN, PATTERN, RankTokenizer, load_tokenizer
+
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+"""What belongs to a tokenizer.json."""
+_CLASS = "PreTrainedTokenizerFast"
+"""What transformers takes a tokenizer.json for as it stands; the class of a model may change it."""
+
+
+def copy(name: str | None, folder: Path) -> str | None:
+    """Copy a tokenizer's files as they are.
+
+    Args:
+        name: what `load_tokenizer` takes; None: there is none.
+        folder: where to.
+
+    Returns:
+        What reads it there: the file's name, or that of a built-in tokenizer or one of the hub; None where its file is
+        gone.
+    """
+    if name is None or not Path(name).is_file():
+        return name if name is not None and manifest.is_tokenizer(name, ()) else None
+    source = Path(name)
+    for file in (source, *(source.with_name(beside) for beside in _BESIDE)):
+        if file.is_file() and (file == source or source.suffix == ".json"):
+            shutil.copyfile(file, folder / file.name)
+            manifest.sync(folder / file.name)
+    return source.name
+
+
+def listed(name: str | None, folder: Path) -> dict[str, File]:
+    """Size and checksum of the files that `copy` brought into a folder, by their names.
+
+    Args:
+        name: what `copy` returned.
+        folder: where they are.
+    """
+    names = [name, *_BESIDE] if name is not None and (folder / name).is_file() else []
+    return {file: manifest.checksum_of(folder / file) for file in names if (folder / file).is_file()}
+
+
+def copy_whole(name: str | None, folder: Path) -> None:
+    """Copy a tokenizer's files as they are; one that has none of its own here is written."""
+    if name is not None and copy(name, folder) == BUILT_IN:
+        tokenizer = load_tokenizer(name)
+        tokenizer.name = "tokenizer.model"  # so that it is not told by its name alone
+        (folder / tokenizer.save(folder)).rename(folder / "tokenizer.model")
+    elif name is not None and not Path(name).is_file():
+        load_tokenizer(name).save(folder)
+
+
+def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None]:
+    """Write a tokenizer as tokenizer.json and tokenizer_config.json, a rank file also as it is.
+
+    A tokenizer that titan can't read (SentencePiece's) is copied as it is.
+
+    Args:
+        name: what `load_tokenizer` takes; None: there is none.
+        folder: where to.
+
+    Returns:
+        The ids that begin and end a document.
+    """
+    if name is None:
+        return None, None
+    copy(name, folder)
+    try:
+        tokenizer = load_tokenizer(name)
+    except Refusal:
+        if not Path(name).is_file():  # a name of the hub: it has to be there
+            raise
+        return None, None
+    if isinstance(tokenizer, RankTokenizer):
+        (folder / "tokenizer.json").write_text(as_json(tokenizer), encoding="utf-8")
+        (folder / "tokenizer_config.json").write_text(json.dumps(_config(tokenizer), indent=2) + "\n")
+    else:
+        if not Path(name).is_file():
+            tokenizer.save(folder)
+        _name_class(folder / "tokenizer_config.json")
+    return tokenizer.bos, tokenizer.eos
+
+
+def _name_class(file: Path) -> None:
+    """Say how transformers is to read tokenizer.json, unless that is said."""
+    config = json.loads(file.read_bytes()) if file.is_file() else {}
+    file.write_text(json.dumps({"tokenizer_class": _CLASS, **config}, indent=2) + "\n")
+
+
+def _config(tokenizer: RankTokenizer) -> dict[str, Any]:
+    names = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+    tokens = {key: tokenizer.decode([i]) for key, i in names.items() if i is not None}
+    return {"tokenizer_class": _CLASS, **tokens, "clean_up_tokenization_spaces": False}
+
+
+def as_json(tokenizer: RankTokenizer) -> str:
+    """A rank file's vocabulary as the tokenizer.json that gives the same ids.
+
+    tiktoken merges two neighbours wherever they make a token, that of the lowest rank first, and takes a piece that is
+    a token as it is. So each way to cut a token in two tokens is a merge, in the order of ranks, and `ignore_merges`
+    is set. A text begins with the token that begins documents, where there is one, as with Llama 3.
+    """
+    tokenizers = needs("tokenizers", f"tokenizer={tokenizer.name}")
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    ranks, letters = tokenizer.ranks, _letters()
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    order = sorted(ranks, key=lambda token: ranks[token])
+    vocabulary = {spelled[token]: ranks[token] for token in order}
+    merges = [
+        (spelled[token[:i]], spelled[token[i:]])
+        for token in order
+        for i in range(1, len(token))
+        if token[:i] in ranks and token[i:] in ranks
+    ]
+    out = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(PATTERN), behavior="isolated")
+    out.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    out.decoder = decoders.ByteLevel()
+    out.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in tokenizer.special])
+    if tokenizer.bos is not None:
+        first = tokenizer.decode([tokenizer.bos])
+        out.post_processor = processors.TemplateProcessing(
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, tokenizer.bos)]
+        )
+    return str(out.to_str())
+
+
+def _letters() -> list[str]:
+    """The letter by which byte-level BPE writes each byte: itself where it can be printed, else one from 256 on."""
+    printed = set(chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1)))
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]
