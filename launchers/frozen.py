@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.kinds import kind
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run.recipe import Run
 
 _AGAIN = "give the command that started it again: it writes the file anew."
@@ -34,12 +34,12 @@ def read(file: Path) -> Run:
     """The run that was written down.
 
     Raises:
-        Refusal: when it can't be read, or when other code than this has written it.
+        ConfigError: when it can't be read, or when other code than this has written it.
     """
     try:
         content = pickle.loads(file.read_bytes())
     except OSError as error:
-        raise Refusal(f"{file}: can't be read ({error.strerror}); {_AGAIN}") from error
+        raise ConfigError(f"{file}: can't be read ({error.strerror}); {_AGAIN}") from error
     except Exception as error:  # unpickling raises whatever the classes that it names do
         raise _other(file, f"{type(error).__name__}: {error}") from error
     settings, run = content if isinstance(content, tuple) and len(content) == 2 else ({}, None)
@@ -67,5 +67,5 @@ def _settings(value: Any) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _other(file: Path, why: str) -> Refusal:
-    return Refusal(f"{file}: was written by other code of titan than is to run it ({why}); {_AGAIN}")
+def _other(file: Path, why: str) -> ConfigError:
+    return ConfigError(f"{file}: was written by other code of titan than is to run it ({why}); {_AGAIN}")

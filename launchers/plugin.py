@@ -26,10 +26,12 @@ from launchers.local import sweep as here
 from launchers.slurm import grid as slurm
 from launchers.trials import Chosen
 from titan.config import settings
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run import hydra_node
-from titan.run.recipe import Run, check_length
-from titan.sweep import job_exit, ledger
+from titan.run.paths import check_length
+from titan.run.recipe import Run
+from titan.run.result import is_finished
+from titan.sweep import ledger
 from titan.sweep.ledger import Asked
 from titan.sweep.schema import Sweep
 
@@ -58,13 +60,13 @@ class GridLauncher(Launcher):
             if key not in self.kind.__dataclass_fields__ and (
                 advice := foreign.setting(f"hydra.launcher.{key}", typed)
             ):
-                raise Refusal(advice)
+                raise ConfigError(advice)
         self.how = settings.build(self.kind, plain, "hydra.launcher")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Keep what `launch` needs."""
         if config.hydra.sweeper.get("max_batch_size") is not None:
-            raise Refusal(
+            raise ConfigError(
                 f"hydra.sweeper.max_batch_size={config.hydra.sweeper.max_batch_size}: a grid is checked as a whole; "
                 "leave it out, and give hydra.launcher.at_once for how many points run at a time."
             )
@@ -104,10 +106,10 @@ def _check_place(config: DictConfig) -> None:
     """Refuse directories that no grid can have, before the sweeper makes them."""
     folder, below = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
     if not folder.strip():
-        raise Refusal("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
+        raise ConfigError("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
     check_length(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
     if not below.strip("/. ") or os.path.isabs(below) or ".." in below.split("/"):
-        raise Refusal(f"hydra.sweep.subdir={below}: must be a folder in the grid's own; leave it out.")
+        raise ConfigError(f"hydra.sweep.subdir={below}: must be a folder in the grid's own; leave it out.")
 
 
 class LocalLauncher(GridLauncher):
@@ -155,14 +157,16 @@ def alone(cfg: DictConfig) -> GridLauncher | None:
     """The launcher that a single run was given to, when it is another than this machine's own.
 
     Raises:
-        Refusal: when it is none of titan's, or was told what it does not know.
+        ConfigError: when it is none of titan's, or was told what it does not know.
     """
     node = OmegaConf.to_container(cfg.hydra.launcher)
     name = str(node.pop("_target_", "")).rpartition(".")[2] if isinstance(node, dict) else ""
     kinds = {kind.__name__: kind for kind in LAUNCHERS.values()}
     if name not in kinds:
         choice = cfg.hydra.runtime.choices.get("hydra/launcher")
-        raise Refusal(f"hydra/launcher={choice}: this launcher is not titan's; choose hydra/launcher=local or slurm.")
+        raise ConfigError(
+            f"hydra/launcher={choice}: this launcher is not titan's; choose hydra/launcher=local or slurm."
+        )
     launcher = kinds[name](**node)  # type: ignore[arg-type]
     return launcher if launcher.elsewhere else None
 
@@ -173,14 +177,14 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
     The point is known by that directory: whatever the command says, there is one run in it.
 
     Raises:
-        Refusal: when the directory holds something else, or a process is in it.
+        ConfigError: when the directory holds something else, or a process is in it.
     """
     from titan.run import attempts, summary  # only now: --help need not wait for what reads data
 
     directory = Path(run.directory)
     sweep = ledger.read(directory)
     attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.points)))
-    if job_exit.finished(directory, run.training.steps):
+    if is_finished(directory, run.training.steps):
         summary.show_finished(attempts.finished(run))
         return 0
     point = Chosen(ALONE, (), run)
@@ -223,8 +227,8 @@ def exit_code() -> int:
     """The exit code of the last sweep: 0 when every point ended well.
 
     Raises:
-        Refusal: when it had no points.
+        ConfigError: when it had no points.
     """
     if not GridLauncher.codes:
-        raise Refusal("-m: the sweep has no points; give values, such as optimizer.lr=1e-3,3e-3.")
+        raise ConfigError("-m: the sweep has no points; give values, such as optimizer.lr=1e-3,3e-3.")
     return next((code for code in GridLauncher.codes if code), 0)

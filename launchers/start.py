@@ -20,8 +20,10 @@ from typing import Any
 from launchers.supervisor import run_ranks, tell
 from titan.cluster.environment import within
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure, Refusal, fault
+from titan.console.progress import progress_line
+from titan.errors import ConfigError, RunError, machine_error
 from titan.run import attempts, summary
+from titan.run.lock import locked
 from titan.run.recipe import Run
 
 MEETING = timedelta(minutes=30)
@@ -46,7 +48,7 @@ def here(run: Run, apart: bool = False) -> int:
     Returns:
         The exit code.
     """
-    with within(run.cluster.environment), attempts.locked(Path(run.directory)):
+    with within(run.cluster.environment), locked(Path(run.directory)):
         for attempt in range(run.cluster.restarts + 1):
             life = _begin(run)
             if isinstance(life, attempts.Finished):
@@ -60,7 +62,7 @@ def here(run: Run, apart: bool = False) -> int:
 
 
 def _begin(run: Run) -> attempts.Life | attempts.Finished:
-    with summary.progress_line() as show:
+    with progress_line() as show:
         return attempts.begin(run, show)
 
 
@@ -69,7 +71,7 @@ def _lived(run: Run, life: attempts.Life, train: Callable[[], int]) -> int:
     try:
         with _data(run, life):
             code = train()
-    except Refusal:
+    except ConfigError:
         attempts.withdraw(run, life)
         raise
     if code == 2:
@@ -101,7 +103,7 @@ def lead(run: Run, place: Place) -> int:
     store = _meet(place)
     try:
         patience = LOST_SECONDS if place.scheduled else 2.0
-        with within(run.cluster.environment), attempts.locked(Path(run.directory), patience):
+        with within(run.cluster.environment), locked(Path(run.directory), patience):
             life = _begin(run)
             if isinstance(life, attempts.Finished):
                 summary.show_finished(life)
@@ -110,7 +112,7 @@ def lead(run: Run, place: Place) -> int:
             _send(store, place, (run, life))
             return _lived(run, life, partial(_guarded, store, place, run, life, work))
     except BaseException as error:
-        _send(store, place, 2 if isinstance(error, Refusal) else 1)
+        _send(store, place, 2 if isinstance(error, ConfigError) else 1)
         raise
 
 
@@ -142,8 +144,8 @@ def _guarded(store: Any, place: Place, run: Run, life: attempts.Life, work: Any)
         return int(work(run, life, place, store, lambda error: first.append(_first(store))))
     except Exception as error:
         if not (first[0] if first else _first(store)):
-            return 2 if isinstance(error, Refusal) else 1
-        if not isinstance(error, (Refusal, Failure)) and not fault(error):
+            return 2 if isinstance(error, ConfigError) else 1
+        if not isinstance(error, (ConfigError, RunError)) and not machine_error(error):
             print(f"titan: rank {place.rank} failed:", file=sys.stderr)
         raise
 
@@ -190,7 +192,7 @@ def _meet_at(file: Path, place: Place) -> Any:
     missing, and each sees at its next look what was written into it.
 
     Raises:
-        Failure: when rank 0 said nothing in time.
+        RunError: when rank 0 said nothing in time.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -209,12 +211,12 @@ def _allow_connections(ranks: int) -> None:
     """Let this process have so many open files that all ranks can connect to a store in it.
 
     Raises:
-        Refusal: when the system's limit forbids that.
+        ConfigError: when the system's limit forbids that.
     """
     wanted = CONNECTIONS * ranks + OPEN_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and wanted > hard:
-        raise Refusal(
+        raise ConfigError(
             f"ulimit -n {hard}: rank 0 needs {wanted:,} open files for connections of {ranks:,} ranks; have the limit "
             "raised on its node."
         )
@@ -234,7 +236,7 @@ def _told(file: Path) -> tuple[str, str]:
             return host, port
         time.sleep(pause * random.uniform(0.75, 1))
         pause = min(2 * pause, LONGEST_LOOK_SECONDS)
-    raise Failure(f"rank 0 did not say in {file} where it listens; is this folder shared by all nodes?")
+    raise RunError(f"rank 0 did not say in {file} where it listens; is this folder shared by all nodes?")
 
 
 def _own_name() -> str:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,13 +25,12 @@ from typing import Any
 from launchers.scratch import scratch
 from titan.cluster.environment import before_torch
 from titan.cluster.rank_info import Place
+from titan.cluster.signals import STOPPING, hearing, is_repeat
 from titan.console import output
 from titan.console.text import safe_lines
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
-STOPPING = "\ntitan: stopping as soon as the work under way allows; once more: at once\n"
-"""What is said at the first signal that asks to stop."""
 CONSEQUENCE_SECONDS = 0.5
 """Ranks that fail because another one did, fail about this much later."""
 
@@ -181,28 +180,3 @@ def _signals(ranks: Ranks) -> Iterator[None]:
 
     with hearing(hand_on):
         yield
-
-
-def stopping() -> list[int]:
-    """The signals that ask to stop; a hang-up only where it is not ignored, as it is under nohup."""
-    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
-
-
-def is_repeat(number: int, before: int) -> bool:
-    """Whether a signal says only what signals `before` have said: a hang-up is no second word to end at once.
-
-    A shell that ends sends one after the terminal's own, and systemd one after SIGTERM.
-    """
-    return number == signal.SIGHUP and before > 0
-
-
-@contextmanager
-def hearing(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within it, Ctrl-C, SIGTERM and a terminal that hangs up call `handler`."""
-    old = {s: signal.signal(s, handler) for s in stopping()}
-    try:
-        yield
-    finally:
-        for number, before in old.items():
-            signal.signal(number, before)

@@ -21,9 +21,10 @@ from launchers.composing import Composer
 from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
-from titan.config.settings import Refusal
+from titan.console.progress import progress_line
 from titan.console.text import redact, safe
-from titan.run import compose, identity, summary
+from titan.errors import ConfigError
+from titan.run import compose, identity
 from titan.run.recipe import Run
 from titan.sweep import ledger
 
@@ -77,13 +78,13 @@ def choose(
         elsewhere, trusted: see `titan.run.compose.freeze`.
 
     Raises:
-        Refusal: for a point that can't work, with its number and overrides, and for two that are the same.
+        ConfigError: for a point that can't work, with its number and overrides, and for two that are the same.
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
     composer, machine = Composer(loader, config), _remembered(devices.elsewhere if elsewhere else _here)
     shared = [o for o, count in Counter(o for point in overrides for o in point).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
-        raise Refusal(f"hydra.sweep.dir={root}: holds a single run; choose another name for a grid.")
+        raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a grid.")
     noted = ledger.noted(root)
     kept = {point.id: Path(point.directory) for point in noted}
     found: dict[str, Chosen] = {}
@@ -94,7 +95,9 @@ def choose(
             run = compose.freeze(cfg, _directory(cfg), elsewhere=elsewhere, machine=machine, trusted=trusted)
         point = known(run, varied, noted)
         if point in found:
-            raise Refusal(f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out.")
+            raise ConfigError(
+                f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out."
+            )
         run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
         found[point] = Chosen(point, varied, run, cfg if config.hydra.callbacks else None)
     return list(found.values())
@@ -148,7 +151,7 @@ def _counted(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]]:
     """The points, with a line on stderr that counts them: at once on a terminal, in a log when it takes long."""
     pause = LOOK_SECONDS if sys.stderr.isatty() else SAY_SECONDS if len(overrides) >= MANY else math.inf
     last = time.monotonic()
-    with summary.progress_line() as show:
+    with progress_line() as show:
         for number, one in enumerate(overrides):
             if time.monotonic() - last > pause:
                 last = time.monotonic()
@@ -161,9 +164,9 @@ def _pointing(number: int, varied: Sequence[str]) -> Iterator[None]:
     """Let a refusal say which point it is about."""
     try:
         yield
-    except Refusal as refusal:
+    except ConfigError as refusal:
         which = ", ".join([f"point {number + 1} of the sweep", *([" ".join(varied)] if varied else [])])
-        raise Refusal(f"{str(refusal).rstrip('.')} ({which}; nothing was started).") from None
+        raise ConfigError(f"{str(refusal).rstrip('.')} ({which}; nothing was started).") from None
 
 
 def _named(varied: Sequence[str]) -> str:

@@ -23,15 +23,16 @@ from tests.ranks import run_ranks
 from titan.checkpoint import manifest
 from titan.checkpoint.manager import state_of
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure
 from titan.dataset import permutation
 from titan.dataset.corpora import mixed, opened, ready
 from titan.dataset.mixture import Mix
+from titan.errors import RunError
 from titan.metrics.plot import read_lines
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Life
 from titan.run.compose import composed
+from titan.run.lock import locked
 from titan.run.recipe import Run, as_model
 from titan.training import worker
 from titan.training.trainer import Trainer
@@ -106,7 +107,7 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
     Returns:
         What each rank saw.
     """
-    with attempts.locked(Path(run.directory)):
+    with locked(Path(run.directory)):
         life = attempts.begin(run)
         assert isinstance(life, Life), "the run has finished already"
         with tempfile.TemporaryDirectory() as folder:
@@ -129,7 +130,7 @@ def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Call
     try:
         with patch.object(worker, "Trainer", Watched):
             seen.code = worker.work(run, life, Place(rank, size, rank, meeting if size > 1 else ""))
-    except Failure as failure:
+    except RunError as failure:
         seen.failure = str(failure)
     return seen
 

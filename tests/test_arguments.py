@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 
 from titan.config.arguments import arguments, describe
-from titan.config.settings import Refusal, setting
+from titan.config.settings import setting
+from titan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def test_values(argv: list[str], wanted: Example) -> None:
     ],
 )
 def test_refusals(argv: list[str], sentence: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         arguments(Example, argv)
     assert sentence in str(refused.value)
 

@@ -14,9 +14,10 @@ from tests.runs import tiny
 from titan.cluster.rank_info import Place
 from titan.dataset.loader import IGNORED
 from titan.parallelism import mesh
+from titan.parallelism.microbatches import Microbatches
 from titan.run.recipe import Run
 from titan.training.build import assemble
-from titan.training.train_step import Engine, Rows
+from titan.training.train_step import Engine
 
 
 def built(run: Run, notes: list[str] | None = None) -> Engine:
@@ -87,9 +88,9 @@ def test_layouts_keep_names_and_shapes(layout: str, tmp_path: Path) -> None:
 def test_microbatches_add_up(cut: tuple[int, int], tmp_path: Path) -> None:
     run = tiny(tmp_path)
     whole, parts = built(run), built(run)
-    loss, other = whole.backward(Rows(*batch(1, 8)), 0.25), parts.backward(Rows(*batch(*cut)), 0.25)
+    loss, other = whole.backward(Microbatches(*batch(1, 8)), 0.25), parts.backward(Microbatches(*batch(*cut)), 0.25)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert parts.evaluate(Rows(*batch(*cut))).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert parts.evaluate(Microbatches(*batch(*cut))).item() == pytest.approx(loss.item(), rel=1e-6)
     for gradient, expected in zip(parts.gradients(), whole.gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -99,17 +100,17 @@ def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
     (tokens, targets), empty = batch(1, 3), torch.full((1, 2, 16), IGNORED)
     padded = torch.cat([tokens, torch.zeros_like(empty)], 1), torch.cat([targets, empty], 1)
     without, engine, alone = built(run), built(run), built(run)
-    loss, other = without.backward(Rows(tokens, targets), 1.0), engine.backward(Rows(*padded), 1.0)
+    loss, other = without.backward(Microbatches(tokens, targets), 1.0), engine.backward(Microbatches(*padded), 1.0)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
     for gradient, expected in zip(engine.gradients(), without.gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert alone.backward(Rows(torch.zeros_like(empty), empty), 1.0) == 0
+    assert alone.backward(Microbatches(torch.zeros_like(empty), empty), 1.0) == 0
     assert all(not g.any() for g in alone.gradients())
 
 
 def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
     engine: Any = built(tiny(tmp_path))
-    assert not engine.evaluate(Rows(*batch(1, 2))).requires_grad
+    assert not engine.evaluate(Microbatches(*batch(1, 2))).requires_grad
     assert engine.gradients() == []
 
 
@@ -119,7 +120,7 @@ def test_full_checkpointing_computes_each_block_again(memory: str, times: int, t
     calls: list[int] = []
     for number, block in enumerate(engine.stages[0].model.blocks()):
         block.attention.register_forward_hook(lambda *_, number=number: calls.append(number))
-    engine.backward(Rows(*batch(1, 2)), 1.0)
+    engine.backward(Microbatches(*batch(1, 2)), 1.0)
     assert sorted(calls) == sorted([0, 1] * times)
 
 
@@ -127,8 +128,8 @@ def test_a_part_of_rows_has_its_own_positions_and_documents() -> None:
     """Rotation is relative, so that no training would show positions of another token."""
     tokens = torch.arange(24).view(1, 2, 12)
     positions, documents, places = tokens % 5, tokens // 5, torch.tensor([0, 1, 10, 11])
-    part = Rows(tokens, tokens + 1, positions, documents).cut(places)
+    part = Microbatches(tokens, tokens + 1, positions, documents).cut(places)
     expected = [t[..., [0, 1, 10, 11]] for t in (tokens, tokens + 1, positions, documents)]
     assert all(torch.equal(a, b) for a, b in zip(part, expected, strict=True) if a is not None)
-    assert torch.equal(Rows(tokens).cut(places).positions, places)  # type: ignore[arg-type]
-    assert [t is None for t in Rows(tokens).cut(places)] == [False, True, False, True]
+    assert torch.equal(Microbatches(tokens).cut(places).positions, places)  # type: ignore[arg-type]
+    assert [t is None for t in Microbatches(tokens).cut(places)] == [False, True, False, True]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.machines import detector
 from titan.cluster import devices
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
 from titan.estimate.fit import GIB, available, demand, microbatches, needed, rank_rows
 from titan.model.schema import Llama
@@ -230,7 +230,7 @@ def test_check_refuses_exactly_what_is_more_than_there_is() -> None:
         if fits:
             fit.check(told, Layout(shard=8), there, rows)
         else:
-            with pytest.raises(Refusal, match="needs about"):
+            with pytest.raises(ConfigError, match="needs about"):
                 fit.check(told, Layout(shard=8), there, rows)
 
 
@@ -264,7 +264,7 @@ def test_auto_degrees_follow_from_cluster_and_model(
 
 def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    with pytest.raises(Refusal, match=r"With memory=full it takes at least .* Type memory=full instead"):
+    with pytest.raises(ConfigError, match=r"With memory=full it takes at least .* Type memory=full instead"):
         composed(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=1048576"], 64
         )

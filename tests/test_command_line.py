@@ -20,10 +20,12 @@ from titan.bench import command as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
 from titan.config.modules import HYDRA
-from titan.config.settings import one_line
+from titan.console.text import one_line
+from titan.errors import exit_code
 from titan.run import attempts, compose, summary
 from titan.run.command_line import quoted
 from titan.run.compose import composed
+from titan.run.lock import locked
 from titan.run.recipe import Run
 
 
@@ -250,7 +252,7 @@ def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert status.main(["runs/x"]) == 1
     out = capsys.readouterr().out
     assert "runs/x: 1 run: 1 stopped" in out and "python -m titan.train resume=runs/x goes on" in out
-    with attempts.locked(Path(run.directory)):
+    with locked(Path(run.directory)):
         assert status.main(["runs/x", "watch=false"]) == 0
     assert "1 run: 1 running" in capsys.readouterr().out
     (Path(run.directory) / "result.json").write_text('{"finished": true, "step": 3}')
@@ -278,7 +280,7 @@ def test_a_place_that_can_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyP
         made(path, *more)
 
     monkeypatch.setattr(os, "mkdir", full)
-    assert compose.exit_code(lambda: start.here(run)) == 2
+    assert exit_code(lambda: start.here(run)) == 2
     assert not Path("a").exists()
 
 

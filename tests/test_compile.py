@@ -18,9 +18,9 @@ from torch._functorch._aot_autograd import graph_compile
 
 from tests.ranks import run_ranks
 from tests.runs import Tensors, difference, tiny
-from titan.compile import schema as compiling
-from titan.compile.schema import Compile, Configured
-from titan.memory import schema
+from titan.compile.backend import ConfiguredBackend, compile_stage
+from titan.compile.schema import Compile
+from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import init_weights
 from titan.model.activations import Share
@@ -56,9 +56,9 @@ def stage(
         model = shape.build()
     if part is not None:
         model.keep(part, first=part.start == 0, last=part.stop == shape.layers)
-    schema.apply(model.blocks(), kept)
+    checkpoint_blocks(model.blocks(), kept)
     whole = Stage(model)
-    compiling.apply(whole, how, share=kept.share, **options)
+    compile_stage(whole, how, share=kept.share, **options)
     init_weights.materialise(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
     return whole
@@ -194,7 +194,7 @@ def test_a_failed_compilation_changes_no_settings() -> None:
         raise RuntimeError("no")
 
     with patch("torch._dynamo.lookup_backend", lambda name: failing), pytest.raises(RuntimeError, match="no"):
-        Configured("aot_eager", 0.25, True)(graph, [])
+        ConfiguredBackend("aot_eager", 0.25, True)(graph, [])
     assert [a == b for a, b in zip(before, meanwhile, strict=True)] == [False, False, False, True, False]
     assert torchs_settings() == before
 
@@ -231,8 +231,8 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
     one, initial, mesh = Stage(model), model.initial(), init_device_mesh("cpu", (size,))
     if kind == "tensor":
         tensor.apply(model, mesh, sequence=True, loss=True)
-    schema.apply(model.blocks(), kept)
-    compiling.apply(one, how, share=kept.share, whole=kind == "tensor")
+    checkpoint_blocks(model.blocks(), kept)
+    compile_stage(one, how, share=kept.share, whole=kind == "tensor")
     if kind == "fsdp":
         data.shard(one, mesh, torch.float32, reshard=True)
     init_weights.materialise(model, initial, 1, "cpu")

@@ -13,10 +13,12 @@ import pytest
 from tests.machines import detector
 from titan.cluster import devices
 from titan.compile import schema as compiling
-from titan.config.settings import Refusal
+from titan.compile.auto import eager_seconds, why_not
+from titan.errors import ConfigError
 from titan.run import identity
 from titan.run.compose import composed
-from titan.run.recipe import Run, moved
+from titan.run.recipe import Run
+from titan.run.resolve import moved
 
 LONG, SHORT = "training.steps=100000", "training.steps=20"
 DOCUMENTS, FLOAT8 = "dataset.mask_documents=true", ("precision=float8", "precision.emulate=true")
@@ -99,20 +101,20 @@ def test_compilers_that_it_takes(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     machine = detector(kind)()
-    assert compiling.why_not(machine, "inductor") == why
+    assert why_not(machine, "inductor") == why
     for backend, elsewhere in (("inductor", True), ("aot_eager", False), ("eager", False)):
-        assert compiling.why_not(machine, backend, elsewhere) is None
+        assert why_not(machine, backend, elsewhere) is None
     run, where = on(kind, LONG, monkeypatch=monkeypatch), "model" if kind == "cpu" else "block"
     assert (run.compile.scope, run.compile_why) == ("off", why) if why else run.compile.scope == where
     if why:
-        with pytest.raises(Refusal, match=why.replace("+", "\\+")):
+        with pytest.raises(ConfigError, match=why.replace("+", "\\+")):
             on(kind, LONG, "compile=block", monkeypatch=monkeypatch)
 
 
 def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = detector("gpu")()
     for capability, why in ((6.1, "compute capability 6.1, and triton takes 7.0 or more"), (7.0, ""), (None, "")):
-        found = compiling.why_not(dataclasses.replace(machine, capability=capability), "inductor")
+        found = why_not(dataclasses.replace(machine, capability=capability), "inductor")
         assert (found or "").endswith(why) and bool(found) == bool(why)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     assert on("gpu", monkeypatch=monkeypatch).compile_why == "triton is not installed"
@@ -131,7 +133,7 @@ def test_a_refusal_without_a_compiler_has_a_way_out(
     overrides: tuple[str, ...], ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs(monkeypatch=monkeypatch)
-    with pytest.raises(Refusal, match=f"or give {' '.join(ways)}"):
+    with pytest.raises(ConfigError, match=f"or give {' '.join(ways)}"):
         on("cpu", LONG, *overrides, monkeypatch=monkeypatch)
     kept = [o for o in overrides if o.partition("=")[0] not in {way.partition("=")[0] for way in ways}]
     assert on("cpu", LONG, *kept, *ways, monkeypatch=monkeypatch).compile.scope == "off"
@@ -143,7 +145,7 @@ ANOMALY = "debug.detect_anomaly="
 @pytest.mark.parametrize("scope", ["auto", "off", "block"])
 def test_a_budget_and_anomalies_have_a_way_out(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both = ("memory=budget", f"compile={scope}")
-    with pytest.raises(Refusal, match=f"give {ANOMALY}false, or memory=selective with compile=off"):
+    with pytest.raises(ConfigError, match=f"give {ANOMALY}false, or memory=selective with compile=off"):
         on("cpu", *both, f"{ANOMALY}true", monkeypatch=monkeypatch)
     assert on("cpu", "memory=selective", "compile=off", f"{ANOMALY}true", monkeypatch=monkeypatch)
 
@@ -166,15 +168,13 @@ def test_ranks_that_share_cores_compile_later(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_measured_job_takes_about_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
     run = on("cpu", "precision=fp32", monkeypatch=monkeypatch)
-    assert compiling.eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
+    assert eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
 
 
 def test_what_a_core_does_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
     def seconds(*overrides: str, fast: bool) -> float:
         run = on("cpu", "precision=bf16", *overrides, monkeypatch=monkeypatch)
-        return compiling.eager_seconds(
-            dataclasses.replace(run, machine=dataclasses.replace(run.machine, bf16_fast=fast))
-        )
+        return eager_seconds(dataclasses.replace(run, machine=dataclasses.replace(run.machine, bf16_fast=fast)))
 
     slow, fast = seconds(fast=False), seconds(fast=True)
     assert slow / fast == pytest.approx(90 / 55)
@@ -185,7 +185,7 @@ def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = ("parallelism=ddp", "cluster.devices=16", "cluster.nodes=4", "training.steps=8000")
     run = on("cpu", *nodes, monkeypatch=monkeypatch, elsewhere=True)
     alone = on("cpu", "training.steps=8000", monkeypatch=monkeypatch)
-    assert compiling.eager_seconds(run) == pytest.approx(compiling.eager_seconds(alone) / 4)
+    assert eager_seconds(run) == pytest.approx(eager_seconds(alone) / 4)
     assert run.compile.scope == "block"  # a core for each rank, where one node has a core for four
 
 
@@ -196,7 +196,7 @@ def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> 
     here = moved(run, detector("gpu")("cuda"))
     assert (here.compile.scope, here.compile_why) == ("off", "triton is not installed")
     said = on("cpu", SHORT, "cluster=h100", "compile=block", monkeypatch=monkeypatch, elsewhere=True)
-    with pytest.raises(Refusal, match="triton is not installed; mend that, or give compile=off"):
+    with pytest.raises(ConfigError, match="triton is not installed; mend that, or give compile=off"):
         moved(said, detector("gpu")("cuda"))
 
 

@@ -17,7 +17,7 @@ from launchers import start
 from tests.machines import detector
 from titan.cluster import devices
 from titan.config import help
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.run import compose
 from titan.run.compose import CONF, composed
@@ -199,7 +199,7 @@ def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.Cap
     assert "grid" in shown("--help", where, capsys=capsys).split()
     assert compose.command(["-m", where, "sweep=grid"], start.here) == 2
     assert "training.steps=0: must be at least 1 (point 2 of the sweep" in capsys.readouterr().err
-    with pytest.raises(Refusal, match="recipe=pair: there is no such choice"):
+    with pytest.raises(ConfigError, match="recipe=pair: there is no such choice"):
         composed(["recipe=pair"])
 
 
@@ -216,7 +216,7 @@ def test_titan_conf_adds_choices(
     assert composed(["model=theirs"]).model.layers == 3
     out = [line.split(None, 1) for line in shown("--help", capsys=capsys).splitlines()]
     assert ["theirs", "A model of others."] in out and ["pair", "A whole recipe."] in out
-    with pytest.raises(Refusal, match=r"did you mean 'theirs'\? Choices: .*theirs"):
+    with pytest.raises(ConfigError, match=r"did you mean 'theirs'\? Choices: .*theirs"):
         composed(["model=their"])
 
 
@@ -271,7 +271,7 @@ def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     overrides = ["model._target_=theirs_model.Wide", "modules=[theirs_model]"]
     model = composed([*overrides, "+model.width=5"]).model
     assert (type(model).__name__, model.width) == ("Wide", 5)  # type: ignore[attr-defined]
-    with pytest.raises(Refusal, match=r"model\.width=0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"model\.width=0: must be at least 1"):
         composed([*overrides, "+model.width=0"])
 
 

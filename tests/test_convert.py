@@ -15,7 +15,7 @@ import torch
 
 from tests.checkpoint.made import LLAMA, QWEN3, equal, hf, meta, native
 from titan import convert
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.weights import export
 from titan.weights.formats import open_weights
 
@@ -141,7 +141,7 @@ def test_an_interrupted_conversion_does_not_count_and_begins_anew(
         patch.setattr("titan.weights.save.cast", interrupted)
         assert convert.main(arguments) == 130
     assert any((tmp_path / "b").iterdir())
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigError):
         open_weights(tmp_path / "b")
     assert convert.main(arguments) == 0
     assert equal(open_weights(tmp_path / "b"), written)

@@ -20,10 +20,10 @@ from tests.ranks import run_ranks
 from titan.cluster import devices
 from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
+from titan.parallelism.microbatches import Microbatches
 from titan.run.compose import composed
 from titan.run.recipe import Run
 from titan.training.build import assemble
-from titan.training.train_step import Rows
 
 
 class Products(TorchDispatchMode):
@@ -65,7 +65,7 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
     with fake, Products() as products:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        engine.backward(Rows(tokens, targets), 1.0)
+        engine.backward(Microbatches(tokens, targets), 1.0)
         engine.norm()
         engine.optimizer.step()
     length = shape[-1] if engine.places is None else len(engine.places(shape[-1]))

@@ -22,13 +22,16 @@ from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
 from titan.cluster import devices
-from titan.config.settings import Refusal
 from titan.dataset.shards import open_corpus
-from titan.run import attempts, compose
-from titan.run.attempts import Finished, Life, begin, locked, read_lives
+from titan.errors import ConfigError, exit_code
+from titan.run import attempts
+from titan.run.attempts import Finished, Life, begin, read_lives
 from titan.run.compose import composed
-from titan.run.recipe import FILES, Run
-from titan.sweep import job_exit, ledger
+from titan.run.lock import locked
+from titan.run.paths import FILES
+from titan.run.recipe import Run
+from titan.run.result import is_locked
+from titan.sweep import ledger
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -140,7 +143,7 @@ def test_continuation_is_resumed_under_its_own_steps() -> None:
     finish(run)
     lived(tiny("training.steps=5"))
     assert lived(tiny("training.steps=5")).kind == "resume"
-    with pytest.raises(Refusal, match=r"training.steps=3: .* has 5; give 5 or more"):
+    with pytest.raises(ConfigError, match=r"training.steps=3: .* has 5; give 5 or more"):
         begin(tiny())
 
 
@@ -148,7 +151,7 @@ def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
     run = tiny()
     lived(run)
     finish(run)
-    with pytest.raises(Refusal, match="no checkpoint to continue from; choose another name"):
+    with pytest.raises(ConfigError, match="no checkpoint to continue from; choose another name"):
         begin(tiny("training.steps=5"))
 
 
@@ -180,7 +183,7 @@ def test_fork_is_another_experiment_than_a_fresh_run() -> None:
     fresh = lived(parent)
     save_of(parent, 1)
     lived(tiny("checkpoint.resume=runs/parent"))
-    with pytest.raises(Refusal, match=r"parent was 000000000000@1, now null"):
+    with pytest.raises(ConfigError, match=r"parent was 000000000000@1, now null"):
         begin(tiny())
     assert lived(tiny("checkpoint.resume=runs/parent", name="y")).ids.science != fresh.ids.science
 
@@ -188,7 +191,7 @@ def test_fork_is_another_experiment_than_a_fresh_run() -> None:
 def test_refusal_names_every_field_that_differs() -> None:
     run = tiny()
     lived(run)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         begin(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
     expected = "(optimizer.lr was 0.001, now 0.5; training.seed was 0, now 3)"
     assert expected in str(refusal.value)
@@ -226,7 +229,7 @@ with locked(Path({str(tmp_path / "run")!r})):
     )
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        with pytest.raises(Refusal, match=f"process {other.pid} on .* is running in it"), locked(tmp_path / "run"):
+        with pytest.raises(ConfigError, match=f"process {other.pid} on .* is running in it"), locked(tmp_path / "run"):
             pass
     finally:
         os.kill(other.pid, signal.SIGKILL)
@@ -275,7 +278,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
     run.mkdir()
     for link in (lambda: (run / ".lock").symlink_to(victim), lambda: (run / ".lock").hardlink_to(victim)):
         link()
-        with pytest.raises(Refusal, match=r"hydra.run.dir=\S+: can't be written to \(.*link"), locked(run):
+        with pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written to \(.*link"), locked(run):
             pass
         (run / ".lock").unlink()
     assert victim.read_text() == "precious"
@@ -283,8 +286,8 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
 
 def test_a_pipe_in_place_of_a_lock_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
-    assert not job_exit.held(tmp_path)
-    with pytest.raises(Refusal, match=r"\.lock is a link or no file; remove it"), locked(tmp_path):
+    assert not is_locked(tmp_path)
+    with pytest.raises(ConfigError, match=r"\.lock is a link or no file; remove it"), locked(tmp_path):
         pass
 
 
@@ -295,10 +298,10 @@ def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", flock)
     said = r"=\S+: its file system has no file locks \(flock: .*mounted with them \(Lustre: -o flock\), or choose"
-    with pytest.raises(Refusal, match=f"hydra.run.dir{said}"), locked(tmp_path / "new"):
+    with pytest.raises(ConfigError, match=f"hydra.run.dir{said}"), locked(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists()
-    with pytest.raises(Refusal, match=f"hydra.sweep.dir{said}"), ledger.alone(tmp_path):
+    with pytest.raises(ConfigError, match=f"hydra.sweep.dir{said}"), ledger.alone(tmp_path):
         pass
 
 
@@ -325,7 +328,7 @@ def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monk
     Path(run.directory).rmdir()
     with (
         monkeypatch.context() as patch,
-        pytest.raises(Refusal, match=r"hydra.run.dir=\S+: can't be written .*No space"),
+        pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written .*No space"),
     ):
         full(after, patch)
         with locked(Path(run.directory)):
@@ -341,7 +344,7 @@ def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypa
     save_of(run, 1)
     before = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
     for after in range(3):
-        with monkeypatch.context() as patch, pytest.raises(Refusal, match=r"No space left on device\); free some"):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"No space left on device\); free some"):
             full(after, patch)
             begin(run)
     now = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
@@ -358,6 +361,6 @@ def test_what_the_machine_lacks_is_a_sentence(code: int, said: str, capsys: pyte
     def body() -> int:
         raise OSError(code, os.strerror(code), "runs/x/log")
 
-    assert compose.exit_code(body) == 1
+    assert exit_code(body) == 1
     err = capsys.readouterr().err
     assert re.search(f"^titan: runs/x/log: .*{said}.* and give the same command again", err) and err.count("\n") == 1

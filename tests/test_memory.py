@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.runs import Tensors, same, tiny
-from titan.config.settings import Refusal
-from titan.memory import schema
-from titan.memory.schema import ATTENTION, COLLECTIVES, PRODUCTS, Memory
+from titan.errors import ConfigError
+from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy, checkpoint_blocks
+from titan.memory.schema import Memory
 from titan.model import init_weights
 from titan.model.activations import Share
 from titan.model.schema import Llama
@@ -40,7 +40,7 @@ def stage(how: Memory = NONE, compute: torch.dtype = torch.float32) -> Stage:
     with torch.device("meta"):
         model = SHAPE.build()
     model.tok_embeddings.dtype = compute  # type: ignore[union-attr]
-    schema.apply(model.blocks(), how)
+    checkpoint_blocks(model.blocks(), how)
     init_weights.materialise(model, model.initial(), 1, "cpu")
     model.init_buffers("cpu")
     return Stage(model)
@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.name().partition(".")[0]
-        kinds = {"products": PRODUCTS, "attention": ATTENTION, "collectives": COLLECTIVES}
+        kinds = {"products": MATMULS, "attention": ATTENTION, "collectives": COLLECTIVES}
         self.seen.update([kind for kind, names in kinds.items() if name in names])
         out = op(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple) else (out,):
@@ -154,7 +154,7 @@ def test_a_budget_is_the_compilers_affair() -> None:
 
 
 def test_the_same_product_gets_the_same_answer_in_both_passes() -> None:
-    policy, op = schema._Policy(7), torch.ops.aten.mm.default
+    policy, op = _Policy(7), torch.ops.aten.mm.default
     first = [policy(SimpleNamespace(is_recompute=False), op) for _ in range(7)]  # type: ignore[arg-type]
     again = [policy(SimpleNamespace(is_recompute=True), op) for _ in range(7)]  # type: ignore[arg-type]
     assert first == again
@@ -163,7 +163,7 @@ def test_the_same_product_gets_the_same_answer_in_both_passes() -> None:
 
 
 def test_what_ranks_gather_is_gathered_again_and_what_they_sum_is_kept() -> None:
-    policy, ops = schema._Policy(7), torch.ops._c10d_functional
+    policy, ops = _Policy(7), torch.ops._c10d_functional
     asked = (ops.all_gather_into_tensor.default, ops.reduce_scatter_tensor.default, ops.all_reduce.default)
     answers = [policy(SimpleNamespace(is_recompute=False), op).name for op in asked]  # type: ignore[arg-type]
     assert answers == ["PREFER_RECOMPUTE", "MUST_SAVE", "MUST_SAVE"]
@@ -178,7 +178,7 @@ def talk(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
             model = SHAPE.build()
         initial = model.initial()
         tensor.apply(model, mesh, sequence=True, loss=True)
-        schema.apply(model.blocks(), Memory(mode))
+        checkpoint_blocks(model.blocks(), Memory(mode))
         init_weights.materialise(model, initial, 1, "cpu")
         model.init_buffers("cpu")
         loss = Stage(model)(*batch())
@@ -224,5 +224,5 @@ def test_a_budget_can_be_chosen_with_a_compiler(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(typed: str, wanted: str, tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=wanted):
+    with pytest.raises(ConfigError, match=wanted):
         tiny(tmp_path, typed)

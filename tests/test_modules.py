@@ -13,7 +13,7 @@ from tests.machines import detector
 from tests.runs import TINY
 from titan.cluster import devices
 from titan.config import modules
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run import attempts, compose, summary
 from titan.run.compose import composed
 
@@ -54,7 +54,7 @@ def imported() -> bool:
 
 def test_a_recipe_alone_imports_nothing() -> None:
     with pytest.raises(
-        Refusal, match=r"modules=\[theirs_pack\]: a configuration file asks for it.*TITAN_MODULES=theirs"
+        ConfigError, match=r"modules=\[theirs_pack\]: a configuration file asks for it.*TITAN_MODULES=theirs"
     ):
         composed([*TINY, "recipe=theirs"])
     assert not imported()
@@ -83,7 +83,7 @@ def test_the_user_lets_it_import(overrides: list[str], variable: str, monkeypatc
     ],
 )
 def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigError):
         composed([*TINY, "recipe=theirs", *overrides])
     assert not imported()
 
@@ -96,7 +96,7 @@ def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
     ],
 )  # fmt: skip
 def test_all_else_is_checked_before(wrong: str) -> None:
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigError):
         composed([*TINY, "recipe=theirs", "modules=[theirs_pack]", wrong])
     assert not imported()
 
@@ -149,6 +149,6 @@ def test_a_recorded_command_line_is_not_the_users() -> None:
     Path(run.directory).mkdir(parents=True)
     attempts.begin(run)
     sys.modules.pop("theirs_pack", None)
-    with pytest.raises(Refusal, match="modules="):
+    with pytest.raises(ConfigError, match="modules="):
         compose.recipe(["resume=runs/one"])
     assert not imported()

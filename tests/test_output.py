@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launchers.supervisor import is_repeat, stopping
 from tests.launchers.processes import ROOT, ended, program, until
 from tests.runs import TINY
 from titan.checkpoint import manifest
+from titan.cluster.signals import is_repeat, stopping
 from titan.metrics.plot import read_lines
 from titan.training.signals import Stop
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.runs import Seen, difference, learned, same, saved, steps, tiny, train
 from titan.checkpoint import manifest
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.model.layers import Linear
 from titan.model.schema import Decoder, Llama, Product, Qwen3
 from titan.precision import low_precision
@@ -428,7 +428,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED)
 def test_refusals(settings: list[str], words: str, tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(ConfigError, match=words):
         tiny(tmp_path, *settings)
 
 
@@ -452,7 +452,7 @@ def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fit
     if fits:
         assert composed(said, elsewhere=True).precision.products == precision
     else:
-        with pytest.raises(Refusal, match=f"and here is {name}"):
+        with pytest.raises(ConfigError, match=f"and here is {name}"):
             composed(said, elsewhere=True)
 
 
@@ -465,6 +465,6 @@ def test_settings_of_eight_bits_do_not_count_where_there_are_none(tmp_path: Path
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(Refusal, match=r"pip install 'titan\[float8\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'titan\[float8\]'"):
         tiny(tmp_path, "precision=float8", "precision.emulate=true")
     composed(["cluster=h100", "precision=float8"], elsewhere=True)  # there it may be installed

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from titan import prepare
-from titan.config.settings import Failure
 from titan.dataset.preprocess import prepare as preparation
+from titan.errors import RunError
 from titan.run import compose
 
 
@@ -103,7 +103,7 @@ def test_refusals(arguments: list[str], more: list[str], sentence: str, capsys: 
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        pytest.param(Failure("a process was killed."), 1, id="failure"),
+        pytest.param(RunError("a process was killed."), 1, id="failure"),
         pytest.param(KeyboardInterrupt(), 130, id="interrupted"),
     ],
 )

@@ -17,8 +17,8 @@ import torch
 
 from tests.checkpoint.test_manager import in_two_lives
 from tests.runs import LAYOUTS, TINY, learned, lives, mix_of, save_of, steps, tiny, train
-from titan.config.settings import Refusal
 from titan.dataset.loader import IGNORED, row_hash
+from titan.errors import ConfigError
 from titan.run import summary
 from titan.run.compose import composed
 from titan.run.recipe import Run
@@ -112,7 +112,7 @@ def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) ->
     run = mixture(tmp_path / "run", "training.steps=6")
     lived(run)
     save_of(run, 3)
-    with pytest.raises(Refusal, match="another experiment") as refusal:
+    with pytest.raises(ConfigError, match="another experiment") as refusal:
         lives.begin(mixture(tmp_path / "run", "training.steps=6", *change))
     assert words in str(refusal.value)
 
@@ -198,7 +198,7 @@ def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
 
 def test_an_epoch_too_many_is_refused(tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=60", "dataset.sources.a.epochs=1")
-    with pytest.raises(Refusal, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
+    with pytest.raises(ConfigError, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
         lives.begin(run)
     lived(mixture(tmp_path / "run", "training.steps=20", "dataset.sources.a.epochs=1"))
 
@@ -206,7 +206,7 @@ def test_an_epoch_too_many_is_refused(tmp_path: Path) -> None:
 def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("some text\n" * 1000)
     other = ["+dataset@dataset.sources.c=text", f"dataset.sources.c.path={tmp_path}/x.txt"]
-    with pytest.raises(Refusal, match="different tokenizers"):
+    with pytest.raises(ConfigError, match="different tokenizers"):
         lives.begin(mixture(tmp_path / "run", *other))
 
 
@@ -223,7 +223,7 @@ def test_ids_of_a_mixture(tmp_path: Path) -> None:
 
 
 def test_data_on_another_machine_are_not_to_be_prepared(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="no prepared data there"):
+    with pytest.raises(ConfigError, match="no prepared data there"):
         lives.begin(composed([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"]))
 
 

@@ -15,7 +15,7 @@ from launchers import start
 from tests.machines import detector
 from tests.runs import TINY, save_of
 from titan.cluster import devices
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run import attempts, compose
 from titan.run.compose import composed
 from titan.run.recipe import Run
@@ -418,7 +418,7 @@ def tiny(*overrides: str, name: str = "x") -> Run:
 def refused(run: Run, expected: str, folder: str = "runs") -> None:
     """`launchers.start.here` refuses the run in one sentence, and leaves the tree as it was."""
     before = sorted(str(p) for p in Path(folder).rglob("*"))
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         start.here(run)
     sentence(f"titan: {refusal.value}", expected)
     assert sorted(str(p) for p in Path(folder).rglob("*")) == before
@@ -455,7 +455,7 @@ def test_data_that_does_not_fit(overrides: list[str], expected: str) -> None:
 def test_directory_that_holds_something_else() -> None:
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/thesis.txt").write_text("mine")
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         start.here(tiny())
     sentence(f"titan: {refusal.value}", "hydra.run.dir=|thesis.txt|another name or an empty directory")
     assert Path("runs/x/thesis.txt").read_text() == "mine"
@@ -463,7 +463,7 @@ def test_directory_that_holds_something_else() -> None:
 
 def test_directory_that_can_not_be_written_to() -> None:
     Path("runs").write_text("a file in the way")
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         start.here(tiny())
     sentence(f"titan: {refusal.value}", "hydra.run.dir=|can't be written to|choose another place")
 
@@ -494,7 +494,7 @@ def begun(*overrides: str) -> Run:
 
 def refused_to_begin(run: Run, expected: str) -> None:
     """`launchers.start.here` refuses; only the lock file is new."""
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         start.here(run)
     sentence(f"titan: {refusal.value}", expected)
 

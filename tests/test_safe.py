@@ -13,9 +13,9 @@ from tests.machines import detector
 from tests.runs import TINY
 from titan import status
 from titan.cluster import devices
-from titan.config.settings import Failure, Refusal
 from titan.console.text import escape, is_redacted, redact, redacted
 from titan.dataset import corpora, remote
+from titan.errors import ConfigError, RunError
 from titan.report import collect
 from titan.run import attempts, compose, identity, lineage, summary
 from titan.run.compose import composed
@@ -46,7 +46,7 @@ PLAIN = (
 @pytest.mark.parametrize(("text", "due"), REDACTED.values(), ids=REDACTED)
 def test_secrets_are_redacted(text: str, due: str) -> None:
     assert redact(text) == redact(due) == due
-    for sentence in (Refusal(f"x={text}: no."), Failure(f"x={text}: no.")):
+    for sentence in (ConfigError(f"x={text}: no."), RunError(f"x={text}: no.")):
         assert SECRET not in str(sentence)
 
 
@@ -103,7 +103,7 @@ def test_nested_settings_are_redacted() -> None:
 
 def test_control_characters_are_escaped() -> None:
     assert escape("a\nb\x1b[2J\u202ec\udcff é\u200d") == "a\\nb\\x1b[2J\\u202ec\\udcff é\u200d"
-    assert str(Refusal("x=a\n#SBATCH: no.")) == "x=a\\n#SBATCH: no."
+    assert str(ConfigError("x=a\n#SBATCH: no.")) == "x=a\\n#SBATCH: no."
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
 
 
 def test_a_redacted_url_is_refused_as_it_is(laptop: Path) -> None:
-    with pytest.raises(Refusal, match=r"checkpoint.resume=.*\*\*\* stands for a secret"):
+    with pytest.raises(ConfigError, match=r"checkpoint.resume=.*\*\*\* stands for a secret"):
         composed([f"checkpoint.resume='{redact(address(SECRET, laptop))}'"])
 
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.config.settings import MISSING, Refusal, build, defaults, nearest, plain, setting, show
+from titan.config.settings import MISSING, build, defaults, nearest, plain, setting, show
+from titan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def test_converts_what_loses_nothing(name: str, value: Any, expected: Any) -> No
     ],
 )  # fmt: skip
 def test_refuses_with_the_setting_its_value_and_the_way_out(name: str, value: Any, message: str) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         sample(**{name: value})
     assert str(refusal.value) == message
 
@@ -112,7 +113,7 @@ def test_refuses_with_the_setting_its_value_and_the_way_out(name: str, value: An
 def test_a_field_holds_its_type_and_range_or_is_refused(value: Any) -> None:
     try:
         found = sample(count=value).count
-    except Refusal:
+    except ConfigError:
         assert type(value) is not int or not 0 <= value < 10
         return
     assert type(found) is int and 0 <= found < 10 and found == value
@@ -135,12 +136,12 @@ class Other(Pluggable):
 
 @pytest.mark.parametrize("allowed", [(), ("else",)], ids=str)
 def test_target_must_be_in_a_package_that_may_be_named(allowed: tuple[str, ...]) -> None:
-    with pytest.raises(Refusal, match=r"only classes under titan, experiments.*add modules=\["):
+    with pytest.raises(ConfigError, match=r"only classes under titan, experiments.*add modules=\["):
         build(Pluggable, {"_target_": "subprocess.Popen"}, "axis", allowed)
 
 
 def test_target_of_a_package_that_only_begins_alike() -> None:
-    with pytest.raises(Refusal, match="only classes under"):
+    with pytest.raises(ConfigError, match="only classes under"):
         build(Pluggable, {"_target_": "titanic.Ship"}, "axis")
 
 
@@ -148,7 +149,7 @@ def test_target_takes_the_place_and_its_fields_are_checked(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "elsewhere", sys.modules[__name__])
     data = {"_target_": "elsewhere.Other", "extra": 2}
     assert build(Pluggable, data, "axis", ("elsewhere",)) == Other(extra=2)
-    with pytest.raises(Refusal, match=r"axis\.more=1: there is no such setting"):
+    with pytest.raises(ConfigError, match=r"axis\.more=1: there is no such setting"):
         build(Pluggable, data | {"more": 1}, "axis", ("elsewhere",))
 
 

@@ -14,10 +14,11 @@ import yaml
 from tests.report.made import Story, made
 from tests.runs import save_of, tiny
 from titan import compare, status
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.metrics import plot
 from titan.run import attempts
-from titan.sweep import job_exit, ledger
+from titan.run.result import is_finished
+from titan.sweep import ledger
 
 DEEP = "[" * 300_000
 
@@ -57,7 +58,7 @@ def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_
     life = attempts.begin(run)
     assert isinstance(life, attempts.Life) and life.step == 2
     assert re.search(f"^result.json is damaged and not used: .*{said}", life.notes[0])
-    assert not job_exit.finished(tmp_path)
+    assert not is_finished(tmp_path)
 
 
 def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
@@ -87,14 +88,16 @@ LIVES: list[Any] = [
 def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path) -> None:
     attempts.begin(tiny(tmp_path))
     redo(tmp_path, harm)
-    with pytest.raises(Refusal, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; mend it, or"):
+    with pytest.raises(
+        ConfigError, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; mend it, or"
+    ):
         attempts.begin(tiny(tmp_path))
 
 
 @pytest.mark.parametrize("text", [DEEP, "- " * 100_000, "a: !!timestamp x", "? [[1]]\n: 2", "[1, 2]"], ids=range(5))
 def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(Refusal, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); mend it, or"):
+    with pytest.raises(ConfigError, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); mend it, or"):
         attempts.read_lives(tmp_path)
 
 
@@ -102,7 +105,7 @@ def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
     for _ in range(2):
         attempts.begin(tiny(tmp_path))
     redo(tmp_path, lambda last: last.update(run_id="other"))
-    with pytest.raises(Refusal, match="its document 2 is not complete: it is of another run, 'other'"):
+    with pytest.raises(ConfigError, match="its document 2 is not complete: it is of another run, 'other'"):
         attempts.read_lives(tmp_path)
 
 

@@ -19,7 +19,8 @@ from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
 from titan.checkpoint.manager import state_of
-from titan.training.train_step import Engine, Rows
+from titan.parallelism.microbatches import Microbatches
+from titan.training.train_step import Engine
 from titan.training.trainer import Trainer
 
 
@@ -32,7 +33,7 @@ class Poisoned(Engine):
     loss_only: bool = False
     states: list[Tensors] = field(default_factory=list)
 
-    def backward(self, rows: Rows, scale: float) -> Tensor:
+    def backward(self, rows: Microbatches, scale: float) -> Tensor:
         self.states.append(whole(state_of(self)))
         if len(self.states) not in self.bad:
             return super().backward(rows, scale)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.config.settings import Refusal
-from titan.training.schema import Training, lr_factor
+from titan.errors import ConfigError
+from titan.training.lr_schedule import lr_factor
+from titan.training.schema import Training
 
 Schedule = Literal["wsd", "cosine", "linear"]
 SHARES = st.floats(0, 1)
@@ -118,7 +119,7 @@ def test_refused_batch_names_the_nearest_that_fits(seq_len: int, batch: int) -> 
         training.check()
         assert training.rows * seq_len == batch
         return
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         training.check()
     nearest = int(str(refusal.value).split()[-1].rstrip("."))
     assert nearest > 0

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.ranks import run_ranks
 from tests.runs import tiny
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.model import init_weights
 from titan.model.layers import Head, cross_entropy
 from titan.model.schema import Llama
@@ -35,7 +35,7 @@ def test_weights_stay_gathered_between_two_backward_passes(schedule: str, tmp_pa
     assert run.staging.splits_backward
     assert run.parallelism.reshards(run.layout) is False
     for reshard in ("always", "2"):
-        with pytest.raises(Refusal, match="reshard"):
+        with pytest.raises(ConfigError, match="reshard"):
             tiny(tmp_path, *settings, "parallelism.microbatches=4", f"parallelism.reshard={reshard}")
 
 

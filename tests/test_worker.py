@@ -13,10 +13,11 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
 from titan import train as training
-from titan.config.settings import Failure
+from titan.errors import RunError
 from titan.generation import worker as generation
 from titan.run import attempts
 from titan.run.attempts import Life
+from titan.run.lock import locked
 from titan.training import worker
 from titan.training.trainer import Trainer
 
@@ -56,7 +57,7 @@ def test_an_error_is_told_before_a_save_under_way_has_ended(error: Exception, sa
 @pytest.mark.parametrize(("milliseconds", "name"), [(600000, "step_timeout"), (1800000, "timeout")])
 def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Path) -> None:
     plain = worker._plain(tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation"))
-    assert isinstance(plain, Failure)
+    assert isinstance(plain, RunError)
     assert f"slower than cluster.{name} allows" in str(plain)
 
 
@@ -77,7 +78,7 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
     def before(trainer: Trainer) -> list[bool]:
         def step(*clock: Any) -> Any:
             time.sleep(0.2)
-            raise Failure("no step")
+            raise RunError("no step")
 
         if fails:
             trainer._step = step  # type: ignore[method-assign]
@@ -89,19 +90,19 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
 
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", layout="ddp2")
-    with attempts.locked(Path(run.directory)):
+    with locked(Path(run.directory)):
         life = attempts.begin(run)
         assert isinstance(life, Life)
 
         def rank(number: int, size: int) -> tuple[str, list[bool], bool]:
             def fail(*arguments: Any) -> Any:
-                raise Failure("no model")
+                raise RunError("no model")
 
             calls = destroyed()
             worker.assemble = fail  # type: ignore[assignment]
             try:
                 worker.work(run, life, worker.Place(number, size, number, f"file://{tmp_path}/meeting"))
-            except Failure as failure:
+            except RunError as failure:
                 return str(failure), calls, dist.is_initialized()
             return "", calls, False
 
@@ -124,7 +125,7 @@ def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.Mon
     world, job = World(), Job()
     monkeypatch.setattr(generation.mesh, "connect", lambda *arguments: world)
     monkeypatch.setattr(generation, "_model", fail)
-    with pytest.raises(Failure, match="out of memory"):
+    with pytest.raises(RunError, match="out of memory"):
         generation.work(job, worker.Place())  # type: ignore[arg-type]
     assert not world.closed
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan.config.arguments import arguments, describe, shows
-from titan.config.settings import Failure, Refusal, setting
+from titan.config.settings import setting
 from titan.console import output
-from titan.run import compose
+from titan.errors import ConfigError, RunError, exit_code
 
 if TYPE_CHECKING:
     from titan.report.findings import Comparison
@@ -66,7 +66,7 @@ class Settings:
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    return compose.exit_code(lambda: _main(given))
+    return exit_code(lambda: _main(given))
 
 
 def _main(given: list[str]) -> int:
@@ -107,16 +107,16 @@ def _is_setting(text: str, known: set[str]) -> bool:
 def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
     """Refuse what can't be read or written, before any work."""
     if not directories:
-        raise Refusal("no directory is given; name those of runs or sweeps, such as runs/grid, or see --help.")
+        raise ConfigError("no directory is given; name those of runs or sweeps, such as runs/grid, or see --help.")
     for name in directories:
         if not Path(name).is_dir():
-            raise Refusal(f"{name}: there is no such directory; correct the path.")
+            raise ConfigError(f"{name}: there is no such directory; correct the path.")
     for file in files:
         if file.suffix not in _WRITERS:
-            raise Refusal(f"to={file}: no format has this ending; choose one of {', '.join(_WRITERS)}.")
+            raise ConfigError(f"to={file}: no format has this ending; choose one of {', '.join(_WRITERS)}.")
         if file.is_dir() or not file.parent.is_dir():
             what = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
-            raise Refusal(f"to={file}: {what}; give another file.")
+            raise ConfigError(f"to={file}: {what}; give another file.")
 
 
 def _colourful() -> bool:
@@ -134,7 +134,7 @@ def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None
             print(f"written: {file}")
         except OSError as error:
             if files is not None:
-                raise Failure(f"to={file}: can't be written ({error.strerror}).") from error
+                raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
             print(f"not written: {file} ({error.strerror}); name another file with to=FILE.")
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan.config.arguments import arguments, describe, shows
-from titan.config.settings import Failure, Refusal, setting
+from titan.config.settings import setting
 from titan.console import output
+from titan.console.progress import table
 from titan.dataset.preprocess import report
-from titan.run import compose, summary
+from titan.errors import ConfigError, RunError, exit_code
 
 if TYPE_CHECKING:
     from titan.weights.formats import Weights
@@ -75,7 +76,7 @@ Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sente
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return compose.exit_code(lambda: _main(words))
+    return exit_code(lambda: _main(words))
 
 
 def _main(words: list[str]) -> int:
@@ -105,7 +106,7 @@ def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
             write(show)
         (target / MARK).unlink()
     except OSError as error:
-        raise Failure(
+        raise RunError(
             f"to={chosen.to}: can't be written on ({error.strerror or error}); mend that, then give the command again."
         ) from error
     return weights, [target / name for name in names]
@@ -140,21 +141,21 @@ def _plan(
 def _check_target(chosen: Convert, target: Path) -> None:
     """Refuse what can't be written to, before anything is read."""
     if chosen.meta_ranks > 1 and chosen.format != "meta":
-        raise Refusal(f"meta_ranks={chosen.meta_ranks}: is for format=meta; leave it out.")
+        raise ConfigError(f"meta_ranks={chosen.meta_ranks}: is for format=meta; leave it out.")
     source = Path(chosen.from_).expanduser().absolute()
     if target.exists() and not target.is_dir():
-        raise Refusal(f"to={chosen.to}: is a file; name a folder.")
+        raise ConfigError(f"to={chosen.to}: is a file; name a folder.")
     if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
-        raise Refusal(f"to={chosen.to}: lies in from={chosen.from_}; name a folder outside of it.")
+        raise ConfigError(f"to={chosen.to}: lies in from={chosen.from_}; name a folder outside of it.")
     begun = (target / MARK).exists()
     if target.is_dir() and any(target.iterdir()) and not (begun or chosen.overwrite):
-        raise Refusal(f"to={chosen.to}: is not empty; name another folder, or give overwrite=true.")
+        raise ConfigError(f"to={chosen.to}: is not empty; name another folder, or give overwrite=true.")
 
 
 def _check_apart(source: Path, target: Path, chosen: Convert) -> None:
     """Refuse a target that would overwrite what is read."""
     if source.resolve() == target.resolve():
-        raise Refusal(f"to={chosen.to}: is where the weights of from={chosen.from_} lie; name another folder.")
+        raise ConfigError(f"to={chosen.to}: is where the weights of from={chosen.from_} lie; name another folder.")
 
 
 def _check_space(target: Path, size: int) -> None:
@@ -163,7 +164,7 @@ def _check_space(target: Path, size: int) -> None:
     replaced = sum(file.stat().st_size for pattern in WRITTEN for file in target.glob(pattern))
     free = shutil.disk_usage(there).free + replaced
     if free < size + SPARE:
-        raise Refusal(
+        raise ConfigError(
             f"to={target}: needs {report.size(size + SPARE)}, and the disk has {report.size(free)} free; "
             "make room or name another folder."
         )
@@ -180,7 +181,7 @@ def _begin(target: Path) -> None:
             for file in target.glob(pattern):
                 file.unlink()
     except OSError as error:
-        raise Refusal(f"to={target}: can't be written to ({error.strerror}); name another folder.") from error
+        raise ConfigError(f"to={target}: can't be written to ({error.strerror}); name another folder.") from error
 
 
 @contextmanager
@@ -208,7 +209,7 @@ def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float
     size = sum(file.stat().st_size for file in files)
     model = weights.model
     print("converted:")
-    summary.table(
+    table(
         {
             "from": f"{chosen.from_}: {NAMES[type(weights).__name__]}, {', '.join(kinds)}",
             "model": f"{type(model).__name__}, {numbers:,} parameters, {model.layers} layers of width {model.dim}",

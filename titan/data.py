@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from titan.config.arguments import version
-from titan.config.settings import Refusal
 from titan.console import output
-from titan.run import compose, summary
+from titan.console.progress import progress_line
+from titan.errors import ConfigError, exit_code
+from titan.run import compose
 from titan.run.command_line import RESUME
 from titan.run.recipe import Recipe
 
@@ -34,7 +35,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
-    return compose.exit_code(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
+    return exit_code(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
 
 
 def _main(arguments: list[str]) -> int:
@@ -55,15 +56,15 @@ def _main(arguments: list[str]) -> int:
         overrides.insert(0, options.run)
         options.run = None
     if options.step.start < 1:
-        raise Refusal("--step 0: the first step is 1.")
+        raise ConfigError("--step 0: the first step is 1.")
     if options.characters < 0:
-        raise Refusal(f"--characters {options.characters}: must be at least 0.")
+        raise ConfigError(f"--characters {options.characters}: must be at least 0.")
     _show(_recipe(options.run, overrides), options)
     return 0
 
 
 def _refuse(message: str) -> NoReturn:
-    raise Refusal(f"{message}; see --help.")
+    raise ConfigError(f"{message}; see --help.")
 
 
 def _range(text: str) -> range:
@@ -78,7 +79,7 @@ def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
     if directory is None:
         return compose.recipe(overrides)
     if not (Path(directory) / "run.yaml").is_file():
-        raise Refusal(f"{directory}: there is no run; give the directory of one, such as runs/NAME.")
+        raise ConfigError(f"{directory}: there is no run; give the directory of one, such as runs/NAME.")
     return compose.recipe([f"{RESUME}{directory}", *overrides])
 
 
@@ -88,7 +89,7 @@ def _show(recipe: Recipe, options: argparse.Namespace) -> None:
 
     recipe.training.check()
     recipe.dataset.check()
-    with summary.progress_line() as progress:
+    with progress_line() as progress:
         mix = mixed(recipe.dataset, recipe.training, opened(ready(recipe.dataset, progress)))
     corpus = mix.sources[0].corpus
     tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)

@@ -10,11 +10,10 @@ from pathlib import Path
 from titan.cluster import devices
 from titan.cluster.environment import before_torch
 from titan.config.arguments import arguments, describe, shows
-from titan.config.settings import Refusal
 from titan.console import output
+from titan.errors import ConfigError, exit_code
 from titan.generation.schema import Degrees, Settings
 from titan.parallelism.schema import Layout
-from titan.run import compose
 
 HELP = """\
 Text from a trained model: python -m titan.generate from=DIR prompt="..." [SETTING=VALUE ...]
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     before_torch(os.environ)
     given = list(sys.argv[1:] if argv is None else argv)
-    return compose.exit_code(lambda: _main(given))
+    return exit_code(lambda: _main(given))
 
 
 def _main(given: list[str]) -> int:
@@ -72,8 +71,8 @@ def _main(given: list[str]) -> int:
 def _layout(given: list[str]) -> Layout:
     try:
         degrees = arguments(Degrees, [argument.removeprefix(_PREFIX) for argument in given])
-    except Refusal as refusal:
-        raise Refusal(f"{_PREFIX}{refusal}") from None
+    except ConfigError as refusal:
+        raise ConfigError(f"{_PREFIX}{refusal}") from None
     return degrees.layout()
 
 
@@ -81,11 +80,11 @@ def _check_paths(settings: Settings) -> None:
     """Refuse paths of which it is plain that they are wrong; a name at Hugging Face's hub looks like one, too."""
     path = Path(settings.from_).expanduser()
     if not path.exists() and (path.parent.is_dir() or len(path.parts) != 2):
-        raise Refusal(f"from={settings.from_}: there is no such directory; correct the path.")
+        raise ConfigError(f"from={settings.from_}: there is no such directory; correct the path.")
     output = Path(settings.output or "x").expanduser()
     if output.is_dir() or not output.parent.is_dir():
         what = "is a directory" if output.is_dir() else f"there is no directory {output.parent}"
-        raise Refusal(f"output={settings.output}: {what}; give another file.")
+        raise ConfigError(f"output={settings.output}: {what}; give another file.")
 
 
 def cli() -> None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from titan.config.arguments import shows
 from titan.console import output
+from titan.console.progress import progress_line, table
 from titan.console.text import safe
 from titan.dataset.preprocess import report
 from titan.dataset.preprocess.prepare import prepare, survey
 from titan.dataset.schema import Dataset, Prepared
-from titan.run import compose, summary
+from titan.errors import exit_code
+from titan.run import compose
 
 HELP = """\
 Prepare data: python -m titan.prepare [--verify] [--dry-run] [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
@@ -39,7 +41,7 @@ Exit codes: 0 done, 1 failed (a process was killed), 2 refused (something to be 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return compose.exit_code(lambda: _main(arguments))
+    return exit_code(lambda: _main(arguments))
 
 
 def _main(arguments: list[str]) -> int:
@@ -60,7 +62,7 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
     found = survey(dataset)
     made = f"{found.made:,} made already" if found.made else "none made yet"
     print(f"{name}:")
-    summary.table(
+    table(
         {
             "source": f"{found.source}: {found.parts:,} part{'s' * (found.parts != 1)}, {report.size(found.bytes)}",
             "units": f"{found.units:,}, {'complete' if found.complete else made}",
@@ -70,12 +72,12 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
     )
     if dry:
         return
-    with summary.progress_line() as show:
+    with progress_line() as show:
         folder = prepare(dataset, show, verify=verify)
     if verify:
         print("verified: every file holds what was written")
     print("prepared:")
-    summary.table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
+    table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
 
 
 def cli() -> None:

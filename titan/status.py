@@ -16,12 +16,12 @@ from typing import Any
 
 from launchers.slurm.state import standing
 from titan.config.arguments import arguments, describe, shows
-from titan.config.settings import Refusal, setting
+from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import safe
+from titan.errors import ConfigError, exit_code
 from titan.files.untrusted import check, parse_object, read
-from titan.run import compose
-from titan.sweep import job_exit
+from titan.run.result import is_finished, is_locked
 from titan.sweep.ledger import ENDED, Asked, Point, State, Sweep
 
 CLEAR = "\x1b[H\x1b[J"
@@ -49,14 +49,14 @@ class Status:
 def main(argv: Sequence[str] | None = None) -> int:
     """Show how a sweep stands; gives the exit code."""
     told = list(sys.argv[1:] if argv is None else argv)
-    return compose.exit_code(lambda: _main(told))
+    return exit_code(lambda: _main(told))
 
 
 def _main(told: list[str]) -> int:
     if shows(told, f"{HEAD}\n{describe(Status)}"):
         return 0
     if not told:
-        raise Refusal("no directory given: give that of a run or a grid, as in python -m titan.status runs/NAME.")
+        raise ConfigError("no directory given: give that of a run or a grid, as in python -m titan.status runs/NAME.")
     return _show(Path(told[0]), arguments(Status, told[1:]))
 
 
@@ -65,7 +65,9 @@ def _show(directory: Path, how: Status) -> int:
     while True:
         sweep = standing(directory) or alone(directory)
         if sweep is None:
-            raise Refusal(f"{directory}: holds neither a run nor a grid; give the directory of one, such as runs/NAME.")
+            raise ConfigError(
+                f"{directory}: holds neither a run nor a grid; give the directory of one, such as runs/NAME."
+            )
         text = "\n".join(lines(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else 200))
         print(f"{CLEAR if watch and sys.stdout.isatty() else ''}{text}", flush=True)
         if not watch or all(point.state in ENDED for point in sweep.points):
@@ -81,7 +83,7 @@ def alone(directory: Path) -> Sweep | None:
 
     last = read_lives(directory)[-1]
     steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
-    held, done = job_exit.held(directory), job_exit.finished(directory, steps)
+    held, done = is_locked(directory), is_finished(directory, steps)
     state: State = "finished" if done else "running" if held else "stopped"
     reason = f"python -m titan.train resume={shlex.quote(str(directory))} goes on" if state == "stopped" else None
     name = str(last.get("name") or directory.name)

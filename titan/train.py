@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from titan.cluster import rank_info
 from titan.cluster.environment import before_torch
+from titan.cluster.rank_process import leave
 from titan.console import output
+from titan.errors import exit_code
 from titan.run import compose
 from titan.run.recipe import Run
-from titan.training.rank import leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if mine.rank > 0:
         from launchers import start
 
-        return compose.exit_code(lambda: start.follow(mine))
+        return exit_code(lambda: start.follow(mine))
     return _lead(argv, mine)
 
 

@@ -17,12 +17,14 @@ from pathlib import Path
 from launchers import frozen
 from launchers import trials as grid
 from launchers.slurm.state import standing
-from launchers.supervisor import STOPPING, hearing, is_repeat
 from launchers.trials import Chosen
+from titan.cluster.signals import STOPPING, hearing, is_repeat
 from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import safe
-from titan.run import compose, summary
+from titan.errors import exit_code
+from titan.run import summary
+from titan.run.result import is_finished
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import Asked, Point
 
@@ -75,7 +77,7 @@ class Grid:
     def _say_what_next(self) -> None:
         """How many points are done, and the command for what comes then."""
         root = summary.short(str(self.root))
-        done = sum(job_exit.finished(Path(p.run.directory), p.run.training.steps) for p in self.points)
+        done = sum(is_finished(Path(p.run.directory), p.run.training.steps) for p in self.points)
         then = f"python -m titan.compare {root} compares them" if done else f"python -m titan.status {root} tells more"
         more = "" if done == len(self.points) else "; the same command goes on"
         print(f"\n{done} of {len(self.points)} points are finished{more}; {then}.", flush=True)
@@ -89,7 +91,7 @@ class Grid:
             point = self.points[index]
             print(f"\n[{number}/{len(todo)}] {point.label}", flush=True)
             self._begins(point)
-            codes[index] = compose.exit_code(partial(self.job, point, partial(start.here, point.run, apart=True)))
+            codes[index] = exit_code(partial(self.job, point, partial(start.here, point.run, apart=True)))
             self._ended(point, codes[index])
             if codes[index] == 130:
                 raise KeyboardInterrupt
@@ -182,10 +184,10 @@ def _reason(directory: Path) -> str | None:
 def main(file: str, parent: str) -> int:
     """Run one point as a process of its own, which ends with the launcher that started it."""
     from launchers import start
-    from titan.training.rank import die_with
+    from titan.cluster.rank_process import die_with
 
     die_with(int(parent))
-    return compose.exit_code(lambda: start.here(frozen.read(Path(file))))
+    return exit_code(lambda: start.here(frozen.read(Path(file))))
 
 
 if __name__ == "__main__":

@@ -25,8 +25,9 @@ from launchers.slurm.script import Work
 from launchers.slurm.shape import Shape, shape
 from launchers.slurm.state import adopt, numbered, standing
 from launchers.trials import Chosen
-from titan.config.settings import Failure, Refusal, setting, show
+from titan.config.settings import setting, show
 from titan.console.text import safe, safe_lines
+from titan.errors import ConfigError, RunError
 from titan.run import summary
 from titan.sweep import ledger
 from titan.sweep.ledger import Asked, Point
@@ -42,7 +43,7 @@ PATIENCE = 60
 """How many times in a row Slurm may give no answer while a launcher waits."""
 
 
-class Refused(Failure):
+class Refused(RunError):
     """Slurm did not take a job."""
 
 
@@ -90,8 +91,8 @@ class Grid:
         """Submit what has to run; gives the exit code of each point, 0 for those that are not waited for.
 
         Raises:
-            Refusal: without Slurm or submitit.
-            Failure: when Slurm takes no more.
+            ConfigError: without Slurm or submitit.
+            RunError: when Slurm takes no more.
             KeyboardInterrupt: for Ctrl-C while waiting; the jobs go on.
         """
         self._check()
@@ -114,21 +115,21 @@ class Grid:
     def _check(self) -> None:
         """Refuse to go on without what hands jobs to Slurm, and with limits that leave no room for a single point."""
         if importlib.util.find_spec("submitit") is None:
-            raise Refusal("hydra/launcher=slurm: needs submitit; pip install 'titan[slurm]'.")
+            raise ConfigError("hydra/launcher=slurm: needs submitit; pip install 'titan[slurm]'.")
         if not (self.how.dry_run or queue.available()):
-            raise Refusal(
+            raise ConfigError(
                 "hydra/launcher=slurm: Slurm's commands are not here; run this where sbatch is, or give "
                 "hydra.launcher.dry_run=true."
             )
         if not self.how.dry_run:
             queue.ask("scontrol", "ping")  # before anything is written
         if "%" in str(self.root):
-            raise Refusal(f"hydra.run.dir={self.root}: Slurm would read the % in it; choose another name.")
+            raise ConfigError(f"hydra.run.dir={self.root}: Slurm would read the % in it; choose another name.")
         for one in self.shapes.values():
             script.signal_of(one.cluster)
         longest = max(one.cluster.chain for one in self.shapes.values())
         if self.how.max_jobs is not None and longest > self.how.max_jobs:
-            raise Refusal(
+            raise ConfigError(
                 f"hydra.launcher.max_jobs={self.how.max_jobs}: a chain of cluster.chain={longest} jobs never has room; "
                 "give as many at least."
             )
@@ -137,7 +138,7 @@ class Grid:
         """As `_submit`; of what was submitted before one was refused, say how to go on."""
         try:
             return self._submit(todo)
-        except Failure:
+        except RunError:
             if any(state == "queued" for state in self.said.values()):
                 print(f"What was submitted goes on. {self._next()}", flush=True)
             raise
@@ -236,7 +237,7 @@ class Grid:
         Raises:
             NoRoom: when the user has as many jobs in the queue as the site allows.
             Refused: when Slurm says no, in its own words.
-            Failure: when it does not say whether it took the job.
+            RunError: when it does not say whether it took the job.
         """
         import submitit
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -262,7 +263,7 @@ class Grid:
                 now = self._now()
                 left = self._submit_more(left)
                 silent = 0
-            except Failure as failure:
+            except RunError as failure:
                 silent += 1
                 if silent == 1:
                     print(f"{failure} It is asked again.", flush=True)
@@ -364,7 +365,7 @@ def _asked_for(shape: Shape) -> str:
     return f"It was asked for {' '.join([str(shape), *asked])}; give what the nodes have."
 
 
-def _failure(said: str, shape: Shape) -> Failure:
+def _failure(said: str, shape: Shape) -> RunError:
     """What became of a submission, by what sbatch said."""
     text = f"sbatch: {said.rstrip('.')}."
     if re.search(r"configuration is not available|CPU count|memory specification", said, re.IGNORECASE):
@@ -373,5 +374,5 @@ def _failure(said: str, shape: Shape) -> Failure:
         return NoRoom(text)
     unsure = re.search(r"timed out|connection|zero bytes|communication", said, re.IGNORECASE)
     return (
-        Failure(f"{text} Whether it took the job will show; give the same command again.") if unsure else Refused(text)
+        RunError(f"{text} Whether it took the job will show; give the same command again.") if unsure else Refused(text)
     )

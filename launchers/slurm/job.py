@@ -20,18 +20,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers import frozen
-from launchers.supervisor import Ranks, stopping, tell
+from launchers.supervisor import Ranks, tell
 from titan.cluster import devices
 from titan.cluster.environment import before_torch
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure, Refusal, fault
+from titan.cluster.rank_process import leave
+from titan.cluster.signals import preempt_signal, stopping
 from titan.console import output
 from titan.console.text import safe_lines
-from titan.run.recipe import Run, moved
+from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
+from titan.run.recipe import Run
+from titan.run.resolve import moved
 from titan.sweep import job_exit
-from titan.sweep.job_exit import AGAIN
-from titan.training.rank import leave
-from titan.training.signals import code, preempt_signal
+from titan.training.signals import code
 
 GRACE_SECONDS = 30.0
 """How long the other ranks of a node may take to end after one of them has ended badly."""
@@ -65,21 +66,21 @@ def main(arguments: list[str]) -> int:
         if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
             _mark(life / "again")
         return code(told.again)
-    except Refusal as refusal:
+    except ConfigError as refusal:
         return _leave(life, place.rank, str(refusal), 2)
-    except Failure as failure:
+    except RunError as failure:
         return _leave(life, place.rank, str(failure), 1)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        return _leave(life, place.rank, fault(error) or safe_lines(traceback.format_exc()), 1)
+        return _leave(life, place.rank, machine_error(error) or safe_lines(traceback.format_exc()), 1)
 
 
 def _said(life: Path, exit_code: int) -> int:
     """Leave word that this rank was told to end, and end well: srun would end the ranks that are not as far."""
-    if exit_code not in (AGAIN, 130):
+    if exit_code not in (EXIT_REQUEUE, 130):
         return exit_code
-    _mark(life / ("again" if exit_code == AGAIN else "stop"))
+    _mark(life / ("again" if exit_code == EXIT_REQUEUE else "stop"))
     return 0
 
 

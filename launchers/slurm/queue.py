@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from titan.config.settings import Failure
+from titan.errors import RunError
 
 QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED"}
@@ -21,7 +21,7 @@ PIECE = 200
 """Jobs that squeue is asked of at once."""
 
 
-class Forgotten(Failure):
+class Forgotten(RunError):
     """Slurm does not know the job any more."""
 
 
@@ -56,7 +56,7 @@ def jobs(wanted: Iterable[str]) -> dict[str, Job]:
     """What Slurm knows of these jobs; one that it has forgotten is left out.
 
     Raises:
-        Failure: when Slurm does not answer.
+        RunError: when Slurm does not answer.
     """
     wanted = set(wanted)
     if not wanted:
@@ -73,7 +73,7 @@ def sent(token: str) -> list[Job]:
     """The jobs that carry a token, in the order of their numbers; those that have ended long ago are missing.
 
     Raises:
-        Failure: when Slurm does not answer.
+        RunError: when Slurm does not answer.
     """
     return sorted((job for job in _mine() if token in (job.token, job.name[-len(token) :])), key=_number)
 
@@ -82,7 +82,7 @@ def count() -> int:
     """How many jobs of this user wait or run, each element of an array for itself.
 
     Raises:
-        Failure: when Slurm does not answer.
+        RunError: when Slurm does not answer.
     """
     return sum(job.alive for job in _mine())
 
@@ -90,7 +90,7 @@ def count() -> int:
 def array_size() -> int:
     """How many elements an array may have here; Slurm's own default where it does not say, or is not here."""
     found = None
-    with contextlib.suppress(Failure):
+    with contextlib.suppress(RunError):
         found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
     return int(found[1]) if found else DEFAULT_ARRAY
 
@@ -148,14 +148,14 @@ def ask(*command: str) -> str:
 
     Raises:
         Forgotten: when it does not know the job.
-        Failure: when it can't be run, or says no, in its own words.
+        RunError: when it can't be run, or says no, in its own words.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Failure(f"{command[0]} does not answer ({error}); is Slurm up?") from error
+        raise RunError(f"{command[0]} does not answer ({error}); is Slurm up?") from error
     if "Invalid job id" in done.stderr:
         raise Forgotten(f"{command[0]}: {' '.join(done.stderr.split())}")
     if done.returncode:
-        raise Failure(f"{command[0]}: {' '.join(done.stderr.split()) or done.returncode}")
+        raise RunError(f"{command[0]}: {' '.join(done.stderr.split()) or done.returncode}")
     return done.stdout

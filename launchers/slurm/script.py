@@ -1,7 +1,7 @@
 """The batch script of a job or a job array: submitit writes its head, this module what it runs.
 
 The script runs on the job's first node, outside of any container. It starts the ranks under srun and waits. How they
-ended decides: done or failed, it ends likewise; told by Slurm to save and end (`titan.sweep.job_exit.AGAIN`), it puts
+ended decides: done or failed, it ends likewise; told by Slurm to save and end (`titan.errors.EXIT_REQUEUE`), it puts
 the job back into the queue, `cluster.requeues` times at most, or leaves the rest to the next job of the chain. After a
 failure it does the same `cluster.restarts` times at most, and excludes the node that failed. Its last act is to leave
 `JOB.LIFE.end` beside itself.
@@ -20,8 +20,9 @@ from typing import Any
 
 from launchers.slurm.shape import Shape
 from titan.cluster.schema import Cluster, minutes
-from titan.sweep.job_exit import AGAIN, DIED, TERMINATING
-from titan.training.signals import PREEMPT, preempt_signal
+from titan.cluster.signals import PREEMPT, preempt_signal
+from titan.errors import EXIT_REQUEUE
+from titan.sweep.job_exit import DIED, TERMINATING
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def signal_of(cluster: Cluster) -> Signals:
     """The signal by which Slurm asks a job's ranks to save and end.
 
     Raises:
-        Refusal: for one that can't mean that.
+        ConfigError: for one that can't mean that.
     """
     return preempt_signal({**os.environ, **(cluster.environment or {})})
 
@@ -268,7 +269,7 @@ def command(shape: Shape, work: Work) -> str:
 
 def _filled(part: str, cluster: Cluster) -> str:
     told = str(128 + signal_of(cluster))
-    for name, value in (("AGAIN", str(AGAIN)), ("DIED", DIED), ("TERMINATING", TERMINATING), ("TOLD", told)):
+    for name, value in (("AGAIN", str(EXIT_REQUEUE)), ("DIED", DIED), ("TERMINATING", TERMINATING), ("TOLD", told)):
         part = part.replace(name, value)
     return part.strip()
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from titan.cluster.schema import Cluster, minutes
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run.recipe import Run
 
 
@@ -47,14 +47,14 @@ def shape(run: Run) -> Shape:
     """The resources that a run's layout takes: as few nodes as hold it, or `cluster.nodes` where it can be spread.
 
     Raises:
-        Refusal: when its ranks don't fill the nodes evenly.
+        ConfigError: when its ranks don't fill the nodes evenly.
     """
     devices, cluster = run.layout.devices, run.cluster
     per_node = cluster.devices_per_node
     most = int(per_node) if per_node != "auto" else run.machine.count if run.machine.device == "cuda" else devices
     nodes = max(math.ceil(devices / most), min(cluster.nodes, devices))
     if devices % nodes:
-        raise Refusal(
+        raise ConfigError(
             f"cluster.nodes={cluster.nodes}: {devices} ranks ({run.layout}) don't spread evenly over {nodes} nodes; "
             "change a degree, cluster.nodes or cluster.devices_per_node."
         )

@@ -32,7 +32,7 @@ def standing(directory: Path) -> Sweep | None:
     """The sweep in a directory, with what Slurm says of its jobs where Slurm is here; None: no sweep.
 
     Raises:
-        Failure: when Slurm does not answer.
+        RunError: when Slurm does not answer.
     """
     if not queue.available():
         return ledger.read(directory)
@@ -80,7 +80,7 @@ def adopt(directory: Path) -> None:
     Slurm may take a job and yet not say so; a submission counts as failed once Slurm has not known it for a while.
 
     Raises:
-        Failure: when Slurm does not answer.
+        RunError: when Slurm does not answer.
     """
     sweep = ledger.read(directory)
     lost = {point.token: point.sent_at for point in (sweep.points if sweep else ()) if point.token is not None}

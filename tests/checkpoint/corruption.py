@@ -30,8 +30,8 @@ from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, learned, same, train
 from titan.checkpoint import manifest
-from titan.config.settings import Refusal
 from titan.dataset.tokenizers import train as train_tokenizer
+from titan.errors import ConfigError
 from titan.run.compose import composed
 from titan.run.recipe import Run
 from titan.training import checkpointing
@@ -183,12 +183,12 @@ def outcome(damage: Damage, origin: Made) -> Found:
             code = 0 if seen.failure is None else 1
             said.write(seen.failure or "")
             ended = code == 0 and same(seen.last, origin.last) and learned(run) == origin.lines
-        except Refusal as refusal:
+        except ConfigError as refusal:
             code, _ = 2, said.write(str(refusal))
         except RankFailed as failed:
             text = str(failed)
-            code = 2 if "titan.config.settings.Refusal: " in text else -1
-            said.write(text.rpartition("titan.config.settings.Refusal: ")[2])
+            code = 2 if "titan.errors.ConfigError: " in text else -1
+            said.write(text.rpartition("titan.errors.ConfigError: ")[2])
     words = (scene.folder / "said").read_text()
     return Found(code, words, _began(scene), ended, scene.mark.exists())
 

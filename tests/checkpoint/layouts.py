@@ -28,6 +28,7 @@ from titan.dataset.loader import Batch
 from titan.parallelism import mesh
 from titan.run import attempts
 from titan.run.attempts import Life
+from titan.run.lock import locked
 from titan.run.recipe import Run
 from titan.training.build import assemble
 from titan.training.signals import Stop
@@ -127,7 +128,7 @@ class Table:
             f"checkpoint.resume={self.save('single').folder}",
         )
         folders = [self.save(row).folder for row in rows]
-        with attempts.locked(Path(run.directory)):
+        with locked(Path(run.directory)):
             life = attempts.begin(run)
         assert isinstance(life, Life)
         with tempfile.TemporaryDirectory() as folder:

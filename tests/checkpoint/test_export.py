@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.checkpoint.made import LLAMA, QWEN3, SMALL, STRETCH, apart, equal, hf, loaded, meta, native
 from titan.checkpoint import manifest
-from titan.config.settings import Refusal
 from titan.dataset.tokenizers.base import RankTokenizer, load_tokenizer, write_ranks
+from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights import tokenizer_files
 from titan.weights.export import check_export, export, files_of, finish
@@ -154,7 +154,7 @@ def test_the_work_can_be_shared(format: Any, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     weights, told = open_weights(tmp_path / "a"), list[int]()
     for rank in (2, 0, 1):
-        with pytest.raises(Refusal, match="has not been written"):
+        with pytest.raises(ConfigError, match="has not been written"):
             finish(weights, tmp_path / "shared", **how)
         export(weights, tmp_path / "shared", **how, part=(rank, 3), progress=told.append)
     finish(weights, tmp_path / "shared", **how)
@@ -188,9 +188,9 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
     names = {file.name for file in (tmp_path / "b").iterdir()}
     assert ".consolidated.00.pth.part" in names and "consolidated.00.pth" not in names
     assert "model-00001-of-00002.safetensors" in names and "model-00002-of-00002.safetensors" not in names
-    with pytest.raises(Refusal, match="has not been written"):
+    with pytest.raises(ConfigError, match="has not been written"):
         finish(weights, tmp_path / "b", format="hf", shard_bytes=100_000)
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigError):
         open_weights(tmp_path / "b")
 
 
@@ -226,7 +226,7 @@ def test_fp16_does_not_overflow_in_silence(tmp_path: Path) -> None:
     content = torch.load(file, weights_only=True)
     content["norm.weight"][3] = 1e5
     torch.save(content, file)
-    with pytest.raises(Refusal, match=r"dtype=fp16: norm.weight has numbers above 65,504"):
+    with pytest.raises(ConfigError, match=r"dtype=fp16: norm.weight has numbers above 65,504"):
         out(tmp_path / "a", tmp_path / "b", format="hf", dtype="fp16")
 
 
@@ -245,7 +245,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("model", "ranks", "sentence"), REFUSED)
 def test_what_meta_has_not_is_refused(model: Decoder, ranks: int, sentence: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         check_export(model, "meta", ranks)
     assert sentence in str(refused.value)
 
@@ -254,7 +254,7 @@ def test_a_family_of_ones_own_is_refused() -> None:
     class Mine(Llama):
         pass
 
-    with pytest.raises(Refusal, match="format=hf: Mine has no counterpart there"):
+    with pytest.raises(ConfigError, match="format=hf: Mine has no counterpart there"):
         check_export(Mine(**SMALL), "hf")
 
 

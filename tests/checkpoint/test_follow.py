@@ -12,7 +12,7 @@ from tests.runs import tiny, train
 from titan.checkpoint import manifest, retention, select
 from titan.checkpoint.manager import Outcome
 from titan.checkpoint.manifest import Manifest
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.training import checkpointing
 from titan.training.checkpointing import Saving
 from titan.training.trainer import Trainer
@@ -70,7 +70,11 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
         def note(folder: Path, about: Manifest) -> None:
             manager.talk.each(lambda: (folder / "note").touch())
 
-        manager.after = (fails_at(2, Refusal("x=1: no."))(trainer), fails_at(2, OSError(5, "I/O error"))(trainer), note)
+        manager.after = (
+            fails_at(2, ConfigError("x=1: no."))(trainer),
+            fails_at(2, OSError(5, "I/O error"))(trainer),
+            note,
+        )
         return heard(trainer)
 
     seen = train(tiny(tmp_path, *EVERY, layout="fsdp2"), add)
@@ -110,7 +114,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
     def refuse(trainer: Trainer) -> list[Outcome]:
         def opened(folder: Path) -> Any:
             if folder.name == "step-2" and trainer.world.place.rank == 1:
-                raise Refusal("checkpoint.weights=x: can't be read.")
+                raise ConfigError("checkpoint.weights=x: can't be read.")
             return open_weights(folder)
 
         checkpointing.open_weights = opened  # type: ignore[assignment]  # in a rank's process

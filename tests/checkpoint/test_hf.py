@@ -12,7 +12,7 @@ import torch
 
 from tests.checkpoint.made import LLAMA, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
 from tests.dataset.hub_server import COMMIT, Repositories, serving
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights.formats import digest_of, open_weights
 from titan.weights.hf_config import config_of, schema_of
@@ -161,7 +161,7 @@ REFUSED: list[Any] = [
 def test_refusals(spoil: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
     hf(tmp_path, LLAMA, "10MB")
     spoil(tmp_path)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         open_weights(tmp_path, "from")
     assert sentence in str(refused.value)
     assert str(refused.value).startswith(f"from={tmp_path}: ") and "\n" not in str(refused.value)
@@ -183,7 +183,7 @@ def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert find(f"someone/tiny@{COMMIT}").model() == LLAMA
         weights = open_weights(f"someone/tiny@{COMMIT}")
         assert not any("consolidated" in asked or ".bin" in asked for asked in hub.asked)
-        with pytest.raises(Refusal, match="nothing of that name on the hub"):
+        with pytest.raises(ConfigError, match="nothing of that name on the hub"):
             open_weights("someone/else")
     assert apart(loaded(weights), theirs, LLAMA.vocab) <= 1e-5
     assert digest_of(weights) == digest_of(open_weights(tmp_path / "made"))

@@ -15,7 +15,8 @@ from tests.checkpoint.made import LLAMA, QWEN3, SMALL, hf, meta, native
 from tests.ranks import RankFailed, run_ranks
 from tests.runs import tiny, whole
 from titan.cluster.rank_info import Place
-from titan.config.settings import Refusal, plain, show
+from titan.config.settings import plain, show
+from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
 from titan.run.recipe import Run
@@ -151,7 +152,7 @@ def test_values_are_cast(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_named(changes: dict[str, int], sentence: str, layout: str, tmp_path: Path) -> None:
     native(tmp_path / "weights", LLAMA)
     run = run_of(Llama(**SMALL | changes), tmp_path, *LAYOUTS[layout])
-    with pytest.raises(RankFailed, match=rf"Refusal: checkpoint.weights=.*{sentence}"):
+    with pytest.raises(RankFailed, match=rf"ConfigError: checkpoint.weights=.*{sentence}"):
         on_ranks(run, tmp_path / "weights", tmp_path)
 
 
@@ -159,7 +160,7 @@ def test_a_file_that_breaks_while_it_is_read_is_refused_on_every_rank(tmp_path: 
     native(tmp_path / "weights", LLAMA)
     file = tmp_path / "weights" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RankFailed, match=r"titan.config.settings.Refusal: checkpoint.weights=.*can't be read where"):
+    with pytest.raises(RankFailed, match=r"titan.errors.ConfigError: checkpoint.weights=.*can't be read where"):
         on_ranks(run_of(LLAMA, tmp_path, *LAYOUTS["fsdp"]), tmp_path / "weights", tmp_path)
 
 
@@ -190,12 +191,12 @@ def test_weights_of_the_model_pass(model: Decoder, found: Decoder) -> None:
 
 @pytest.mark.parametrize(("model", "found", "sentence"), DIFFERENT)
 def test_weights_of_another_model_are_refused(model: Decoder, found: Decoder, sentence: str) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         check_model(model, found, "checkpoint.weights=x")
     assert sentence in str(refused.value)
     assert str(refused.value).startswith("checkpoint.weights=x: ")
 
 
 def test_families_differ_by_type() -> None:
-    with pytest.raises(Refusal, match="weights of a Qwen3"):
+    with pytest.raises(ConfigError, match="weights of a Qwen3"):
         check_model(LLAMA, Qwen3(**SMALL), "x")

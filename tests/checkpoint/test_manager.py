@@ -14,7 +14,7 @@ from tests.ranks import RankFailed
 from tests.runs import Seen, learned, same, saved, steps, tiny, train
 from titan.checkpoint import manifest
 from titan.checkpoint.manager import prime
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run import attempts
 from titan.run.recipe import Run
@@ -175,14 +175,16 @@ def test_a_fork_with_another_optimizer_is_refused(before: str, after: str, said:
     fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5", f"optimizer={after}"]
     with pytest.raises(RankFailed, match=said) as failed:
         train(tiny(tmp_path / "fork", *fork, layout="fsdp2"))
-    assert "titan.config.settings.Refusal: checkpoint.resume=" in str(failed.value)
+    assert "titan.errors.ConfigError: checkpoint.resume=" in str(failed.value)
     assert "take its weights alone with checkpoint.weights=" in str(failed.value)
 
 
 def test_a_fork_of_another_model_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     train(tiny(tmp_path / "parent"))
     fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5", "model.ffn=40")
-    with pytest.raises(Refusal, match=r"saved with another model: model.ffn is 48 there and 40 here; give the same"):
+    with pytest.raises(
+        ConfigError, match=r"saved with another model: model.ffn is 48 there and 40 here; give the same"
+    ):
         attempts.begin(fork)
 
 

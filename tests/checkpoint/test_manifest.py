@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.made import FILES, about, checkpoint
 from titan.checkpoint import manifest, retention, select
 from titan.checkpoint.manifest import Damaged
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, 
     assert found is not None
     assert (found.path, found.about.step) == (str(good), 9)
     assert note.startswith("checkpoint step-10 is damaged and not used: ")
-    with pytest.raises(Refusal, match=f"checkpoint.resume=.*step-10: the checkpoint is damaged: .*{said}"):
+    with pytest.raises(ConfigError, match=f"checkpoint.resume=.*step-10: the checkpoint is damaged: .*{said}"):
         select.named(str(bad))
     assert select.named(str(tmp_path)).path == str(good)
 
@@ -103,7 +103,7 @@ def test_what_does_not_count_is_passed_over(undo: Any, tmp_path: Path) -> None:
     assert manifest.complete(tmp_path) == [good]
     notes = ("checkpoint step-10 was found damaged, and is not used",) if undo is manifest.set_aside else ()
     assert select.newest(tmp_path)[1] == notes
-    with pytest.raises(Refusal, match=r"holds no complete checkpoint|no such directory"):
+    with pytest.raises(ConfigError, match=r"holds no complete checkpoint|no such directory"):
         select.named(str(other))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.checkpoint.made import LLAMA, SMALL, edit, equal, interleaved, loaded, meta
 from tests.model.test_parity import difference
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.model import layers
 from titan.model.schema import Decoder, Llama
 from titan.weights.formats import open_weights
@@ -173,7 +173,7 @@ def test_refusals(
 ) -> None:
     meta(tmp_path, LLAMA, 2)
     spoil(tmp_path)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         open_weights(tmp_path, "from")
     assert sentence in str(refused.value)
     assert str(refused.value).startswith(f"from={tmp_path}: ") and "\n" not in str(refused.value)
@@ -182,5 +182,5 @@ def test_refusals(
 
 def test_files_that_share_a_head_are_refused(tmp_path: Path) -> None:
     meta(tmp_path, Llama(**SMALL | {"heads": 2, "kv_heads": 2}, head_dim=32), 4)
-    with pytest.raises(Refusal, match="cut inside of a head"):
+    with pytest.raises(ConfigError, match="cut inside of a head"):
         open_weights(tmp_path)

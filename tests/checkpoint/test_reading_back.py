@@ -20,8 +20,8 @@ from tests.runs import tiny, train
 from titan.checkpoint import manager, manifest, restore
 from titan.checkpoint.coordinator import Talk
 from titan.checkpoint.reader import Foreign, Reader
-from titan.config.settings import Failure, Refusal
 from titan.dataset.tokenizers.base import load_tokenizer
+from titan.errors import ConfigError, RunError
 from titan.run import attempts
 from titan.training.trainer import Trainer
 from titan.weights.formats import open_weights
@@ -97,7 +97,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
         state = {name: torch.empty(shape) for name, shape in parts[rank].items()}
         try:
             restore._compare(state, Saved(there), Talk(rank, size))  # type: ignore[arg-type]
-        except Refusal as refusal:
+        except ConfigError as refusal:
             return str(refusal)
         return None
 
@@ -134,7 +134,7 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
         raise OSError(5, "Input/output error", "disk")
 
     monkeypatch.setattr(weights, "read", read)
-    with pytest.raises(Failure, match=r"^checkpoint.weights=\S+: can't be read: Input/output error: disk; mend"):
+    with pytest.raises(RunError, match=r"^checkpoint.weights=\S+: can't be read: Input/output error: disk; mend"):
         load_weights(tensors(LLAMA), weights, no_dist=True)
 
 
@@ -174,5 +174,7 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
 def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
     fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
     complete(tmp_path / "parent", said(0, data={}), {"weights": b"w"})
-    with pytest.raises(Refusal, match=r"parent: holds weights only; start from it with checkpoint.weights=\S+parent\."):
+    with pytest.raises(
+        ConfigError, match=r"parent: holds weights only; start from it with checkpoint.weights=\S+parent\."
+    ):
         attempts.begin(fork)

@@ -22,7 +22,7 @@ from titan.checkpoint import manifest, remote, select
 from titan.checkpoint.coordinator import Talk, Unsaved
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run import attempts
 from titan.training import checkpointing
 
@@ -140,7 +140,7 @@ def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_pa
     ],
 )
 def test_a_url_without_a_checkpoint_is_refused(path: str, said: str) -> None:
-    with pytest.raises(Refusal, match=rf"checkpoint.resume={path}: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"checkpoint.resume={path}: .*{said}"):
         select.named(path)
 
 
@@ -149,7 +149,7 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
     pytest.importorskip("aiohttp")
-    with pytest.raises(Refusal, match=r"checkpoint.path=http.*: can't be read .*mend that, or give"):
+    with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*mend that, or give"):
         select.newest(tmp_path / "run", nobody)
     checkpoint(tmp_path / "run", 3)
     found, (note,) = select.newest(tmp_path / "run", nobody)
@@ -320,7 +320,9 @@ def test_a_host_that_is_down_is_told_in_a_sentence(url: str, tmp_path: Path) -> 
         closed.bind(("127.0.0.1", 0))
         place = url.format(closed.getsockname()[1])
         run = tiny(tmp_path / "run", f"checkpoint.path={place}")
-        with pytest.raises(Refusal, match=r"^checkpoint.path=\S+: can't be (read|used) \(.*\)(, and there is no|;)"):
+        with pytest.raises(
+            ConfigError, match=r"^checkpoint.path=\S+: can't be (read|used) \(.*\)(, and there is no|;)"
+        ):
             attempts.begin(run)
         checkpoint(tmp_path / "old", 1)
         if "sftp" not in url or find_spec("paramiko"):

@@ -285,14 +285,14 @@ class TestDamage:
             RankFailed, match=r"step-3 is damaged .*step-2 is damaged .*and there is no other"
         ) as failed:
             train(tiny(tmp_path, "training.steps=5", layout="fsdp2"))
-        assert "titan.config.settings.Refusal: hydra.run.dir=" in str(failed.value)
+        assert "titan.errors.ConfigError: hydra.run.dir=" in str(failed.value)
 
     def test_a_damaged_parent_of_a_fork_is_refused(self, tmp_path: Path) -> None:
         train(tiny(tmp_path / "parent"))
         (folder,) = manifest.complete(tmp_path / "parent")
         flip(folder / "__0_0.distcp")
         fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
-        with pytest.raises(RankFailed, match=r"Refusal: checkpoint.resume=.*step-3 is damaged: __0_0.distcp has"):
+        with pytest.raises(RankFailed, match=r"ConfigError: checkpoint.resume=.*step-3 is damaged: __0_0.distcp has"):
             train(fork)
         assert manifest.complete(tmp_path / "parent") == [folder], "another's is left alone"
 

@@ -18,7 +18,7 @@ from tests.ranks import RankFailed
 from tests.runs import same, saved, steps, tiny, train
 from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, of
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run import attempts
 from titan.run.attempts import Finished
 from titan.weights.formats import open_weights
@@ -30,10 +30,10 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout:
     train(run, stop_at(2))
     (folder,) = manifest.complete(tmp_path)
     flip(folder / "__0_0.distcp")
-    with pytest.raises(RankFailed, match=r"Refusal: hydra.run.dir=.*step-3 is damaged .*and there is no other"):
+    with pytest.raises(RankFailed, match=r"ConfigError: hydra.run.dir=.*step-3 is damaged .*and there is no other"):
         train(run)
     for _ in range(2):
-        with pytest.raises(Refusal, match=r"step-3 was found damaged, and is not used; and there is no other"):
+        with pytest.raises(ConfigError, match=r"step-3 was found damaged, and is not used; and there is no other"):
             attempts.begin(run)
 
 
@@ -96,7 +96,7 @@ class TestRunsOfTheSameName:
         train(first, stop_at(2))
         capfd.readouterr()
         Path(second.directory).mkdir(parents=True)
-        with pytest.raises(Refusal, match=r"checkpoint.path=.*: holds another experiment"):
+        with pytest.raises(ConfigError, match=r"checkpoint.path=.*: holds another experiment"):
             attempts.begin(second)
         assert not (tmp_path / "b" / "x" / "run.yaml").exists()
         index = tmp_path / "copies" / "x" / "index.json"
@@ -105,7 +105,9 @@ class TestRunsOfTheSameName:
         (tmp_path / "copies" / "x" / "run.yaml").unlink()
         attempts.begin(second)
         index.write_text(kept)
-        with pytest.raises(Refusal, match=r"has copies of another run of the same name, at .*copies/x; give another"):
+        with pytest.raises(
+            ConfigError, match=r"has copies of another run of the same name, at .*copies/x; give another"
+        ):
             attempts.begin(second)
 
 
@@ -134,7 +136,7 @@ class TestParentsThatGoOn:
         attempts.begin(run)  # and is killed before it saves
         train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))
         with pytest.raises(
-            Refusal, match=r"checkpoint.weights=.*: are not the weights that the run in .* started from"
+            ConfigError, match=r"checkpoint.weights=.*: are not the weights that the run in .* started from"
         ):
             attempts.begin(run)
         named = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent/checkpoints/step-3")
@@ -153,14 +155,16 @@ class TestParentsThatGoOn:
         train(tiny(tmp_path / "parent"))
         (folder,) = manifest.complete(tmp_path / "parent")
         flip(folder / "__0_0.distcp")
-        with pytest.raises(RankFailed, match=r"Refusal: checkpoint.weights=.*: is damaged: __0_0.distcp has the check"):
+        with pytest.raises(
+            RankFailed, match=r"ConfigError: checkpoint.weights=.*: is damaged: __0_0.distcp has the check"
+        ):
             train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent", layout="fsdp2"))
 
     def test_another_parent_than_the_first_lifes_is_refused(self, tmp_path: Path) -> None:
         for name, seed in (("a", 0), ("b", 1)):
             train(tiny(tmp_path / name, f"training.seed={seed}"))
         train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/a"))
-        with pytest.raises(Refusal, match="are not the weights that the run in"):
+        with pytest.raises(ConfigError, match="are not the weights that the run in"):
             attempts.begin(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
 
     def test_a_parent_that_retires_the_checkpoint_meanwhile_does_not_matter(self, tmp_path: Path) -> None:
@@ -183,7 +187,7 @@ def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
     run = tiny(tmp_path, "training.steps=6")
     train(run, stop_at(2))
     (tmp_path / "run.yaml").unlink()
-    with pytest.raises(Refusal, match=r"holds checkpoints, and no run.yaml that says of which run"):
+    with pytest.raises(ConfigError, match=r"holds checkpoints, and no run.yaml that says of which run"):
         attempts.begin(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
 
 
@@ -223,7 +227,7 @@ class TestWhatAUserDoes:
         fork = [f"checkpoint.resume={tmp_path}/parent", "training.steps=5"]
         refused = tiny(tmp_path / "fork", *fork, "optimizer=sgd", layout=layout)
         if layout == "single":
-            with pytest.raises(Refusal, match="with another model or optimizer"):
+            with pytest.raises(ConfigError, match="with another model or optimizer"):
                 start.here(refused)
         else:
             assert start.here(refused) == 2
@@ -234,7 +238,7 @@ class TestWhatAUserDoes:
         train(tiny(tmp_path))
         (folder,) = manifest.complete(tmp_path)
         flip(folder / "__0_0.distcp")
-        with pytest.raises(Refusal, match="and there is no other"):
+        with pytest.raises(ConfigError, match="and there is no other"):
             start.here(tiny(tmp_path, "training.steps=5"))
         assert [document["config"]["training"]["steps"] for document in attempts.read_lives(tmp_path)] == [3]
 
@@ -256,5 +260,5 @@ class TestWhatAUserDoes:
         assert open_weights(tmp_path).path.endswith("step-2")
         assert "checkpoint step-3 is damaged and not used: __0_0.distcp has 0 bytes" in capsys.readouterr().err
         manifest.set_aside(manifest.folder_of(tmp_path, 3))
-        with pytest.raises(Refusal, match="step-3: was found damaged; give another checkpoint"):
+        with pytest.raises(ConfigError, match="step-3: was found damaged; give another checkpoint"):
             open_weights(manifest.folder_of(tmp_path, 3))

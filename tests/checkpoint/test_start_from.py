@@ -12,7 +12,7 @@ import torch
 
 from tests.runs import Seen, saved, steps, tiny, train, weights
 from titan.checkpoint import manifest
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.run import attempts
 from titan.run.recipe import Run
 from titan.weights.formats import open_weights
@@ -101,7 +101,7 @@ def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, par
     (folder,) = manifest.complete(Path(parent.directory))
     more = [setting.format(folder=folder) for setting in settings]
     run = tiny(tmp_path, tied(parent), f"checkpoint.weights={folder}", "training.steps=9", *more)
-    with pytest.raises(Refusal, match=rf"checkpoint.weights=\S+: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"checkpoint.weights=\S+: .*{said}"):
         attempts.begin(run)
 
 

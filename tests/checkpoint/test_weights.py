@@ -15,7 +15,7 @@ import torch
 
 from tests.checkpoint.made import LLAMA, QWEN3, SMALL, edit, equal, hf, meta, native
 from titan.checkpoint import manifest
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama
 from titan.weights.formats import digest_of, open_weights
 
@@ -92,7 +92,7 @@ def test_refusals(
     folder = tmp_path / "x"
     native(folder, LLAMA)
     spoil(folder)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(ConfigError) as refused:
         open_weights(folder, "from")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -103,7 +103,7 @@ def test_a_broken_chunk_is_named(tmp_path: Path) -> None:
     native(tmp_path, LLAMA)
     file = tmp_path / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(Refusal, match=r"__0_0\.distcp can't be read where norm\.weight should be"):
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp can't be read where norm\.weight should be"):
         open_weights(tmp_path).read("norm.weight")
 
 
@@ -119,13 +119,13 @@ def test_what_holds_no_weights_is_refused(files: list[str], sentence: str, tmp_p
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    with pytest.raises(Refusal, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         open_weights(tmp_path)
 
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
-    with pytest.raises(Refusal, match="is a file; give the folder that it lies in"):
+    with pytest.raises(ConfigError, match="is a file; give the folder that it lies in"):
         open_weights(tmp_path / "x")
 
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from titan.cluster.schema import Cluster
-from titan.config.settings import Refusal, build
+from titan.config.settings import build
+from titan.errors import ConfigError
 
 CONF = Path(__file__).parents[2] / "conf" / "cluster"
 
@@ -34,7 +35,7 @@ def test_cpu_is_the_cpu() -> None:
     ],
 )
 def test_refusals(given: dict[str, object], message: str) -> None:
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(ConfigError) as caught:
         build(Cluster, given, "cluster")
     assert message in str(caught.value)
 
@@ -50,5 +51,7 @@ def test_a_steps_timeout_is_the_shorter_one(given: dict[str, object], seconds: f
 
 
 def test_a_steps_timeout_that_is_the_longer_one_is_refused() -> None:
-    with pytest.raises(Refusal, match=r"cluster.step_timeout=90: longer than cluster.timeout=60, .*give a smaller one"):
+    with pytest.raises(
+        ConfigError, match=r"cluster.step_timeout=90: longer than cluster.timeout=60, .*give a smaller one"
+    ):
         build(Cluster, {"timeout": 60, "step_timeout": 90}, "cluster").check()

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan.cluster.devices import PEAKS, Machine, Probe, detect, peak_tflops
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 
 CUDA_TORCH = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 HIP_TORCH = "cuda: Optional[str] = None\nhip: Optional[str] = '7.0.1'\n"
@@ -90,7 +90,7 @@ def test_visible_devices(tmp_path: Path, mask: str, count: int) -> None:
     assert (machine.device, machine.count) == (("cuda", count) if count else ("cpu", 1))
     if not count:
         assert "8 x NVIDIA H100 80GB HBM3 not used: CUDA_VISIBLE_DEVICES=" in machine.note
-        with pytest.raises(Refusal, match=r"^cluster.device=cuda: .*CUDA_VISIBLE_DEVICES=.*cluster.device=cpu\.$"):
+        with pytest.raises(ConfigError, match=r"^cluster.device=cuda: .*CUDA_VISIBLE_DEVICES=.*cluster.device=cpu\.$"):
             detect("cuda", simulated)
 
 
@@ -146,13 +146,13 @@ def test_cpu_torch_on_a_gpu_machine(tmp_path: Path) -> None:
     assert machine.describe().endswith(
         "(2 x NVIDIA A100-SXM4-80GB not used: the installed torch is built for the CPU only)"
     )
-    with pytest.raises(Refusal, match=r"built for the CPU only; install a GPU build of torch, or use cluster"):
+    with pytest.raises(ConfigError, match=r"built for the CPU only; install a GPU build of torch, or use cluster"):
         detect("cuda", simulated)
 
 
 def test_no_gpu_is_no_note_but_a_refusal_when_asked_for(tmp_path: Path) -> None:
     assert detect("auto", probe(tmp_path)).note == ""
-    with pytest.raises(Refusal, match=r"^cluster.device=cuda: this machine's driver tools show no GPU; "):
+    with pytest.raises(ConfigError, match=r"^cluster.device=cuda: this machine's driver tools show no GPU; "):
         detect("cuda", probe(tmp_path))
 
 

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan.config.settings import Refusal, setting
+from titan.config.settings import setting
 from titan.dataset.documents import Document, Part, Source, content_digest
 from titan.dataset.schema import Dataset
+from titan.errors import ConfigError
 
 
 @dataclass
@@ -34,7 +35,7 @@ class MadeSource(Source):
         for document in self.content[part.place[0]]:
             time.sleep(self.seconds)
             if document == "refuse":
-                raise Refusal(f"{part.name}: no good; mend it.")
+                raise ConfigError(f"{part.name}: no good; mend it.")
             if document == "stall" and multiprocessing.parent_process():
                 time.sleep(300)
             if document == "die":

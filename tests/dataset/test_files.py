@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import files, local
 from titan.dataset.sources.local import jsonl, parquet, text
+from titan.errors import ConfigError
 
 LINES = b"".join(b'{"text": "document number %d, not a short one"}\n' % i for i in range(2000))
 TEXTS = [f"document number {i}, not a short one" for i in range(2000)]
@@ -75,7 +75,7 @@ def test_a_truncated_download(tmp_path: Path, name: str, share: float) -> None:
     lines = b"".join(json.dumps({"text": f"{i} {i * 7919 % 1_000_003}"}).encode() + b"\n" for i in range(12_000))
     packed = gzip.compress(lines) if name == "gz" else zst(lines)
     file.write_bytes(packed[: int(share * len(packed))])
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         read(jsonl(str(file)))
     assert str(refusal.value).startswith(f"{file}: ends too early (truncated download?) after ")
     assert str(refusal.value).endswith("fetch it again, or give dataset.on_error=skip to use what comes before.")
@@ -97,7 +97,9 @@ def test_a_truncated_download(tmp_path: Path, name: str, share: float) -> None:
 )
 def test_a_broken_file(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(Refusal, match=r"x\.jsonl\.\w+: is broken after \d+ bytes.*dataset\.on_error=skip") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"x\.jsonl\.\w+: is broken after \d+ bytes.*dataset\.on_error=skip"
+    ) as refusal:
         read(jsonl(str(tmp_path)))
     assert "\n" not in str(refusal.value)
     came, skips = read(jsonl(str(tmp_path), on_error="skip"))
@@ -179,7 +181,7 @@ def test_a_bad_line_in_a_later_part_is_placed_in_the_file(tmp_path: Path, monkey
     monkeypatch.setattr(files, "PART_BYTES", 1000)
     (tmp_path / "x.jsonl").write_bytes(LINES[:10_040].rpartition(b"\n")[0] + b"\n{oops\n" + LINES)
     place = LINES[:10_040].rindex(b"\n") + 1
-    with pytest.raises(Refusal, match=rf"x\.jsonl, byte {place}: not JSON"):
+    with pytest.raises(ConfigError, match=rf"x\.jsonl, byte {place}: not JSON"):
         read(jsonl(str(tmp_path)))
     assert len(read(jsonl(str(tmp_path), on_error="skip"))[0]) > len(TEXTS)
 
@@ -202,7 +204,7 @@ def test_what_is_bad_is_skipped(
     came, skips = read(kind(str(tmp_path), on_error="skip"))
     assert (came, [skip.reason for skip in skips]) == (texts, reasons)
     assert all(name in skip.where for skip in skips)
-    with pytest.raises(Refusal, match=name):
+    with pytest.raises(ConfigError, match=name):
         read(kind(str(tmp_path)))
 
 
@@ -263,7 +265,7 @@ def test_the_digest_of_other_machines_files_reads_nothing(bucket: str, monkeypat
     ],
 )
 def test_bad_urls_are_refused(bucket: str, path: str, words: list[str]) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         jsonl(path)
     assert all(word in str(refusal.value) for word in [f"dataset.path={path}", *words])
     assert "\n" not in str(refusal.value)
@@ -280,7 +282,7 @@ def test_a_file_system_that_fails_is_refused_whatever_is_to_be_skipped(
 
     source = jsonl(f"{bucket}/a.jsonl", on_error="skip")
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFile.readinto", fail, raising=False)
-    with pytest.raises(Refusal, match=r"a\.jsonl: can't be read \(SlowDown please\)"):
+    with pytest.raises(ConfigError, match=r"a\.jsonl: can't be read \(SlowDown please\)"):
         read(source)
 
 
@@ -299,7 +301,7 @@ def test_a_missing_package_is_named(bucket: str, tmp_path: Path, monkeypatch: py
         (lambda: read(jsonl(str(tmp_path))), "zstandard"),
         (lambda: read(parquet(str(tmp_path))), "pyarrow"),
     ):
-        with pytest.raises(Refusal, match=f"needs the package {package}: pip install {package}"):
+        with pytest.raises(ConfigError, match=f"needs the package {package}: pip install {package}"):
             source()
 
 
@@ -328,7 +330,7 @@ def test_a_line_that_is_too_long_for_memory_is_told_and_not_held(
     monkeypatch.setattr(files, "LONGEST", 2**20)
     (tmp_path / name).write_bytes(pack(LINES + LONG + LINES))
     said = rf"{len(LINES)} has more than 1,048,576 bytes; divide it, or give dataset.on_error=skip"
-    with pytest.raises(Refusal, match=said):
+    with pytest.raises(ConfigError, match=said):
         read(source(str(tmp_path / name), on_error="refuse"))
     tracemalloc.start()
     documents, skipped = read(source(str(tmp_path / name), on_error="skip"))
@@ -341,7 +343,7 @@ def test_a_line_that_is_too_long_for_memory_is_told_and_not_held(
 
 def test_a_connection_that_ends_is_a_refusal() -> None:
     with (
-        pytest.raises(Refusal, match=r"^ftp://x: can't be read \(EOFError\); make it readable"),
+        pytest.raises(ConfigError, match=r"^ftp://x: can't be read \(EOFError\); make it readable"),
         files.readable("ftp://x"),
     ):
         raise EOFError

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.dataset.hub_server import COMMIT, Repositories, serving
-from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import hub as module
 from titan.dataset.sources.hub import hub
+from titan.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -138,7 +138,7 @@ def test_bad_folders_are_refused(
     tmp_path: Path, fill: Callable[[Path], None], given: dict[str, str], words: list[str]
 ) -> None:
     fill(tmp_path)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         read(hub(str(tmp_path), **given))
     assert all(word in str(refusal.value) for word in words)
     assert "\n" not in str(refusal.value)
@@ -152,13 +152,13 @@ def test_a_subset(tmp_path: Path) -> None:
 def test_a_broken_shard(tmp_path: Path) -> None:
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(lines("one", None)))
     (tmp_path / "b.json.gz").write_bytes(gzip.compress(lines(*map(str, range(1000))))[:-50])
-    with pytest.raises(Refusal, match=r"shard 2 of 2: a file is broken or truncated .*dataset\.on_error=skip"):
+    with pytest.raises(ConfigError, match=r"shard 2 of 2: a file is broken or truncated .*dataset\.on_error=skip"):
         read(hub(str(tmp_path)))
     where = f"{tmp_path} train, shard"
     skips = [Skip("empty", f"{where} 1 of 2, row 1"), Skip("broken file", f"{where} 2 of 2")]
     assert read(hub(str(tmp_path), on_error="skip")) == ["one", *skips]
     (tmp_path / "b.json.gz").rename(tmp_path / "0.json.gz")
-    with pytest.raises(Refusal, match=r"can't be read \(Compressed file ended.*fetch it again"):
+    with pytest.raises(ConfigError, match=r"can't be read \(Compressed file ended.*fetch it again"):
         read(hub(str(tmp_path)))
 
 

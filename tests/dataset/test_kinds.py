@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from titan.config.settings import Refusal
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import KINDS
 from titan.dataset.shards import open_corpus
 from titan.dataset.tokenizers.base import load_tokenizer
+from titan.errors import ConfigError
 from titan.run.compose import composed
 from titan.run.identity import settings_of
 
@@ -47,9 +47,9 @@ def test_a_source_of_ones_own(poems: Path) -> None:
 
 
 def test_a_source_of_ones_own_must_be_trusted(poems: Path) -> None:
-    with pytest.raises(Refusal, match=r"dataset\._target_=poems_of_mine\.Poems.*add modules=\[poems_of_mine\]"):
+    with pytest.raises(ConfigError, match=r"dataset\._target_=poems_of_mine\.Poems.*add modules=\[poems_of_mine\]"):
         composed(["dataset=poems"])
-    with pytest.raises(Refusal, match=r"dataset\.count=0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"dataset\.count=0: must be at least 1"):
         composed(["dataset=poems", "+dataset.count=0", "modules=[poems_of_mine]"])
 
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
-from titan.config.settings import Failure
 from titan.dataset import loader as loader_module
 from titan.dataset.loader import (
     DOCUMENTS,
@@ -25,12 +24,13 @@ from titan.dataset.loader import (
     Batch,
     Loader,
     Shape,
-    Share,
     fixed_rows,
     row_hash,
 )
 from titan.dataset.mixture import BLOCK, Mix, Rows, Stage
 from titan.dataset.shards import Corpus, open_corpus
+from titan.errors import RunError
+from titan.parallelism.data_shard import DataShard
 from titan.training.schema import Training
 
 SEQ_LEN = 4
@@ -81,7 +81,7 @@ def plan(rows: int, *grow: tuple[int, int]) -> Training:
 
 
 def read(
-    mix: Mix, training: Training, share: Share, steps: int, microbatches: int = 1, step: int = 1, **more: Any
+    mix: Mix, training: Training, share: DataShard, steps: int, microbatches: int = 1, step: int = 1, **more: Any
 ) -> list[Batch]:
     """The batches of one rank from `step` on."""
     shape = Shape(microbatches, -(-share.slots(training.rows) // microbatches), SEQ_LEN)
@@ -148,7 +148,7 @@ def every_row_once(
         pairs.append((at, (pairs[-1][1] if pairs else n) + more))
     training, step, position = plan(n, *pairs), 1, 0
     for ranks, microbatches, steps in lives:
-        shares = [read(anew(), training, Share(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
+        shares = [read(anew(), training, DataShard(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
         for batches in zip(*shares, strict=True):
             count = training.phase(step).rows
             numbers = mix.numbers(np.arange(position, position + count))
@@ -189,25 +189,25 @@ def test_batches_grow_at_the_first_step_after_their_tokens(n: int, grow: list[tu
 )
 def test_shapes(corpus: Corpus, n: int, ranks: int, microbatches: int, shape: tuple[int, ...]) -> None:
     for rank in range(ranks):
-        batch = read(alone(corpus), plan(n), Share(rank, ranks), 1, microbatches)[0]
+        batch = read(alone(corpus), plan(n), DataShard(rank, ranks), 1, microbatches)[0]
         assert batch.tokens.shape == batch.targets.shape == shape
         assert batch.fields.dtype == np.int32
 
 
 def test_a_larger_batch_has_more_micro_batches_of_the_same_size(corpus: Corpus) -> None:
-    batches = read(alone(corpus), plan(4, (8, 10)), Share(0, 2), 4, microbatches=2)
+    batches = read(alone(corpus), plan(4, (8, 10)), DataShard(0, 2), 4, microbatches=2)
     assert [batch.tokens.shape for batch in batches] == [(2, 1, SEQ_LEN)] * 2 + [(5, 1, SEQ_LEN)] * 2
 
 
 def test_the_order_is_asked_in_blocks_without_a_gap(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     training = plan(5, (31, 7))
-    expected = [rows_of(batch) for batch in read(alone(corpus), training, Share(1, 2), 20, step=3)]
+    expected = [rows_of(batch) for batch in read(alone(corpus), training, DataShard(1, 2), 20, step=3)]
     monkeypatch.setattr(loader_module, "_ORDER_BLOCK", 7)
-    assert [rows_of(batch) for batch in read(alone(corpus), training, Share(1, 2), 20, step=3)] == expected
+    assert [rows_of(batch) for batch in read(alone(corpus), training, DataShard(1, 2), 20, step=3)] == expected
 
 
 def test_epochs_go_on_without_a_gap(corpus: Corpus) -> None:
-    rows = [tuple(row) for batch in read(alone(corpus), plan(1), Share(0, 1), 2 * ROWS) for row in rows_of(batch)]
+    rows = [tuple(row) for batch in read(alone(corpus), plan(1), DataShard(0, 1), 2 * ROWS) for row in rows_of(batch)]
     assert len(set(rows[:ROWS])) == len(set(rows[ROWS:])) == ROWS
     assert rows[:ROWS] != rows[ROWS:]
 
@@ -215,7 +215,7 @@ def test_epochs_go_on_without_a_gap(corpus: Corpus) -> None:
 def test_documents_are_kept_apart(corpus: Corpus) -> None:
     """Against the plain definition, token for token: every token is its own number, so it tells its document."""
     document = np.searchsorted(BEGINS, np.arange(200), side="right")
-    batches = read(alone(corpus), plan(5), Share(0, 1), 8, 2, documents=True)
+    batches = read(alone(corpus), plan(5), DataShard(0, 1), 8, 2, documents=True)
     met = 0
     for batch in batches:
         rows = batch.fields.reshape(4, -1, SEQ_LEN).transpose(1, 2, 0)
@@ -237,20 +237,20 @@ def test_documents_are_kept_apart(corpus: Corpus) -> None:
         assert (empty[..., DOCUMENTS] == 0).all()
         assert (empty[..., POSITIONS] == np.arange(SEQ_LEN)).all()
     assert met > 5
-    plain = read(alone(corpus), plan(5), Share(0, 1), 8, 2)
+    plain = read(alone(corpus), plan(5), DataShard(0, 1), 8, 2)
     assert [batch.hash for batch in plain] == [batch.hash for batch in batches]
 
 
 def test_tokens_that_do_not_count_are_no_targets(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS, masked=True)
-    batch = read(alone(corpus), plan(6), Share(0, 1), 1)[0]
+    batch = read(alone(corpus), plan(6), DataShard(0, 1), 1)[0]
     assert (batch.targets == np.where((batch.tokens + 1) % 2 == 0, batch.tokens + 1, IGNORED)).all()
     assert batch.valid == 12
 
 
 def test_a_rank_that_does_not_read_has_room_for_what_it_is_handed(corpus: Corpus) -> None:
-    reading = read(alone(corpus), plan(7), Share(1, 2), 3, 2, documents=True)
-    silent = read(alone(corpus), plan(7), Share(1, 2), 3, 2, documents=True, read=False)
+    reading = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, documents=True)
+    silent = read(alone(corpus), plan(7), DataShard(1, 2), 3, 2, documents=True, read=False)
     for one, other in zip(reading, silent, strict=True):
         assert (one.first, one.last, one.read) == (other.first, other.last, other.read)
         assert one.fields.shape == other.fields.shape
@@ -267,7 +267,7 @@ def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeyp
     """It says so, and the batches are those of data that were there from the start."""
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(loader_module, "_TELL_SECONDS", 0.01)
-    whole = read(alone(write(tmp_path / "whole", UNITS), window=6), plan(5), Share(0, 1), 12)
+    whole = read(alone(write(tmp_path / "whole", UNITS), window=6), plan(5), DataShard(0, 1), 12)
     folder, lines, entries = tmp_path / "live", list[str](), list[Any]()
 
     def tell(line: str) -> None:
@@ -277,7 +277,7 @@ def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeyp
             if len(entries) == len(UNITS):
                 finish(folder, entries)
 
-    live = read(alone(write(folder, UNITS, done=0), window=6), plan(5), Share(0, 1), 12, tell=tell)
+    live = read(alone(write(folder, UNITS, done=0), window=6), plan(5), DataShard(0, 1), 12, tell=tell)
     assert [batch.hash for batch in live] == [batch.hash for batch in whole]
     assert len(lines) >= 3
     assert lines[0] == "waiting for data: one is still being prepared: 0 of 3 units, 0 tokens, are there"
@@ -297,15 +297,17 @@ def test_waiting_in_vain_fails(
     corpus = write(tmp_path / "c", UNITS, done=1)
     if failed:
         (tmp_path / "c" / "failed.json").write_text(json.dumps(failed))
-    with pytest.raises(Failure, match=words):
-        read(alone(corpus, window=6), plan(5), Share(0, 1), 12, patience=patience)
+    with pytest.raises(RunError, match=words):
+        read(alone(corpus, window=6), plan(5), DataShard(0, 1), 12, patience=patience)
 
 
 def test_who_has_given_up_waiting_does_not_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data that come after a void step must not be taken for those of the step after it."""
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
     corpus = write(tmp_path / "c", UNITS, done=1)
-    with Loader(alone(corpus, window=6), plan(5), Share(0, 1), Shape(1, 5, SEQ_LEN), stopped=lambda: True) as loader:
+    with Loader(
+        alone(corpus, window=6), plan(5), DataShard(0, 1), Shape(1, 5, SEQ_LEN), stopped=lambda: True
+    ) as loader:
         batches = [next(loader) for _ in range(4)]
         finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(UNITS)])
         loader._thread.join(0.2)
@@ -318,7 +320,7 @@ def test_who_has_given_up_waiting_does_not_begin_again(tmp_path: Path, monkeypat
 
 def test_closing_ends_a_loader_that_waits(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS, done=1)
-    loader = Loader(alone(corpus, window=6), plan(5), Share(0, 1), Shape(1, 5, SEQ_LEN))
+    loader = Loader(alone(corpus, window=6), plan(5), DataShard(0, 1), Shape(1, 5, SEQ_LEN))
     loader.close()
     assert not loader._thread.is_alive()
 
@@ -326,9 +328,9 @@ def test_closing_ends_a_loader_that_waits(tmp_path: Path) -> None:
 def test_an_error_in_the_background_reaches_next_each_time(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS)
     (tmp_path / "c" / "train-00001.tokens").unlink()
-    with Loader(alone(corpus), plan(20), Share(0, 1), Shape(1, 20, SEQ_LEN)) as loader:
+    with Loader(alone(corpus), plan(20), DataShard(0, 1), Shape(1, 20, SEQ_LEN)) as loader:
         for _ in range(2):
-            with pytest.raises(Failure, match=r"train-00001\.tokens can't be read"):
+            with pytest.raises(RunError, match=r"train-00001\.tokens can't be read"):
                 next(loader)
 
 
@@ -343,7 +345,7 @@ def test_reading_ahead_is_bounded_and_close_ends_it(corpus: Corpus, monkeypatch:
         return original(self, step, *rows)
 
     monkeypatch.setattr(Loader, "_batch", counted)
-    loader = Loader(alone(corpus), plan(2), Share(0, 1), Shape(1, 2, SEQ_LEN), prefetch=3)
+    loader = Loader(alone(corpus), plan(2), DataShard(0, 1), Shape(1, 2, SEQ_LEN), prefetch=3)
     assert enough.wait(10)
     loader._thread.join(0.05)
     assert loader._thread.is_alive()
@@ -364,7 +366,7 @@ def test_waiting_is_measured(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) ->
         return original(self, step, *rows)
 
     monkeypatch.setattr(Loader, "_batch", slow)
-    assert read(alone(corpus), plan(5), Share(0, 1), 1)[0].wait_seconds > 0.03
+    assert read(alone(corpus), plan(5), DataShard(0, 1), 1)[0].wait_seconds > 0.03
 
 
 @pytest.mark.parametrize(
@@ -378,13 +380,13 @@ def test_waiting_is_measured(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_impossible_sizes(corpus: Corpus, change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="at least"):
-        Loader(alone(corpus), plan(2), Share(0, 1), **{"shape": Shape(1, 2, SEQ_LEN)} | change)
+        Loader(alone(corpus), plan(2), DataShard(0, 1), **{"shape": Shape(1, 2, SEQ_LEN)} | change)
 
 
 @pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0)])
 def test_impossible_shares(rank: int, ranks: int) -> None:
     with pytest.raises(ValueError, match="rank"):
-        Share(rank, ranks)
+        DataShard(rank, ranks)
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
-from titan.config.settings import Failure, Refusal
 from titan.dataset import mixture as module
 from titan.dataset.mixture import BLOCK, Mix, Rows, Stage, pattern, quotas
 from titan.dataset.permutation import Order
 from titan.dataset.shards import Corpus
+from titan.errors import ConfigError, RunError
 
 SIZES = (13, 40, 7)
 SEQ_LEN = 3
@@ -136,7 +136,7 @@ def test_quotas(weights: dict[str, float], expected: tuple[int, ...]) -> None:
     ],
 )
 def test_weights_that_can_not_be(weights: dict[str, float], words: str) -> None:
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(ConfigError, match=words):
         quotas(weights, ["a", "b", "c"], "dataset.weights")
 
 
@@ -215,11 +215,11 @@ def test_what_a_stream_turns_out_to_be(epochs: float | None, seq_len: int, words
     units = [counting(50), counting(50, start=50)]
     rows = Rows("x", write(tmp_path / "c", units, done=1), seq_len, 5, window=2, epochs=epochs)
     finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(units)])
-    with pytest.raises(Failure, match=words):
+    with pytest.raises(RunError, match=words):
         rows.at(np.array([31]), lambda line: None)
 
 
 def test_rows_that_are_not_there_are_refused_without_anyone_to_wait(tmp_path: Path) -> None:
     rows = Rows("x", write(tmp_path / "c", [counting(50), counting(50)], done=1), SEQ_LEN, 5, window=2)
-    with pytest.raises(Refusal, match="1 of 2 units, 50 tokens, are there; wait"):
+    with pytest.raises(ConfigError, match="1 of 2 units, 50 tokens, are there; wait"):
         rows.at(np.array([16]))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.config.settings import Refusal
 from titan.dataset.permutation import VERSION, Order, check_state, mix, state
+from titan.errors import ConfigError
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -172,6 +172,6 @@ def test_state_continues() -> None:
     ],
 )
 def test_state_of_other_data_is_refused(saved: dict[str, object], words: list[str]) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         check_state(saved, lambda rows: "xyz")
     assert all(word in str(refusal.value) for word in words)

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.made import Made, files, words
-from titan.config.settings import Failure, Refusal
 from titan.dataset.documents import Skip, Turn
 from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
@@ -30,6 +29,7 @@ from titan.dataset.preprocess.prepare import cache_folder, plan, prepare, survey
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
 from titan.dataset.tokenizers.base import load_tokenizer
+from titan.errors import ConfigError, RunError
 
 ROOT = Path(module.__file__).parents[2]
 
@@ -294,7 +294,7 @@ def test_progress_is_told_in_lines(corpus_file: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_refusal_reaches_the_user_and_others(tmp_path: Path, small_units: None, processes: int) -> None:
     broken = made(tmp_path, content=(*words(2), ("x", "refuse")), workers=processes)
-    with pytest.raises(Refusal, match=r"^part 2: no good; mend it\.$"):
+    with pytest.raises(ConfigError, match=r"^part 2: no good; mend it\.$"):
         prepare(broken)
     folder = plan(broken)
     assert json.loads((folder / "failed.json").read_text()) == {"error": "part 2: no good; mend it."}
@@ -304,12 +304,12 @@ def test_a_refusal_reaches_the_user_and_others(tmp_path: Path, small_units: None
 
 
 def test_a_source_that_breaks_is_no_fault_of_the_cache(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="part 1: can't be read"):
+    with pytest.raises(ConfigError, match="part 1: can't be read"):
         prepare(made(tmp_path, content=(*words(1), ("break",))))
 
 
 def test_a_process_that_dies_is_a_failure(tmp_path: Path, small_units: None) -> None:
-    with pytest.raises(Failure, match=r"SIGKILL.*out of memory.*dataset\.workers"):
+    with pytest.raises(RunError, match=r"SIGKILL.*out of memory.*dataset\.workers"):
         prepare(made(tmp_path, content=(*words(3), ("die",)), workers=2))
     assert multiprocessing.active_children() == []
 
@@ -503,7 +503,7 @@ def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest
         (folder / "unit-00000.json").unlink()
     framed = Encoder._framed
     monkeypatch.setattr(Encoder, "_framed", lambda *a: [tokens[1:] for tokens in framed(*a)])
-    with pytest.raises(Refusal, match=r"does not come out as it did before.*delete that folder"):
+    with pytest.raises(ConfigError, match=r"does not come out as it did before.*delete that folder"):
         prepare(made(tmp_path))
 
 
@@ -513,7 +513,7 @@ def test_a_full_disk_is_a_sentence_and_work_goes_on(tmp_path: Path, small_units:
     plan(big)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-        with pytest.raises(Refusal, match=r"can't be used \(File too large.*dataset\.cache=FOLDER"):
+        with pytest.raises(ConfigError, match=r"can't be used \(File too large.*dataset\.cache=FOLDER"):
             prepare(big)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -530,13 +530,13 @@ def test_files_that_change_meanwhile_are_refused(corpus_file: Path, monkeypatch:
         corpus_file.write_text(corpus_file.read_text() + '\n{"text": "more"}')
 
     monkeypatch.setattr(workers, "make", late)
-    with pytest.raises(Refusal, match="changed"):
+    with pytest.raises(ConfigError, match="changed"):
         prepare(dataset(corpus_file))
     assert list((corpus_file.parent / "cache" / "datasets").iterdir()) == []
 
 
 def test_what_gives_no_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="no tokens come of it"):
+    with pytest.raises(ConfigError, match="no tokens come of it"):
         prepare(made(tmp_path, content=((Skip("empty", "here"),),)))
     assert not (tmp_path / "cache" / "datasets").exists()
 
@@ -545,13 +545,13 @@ def test_ids_that_the_vocabulary_lacks_are_refused(tmp_path: Path, monkeypatch: 
     from titan.dataset.sources.local import Markov
 
     monkeypatch.setattr(Markov, "documents", lambda *_: iter([np.array([3, 300])]))
-    with pytest.raises(Refusal, match=r"ids from 3 to 300.*vocab_size is 256"):
+    with pytest.raises(ConfigError, match=r"ids from 3 to 300.*vocab_size is 256"):
         prepare(Synthetic(tokens=2000, cache=str(tmp_path)))
 
 
 def test_a_cache_that_can_not_be_written_is_refused(corpus_file: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(Refusal, match=r"dataset\.cache=FOLDER"):
+    with pytest.raises(ConfigError, match=r"dataset\.cache=FOLDER"):
         prepare(dataset(corpus_file, cache=str(tmp_path / "file")))
 
 

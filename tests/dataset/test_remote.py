@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from tests.dataset.folders import counting, write
-from titan.config.settings import Failure, Refusal
 from titan.dataset import remote
 from titan.dataset.corpora import mixed, opened, ready
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import Dataset, Prepared, Synthetic, Text
 from titan.dataset.shards import open_corpus
 from titan.dataset.tokenizers.base import load_tokenizer
+from titan.errors import ConfigError, RunError
 from titan.training.schema import Training
 
 UNITS = [counting(100_000 // 2, start=i * 50_000, vocab_size=2**16) for i in range(4)]
@@ -77,7 +77,7 @@ def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> N
     (folder,) = ready(dataset(there)).values()
     (there / "train-00002.tokens").unlink()
     with pytest.raises(
-        Failure, match=r"there/train-00002.tokens: can't be fetched \(.*\); mend the connection"
+        RunError, match=r"there/train-00002.tokens: can't be fetched \(.*\); mend the connection"
     ) as error:
         open_corpus(folder).train.read(100_005, 1)
     assert "\n" not in str(error.value)
@@ -92,7 +92,7 @@ def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> N
     ],
 )
 def test_an_address_without_data_is_refused(url: str, words: str, tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match=words) as refusal:
+    with pytest.raises(ConfigError, match=words) as refusal:
         ready(Prepared(path=url, cache=str(tmp_path)))
     assert f"dataset.path={url}" in str(refusal.value)
 
@@ -163,7 +163,7 @@ def test_errors_of_a_protocols_own_kind_are_a_sentence(there: Path, monkeypatch:
         raise NoCredentialsError("Unable to\nlocate credentials")
 
     monkeypatch.setattr("fsspec.open", refuse)
-    with pytest.raises(Failure, match="NoCredentialsError: Unable to locate credentials"):
+    with pytest.raises(RunError, match="NoCredentialsError: Unable to locate credentials"):
         open_corpus(folder).train.read(5, 1)
 
 
@@ -178,7 +178,7 @@ def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Refusal, match="no prepared data there"):
+    with pytest.raises(ConfigError, match="no prepared data there"):
         ready(Prepared(path=str(tmp_path)))
 
 
@@ -189,7 +189,7 @@ def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, 
     (there.parent.parent / "victim").write_text("to be fetched")
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"tokenizer": {**content["tokenizer"], "file": name}}))
-    with pytest.raises(Refusal, match=r"dataset.path=\S+: no prepared data can be read there .*no file of its own"):
+    with pytest.raises(ConfigError, match=r"dataset.path=\S+: no prepared data can be read there .*no file of its own"):
         ready(dataset(there))
     assert victim.read_text() == "precious"
 
@@ -198,5 +198,5 @@ def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, 
 def test_a_damaged_note_of_where_shards_come_from_is_told(text: str, there: Path) -> None:
     (folder,) = ready(dataset(there)).values()
     (Path(folder) / remote.ORIGIN).write_text(text)
-    with pytest.raises(Failure, match=r"origin.json: is damaged \(.*\); remove its folder, and resume"):
+    with pytest.raises(RunError, match=r"origin.json: is damaged \(.*\); remove its folder, and resume"):
         open_corpus(folder).train.read(0, 1)

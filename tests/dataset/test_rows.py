@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source, Turn
 from titan.dataset.schema import Chat
 from titan.dataset.sources.local import jsonl, parquet
+from titan.errors import ConfigError
 
 TEXTS = [f"text {i}" for i in range(1000)]
 
@@ -59,7 +59,7 @@ def test_text_of_another_encoding_in_parquet(tmp_path: Path) -> None:
 
     column = pyarrow.array([b"one", "grün".encode("latin-1"), b"three"]).view(pyarrow.string())
     file = write(tmp_path / "x.parquet", {"text": column})
-    with pytest.raises(Refusal, match=r"x\.parquet, row group 0, row 1: no UTF-8.*dataset\.on_error=skip"):
+    with pytest.raises(ConfigError, match=r"x\.parquet, row group 0, row 1: no UTF-8.*dataset\.on_error=skip"):
         read(parquet(str(file)))
     where = f"{file}, row group 0, row 1"
     assert read(parquet(str(file), on_error="skip")) == ["one", Skip("not UTF-8", where), "three"]
@@ -71,7 +71,7 @@ def test_parquet_broken_midway_gives_what_comes_before(tmp_path: Path) -> None:
     middle = len(data) // 2
     data[middle : middle + 200] = bytes(200)
     file.write_bytes(data)
-    with pytest.raises(Refusal, match=r"row group \d: no Parquet file, or a broken or truncated one"):
+    with pytest.raises(ConfigError, match=r"row group \d: no Parquet file, or a broken or truncated one"):
         read(parquet(str(file)))
     came = read(parquet(str(file), on_error="skip"))
     assert TEXTS[0] in came and TEXTS[-1] in came
@@ -92,7 +92,7 @@ def test_bad_parquet_is_refused(tmp_path: Path, content: Any, field: str, words:
         write(file, content)
     else:
         file.write_bytes(b"hello")
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         read(parquet(str(file), field))
     assert all(word in str(refusal.value) for word in words)
     assert "\n" not in str(refusal.value)
@@ -239,7 +239,7 @@ def test_rows_without_a_conversation(tmp_path: Path, row: dict[str, Any], reason
     file.write_text(json.dumps(row))
     assert read(Chat(path=str(file), on_error="skip").build()) == [Skip(reason, f"{file}, line 1")]
     if words:
-        with pytest.raises(Refusal) as refusal:
+        with pytest.raises(ConfigError) as refusal:
             read(Chat(path=str(file)).build())
         assert all(word in str(refusal.value) for word in [f"{file}, line 1", *words])
 
@@ -260,7 +260,7 @@ def test_bad_settings_of_chat(tmp_path: Path, given: dict[str, Any], words: str)
     for name in ("x.jsonl", "x.parquet"):
         (tmp_path / name).write_text("x")
     given = {key: str(tmp_path) if value == "HERE" else value for key, value in given.items()}
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(ConfigError, match=words):
         Chat(**given).build()
 
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
-from titan.config.settings import Failure, Refusal
 from titan.dataset import shards
 from titan.dataset.shards import Split, open_corpus
+from titan.errors import ConfigError, RunError
 from titan.files import leases
 
 UNITS = [counting(20, 40), counting(10, 90, start=60), [], counting(50, 60, start=160)]
@@ -112,7 +112,7 @@ def test_a_corpus_grows_while_it_is_prepared(tmp_path: Path) -> None:
     whole = more.again()
     assert (whole.complete, whole.train.tokens) == (True, TOKENS)
     assert whole.again() is whole
-    with pytest.raises(Refusal):
+    with pytest.raises(ConfigError):
         open_corpus(write(tmp_path / "other", UNITS, done=1).folder)
 
 
@@ -120,7 +120,7 @@ def test_a_preparation_that_failed_is_known(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", UNITS, done=1)
     corpus.check_alive()
     (tmp_path / "c" / "failed.json").write_text(json.dumps({"error": "x.jsonl, line 7: not JSON"}))
-    with pytest.raises(Failure, match="line 7: not JSON"):
+    with pytest.raises(RunError, match="line 7: not JSON"):
         corpus.check_alive()
 
 
@@ -148,7 +148,7 @@ def test_a_failure_does_not_count_while_another_job_goes_on(tmp_path: Path) -> N
     assert leases.acquire(tmp_path / "c" / "unit-00002.claim")
     corpus.check_alive()
     leases.release(tmp_path / "c" / "unit-00002.claim")
-    with pytest.raises(Failure):
+    with pytest.raises(RunError):
         corpus.check_alive()
 
 
@@ -191,7 +191,7 @@ def test_damage_is_refused_with_the_way_out(tmp_path: Path, damage: Callable[[Pa
     folder = tmp_path / "c"
     write(folder, UNITS)
     damage(folder)
-    with pytest.raises(Refusal, match=r"titan\.prepare") as refusal:
+    with pytest.raises(ConfigError, match=r"titan\.prepare") as refusal:
         open_corpus(folder, check=True)
     assert str(folder) in str(refusal.value)
 
@@ -209,7 +209,7 @@ def test_damage_that_comes_later_fails_with_the_file(
     split = write(tmp_path / "c", UNITS).train
     damage(tmp_path / "c")
     assert split.read(0, 60).size == 60
-    with pytest.raises(Failure, match=words) as failure:
+    with pytest.raises(RunError, match=words) as failure:
         split.read(150, 10)
     assert "train-00001.tokens" in str(failure.value)
     assert "titan.prepare" in str(failure.value)

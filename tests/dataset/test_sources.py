@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.config.settings import Refusal
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import files, local
 from titan.dataset.sources.local import Markov, jsonl, passages, separated, stdlib, text
+from titan.errors import ConfigError
 
 
 def documents(source: Source) -> list[str]:
@@ -43,7 +43,7 @@ def test_stdlib_is_the_library_without_tests() -> None:
 
 def test_a_library_without_sources_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    with pytest.raises(Refusal, match="dataset=text"):
+    with pytest.raises(ConfigError, match="dataset=text"):
         stdlib()
 
 
@@ -161,7 +161,7 @@ def test_bad_input_is_refused(
 ) -> None:
     for name, content in (files or {}).items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         documents(kind(str(tmp_path / path)))
     assert all(word in str(refusal.value) for word in words)
     assert "\n" not in str(refusal.value)
@@ -169,12 +169,12 @@ def test_bad_input_is_refused(
 
 def test_bad_bytes_after_a_separator_are_placed_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"one<>two<>\xff")
-    with pytest.raises(Refusal, match="byte 10 "):
+    with pytest.raises(ConfigError, match="byte 10 "):
         documents(text(str(tmp_path), "<>"))
 
 
 def test_an_empty_separator_is_refused(library: Path) -> None:
-    with pytest.raises(Refusal, match="separator"):
+    with pytest.raises(ConfigError, match="separator"):
         text(str(library), "")
 
 

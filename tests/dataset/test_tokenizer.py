@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.config.settings import Refusal
 from titan.dataset.documents import Turn
 from titan.dataset.tokenizers.base import (
     END,
@@ -25,6 +24,7 @@ from titan.dataset.tokenizers.base import (
     write_ranks,
 )
 from titan.dataset.tokenizers.train import byte_characters
+from titan.errors import ConfigError
 
 BYTES = [bytes([byte]) for byte in range(256)]
 TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" \n\r\t'sé漢🙂"))
@@ -80,7 +80,7 @@ def test_only_endless_white_space_is_cut() -> None:
 
 @pytest.mark.parametrize("ids", [[4096], [-1], [0, 10**9]])
 def test_ids_of_another_vocabulary_are_refused(ids: list[int]) -> None:
-    with pytest.raises(Refusal, match="0 to 4095"):
+    with pytest.raises(ConfigError, match="0 to 4095"):
         titan4k().decode(ids)
 
 
@@ -140,7 +140,7 @@ def test_bad_tokenizers_are_refused(tmp_path: Path, file: str, content: bytes | 
     if content is not None and file:
         (tmp_path / file).write_bytes(content)
     name = file if file == "titan8k" else str(tmp_path / file)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         load_tokenizer(name)
     assert all(word in str(refusal.value) for word in ["dataset.tokenizer=", *words])
     assert "\n" not in str(refusal.value)
@@ -202,14 +202,16 @@ def test_tokenizer_config_names_the_ends(tmp_path: Path, config: dict[str, objec
 
 @pytest.mark.parametrize("key", ["eos_token", "bos_token"])
 def test_a_tokenizer_config_of_another_vocabulary_is_refused(tmp_path: Path, key: str) -> None:
-    with pytest.raises(Refusal, match=f"tokenizer_config.json names the {key} '<none>', which the vocabulary lacks"):
+    with pytest.raises(
+        ConfigError, match=f"tokenizer_config.json names the {key} '<none>', which the vocabulary lacks"
+    ):
         byte_level_json(tmp_path, {key: "<none>"})
 
 
 def test_a_broken_tokenizer_config_is_refused(tmp_path: Path) -> None:
     byte_level_json(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(Refusal, match=r"tokenizer_config.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config.json"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 

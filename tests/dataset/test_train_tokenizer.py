@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from titan.config.settings import Refusal
 from titan.dataset.tokenizers.base import load_tokenizer
 from titan.dataset.tokenizers.train import byte_characters, main, train
+from titan.errors import ConfigError
 
 TEXTS = ["the cat sat on the mat, the cat's 1234 hats\n" * 3, "  häßlich 漢字 the\r\n", "theatre then"]
 
@@ -61,5 +61,5 @@ def test_the_command_refuses_plainly(
 
 
 def test_too_few_ranks_are_refused() -> None:
-    with pytest.raises(Refusal, match="--ranks 255"):
+    with pytest.raises(ConfigError, match="--ranks 255"):
         train(TEXTS, 255)

@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dataset.made import Made, MadeSource, words
-from titan.config.settings import Refusal
 from titan.dataset.documents import Document, Part, Skip, Turn
 from titan.dataset.preprocess import plan, report, shard_job
 from titan.dataset.preprocess.encode import content, groups
@@ -25,6 +24,7 @@ from titan.dataset.preprocess.footprint import footprint
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import SplitWriter, checksum, write_whole
 from titan.dataset.schema import Stdlib
+from titan.errors import ConfigError
 from titan.files import leases
 
 
@@ -202,7 +202,7 @@ def test_the_limit_holds_out_the_share_or_the_smallest(texts: list[str], share: 
 
 def test_the_limit_is_found_without_reading_all() -> None:
     assert limit([*"abcdefghijklmnop", "refuse"], 0.5) == 2**63
-    with pytest.raises(Refusal, match="no tokens come of it"):
+    with pytest.raises(ConfigError, match="no tokens come of it"):
         limit([Skip("empty")], 0.5)
 
 

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 from tests.ranks import run_ranks
 from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
+from titan.parallelism.microbatches import Microbatches
 from titan.run.recipe import Run
 from titan.training.build import assemble
-from titan.training.train_step import Rows
 
 
 @dataclass
@@ -153,7 +153,7 @@ def _traced(_: int, __: int, run: Run, rank: int, device: str) -> dict[str, Peak
             live.peak, live.phase = Peak(), f"{step} model"
             tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
             documents = torch.zeros(shape, dtype=torch.int64) if run.dataset.mask_documents else None
-            engine.backward(Rows(tokens, targets, documents=documents), 1.0)
+            engine.backward(Microbatches(tokens, targets, documents=documents), 1.0)
             peaks["model"], live.peak, live.phase = live.peak, Peak(), f"{step} update"
             engine.norm()
             engine.optimizer.step()

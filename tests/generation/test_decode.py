@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
-from titan.config.settings import Failure
+from titan.errors import RunError
 from titan.generation.cache import cached
 from titan.generation.decode import Decoding, Row, Rules
 from titan.model import init_weights
@@ -166,5 +166,5 @@ def test_weights_that_are_no_numbers_end_it() -> None:
     model = tiny()
     with torch.no_grad():
         model.norm.weight[0] = float("nan")
-    with pytest.raises(Failure, match="not finite"):
+    with pytest.raises(RunError, match="not finite"):
         continued(model, prompts())

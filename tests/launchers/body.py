@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure, Refusal
-from titan.training.rank import main
+from titan.cluster.rank_process import run_rank
+from titan.errors import ConfigError, RunError
 
 
 def hear(number: int, frame: object) -> None:
@@ -76,8 +76,8 @@ def die() -> int:
 ACTIONS: dict[str, Callable[[Path, int], int]] = {
     "ends": lambda folder, rank: 0,
     "raises": raises,
-    "fails": lambda folder, rank: fail(Failure("the loss is lost; find it.")),
-    "refuses": lambda folder, rank: fail(Refusal("a=b: can't be; give a=c.")),
+    "fails": lambda folder, rank: fail(RunError("the loss is lost; find it.")),
+    "refuses": lambda folder, rank: fail(ConfigError("a=b: can't be; give a=c.")),
     "dies": lambda folder, rank: die(),
     "exits": lambda folder, rank: os._exit(7),
     "waits": lambda folder, rank: wait(folder, rank, deaf=False),
@@ -95,7 +95,7 @@ def act(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1], act)
+    code = run_rank(sys.argv[1], act)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

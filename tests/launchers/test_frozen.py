@@ -19,7 +19,8 @@ from launchers import frozen, trials
 from launchers.local import sweep
 from tests.launchers.processes import ROOT
 from tests.runs import tiny
-from titan.config.settings import Refusal, setting
+from titan.config.settings import setting
+from titan.errors import ConfigError
 from titan.optimizer.schema import Muon
 from titan.run.recipe import Run
 from titan.training import rank
@@ -74,7 +75,7 @@ def test_what_other_code_left_is_refused(
     left: Callable[..., None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
-    with pytest.raises(Refusal, match=f"a.pickle: .*{why}.*; give the command that started it again"):
+    with pytest.raises(ConfigError, match=f"a.pickle: .*{why}.*; give the command that started it again"):
         frozen.read(tmp_path / "a.pickle")
 
 

@@ -18,6 +18,7 @@ from launchers.trials import Chosen
 from titan import status
 from titan.run import identity
 from titan.run.compose import composed
+from titan.run.result import is_locked
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import Asked, Point
 
@@ -161,11 +162,11 @@ def test_what_is_asked_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_run_is_held_while_its_lock_is(tmp_path: Path) -> None:
-    assert not job_exit.held(tmp_path)
+    assert not is_locked(tmp_path)
     with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert job_exit.held(tmp_path)
-    assert not job_exit.held(tmp_path)
+        assert is_locked(tmp_path)
+    assert not is_locked(tmp_path)
 
 
 @pytest.mark.parametrize(

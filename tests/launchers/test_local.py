@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from launchers import scratch
-from launchers.supervisor import STOPPING, run_ranks
+from launchers.supervisor import run_ranks
 from tests.launchers.processes import alive, ended, program, until
+from titan.cluster.signals import STOPPING
 from titan.files import leases
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

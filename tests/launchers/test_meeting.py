@@ -16,7 +16,7 @@ from launchers import start
 from launchers.slurm import job
 from tests.launchers.waiting import waited
 from titan.cluster.rank_info import Place
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.sweep import job_exit
 
 
@@ -59,7 +59,7 @@ def test_rank_0_writes_into_the_file_that_is_there(before: str | None, tmp_path:
         pytest.param(16384, (1024, 1048576), 50152, id="many"),
         pytest.param(16384, (1024, resource.RLIM_INFINITY), 50152, id="no-hard-limit"),
         pytest.param(16384, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, id="no-limit"),
-        pytest.param(16384, (1024, 4096), Refusal, id="too-low"),
+        pytest.param(16384, (1024, 4096), ConfigError, id="too-low"),
     ],
 )
 def test_rank_0_may_have_a_connection_of_each_rank(
@@ -68,8 +68,8 @@ def test_rank_0_may_have_a_connection_of_each_rank(
     limited: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda what, new: limited.append(new))
-    if expected is Refusal:
-        with pytest.raises(Refusal, match=r"^ulimit -n 4096: rank 0 needs 50,152 open files"):
+    if expected is ConfigError:
+        with pytest.raises(ConfigError, match=r"^ulimit -n 4096: rank 0 needs 50,152 open files"):
             start._allow_connections(ranks)
     else:
         start._allow_connections(ranks)

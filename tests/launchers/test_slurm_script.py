@@ -17,12 +17,12 @@ from launchers.slurm import queue
 from launchers.slurm.script import AFTER, BEFORE, Work, parameters, text
 from launchers.slurm.shape import shape
 from titan.cluster.schema import minutes
-from titan.config.settings import Refusal
+from titan.cluster.signals import PREEMPT
+from titan.errors import EXIT_REQUEUE, ConfigError
 from titan.run.compose import composed
 from titan.run.recipe import Run
 from titan.sweep import job_exit
-from titan.sweep.job_exit import AGAIN
-from titan.training.signals import PREEMPT, Stop
+from titan.training.signals import Stop
 
 
 def job(*overrides: str) -> Run:
@@ -52,7 +52,7 @@ def test_shapes(overrides: list[str], nodes: int, ranks: int, gpus: int) -> None
 
 
 def test_ranks_that_do_not_fill_nodes_are_refused() -> None:
-    with pytest.raises(Refusal, match=r"cluster\.nodes=3: 8 ranks .* don't spread evenly over 3 nodes"):
+    with pytest.raises(ConfigError, match=r"cluster\.nodes=3: 8 ranks .* don't spread evenly over 3 nodes"):
         shape(job("cluster=cpu", "parallelism=3d", "cluster.nodes=3"))
 
 
@@ -83,7 +83,7 @@ def test_time_limits(time: str | None, expected: int | None) -> None:
     ],
 )
 def test_jobs_that_no_site_can_run(override: str, sentence: str) -> None:
-    with pytest.raises(Refusal, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         job(override)
 
 
@@ -157,7 +157,7 @@ def test_the_signal_before_preemption_is_one_for_sbatch_script_and_ranks(
     monkeypatch.setenv(PREEMPT, variable) if variable else monkeypatch.delenv(PREEMPT, raising=False)
     script = text(shape(job("cluster=cpu", *overrides)), work(tmp_path))
     assert f"#SBATCH --signal={name}@120\n" in script
-    assert f"case $code in {code}) code={AGAIN}" in script
+    assert f"case $code in {code}) code={EXIT_REQUEUE}" in script
     assert script.rindex(f"export {PREEMPT}={name}\n") > script.rfind("export SUBMITIT_PREEMPT_SIGNAL=USR1\n") - 1
     monkeypatch.setenv(PREEMPT, name)
     with Stop(scheduled=True) as stop:
@@ -167,7 +167,7 @@ def test_the_signal_before_preemption_is_one_for_sbatch_script_and_ranks(
 
 def test_a_signal_that_means_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PREEMPT, "TERM")
-    with pytest.raises(Refusal, match="SUBMITIT_PREEMPT_SIGNAL=TERM: only USR1 and USR2"):
+    with pytest.raises(ConfigError, match="SUBMITIT_PREEMPT_SIGNAL=TERM: only USR1 and USR2"):
         text(shape(job("cluster=cpu")), work(tmp_path))
 
 
@@ -220,11 +220,11 @@ LIFE = '"$HOME/with space/9.0'
     [
         pytest.param("exit 0", "RUNNING", 0, 0, False, id="done"),
         pytest.param("exit 1", "RUNNING", 0, 1, False, id="failed"),
-        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 0, AGAIN, True, id="told-to-save-and-end"),
-        pytest.param(f"touch {LIFE}/again\"; exit 137", "RUNNING", 0, AGAIN, True, id="told-and-one-killed-for-it"),
-        pytest.param(f"touch {LIFE}/again\"; exit 0", "", 0, AGAIN, True, id="told-and-squeue-silent"),
-        pytest.param("exit 140", "RUNNING", 0, AGAIN, True, id="told-before-it-listened"),
-        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 3, AGAIN, False, id="too-often"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 0, EXIT_REQUEUE, True, id="told-to-save-and-end"),
+        pytest.param(f"touch {LIFE}/again\"; exit 137", "RUNNING", 0, EXIT_REQUEUE, True, id="one-killed-for-it"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "", 0, EXIT_REQUEUE, True, id="told-and-squeue-silent"),
+        pytest.param("exit 140", "RUNNING", 0, EXIT_REQUEUE, True, id="told-before-it-listened"),
+        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 3, EXIT_REQUEUE, False, id="too-often"),
         pytest.param(f"touch {LIFE}/stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
         pytest.param(f"touch {LIFE}/stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
         pytest.param("exit 143", "", 0, 130, False, id="ended-and-squeue-silent"),
@@ -239,7 +239,7 @@ def test_how_a_job_s_end_is_judged(
     assert (done["code"], done["again"]) == (code, again)
     assert (tmp_path / "requeued").exists() == again
     end = job_exit.last(tmp_path / "with space", "9")
-    assert end is not None and end.stopped == (code in (AGAIN, 130))
+    assert end is not None and end.stopped == (code in (EXIT_REQUEUE, 130))
 
 
 def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from titan.config.settings import Refusal, build
+from titan.config.settings import build
+from titan.errors import ConfigError
 from titan.metrics.schema import Metrics
 
 CONF = Path(__file__).parents[2] / "conf" / "metrics"
@@ -27,5 +28,5 @@ def test_choices(choice: str, changed: dict[str, Any]) -> None:
     ids=str,
 )
 def test_refusals(given: dict[str, object]) -> None:
-    with pytest.raises(Refusal, match=rf"^metrics\.{next(iter(given))}="):
+    with pytest.raises(ConfigError, match=rf"^metrics\.{next(iter(given))}="):
         build(Metrics, given, "metrics")

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.metrics.plot import curve, plot_losses, read_lines, short, smooth
+from titan.console.numbers import short
+from titan.metrics.plot import curve, plot_losses, read_lines, smooth
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "tokens": 2048, "loss": 8.0, "rows": [1, 2]},

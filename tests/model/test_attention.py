@@ -19,8 +19,8 @@ from tests.machines import detector
 from tests.runs import tiny
 from titan.cluster import devices
 from titan.cluster.rank_info import Place
-from titan.config.settings import Refusal
-from titan.memory import schema
+from titan.errors import ConfigError
+from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import attention
 from titan.model.attention import BLOCK, FlexAttention, block_mask
@@ -154,7 +154,7 @@ def plain(built: Any) -> None:
 
 
 def checkpointed(built: Any) -> None:
-    schema.apply(built.blocks(), Memory(checkpointing="full"))
+    checkpoint_blocks(built.blocks(), Memory(checkpointing="full"))
 
 
 def compiled(built: Any) -> None:
@@ -261,7 +261,7 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
     ],
 )
 def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         tiny(tmp_path, *overrides)
     assert [word for word in words.split("|") if word not in str(refusal.value)] == []
 

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.machines import detector
 from titan.cluster import devices
 from titan.config import settings
-from titan.config.settings import Refusal
-from titan.memory import schema
+from titan.errors import ConfigError
+from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model.activations import Share
 from titan.model.init_weights import materialise
@@ -122,7 +122,7 @@ def test_families_are_told_apart_and_ids_of_llamas_stay(
     ],
 )
 def test_check_refuses(changes: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         Llama(**changes).check()
     assert all(word in str(refusal.value) for word in words)
     assert str(refusal.value).endswith(".")
@@ -197,7 +197,7 @@ def between(config: Decoder, checkpointing: Any, dtype: torch.dtype, device: str
     model = on_meta(config)
     materialise(model, model.initial(), 0, device)
     model.to(dtype).init_buffers(device)
-    schema.apply(model.blocks(), Memory(checkpointing=checkpointing))
+    checkpoint_blocks(model.blocks(), Memory(checkpointing=checkpointing))
     with Live(model) as live:
         loss = model.head(model(tokens), tokens)
         return live.bytes() if loss.requires_grad else 0

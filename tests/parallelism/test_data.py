@@ -16,8 +16,9 @@ from titan.cluster.rank_info import Place
 from titan.model import init_weights
 from titan.model.schema import Llama
 from titan.parallelism import data, mesh
+from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.schema import Layout
-from titan.training.train_step import Accumulate, Engine, Rows, Stage
+from titan.training.train_step import Accumulate, Engine, Stage
 
 CONFIG = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32)
 TIED = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, tied=True)
@@ -56,7 +57,7 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
     engine, (tokens, targets) = build(config, wrap), batch(world * each)
     mine = slice(rank * each, (rank + 1) * each)
     with torch.profiler.profile() as profile:
-        engine.backward(Rows(tokens[mine], targets[mine]), 0.5)
+        engine.backward(Microbatches(tokens[mine], targets[mine]), 0.5)
     count = {e.key: e.count for e in profile.key_averages()}
     gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in engine.gradients()]
     return gradients, count.get("c10d::allreduce_", 0), count.get("c10d::_reduce_scatter_base_", 0)
@@ -76,7 +77,7 @@ def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
 def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: str, ranks: int, scatters: int) -> None:
     """`scatters`: how often each gradient is reduced to parts in two micro-batches; copies are summed once."""
     alone = build(config, "none")
-    alone.backward(Rows(*batch(2 * ranks)), 0.5)
+    alone.backward(Microbatches(*batch(2 * ranks)), 0.5)
     (gradients, reduced, scattered), (others, *_) = run_ranks(summed, ranks, config, wrap, 2)[:2]
     _, reduced_once, scattered_once = run_ranks(summed, ranks, config, wrap, 1)[0]
     assert reduced == reduced_once
@@ -90,7 +91,7 @@ def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: 
 
 def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
     engine = build(config, "fsdp")
-    engine.evaluate(Rows(*batch(1)))
+    engine.evaluate(Microbatches(*batch(1)))
     gathered = sum(not isinstance(p, DTensor) for p in engine.parameters())
     data.part(engine.stages[0])
     return gathered, sum(not isinstance(p, DTensor) for p in engine.parameters())

@@ -22,7 +22,7 @@ from tests.parallelism.groups import LAYOUTS, count, now, store_traffic
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure
+from titan.errors import RunError
 from titan.parallelism import mesh
 from titan.parallelism.pipeline.runtime import Pipeline, Plan, link, linked, neighbours
 from titan.parallelism.schema import Layout
@@ -268,7 +268,7 @@ def stalling(places: list[str]) -> Callable[[Trainer], None]:
                     places.remove(place)
                     time.sleep(STALL)
                     if place.startswith("gone"):
-                        raise Failure("awake")
+                        raise RunError("awake")
                 return real(*arguments)
 
             setattr(trainer, name, method)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.machines import detector
 from titan.cluster import devices
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.model import attention
 from titan.parallelism import context_kernels
 from titan.parallelism.context_kernels import PADDED, Seen
@@ -114,7 +114,7 @@ def test_the_kernel_of_blocks(
     overrides += [f"precision={dtype}", f"model.head_dim={width}", f"dataset.mask_documents={documents}"]
     overrides += [f"parallelism.context_method={method}"]
     world: Any = SimpleNamespace(device=torch.device("cuda"), context=object())
-    refused = nullcontext() if kernel else pytest.raises(Refusal, match=f"training.attention={choice}")
+    refused = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
     with refused, FakeTensorMode():
         assert build._kernel(composed(overrides), world) == kernel
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 
 DEGREES = st.integers(1, 6)
@@ -38,7 +38,7 @@ def test_layout_has_the_devices_and_the_degrees_given(
     fixed = math.prod(d for d in {**degrees, "shard": 1}.values() if isinstance(d, int))
     try:
         layout = parallelism.layout(devices, limits)
-    except Refusal:
+    except ConfigError:
         assert devices % fixed, "refused although the degrees divide the devices"
         return
     assert layout.devices == devices
@@ -60,7 +60,7 @@ def test_closed_degrees_are_refused_unless_they_fit(degrees: dict[str, int], dev
     if product == devices:
         assert Parallelism(**degrees).layout(devices, {}).devices == devices
         return
-    with pytest.raises(Refusal, match=rf"makes {product} rank.*cluster.devices={product}\."):
+    with pytest.raises(ConfigError, match=rf"makes {product} rank.*cluster.devices={product}\."):
         Parallelism(**degrees).layout(devices, {})
 
 
@@ -84,7 +84,7 @@ def test_rules(degrees: dict[str, int | str], devices: int, limits: dict[str, in
 
 @pytest.mark.parametrize("name", DIMENSIONS)
 def test_no_degree_is_zero(name: str) -> None:
-    with pytest.raises(Refusal, match=rf"parallelism.{name}=0: must be 1 or more"):
+    with pytest.raises(ConfigError, match=rf"parallelism.{name}=0: must be 1 or more"):
         Parallelism(**{name: 0}).check()
 
 
@@ -94,7 +94,7 @@ def test_only_one_degree_takes_the_rest(names: set[str]) -> None:
     if len(names) <= 1:
         parallelism.check()
         return
-    with pytest.raises(Refusal, match="only one can take the rest"):
+    with pytest.raises(ConfigError, match="only one can take the rest"):
         parallelism.check()
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic
 from titan.parallelism.pipeline.arithmetic import SCHEDULES, Action, Deadlock, Overlap
 from titan.parallelism.pipeline.schedules import actions_of
@@ -111,7 +111,7 @@ def test_what_torch_refuses_is_refused(name: str, ranks: int) -> None:
         assert SCHEDULES[name].allows(ranks, laps, count) is built, (laps, count)
         try:
             arithmetic.check(name, ranks, ranks * laps, count)
-        except Refusal:
+        except ConfigError:
             assert not built, (laps, count)
         else:
             assert built, (laps, count)
@@ -254,7 +254,7 @@ def _loaded(ranks: int, laps: int, count: int) -> None:
 def _verdict(attempt: Any) -> str:
     try:
         attempt()
-    except (Refusal, AssertionError, IndexError) as error:  # torch can fail to print what it refuses
+    except (ConfigError, AssertionError, IndexError) as error:  # torch can fail to print what it refuses
         return "out of turn" if "out of turn" in str(error) else "no"
     return "yes"
 
@@ -419,7 +419,7 @@ def test_negative_costs_are_no_costs() -> None:
     ],
 )
 def test_refusals(attempt: Any, words: list[str]) -> None:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         attempt()
     _plain(str(refusal.value), words)
 
@@ -459,18 +459,18 @@ def _plain(sentence: str, words: list[str]) -> None:
 def test_refused_files(text: str, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text(text)
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         arithmetic.check(str(path), 2, 2, 2)
     _plain(str(refusal.value), [f"parallelism.schedule={path}", *words])
 
 
 def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
     for path, word in ((tmp_path / "none.csv", "no such file"), (tmp_path, "can't be read")):
-        with pytest.raises(Refusal, match=word):
+        with pytest.raises(ConfigError, match=word):
             arithmetic.read_csv(path)
     binary = tmp_path / "binary.csv"
     binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(Refusal, match="can't be read"):
+    with pytest.raises(ConfigError, match="can't be read"):
         arithmetic.read_csv(binary)
 
 
@@ -486,7 +486,7 @@ def test_files_have_their_own_numbers(
     ranks: int, count: int, microbatches: int, words: list[str], tmp_path: Path
 ) -> None:
     path = written(arithmetic.order("1F1B", 2, 1, 4), tmp_path / "order.csv")
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         arithmetic.check(str(path), ranks, count, microbatches)
     _plain(str(refusal.value), words)
 

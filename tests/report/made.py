@@ -21,7 +21,7 @@ from titan.run.compose import composed
 from titan.run.recipe import Run, as_config
 from titan.sweep import ledger
 from titan.sweep.ledger import Asked
-from titan.training.schema import lr_factor
+from titan.training.lr_schedule import lr_factor
 
 BEGAN = 1_760_000_000
 """When the first life of every made run began, in seconds since 1970."""

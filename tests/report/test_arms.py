@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.made import H200, Story, made
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.report import variants
 from titan.report.collect import collect
 from titan.report.variants import Group
@@ -106,7 +106,7 @@ def test_the_baseline(option: str | None, asked: dict[str, str], places: list[in
     if places is not None:
         assert variants.baselines(found, option, asked) == places
         return
-    with pytest.raises(Refusal, match=f"baseline={option}: fits"):
+    with pytest.raises(ConfigError, match=f"baseline={option}: fits"):
         variants.baselines(found, option, asked)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.report.made import BEGAN, Life, Story, made, read_lines, swept, write_lines
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.report import columns
 from titan.report.collect import collect
 from titan.sweep.ledger import Asked
@@ -41,7 +41,7 @@ def test_a_copy_of_checkpoints_is_no_run(tmp_path: Path) -> None:
 )
 def test_a_directory_without_runs_is_refused(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Refusal, match=words):
+    with pytest.raises(ConfigError, match=words):
         collect([tmp_path / name])
 
 

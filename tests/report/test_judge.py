@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.report.made import H200, Life, Story, made, swept
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.report.comparison import Options, compare
 from titan.sweep.ledger import Asked
 
@@ -36,7 +36,7 @@ def test_the_baseline_comes_first(tmp_path: Path) -> None:
     made(tmp_path / "a", S, SINGLE)
     made(tmp_path / "b", S, FSDP)
     assert compare([tmp_path], Options(baseline=FSDP)).arms[0].label == FSDP
-    with pytest.raises(Refusal, match="baseline=parallelism=tp"):
+    with pytest.raises(ConfigError, match="baseline=parallelism=tp"):
         compare([tmp_path], Options(baseline="parallelism=tp"))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.report import statistics
 from titan.report.statistics import (
     blocks,
@@ -167,7 +167,7 @@ def test_a_short_series_has_no_blocks(count: int) -> None:
 
 def test_without_scipy_the_refusal_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(Refusal, match=r"pip install 'titan\[compare\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'titan\[compare\]'"):
         statistics.paired([1.0, 2.0]).interval()
 
 

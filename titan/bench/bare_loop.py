@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from titan.compile.schema import Compile
-from titan.dataset.loader import Loader, Shape, Share
+from titan.dataset.loader import Loader, Shape
 from titan.dataset.mixture import Mix
-from titan.memory import schema as memory
+from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import init_weights, loss
-from titan.precision import schema as precision
+from titan.parallelism.data_shard import DataShard
+from titan.precision.cast import set_compute_dtype
 from titan.run.recipe import Run
 
 
@@ -38,10 +39,10 @@ class BareLoop:
         with torch.device("meta"):
             self.model: Any = run.model.build()
         if not autocast:
-            precision.apply(self.model, run.precision, run.precision.choose(run.model.products()).taken)
+            set_compute_dtype(self.model, run.precision, run.precision.choose(run.model.products()).taken)
         if run.training.loss_chunk is not None and self.model.head is not None:
             self.model.head.chunked = partial(loss.chunked, chunk=run.training.loss_chunk)
-        memory.apply(self.model.blocks(), run.memory)
+        checkpoint_blocks(self.model.blocks(), run.memory)
         self.loss = self._compiled(run.compile)
         init_weights.materialise(self.model, self.model.initial(), run.training.seed, device)
         self.optimizer = run.optimizer.build(self.model.named_parameters())
@@ -77,7 +78,7 @@ class BareLoop:
 
 def _preload(run: Run, mix: Mix, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
     shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
-    with Loader(mix, run.training, Share(0, 1), shape) as loader:
+    with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
         batches = [torch.from_numpy(next(loader).fields[:2]).to(device).long() for _ in range(count)]
     return [(tokens, targets) for tokens, targets in batches]
 

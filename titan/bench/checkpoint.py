@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.metrics.plot import read_lines
 from titan.run.recipe import Run
 
@@ -93,7 +93,7 @@ def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train
         how = [f"checkpoint={mode}", f"checkpoint.every={EVERY}", "checkpoint.keep=1", "checkpoint.grace=0"]
         place = folder / mode
         if train([*overrides, *how, f"training.steps={steps}", f"hydra.run.dir={place}"], place):
-            raise Refusal(f"checkpoint={mode}: the run that was to be measured failed; try it with titan.train.")
+            raise ConfigError(f"checkpoint={mode}: the run that was to be measured failed; try it with titan.train.")
         found.append(taken(mode, read_lines(place / "metrics.jsonl"), steps))
         shutil.rmtree(place)
         print(found[-1].row(), flush=True)

@@ -27,10 +27,11 @@ from titan.bench.measure import SIDES, Speed, environment
 from titan.bench.suites import Case, cpu_cases, gpu_cases
 from titan.cluster.environment import before_torch
 from titan.config.arguments import version
-from titan.config.settings import Refusal
+from titan.console.numbers import billions
+from titan.errors import ConfigError, exit_code
 from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
-from titan.run.recipe import Run, billions
+from titan.run.recipe import Run
 
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "metrics.validation_tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
@@ -40,7 +41,7 @@ Titled = TypeVar("Titled", Case, activation_modes.Mode)
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line; returns the exit code."""
     before_torch(os.environ)
-    return compose.exit_code(lambda: _main(*_parser().parse_known_args(argv)))
+    return exit_code(lambda: _main(*_parser().parse_known_args(argv)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,9 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _main(args: argparse.Namespace, overrides: list[str]) -> int:
     if min(args.rounds, args.steps) < 1:
-        raise Refusal(f"--rounds {args.rounds} --steps {args.steps}: must be at least 1.")
+        raise ConfigError(f"--rounds {args.rounds} --steps {args.steps}: must be at least 1.")
     if args.json is not None and not args.json.parent.is_dir():
-        raise Refusal(f"--json {args.json}: there is no directory {args.json.parent}; give another file.")
+        raise ConfigError(f"--json {args.json}: there is no directory {args.json.parent}; give another file.")
     if args.alone == "waits":
         return measure.waits_alone(overrides)
     if args.alone:
@@ -76,7 +77,7 @@ def _main(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise Refusal(f"{message}; see --help.")
+    raise ConfigError(f"{message}; see --help.")
 
 
 def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
@@ -136,7 +137,7 @@ def _named(text: str, cases: Iterable[Titled]) -> list[Titled]:
     found = [case for case in known if text in case.title]
     if not found:
         titles = "; ".join(case.title for case in known)
-        raise Refusal(f"--case {text}: no case's title holds this; give a part of one of: {titles}.")
+        raise ConfigError(f"--case {text}: no case's title holds this; give a part of one of: {titles}.")
     return found
 
 
@@ -147,7 +148,7 @@ def _speeds(
     for case in cases:
         try:
             found = measure.speed(case, base, ceilings, args.rounds, args.steps)
-        except Refusal as refusal:
+        except ConfigError as refusal:
             print(f"{case.title:<34} left out: {refusal}", flush=True)
         else:
             print(found.rows(), flush=True)
@@ -172,7 +173,7 @@ def _waits(cases: Sequence[Case], base: Sequence[str]) -> dict[str, Any]:
     for case in {(case.overrides[0], _kind(case)): case for case in reversed(cases)}.values():
         try:
             seen = measure.waits([*base, *case.overrides])
-        except Refusal as refusal:
+        except ConfigError as refusal:
             seen = measure.Waits(failure=str(refusal))
         found[case.title] = asdict(seen)
         print(f"{case.title}: {seen.describe()}", flush=True)
@@ -259,12 +260,13 @@ def _ceilings(run: Run) -> dict[str, float]:
 def _loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
     """Tokens/s through the loader, against the fastest training above."""
     from titan.dataset.corpora import mixed, opened, ready
-    from titan.dataset.loader import Loader, Shape, Share
+    from titan.dataset.loader import Loader, Shape
+    from titan.parallelism.data_shard import DataShard
 
     mix = mixed(run.dataset, run.training, opened(ready(run.dataset)))
     steps = max(20, 2_000_000 // run.training.global_batch)
     shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
-    with Loader(mix, run.training, Share(0, 1), shape) as loader:
+    with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
         next(loader)
         start = time.perf_counter()
         for _ in range(steps):
@@ -296,7 +298,7 @@ def _seconds_until(text: str, command: list[str]) -> float:
             if text and not found and line.startswith(text):
                 found = time.perf_counter() - start
     if process.returncode:
-        raise Refusal(f"{' '.join(command)}: ended with exit code {process.returncode}; see its message above.")
+        raise ConfigError(f"{' '.join(command)}: ended with exit code {process.returncode}; see its message above.")
     return found or time.perf_counter() - start
 
 
@@ -318,5 +320,5 @@ def _output(command: list[str]) -> str:
     """The last line that a Python command prints."""
     done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment())
     if done.returncode:
-        raise Refusal(f"{' '.join(command)}: ended with exit code {done.returncode}; see its message above.")
+        raise ConfigError(f"{' '.join(command)}: ended with exit code {done.returncode}; see its message above.")
     return done.stdout.strip().splitlines()[-1]

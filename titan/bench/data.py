@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from titan.bench import reading as measure_reading
-from titan.config.settings import Refusal
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import checksum
 from titan.dataset.schema import Jsonl
 from titan.dataset.sources.local import stdlib
 from titan.dataset.tokenizers.base import RankTokenizer, load_tokenizer
+from titan.errors import ConfigError
 
 FILES = 16
 KILLED_MB = 24
@@ -45,7 +45,7 @@ def suite(
         sizes: of the texts, in megabytes, whose preparation's memory is taken.
 
     Raises:
-        Refusal: when a preparation that was measured did not end well.
+        ConfigError: when a preparation that was measured did not end well.
     """
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as name:
         place = Path(name)
@@ -117,7 +117,9 @@ def _kills(place: Path, kills: int) -> dict[str, Any]:
         folder, _ = _run(place, cache)
         twice += _made_again(place / cache, made)
         if _checksums(folder) != _checksums(undisturbed):
-            raise Refusal("--suite data: a preparation that was killed came out otherwise; that is a fault of titan.")
+            raise ConfigError(
+                "--suite data: a preparation that was killed came out otherwise; that is a fault of titan."
+            )
     print(f"killed {done} times in {starts} preparations: the files are the same, {twice} finished units made again")
     return {"kills": done, "preparations": starts, "made_again": twice}
 
@@ -146,7 +148,7 @@ def _run(place: Path, cache: str, limit: float | None = None) -> Any:
             os.killpg(process.pid, signal.SIGKILL)
             return None
     if code:
-        raise Refusal(f"--suite data: preparing ended with exit code {code}; see python -m titan.prepare.")
+        raise ConfigError(f"--suite data: preparing ended with exit code {code}; see python -m titan.prepare.")
     (folder,) = (place / cache / "datasets").iterdir()
     return folder, time.perf_counter() - start
 
@@ -167,7 +169,7 @@ def _memory(place: Path, megabytes: int) -> dict[str, float]:
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=_environment())
     if done.returncode:
-        raise Refusal(f"--suite data: preparing ended with exit code {done.returncode}; see its message above.")
+        raise ConfigError(f"--suite data: preparing ended with exit code {done.returncode}; see its message above.")
     seconds, mebibytes = time.perf_counter() - start, int(done.stdout) / 1024
     print(f"peak memory for {megabytes:,} MB: {mebibytes:.0f} MiB ({seconds:.0f} s)", flush=True)
     return {"megabytes": megabytes, "peak_mebibytes": mebibytes, "seconds": seconds}

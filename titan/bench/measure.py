@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from titan.bench.suites import Case
 from titan.cluster.devices import peak_tflops
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.estimate.roofline import Limit, limit, rates
 from titan.run import attempts, compose
 from titan.run.recipe import Run
@@ -105,7 +105,7 @@ def speed(case: Case, overrides: Sequence[str], ceilings: Mapping[str, float], r
         rounds, steps: rounds that both sides train, and steps of each.
 
     Raises:
-        Refusal: where the case can't be composed here.
+        ConfigError: where the case can't be composed here.
     """
     run = compose.composed([*overrides, *case.overrides])
     how = apart if run.machine.device == "cuda" else together
@@ -213,7 +213,7 @@ def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]]]:
         run = replace(run, directory=folder)
         life = attempts.begin(run)
         if isinstance(life, attempts.Finished):
-            raise Refusal(f"{folder} holds a finished run; empty it.")
+            raise ConfigError(f"{folder} holds a finished run; empty it.")
         world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
         ours = Trainer(run, life, world, assemble(run, world), Stop())
         with Recorder(run, life, print) as recorder, ours.loader:
@@ -230,7 +230,7 @@ def profile(case: Case, overrides: Sequence[str], steps: int, rows: int = 25) ->
     """The operators that a case's steps take longest in, by their own time on the device, as torch.profiler's table.
 
     Raises:
-        Refusal: where the case can't be composed here.
+        ConfigError: where the case can't be composed here.
     """
     import torch
     from torch.profiler import ProfilerActivity
@@ -265,7 +265,7 @@ def waits(overrides: Sequence[str]) -> Waits:
     """Whether a recipe's steps wait, seen in a process of its own, which gives its memory back.
 
     Raises:
-        Refusal: where the recipe can't be composed here.
+        ConfigError: where the recipe can't be composed here.
     """
     compose.composed(overrides)
     return Waits(**_started("waits", [], overrides))

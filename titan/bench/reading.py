@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from titan.dataset.corpora import mixed, opened, ready
-from titan.dataset.loader import Loader, Shape, Share
+from titan.dataset.loader import Loader, Shape
 from titan.dataset.mixture import Mix
 from titan.dataset.permutation import Order
 from titan.dataset.schema import Synthetic
+from titan.parallelism.data_shard import DataShard
 from titan.training.schema import Training
 
 SEQ_LENS = (256, 2048, 8192)
@@ -87,7 +88,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 def _loader(mix: Mix, training: Training, steps: int) -> None:
     shape = Shape(1, training.rows, training.seq_len)
-    with Loader(mix, training, Share(0, 1), shape) as loader:
+    with Loader(mix, training, DataShard(0, 1), shape) as loader:
         for _ in range(steps):
             next(loader)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from titan.checkpoint.manifest import Damaged
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.parallelism.exchange import Exchange
 
 T = TypeVar("T")
@@ -210,7 +210,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, _Error | None]:
         return work(), None
     except (Exception, CheckpointException) as error:  # which is no Exception
         damaged = isinstance(error, Damaged) or (isinstance(error, Unsaved) and error.damaged)
-        return None, _Error(reason(error), damaged, isinstance(error, Refusal))
+        return None, _Error(reason(error), damaged, isinstance(error, ConfigError))
 
 
 def reason(error: BaseException) -> str:
@@ -218,7 +218,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(first)}" if len(error.failures) > 1 or rank else reason(first)
-    if isinstance(error, (Damaged, Refusal, Unsaved)):
+    if isinstance(error, (Damaged, ConfigError, Unsaved)):
         return str(error)
     cause: BaseException | None = error
     while cause is not None:  # torch's file writer raises an error of its own from the system's

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, get_type_hints
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.files import untrusted
 
 FORMAT = 2
@@ -216,10 +216,10 @@ def check_resumable(manifest: Manifest, path: str, setting: str = "checkpoint.re
     """Refuse to go on from weights alone: a converted checkpoint has neither optimizer nor position in the data.
 
     Raises:
-        Refusal: when it is one.
+        ConfigError: when it is one.
     """
     if not manifest.data:
-        raise Refusal(f"{setting}={path}: holds weights only; start from it with checkpoint.weights={path}.")
+        raise ConfigError(f"{setting}={path}: holds weights only; start from it with checkpoint.weights={path}.")
 
 
 def read(folder: Path) -> Manifest | None:

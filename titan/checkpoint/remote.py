@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.files.untrusted import check, file_name, parse_object, shown
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Remote:
         """Take the URL, or a folder's path; nothing is read yet.
 
         Raises:
-            Refusal: when there is no such protocol, or its package is missing.
+            ConfigError: when there is no such protocol, or its package is missing.
         """
         self.url = url.rstrip("/")
         try:
@@ -51,7 +51,9 @@ class Remote:
             for part in self.url.split("::"):
                 get_filesystem_class(get_protocol(part))
         except (ImportError, ValueError) as error:
-            raise Refusal(f"{setting}={url}: can't be used ({error}); correct it, or install what it needs.") from error
+            raise ConfigError(
+                f"{setting}={url}: can't be used ({error}); correct it, or install what it needs."
+            ) from error
 
     @cached_property
     def _place(self) -> tuple[Any, str]:

@@ -18,7 +18,8 @@ from titan.checkpoint.coordinator import Talk, Unsaved, reason
 from titan.checkpoint.manager import state_of
 from titan.checkpoint.manifest import Damaged, File
 from titan.checkpoint.reader import METADATA, Foreign, Reader
-from titan.config.settings import Failure, Refusal, show
+from titan.config.settings import show
+from titan.errors import ConfigError, RunError
 from titan.training.train_step import Engine
 from titan.weights.formats import open_weights
 from titan.weights.load import load_weights
@@ -35,11 +36,11 @@ def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
         checksums: look at the files' content too, not only at their sizes.
 
     Raises:
-        Failure: when a rank can't read it for a reason that may pass, or lacks what rank 0 has: that is no damage.
+        RunError: when a rank can't read it for a reason that may pass, or lacks what rank 0 has: that is no damage.
     """
     wrong = talk.collect(lambda: _whole(folder, talk, checksums), lambda found: _judged(folder, found))
     if wrong and wrong.passing:
-        raise Failure(
+        raise RunError(
             f"the checkpoint {folder} can't be read by {wrong.words}; see that all ranks can, and give the same "
             "command again. Nothing was changed."
         )
@@ -102,15 +103,15 @@ def restore(engine: Engine, folder: Path, talk: Talk) -> None:
     The optimizer must have its state already (`titan.checkpoint.manager.prime`).
 
     Raises:
-        Refusal: when the checkpoint is of another model or optimizer.
-        Failure: when it can't be read.
+        ConfigError: when the checkpoint is of another model or optimizer.
+        RunError: when it can't be read.
     """
     state, reader = state_of(engine), Reader(folder)
     try:
         _compare(state, reader, talk)
         talk.each(lambda: load(state, storage_reader=reader, no_dist=True))  # each rank plans for itself what it reads
     except (Unsaved, OSError, RuntimeError) as error:
-        raise Failure(
+        raise RunError(
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
             "one before it."
         ) from error
@@ -122,13 +123,13 @@ def start_from(engine: Engine, path: str, talk: Talk) -> None:
     """Load given weights, of any format, and leave the optimizer as new; all ranks call it together.
 
     Raises:
-        Refusal: when they don't fit, or a file is broken.
+        ConfigError: when they don't fit, or a file is broken.
     """
     parameters = {name: parameter.detach() for name, parameter in engine.named_parameters()}
     try:
         talk.each(lambda: load_weights(parameters, open_weights(path), no_dist=True))
     except Unsaved as error:
-        raise (Refusal if error.refused else Failure)(str(error)) from error
+        raise (ConfigError if error.refused else RunError)(str(error)) from error
     if engine.twins is not None:
         engine.twins.align(engine.optimizer)
 
@@ -143,7 +144,7 @@ def _compare(state: Mapping[str, Tensor], reader: Reader, talk: Talk) -> None:
     mine = {name: tuple(tensor.shape) for name, tensor in state.items()}
     part = _Part({n: shape for n, shape in mine.items() if there.get(n) != shape}, bytes(n in mine for n in there))
     if words := talk.collect(lambda: part, lambda parts: _differ(there, parts, reader.path)):
-        raise Refusal(words)
+        raise ConfigError(words)
 
 
 class _Part(NamedTuple):

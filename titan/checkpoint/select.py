@@ -14,7 +14,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Damaged, Manifest
 from titan.checkpoint.remote import INDEX, Remote, is_url, of
 from titan.checkpoint.schema import Checkpoint
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.files.untrusted import shown
 
 COUNTS = {"hf": "config.json", "meta": "params.json"}
@@ -46,7 +46,7 @@ def newest(
         run_id: the run's, where it has begun already.
 
     Raises:
-        Refusal: when it can't be told whether there is any.
+        ConfigError: when it can't be told whether there is any.
     """
     here, notes = _here(directory, run_id)
     if elsewhere is None:
@@ -54,7 +54,7 @@ def newest(
     remote = of(elsewhere, str(directory))
     try:
         if run_id and remote.run_id() not in (None, run_id):
-            raise Refusal(
+            raise ConfigError(
                 f"checkpoint.path={elsewhere}: has copies of another run of the same name, at {remote.url}; give "
                 "another checkpoint.path, or another name."
             )
@@ -62,7 +62,7 @@ def newest(
         return found or here, (*notes, *more)
     except (OSError, ValueError, KeyError, Damaged) as error:
         if here is None:
-            raise Refusal(
+            raise ConfigError(
                 f"checkpoint.path={elsewhere}: can't be read ({error}), and there is no checkpoint in {directory}; "
                 "mend that, or give checkpoint.path=null."
             ) from error
@@ -101,7 +101,7 @@ def _there(remote: Remote, after: int, run_id: str | None) -> tuple[Candidate | 
 def _here(directory: Path, run_id: str | None = None) -> tuple[Candidate | None, tuple[str, ...]]:
     last, notes, place = None, [], directory / "checkpoints"
     if place.exists() and not place.is_dir():
-        raise Refusal(
+        raise ConfigError(
             f"hydra.run.dir={directory}: {place.name} in it is a file, where the folder of checkpoints should be; "
             "move it away, or choose another name."
         )
@@ -133,7 +133,7 @@ def named(path: str, setting: str = "checkpoint.resume") -> Candidate:
     """The checkpoint that `setting=path` means: one of them, or the last complete one of a run; a folder or a URL.
 
     Raises:
-        Refusal: when there is none.
+        ConfigError: when there is none.
     """
     return _named_elsewhere(path, setting) if is_url(path) else _named_here(path, setting)
 
@@ -141,19 +141,19 @@ def named(path: str, setting: str = "checkpoint.resume") -> Candidate:
 def _named_here(path: str, setting: str) -> Candidate:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
-        raise Refusal(f"{setting}={path}: there is no such directory; correct the path.")
+        raise ConfigError(f"{setting}={path}: there is no such directory; correct the path.")
     if (folder / INDEX).is_file():  # copies, in a folder
         return _named_elsewhere(str(folder), setting)
     try:
         about = manifest.inspect(folder)
     except Damaged as damage:
-        raise Refusal(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
+        raise ConfigError(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
     last, notes = (Candidate(str(folder), about), ()) if about else _here(folder)
     if last is None:
         why = f" ({'; '.join(notes)})" if notes else ""
         others = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
         way = f"take its weights: checkpoint.weights={path}" if others else "give a run's or a checkpoint's folder"
-        raise Refusal(f"{setting}={path}: holds no complete checkpoint{why}; {way}.")
+        raise ConfigError(f"{setting}={path}: holds no complete checkpoint{why}; {way}.")
     return replace(last, notes=notes)
 
 
@@ -167,5 +167,7 @@ def _named_elsewhere(url: str, setting: str) -> Candidate:
         if steps:
             return Candidate(f"{remote.url}/step-{max(steps)}", remote.manifest(max(steps)))
     except (OSError, Damaged, ValueError, KeyError) as error:
-        raise Refusal(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
-    raise Refusal(f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them.")
+        raise ConfigError(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
+    raise ConfigError(
+        f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them."
+    )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan.cluster.schema import Cluster
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 
 GIB = 1024**3
 SMI_SECONDS = 20.0  # a driver without persistence mode wakes eight GPUs for several seconds
@@ -230,7 +230,7 @@ def detect(device: str = "auto", probe: Probe | None = None) -> Machine:
         probe: how to look; by default at the real machine.
 
     Raises:
-        Refusal: for "cuda" where no GPU can be used.
+        ConfigError: for "cuda" where no GPU can be used.
     """
     probe = probe or Probe()
     if device == "cpu":
@@ -240,7 +240,7 @@ def detect(device: str = "auto", probe: Probe | None = None) -> Machine:
         return _gpu_machine(found.gpus, probe)
     unused = f"{len(found.unused)} x {found.unused[0].name} not used: {found.reason}" if found.unused else ""
     if device == "cuda":
-        raise Refusal(f"cluster.device=cuda: {unused or found.reason}; {found.cure}, or use cluster.device=cpu.")
+        raise ConfigError(f"cluster.device=cuda: {unused or found.reason}; {found.cure}, or use cluster.device=cpu.")
     return dataclasses.replace(_cpu(probe), note=unused)
 
 

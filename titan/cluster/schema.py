@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from titan.config.settings import Refusal, setting, show
+from titan.config.settings import setting, show
+from titan.errors import ConfigError
 
 TAKEN = {
     "array",
@@ -142,29 +143,29 @@ class Cluster:
         """Refuse what no job can have.
 
         Raises:
-            Refusal: naming the setting to change.
+            ConfigError: naming the setting to change.
         """
         if self.step_seconds > self.timeout:
-            raise Refusal(
+            raise ConfigError(
                 f"cluster.step_timeout={self.step_timeout:g}: longer than cluster.timeout={self.timeout:g}, which is "
                 "for what takes longer than a step; give a smaller one, or a larger cluster.timeout."
             )
         limit = minutes(self.time)
         if limit is not None and 60 * limit <= self.signal_seconds:
-            raise Refusal(
+            raise ConfigError(
                 f"cluster.time={self.time}: no longer than cluster.signal_seconds={self.signal_seconds}, so a run "
                 "would be told to end as it begins; give more time, or a smaller cluster.signal_seconds."
             )
         if odd := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
-            raise Refusal(
+            raise ConfigError(
                 f"cluster.environment={show(self.environment)}: no variable can be named {odd[0]}; correct it."
             )
         if taken := sorted(set(self.sbatch or {}) & TAKEN):
-            raise Refusal(f"cluster.sbatch={show(self.sbatch)}: titan gives {taken[0]} itself; leave it out.")
+            raise ConfigError(f"cluster.sbatch={show(self.sbatch)}: titan gives {taken[0]} itself; leave it out.")
         if self.container != "none" and self.image is None:
-            raise Refusal(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
+            raise ConfigError(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
         if self.container == "none" and (self.image or self.mounts):
-            raise Refusal(
+            raise ConfigError(
                 f"cluster.image={self.image}: no container is chosen; give cluster.container=pyxis or apptainer."
             )
 
@@ -175,23 +176,23 @@ def minutes(time: str | None) -> int | None:
     Takes what sbatch takes: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
 
     Raises:
-        Refusal: where it is none of these.
+        ConfigError: where it is none of these.
     """
     if time is None:
         return None
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if not match:
-        raise Refusal(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
+        raise ConfigError(f"cluster.time={time}: not understood; give minutes, HH:MM:SS or D-HH:MM:SS.")
     days, *rest = (None if g is None else int(g) for g in match.groups())
     given = [part for part in rest if part is not None]
     if any(part > 59 for part in given[1:]) or (days is not None and given[0] > 23):
-        raise Refusal(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
+        raise ConfigError(f"cluster.time={time}: hours end at 23 after days, minutes and seconds at 59; correct it.")
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
     seconds = (days or 0) * 86400 + sum(n * unit for n, unit in zip(given, units, strict=False))
     if seconds > LONGEST_DAYS * 86400:
-        raise Refusal(
+        raise ConfigError(
             f"cluster.time={time}: must be at most {LONGEST_DAYS} days; give minutes, HH:MM:SS or D-HH:MM:SS."
         )
     if seconds == 0:
-        raise Refusal(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
+        raise ConfigError(f"cluster.time={time}: must be above zero; give minutes, HH:MM:SS or D-HH:MM:SS.")
     return -(-seconds // 60)

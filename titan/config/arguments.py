@@ -18,7 +18,8 @@ import yaml
 
 import titan
 from titan.config import settings
-from titan.config.settings import MISSING, Refusal, nearest
+from titan.config.settings import MISSING, nearest
+from titan.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
     """An instance of the frozen dataclass `cls`, whose fields are settings, from a command line.
 
     Raises:
-        Refusal: on what is no `KEY=VALUE`, on an unknown key, one given twice, a value of the wrong type or out of
+        ConfigError: on what is no `KEY=VALUE`, on an unknown key, one given twice, a value of the wrong type or out of
             range, and on one that is missing.
     """
     hints = typing.get_type_hints(cls)
@@ -36,15 +37,17 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
     for argument in argv:
         key, equals, text = argument.partition("=")
         if not equals or not key:
-            raise Refusal(f"{argument}: not understood; give KEY=VALUE, or --help for what there is.")
+            raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or --help for what there is.")
         if key not in fields:
-            raise Refusal(f"{argument}: there is no such setting{nearest(key, fields)}")
+            raise ConfigError(f"{argument}: there is no such setting{nearest(key, fields)}")
         if fields[key].name in values:
-            raise Refusal(f"{argument}: {key} is given twice; leave one out.")
+            raise ConfigError(f"{argument}: {key} is given twice; leave one out.")
         values[fields[key].name] = _value(argument, text, hints[fields[key].name])
     for key, field in fields.items():
         if field.name not in values and field.default in (MISSING, dataclasses.MISSING):
-            raise Refusal(f"{key} is missing: {field.metadata.get('help') or 'a value is needed'}; give {key}=VALUE.")
+            raise ConfigError(
+                f"{key} is missing: {field.metadata.get('help') or 'a value is needed'}; give {key}=VALUE."
+            )
     return typing.cast(T, settings.build(cls, values))
 
 
@@ -86,4 +89,4 @@ def _value(argument: str, text: str, kind: Any) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise Refusal(f"{argument}: not understood; correct the value.") from error
+        raise ConfigError(f"{argument}: not understood; correct the value.") from error

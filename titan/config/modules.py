@@ -15,7 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf
 
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
+from titan.errors import ConfigError
 
 VARIABLE = "TITAN_MODULES"
 HYDRA = ("titan", "experiments", "hydra.experimental.callbacks", "logging", "colorlog", "sys")
@@ -44,12 +45,12 @@ def check(modules: Any, trusted: Sequence[str]) -> None:
     """Refuse `modules` of the composed configuration that the user has not named.
 
     Raises:
-        Refusal: naming them, and what to do when they are trusted.
+        ConfigError: naming them, and what to do when they are trusted.
     """
     if not isinstance(modules, list):
-        raise Refusal(f"modules={modules}: expected a list, such as modules=[mine].")
+        raise ConfigError(f"modules={modules}: expected a list, such as modules=[mine].")
     if unknown := [str(name) for name in modules if str(name) not in trusted]:
-        raise Refusal(
+        raise ConfigError(
             f"modules={show(unknown)}: a configuration file asks for it, and only you may let code be imported; if you "
             f"trust it, give modules={show(unknown)} on the command line, or set {VARIABLE}={','.join(unknown)}."
         )
@@ -59,14 +60,14 @@ def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Refuse callbacks and loggers in Hydra's own settings that would import what the user has not named.
 
     Raises:
-        Refusal: naming the first.
+        ConfigError: naming the first.
     """
     roots = (*HYDRA, *trusted(overrides))
     content: Any = OmegaConf.to_container(cfg.hydra, resolve=False)
     for part in ("callbacks", "hydra_logging", "job_logging"):
         for name in _imports(content.get(part)):
             if name.startswith("logging.config") or not name.startswith(tuple(f"{r}." for r in roots)):
-                raise Refusal(
+                raise ConfigError(
                     f"hydra.{part}: names {name}, and only you may let code be imported; take it out, or give "
                     f"modules=[{name.partition('.')[0]}]."
                 )

@@ -2,7 +2,7 @@
 
 A schema is a frozen dataclass whose fields come from `setting(default, help, ...)`. `build` turns what Hydra
 composed (plain dicts, lists and scalars) into instances of it, strictly: an unknown key, a wrong type or a value out
-of range raises a `Refusal`, a sentence that names the setting, its value and the way out.
+of range raises a `ConfigError`, a sentence that names the setting, its value and the way out.
 
 Nothing here imports torch or Hydra, so that schemas stay cheap to load.
 """
@@ -12,18 +12,17 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import difflib
-import errno
 import importlib
 import math
 import operator
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import place
-from titan.console.text import escape, is_redacted, safe
+from titan.console.text import escape, is_redacted
+from titan.errors import ConfigError
 
 MISSING = "???"
 """OmegaConf's mark for a value that the user has to give."""
@@ -41,36 +40,6 @@ LONGEST = 4096
 """Characters of a text: what a path may have."""
 LONG_WORD, SHOWN = 240, (100, 40)
 """A longer word is cut in messages, to so many of its first and last characters."""
-
-
-class _Sentence(Exception):
-    """A sentence for the user; whatever names and URLs it quotes, it holds no secret and stays one line."""
-
-    def __init__(self, sentence: str = "") -> None:
-        super().__init__(safe(sentence))
-
-
-class Refusal(_Sentence):
-    """What can't work, in one plain sentence for the user: the program ends with exit code 2, without a traceback."""
-
-
-class Failure(_Sentence):
-    """What made a run fail, in one plain sentence for the user: exit code 1, without a traceback."""
-
-
-_EXHAUSTED = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS), "mend that file system, or choose another place"),
-    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
-}
-
-
-def fault(error: BaseException) -> str | None:
-    """What this machine lacks, in a sentence for the user; None for an error of another kind, such as one of ours."""
-    if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
-        return None
-    where = f"{error.filename}: " if error.filename else ""
-    return f"{where}{error.strerror}; {_EXHAUSTED[error.errno]}, and give the same command again."
 
 
 def setting(
@@ -133,17 +102,17 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
         allowed: packages that `_target_` may name beside titan and experiments.
 
     Raises:
-        Refusal: on an unknown key, a wrong type, a value out of range or one that is missing.
+        ConfigError: on an unknown key, a wrong type, a value out of range or one that is missing.
     """
     if not isinstance(data, Mapping):
-        raise Refusal(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
+        raise ConfigError(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
     data = dict(data)
     if "_target_" in data and hasattr(cls, "build"):
         cls = _target(show(data.pop("_target_")), path, allowed)
     values = parts(cls, data, path, allowed)
     for name, field in _fields(cls).items():
         if values.get(name, field.default) in (MISSING, dataclasses.MISSING):
-            raise Refusal(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
+            raise ConfigError(f"{_join(path, name)} is missing: {_help(field)}; give it as {_join(path, name)}=VALUE.")
     return cls(**values)
 
 
@@ -151,14 +120,14 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
     """The values of those fields of the schema `cls` that `data` has; see `build`.
 
     Raises:
-        Refusal: as `build`, but for what is missing.
+        ConfigError: as `build`, but for what is missing.
     """
     fields, hints = _fields(cls), typing.get_type_hints(cls)
     for key in data:
         if key not in fields:
             where = _join(path, str(key))
             names = [_join(path, name) for name in fields]
-            raise Refusal(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
+            raise ConfigError(f"{where}={show(data[key])}: there is no such setting{nearest(where, names)}")
     values = {}
     for name, value in sorted(data.items(), key=_imports_last):
         where, kind = _join(path, name.rstrip("_")), hints[name]
@@ -188,7 +157,7 @@ def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
     """Refuse every `_target_` in composed `data` that may not be named, before any of them is imported.
 
     Raises:
-        Refusal: naming the first.
+        ConfigError: naming the first.
     """
     if isinstance(data, Mapping):
         if isinstance(name := data.get("_target_"), str):
@@ -271,7 +240,7 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
     roots = ("titan", "experiments", *allowed)
     module = name.rpartition(".")[0]
     if not any(module == root or module.startswith(root + ".") for root in roots):
-        raise Refusal(
+        raise ConfigError(
             f"{path}._target_={name}: only classes under {', '.join(roots)} may be named; "
             f"if you trust this one, add modules=[{module.partition('.')[0] or name}]."
         )
@@ -284,9 +253,9 @@ def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise Refusal(f"{path}._target_={name}: no such class ({error}); correct the name.") from error
+        raise ConfigError(f"{path}._target_={name}: no such class ({error}); correct the name.") from error
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls) and hasattr(cls, "build")):
-        raise Refusal(f"{path}._target_={name}: must be a dataclass with a method build; name another class.")
+        raise ConfigError(f"{path}._target_={name}: must be a dataclass with a method build; name another class.")
     return cls
 
 
@@ -321,9 +290,11 @@ def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         cap = metadata.get("cap") or LARGEST[type(value)]
         if not math.isfinite(value):
-            raise Refusal(f"{typed}: must be a finite number.")
+            raise ConfigError(f"{typed}: must be a finite number.")
         if abs(value) > cap:
-            raise Refusal(f"{typed}: must be at {f'most {_number(cap)}' if value > 0 else f'least -{_number(cap)}'}.")
+            raise ConfigError(
+                f"{typed}: must be at {f'most {_number(cap)}' if value > 0 else f'least -{_number(cap)}'}."
+            )
 
 
 def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
@@ -335,20 +306,20 @@ def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
         any_text: whether it may be empty, long and have several lines.
 
     Raises:
-        Refusal: for what it must not have.
+        ConfigError: for what it must not have.
     """
     if "\0" in text:
-        raise Refusal(f"{typed}: holds a zero byte; leave it out.")
+        raise ConfigError(f"{typed}: holds a zero byte; leave it out.")
     if any_text:
         return
     if not text.strip():
-        raise Refusal(f"{typed}: is empty; give a value, or leave it out.")
+        raise ConfigError(f"{typed}: is empty; give a value, or leave it out.")
     if escape(text) != text or not text.isprintable():
-        raise Refusal(f"{typed}: has a control character or a line break in it; take it out.")
+        raise ConfigError(f"{typed}: has a control character or a line break in it; take it out.")
     if is_redacted(text):
-        raise Refusal(f"{typed}: *** stands for a secret that titan did not write down; give the whole URL.")
+        raise ConfigError(f"{typed}: *** stands for a secret that titan did not write down; give the whole URL.")
     if len(text) > LONGEST:
-        raise Refusal(f"{typed}: has {len(text):,} characters; give {LONGEST:,} at most.")
+        raise ConfigError(f"{typed}: has {len(text):,} characters; give {LONGEST:,} at most.")
 
 
 def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
@@ -360,7 +331,7 @@ def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
         if _as_typed(value) in arguments:
             return _as_typed(value)
         choices = ", ".join(map(str, arguments))
-        raise Refusal(f"{where}={show(value)}: choose one of {choices}{nearest(str(value), map(str, arguments))}")
+        raise ConfigError(f"{where}={show(value)}: choose one of {choices}{nearest(str(value), map(str, arguments))}")
     if origin is tuple:
         return _convert_tuple(value, arguments, where)
     if origin is collections.abc.Mapping:
@@ -396,12 +367,12 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[
     for kind in rest[:-1]:
         try:
             return _convert(value, kind, where, ())
-        except Refusal:
+        except ConfigError:
             continue
     try:
         return _convert(value, rest[-1], where, ())
-    except Refusal as refusal:
-        raise Refusal(f"{str(refusal).rstrip('.')} or null." if optional else str(refusal)) from None
+    except ConfigError as refusal:
+        raise ConfigError(f"{str(refusal).rstrip('.')} or null." if optional else str(refusal)) from None
 
 
 def _convert_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
@@ -424,7 +395,7 @@ def _convert_mapping(value: Any, kinds: tuple[Any, ...], where: str) -> dict[Any
 
 
 def _refuse_type(value: Any, wanted: str, where: str) -> NoReturn:
-    raise Refusal(f"{where}={show(value)}: expected {wanted}.")
+    raise ConfigError(f"{where}={show(value)}: expected {wanted}.")
 
 
 def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str, ...]) -> None:
@@ -434,17 +405,10 @@ def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str
         return
     wanted = " and ".join(f"{name.replace('_', ' ')} {_number(limit)}" for name, limit in limits.items())
     wanted = wanted or "a finite number"
-    raise Refusal(f"{typed}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")
+    raise ConfigError(f"{typed}: must be {wanted}{' or ' + ' or '.join(words) if words else ''}.")
 
 
 def _number(value: float) -> str:
     """A limit as one would type it."""
     whole = isinstance(value, int) or (value == int(value) and value < 1e15)
     return str(int(value)) if whole else f"{value:g}"
-
-
-def one_line(text: str) -> str:
-    """A message for a terminal: control characters spelled out, and words that fill lines cut."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    head, tail = SHOWN
-    return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}…{word[0][-tail:]}", text)

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from titan.config.settings import LONG_WORD, SHOWN
+
 MARK = "***"
 """What stands in place of a secret."""
 
@@ -80,3 +82,15 @@ def safe_lines(text: str) -> str:
 def is_secret(variable: str) -> bool:
     """Whether the value of an environment variable is a secret, by the variable's name."""
     return bool(_SECRET_NAME.search(variable))
+
+
+def one_line(text: str) -> str:
+    """A message for a terminal: control characters spelled out, and words that fill lines cut."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    head, tail = SHOWN
+    return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}…{word[0][-tail:]}", text)
+
+
+def as_line(error: object) -> str:
+    """An error's text on one line, without a full stop."""
+    return " ".join(str(error).split()).rstrip(".")[:300]

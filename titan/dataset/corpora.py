@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from titan.config.settings import Refusal
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
 from titan.dataset.mixture import BLOCK, Mix, Rows, Stage, quotas
 from titan.dataset.preprocess.prepare import cache_folder, plan, prepare
 from titan.dataset.schema import Dataset, Mixture, Prepared
 from titan.dataset.shards import Corpus, open_corpus
+from titan.errors import ConfigError
 from titan.training.schema import Training
 
 Folders = Mapping[str, str]
@@ -23,7 +23,7 @@ def ready(dataset: Dataset, progress: Callable[[str], None] | None = None) -> di
     """The folders of what `dataset` consists of, prepared now where they are not yet; with `stream` begun only.
 
     Raises:
-        Refusal: for data that can't be used.
+        ConfigError: for data that can't be used.
     """
     folders = {}
     for name, part in dataset.corpora().items():
@@ -52,7 +52,7 @@ def _there(part: Prepared) -> Path:
         return remote.mirror(part.path, cache_folder(part), part.keep_gib)
     folder = Path(part.path).expanduser().resolve()
     if not (folder / "manifest.json").is_file():
-        raise Refusal(
+        raise ConfigError(
             f"dataset.path={part.path}: no prepared data there (no manifest.json); give a folder that "
             "python -m titan.prepare has named, and completed."
         )
@@ -61,7 +61,7 @@ def _there(part: Prepared) -> Path:
 
 def _check(corpus: Corpus) -> None:
     if corpus.complete and not corpus.train.tokens:
-        raise Refusal(f"dataset: {corpus.name} has no tokens to train on; give a smaller dataset.validation.")
+        raise ConfigError(f"dataset: {corpus.name} has no tokens to train on; give a smaller dataset.validation.")
 
 
 def _check_tokenizers(corpora: Corpora) -> None:
@@ -69,7 +69,7 @@ def _check_tokenizers(corpora: Corpora) -> None:
     by_fingerprint = {corpus.tokenizer["fingerprint"]: name for name, corpus in corpora.items()}
     if len(by_fingerprint) > 1:
         one, other, *_ = by_fingerprint.values()
-        raise Refusal(
+        raise ConfigError(
             f"dataset.sources: {one} and {other} have different tokenizers ({corpora[one].tokenizer['name']} and "
             f"{corpora[other].tokenizer['name']}); prepare all with the same one."
         )
@@ -102,7 +102,7 @@ def mixed(dataset: Dataset, training: Training, corpora: Corpora) -> Mix:
         corpora: what they come from.
 
     Raises:
-        Refusal: for weights that can't be.
+        ConfigError: for weights that can't be.
     """
     parts = dataset.corpora()
     rows = tuple(_rows(name, part, training, corpora[name]) for name, part in parts.items())
@@ -120,7 +120,7 @@ def check_epochs(dataset: Dataset, training: Training, mix: Mix) -> None:
     """Refuse to read a corpus more often than it may be.
 
     Raises:
-        Refusal: naming the corpus, and how often it would be read.
+        ConfigError: naming the corpus, and how often it would be read.
     """
     for part, rows, read in zip(
         dataset.corpora().values(), mix.sources, mix.reads(training.rows_before(training.steps + 1)), strict=True
@@ -128,7 +128,7 @@ def check_epochs(dataset: Dataset, training: Training, mix: Mix) -> None:
         there = rows.split.rows(training.seq_len)
         if part.epochs is not None and rows.corpus.complete and read > part.epochs * there:
             where = "dataset" if len(mix.sources) == 1 else f"dataset.sources.{rows.name}"
-            raise Refusal(
+            raise ConfigError(
                 f"{where}.epochs={part.epochs:g}: training.steps={training.steps} reads {rows.name} {read / there:.2f} "
                 "times; give fewer steps, less weight, or more epochs."
             )

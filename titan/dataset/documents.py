@@ -104,7 +104,7 @@ class Source(ABC):
         """The documents of a part, always in the same order.
 
         Raises:
-            Refusal: when the part can't be read.
+            ConfigError: when the part can't be read.
         """
 
 

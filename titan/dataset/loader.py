@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Failure
 from titan.dataset.mixture import Mix
 from titan.dataset.shards import Split
+from titan.errors import RunError
+from titan.parallelism.data_shard import DataShard
 from titan.training.schema import Training
 
 IGNORED = -100
@@ -35,28 +36,6 @@ TOKENS, TARGETS, POSITIONS, DOCUMENTS = range(4)
 _ORDER_BLOCK = 4096
 _POLL_SECONDS = 0.5
 _TELL_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class Share:
-    """Rank `rank` of the `ranks` among which the rows of a step are divided."""
-
-    rank: int
-    ranks: int
-
-    def __post_init__(self) -> None:
-        """Refuse a rank outside [0, ranks)."""
-        if not 0 <= self.rank < self.ranks:
-            raise ValueError(f"rank {self.rank} of {self.ranks}")
-
-    def slots(self, rows: int) -> int:
-        """How many places each rank has for a step of `rows` rows."""
-        return -(-rows // self.ranks)
-
-    def rows(self, rows: int) -> range:
-        """Which of a step's `rows` rows are this rank's."""
-        slots = self.slots(rows)
-        return range(min(rows, self.rank * slots), min(rows, (self.rank + 1) * slots))
 
 
 @dataclass(frozen=True)
@@ -185,7 +164,7 @@ class Loader:
         self,
         mix: Mix,
         training: Training,
-        share: Share,
+        share: DataShard,
         shape: Shape,
         *,
         step: int = 1,
@@ -333,7 +312,7 @@ class Loader:
         for rows in self._mix.sources:
             rows.corpus.check_alive()
         if time.monotonic() - self._since > self._patience:
-            raise Failure(f"waited {self._patience:.0f} s for data: {line}; prepare more of it first, then resume.")
+            raise RunError(f"waited {self._patience:.0f} s for data: {line}; prepare more of it first, then resume.")
 
     def _batch(self, step: int, numbers: NDArray[np.int64], which: NDArray[np.int64], rows: NDArray[np.int64]) -> Batch:
         """The batch of a step, of which this rank has the rows `numbers`."""

@@ -21,9 +21,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Failure, Refusal
 from titan.dataset.permutation import GOLDEN, Order, mix
 from titan.dataset.shards import Corpus, Split
+from titan.errors import ConfigError, RunError
 
 BLOCK = 10_000
 """Numbers of a block: weights count to a ten-thousandth."""
@@ -61,7 +61,7 @@ class Rows:
         """The rows at `index`, counted over epochs; `wait` is called while they are not there yet."""
         while not self._there(index):
             if wait is None:
-                raise Refusal(f"{self._progress()}; wait for it, or look at rows that come earlier.")
+                raise ConfigError(f"{self._progress()}; wait for it, or look at rows that come earlier.")
             wait(self._progress())
             self.corpus = self.corpus.again()
             if self.corpus.complete:
@@ -73,10 +73,10 @@ class Rows:
         """What could not be checked before the corpus was complete."""
         rows = self.split.rows(self.seq_len)
         if rows < 1:
-            raise Failure(f"{self.name} has only {self.split.tokens} tokens, less than a row of {self.seq_len}.")
+            raise RunError(f"{self.name} has only {self.split.tokens} tokens, less than a row of {self.seq_len}.")
         if self.epochs is not None and index.size and index.max() >= self.epochs * rows:
             most = f"{self.epochs:g} time{'s' * (self.epochs != 1)}"
-            raise Failure(f"{self.name} has {rows:,} rows, and may be read {most}; give fewer steps, or more epochs.")
+            raise RunError(f"{self.name} has {rows:,} rows, and may be read {most}; give fewer steps, or more epochs.")
 
     @property
     def identity(self) -> str:
@@ -260,15 +260,17 @@ def quotas(weights: Mapping[str, float], names: Sequence[str], setting: str) -> 
     """Rows of a block for each of `names`, in proportion to their weights, by largest remainder.
 
     Raises:
-        Refusal: for a name that there is not, a weight that is negative or too small, or none above zero.
+        ConfigError: for a name that there is not, a weight that is negative or too small, or none above zero.
     """
     unknown = sorted(set(weights) - set(names))
     if unknown:
-        raise Refusal(f"{setting}: there is no source {unknown[0]!r} (there are {', '.join(names)}); correct the name.")
+        raise ConfigError(
+            f"{setting}: there is no source {unknown[0]!r} (there are {', '.join(names)}); correct the name."
+        )
     values = [float(weights.get(name, 0)) for name in names]
     total = sum(values)
     if not all(0 <= value < float("inf") for value in values) or not total > 0:
-        raise Refusal(f"{setting}: weights must be zero or more, and one above zero; mend them.")
+        raise ConfigError(f"{setting}: weights must be zero or more, and one above zero; mend them.")
     exact = [BLOCK * value / total for value in values]
     whole = [int(share) for share in exact]
     by_rest = sorted(range(len(exact)), key=lambda k: (whole[k] - exact[k], names[k]))
@@ -276,5 +278,5 @@ def quotas(weights: Mapping[str, float], names: Sequence[str], setting: str) -> 
         whole[k] += 1
     for name, value, rows in zip(names, values, whole, strict=True):
         if value and not rows:
-            raise Refusal(f"{setting}: {name} has less than one row in {BLOCK:,}; give it more, or leave it out.")
+            raise ConfigError(f"{setting}: {name} has less than one row in {BLOCK:,}; give it more, or leave it out.")
     return tuple(whole)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 
 VERSION = 1
 """The version of the order: another one reads the same data in another sequence."""
@@ -158,16 +158,16 @@ def check_state(state: Mapping[str, Any], fingerprint: Callable[[int], str]) -> 
         fingerprint: gives what decides the first so many rows of this run; see `titan.dataset.mixture.Mix.fingerprint`.
 
     Raises:
-        Refusal: when it was written under another version of the order or for other data.
+        ConfigError: when it was written under another version of the order or for other data.
     """
     if state.get("order") != VERSION:
-        raise Refusal(
+        raise ConfigError(
             f"the checkpoint reads data in order version {state.get('order')}, this titan in version {VERSION}: "
             f"resume with the titan that wrote it, or start a new run."
         )
     rows = int(state["rows"])
     if state.get("fingerprint") != fingerprint(rows):
-        raise Refusal(
+        raise ConfigError(
             f"the checkpoint was trained on data {state.get('fingerprint')}, this run reads data {fingerprint(rows)}: "
             f"give the same dataset, tokenizer and training.seq_len, or start a new run."
         )

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import Failure, Refusal
 from titan.console.text import redact
 from titan.dataset.documents import content_digest
+from titan.errors import ConfigError, RunError
 from titan.files.leases import sweep, temporary
 from titan.files.untrusted import check, file_name, parse_object
 
@@ -36,7 +36,7 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
         keep_gib: how much of the shards is kept here; what was fetched first goes first. None: all.
 
     Raises:
-        Refusal: when nothing of the kind is there.
+        ConfigError: when nothing of the kind is there.
     """
     url = url.rstrip("/")
     know(url)
@@ -56,7 +56,7 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
             _download(url, folder, "tokenizer_config.json")
         _write(folder / "manifest.json", [manifest])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refusal(
+        raise ConfigError(
             f"dataset.path={url}: no prepared data can be read there ({type(error).__name__}: {error}); "
             "give the folder or the URL that holds manifest.json."
         ) from error
@@ -77,7 +77,7 @@ def fetch(path: Path) -> None:
     """Bring a shard's file into its folder, when the folder stands for one elsewhere; else do nothing.
 
     Raises:
-        Failure: when it can't be read there.
+        RunError: when it can't be read there.
     """
     origin = path.parent / ORIGIN
     if not origin.is_file():
@@ -86,7 +86,7 @@ def fetch(path: Path) -> None:
     try:
         _download(_WHOLE.get(about["url"], about["url"]), path.parent, path.name)
     except OSError as error:
-        raise Failure(
+        raise RunError(
             f"{about['url']}/{path.name}: can't be fetched ({error}); mend the connection, and resume."
         ) from error
     if about["keep_gib"] is not None:
@@ -97,14 +97,14 @@ def _origin(file: Path) -> dict[str, Any]:
     """What a folder of the cache says of where its files come from.
 
     Raises:
-        Failure: when it is damaged.
+        RunError: when it is damaged.
     """
     try:
         found = parse_object(file.read_bytes())
         check(found["url"], str, "url")
         check(found["keep_gib"], float | None, "keep_gib")
     except (OSError, ValueError, KeyError) as error:
-        raise Failure(f"{file}: is damaged ({error}); remove its folder, and resume.") from error
+        raise RunError(f"{file}: is damaged ({error}); remove its folder, and resume.") from error
     return found
 
 
@@ -119,11 +119,11 @@ def _reading(url: str, name: str) -> Iterator[Any]:
     try:
         import fsspec
     except ImportError as error:
-        raise Refusal(f"dataset.path={url}: needs the package fsspec: pip install fsspec.") from error
+        raise ConfigError(f"dataset.path={url}: needs the package fsspec: pip install fsspec.") from error
     try:
         with fsspec.open(f"{url}/{name}", "rb") as file:
             yield file
-    except (OSError, Refusal):
+    except (OSError, ConfigError):
         raise
     except Exception as error:  # of a protocol's own package, or that there is no such protocol or package
         raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

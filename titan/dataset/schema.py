@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from titan.config.settings import MISSING, Refusal, setting, show
+from titan.config.settings import MISSING, setting, show
+from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     from titan.dataset.documents import Source
@@ -69,13 +70,13 @@ class Dataset:
             where: what the settings are called.
 
         Raises:
-            Refusal: naming the one to change.
+            ConfigError: naming the one to change.
         """
         for first, last in self.skip:
             if not 0 <= first <= last:
-                raise Refusal(f"{where}.skip=[[{first},{last}]]: a range is [first,last] with 0 <= first <= last.")
+                raise ConfigError(f"{where}.skip=[[{first},{last}]]: a range is [first,last] with 0 <= first <= last.")
         if self.stream and self.window is None:
-            raise Refusal(
+            raise ConfigError(
                 f"{where}.stream=true: rows change places among all of them, which are not there yet; "
                 f"give {where}.window, a number of tokens such as 50000000."
             )
@@ -194,9 +195,9 @@ class Chat(Dataset):
 
     def _check(self) -> None:
         if (self.path is None) == (self.name is None):
-            raise Refusal("dataset=chat: give either dataset.path=FILES or dataset.name=DATASET.")
+            raise ConfigError("dataset=chat: give either dataset.path=FILES or dataset.name=DATASET.")
         if (self.prompt is None) != (self.completion is None):
-            raise Refusal("dataset=chat: give both of dataset.prompt=KEY and dataset.completion=KEY, or neither.")
+            raise ConfigError("dataset=chat: give both of dataset.prompt=KEY and dataset.completion=KEY, or neither.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +259,7 @@ class Mixture(Dataset):
         """Refuse what is to be said of the whole but is said of a part, and the other way round."""
         for name, source in self.sources.items():
             if isinstance(source, Mixture):
-                raise Refusal(f"dataset.sources.{name}: a mixture of its own; name its sources here instead.")
+                raise ConfigError(f"dataset.sources.{name}: a mixture of its own; name its sources here instead.")
             _refuse_set(source, COMMON, f"dataset.sources.{name}", "holds for all sources", "dataset")
         _refuse_set(self, OWN, "dataset", "is each source's own", "dataset.sources.NAME")
         for name, source in self.corpora().items():
@@ -269,11 +270,11 @@ class Mixture(Dataset):
         from titan.dataset.mixture import quotas  # only now: most runs have none
 
         if not self.sources:
-            raise Refusal("dataset.sources={}: there is nothing to mix; add +dataset@dataset.sources.NAME=CHOICE.")
+            raise ConfigError("dataset.sources={}: there is nothing to mix; add +dataset@dataset.sources.NAME=CHOICE.")
         quotas(self.weights, list(self.sources), "dataset.weights")
         for tokens, weights in (self.stages or {}).items():
             if tokens < 1:
-                raise Refusal(
+                raise ConfigError(
                     f"dataset.stages={show(self.stages)}: begins at {tokens}; give a number of tokens above 0."
                 )
             quotas(weights, list(self.sources), f"dataset.stages at {tokens}")
@@ -295,7 +296,7 @@ def _refuse_set(dataset: Dataset, names: Iterable[str], where: str, why: str, th
         value = getattr(dataset, field.name)
         if field.name in names and value != field.default:
             way_out = f"give it as {there}.{field.name}" if there else "leave it out"
-            raise Refusal(f"{where}.{field.name}={show(value)}: {why}; {way_out}.")
+            raise ConfigError(f"{where}.{field.name}={show(value)}: {why}; {way_out}.")
 
 
 KINDS: dict[str, Callable[..., Dataset]] = {

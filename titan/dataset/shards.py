@@ -32,9 +32,9 @@ from typing import Any, BinaryIO, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Failure, Refusal
 from titan.dataset import remote
 from titan.dataset.preprocess.writer import read_json
+from titan.errors import ConfigError, RunError
 from titan.files import leases
 from titan.files.untrusted import check, file_name, parse_object, shown
 
@@ -104,7 +104,7 @@ def _opened(path: Path, opener: Callable[[Path], T]) -> T:
         return opener(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise Failure(f"the prepared data {path} can't be read ({reason}); {_MEND}") from error
+        raise RunError(f"the prepared data {path} can't be read ({reason}); {_MEND}") from error
 
 
 _MEND = "start the run again, or python -m titan.prepare, which makes again what is missing or damaged."
@@ -142,7 +142,7 @@ class Split:
 
         Raises:
             IndexError: when the slice reaches outside the split.
-            Failure: when a file is not there, or ends too early.
+            RunError: when a file is not there, or ends too early.
         """
         return self._read(start, count, ".tokens", self.dtype)
 
@@ -198,7 +198,7 @@ class Split:
             self._files.forget(path)
             data = os.pread(self._files[path].fileno(), due, first * dtype.itemsize)
         if len(data) != due:
-            raise Failure(f"the prepared data {path} ends too early; {_MEND}")
+            raise RunError(f"the prepared data {path} ends too early; {_MEND}")
         return np.frombuffer(data, dtype)
 
 
@@ -253,12 +253,12 @@ class Corpus:
         """Fail when the corpus is not complete and its preparation has ended.
 
         Raises:
-            Failure: with the reason.
+            RunError: with the reason.
         """
         failed = self.folder / "failed.json"
         if not self.complete and failed.is_file() and not self._worked_on():
             reason = _word(failed)
-            raise Failure(f"the data that this run waits for can't be prepared: {reason}")
+            raise RunError(f"the data that this run waits for can't be prepared: {reason}")
 
     def _worked_on(self) -> bool:
         """Whether anyone, on any machine, works on a unit: claims are touched every few seconds."""
@@ -283,7 +283,7 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
         check: look at the size of each file.
 
     Raises:
-        Refusal: when the folder is damaged, or of another format.
+        ConfigError: when the folder is damaged, or of another format.
     """
     folder = Path(folder)
     try:
@@ -295,7 +295,7 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
             _check_sizes(split, corpus.masked)
         return corpus
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Refusal(
+        raise ConfigError(
             f"the prepared dataset {folder} is damaged ({_reason(error)}): give python -m titan.prepare the settings "
             "that it was made with, which makes it again, or fetch the folder again from where it was copied."
         ) from error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.estimate import memory, overhead
 from titan.estimate.memory import GIB, Usage, cut, rank_rows
 from titan.parallelism.pipeline.stage_plan import least_microbatches, stages_of_a_rank
@@ -86,7 +86,7 @@ def _least(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
     try:
         count = microbatches(recipe, layout, gib, device) if given == "auto" else int(given)
         return demand(recipe, layout, count, device).gib
-    except Refusal:
+    except ConfigError:
         return math.inf
 
 
@@ -124,7 +124,7 @@ def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int
     """The layout on so many devices: a pipeline that says "auto" is 2 deep, or as deep as it takes to fit.
 
     Raises:
-        Refusal: when the degrees don't multiply to `devices`.
+        ConfigError: when the degrees don't multiply to `devices`.
     """
     found, deepest = [], recipe.model.layers // stages_of_a_rank(recipe.parallelism)
     for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
@@ -152,7 +152,7 @@ def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
     """Refuse a run that does not fit this machine's memory.
 
     Raises:
-        Refusal: saying what it takes, what is here and what to type instead.
+        ConfigError: saying what it takes, what is here and what to type instead.
     """
     if machine.device == "cpu":  # where the host's memory is all there is
         recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
@@ -161,12 +161,12 @@ def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
         return
     if machine.device == "cpu" and layout.devices > 1 and has < overhead.PROCESS_GIB:
         most = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
-        raise Refusal(
+        raise ConfigError(
             f"{recipe.describe()}: {layout.devices} ranks ({layout}) take about {overhead.PROCESS_GIB} GiB each before "
             f"they hold a tensor, and {_here(machine, Layout(), has)}; give degrees that make at most {most} ranks."
         )
     ranks = "" if layout.devices == 1 else f" on each of {layout.devices} ranks ({layout})"
-    raise Refusal(
+    raise ConfigError(
         f"{recipe.describe()}: needs about {_gib(wants)}{ranks}, and {_here(machine, layout, has)}. "
         f"{_takes(recipe)} Type {_instead(recipe, layout, has, machine.device)} instead, or give cluster.memory_gib "
         "where the figure of this machine is wrong."
@@ -176,7 +176,7 @@ def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
 def _layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout | None:
     try:
         return recipe.parallelism.layout(devices, limits(recipe, min(per_node, devices), depth))
-    except Refusal:
+    except ConfigError:
         return None
 
 

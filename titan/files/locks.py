@@ -9,7 +9,7 @@ import stat
 import time
 from pathlib import Path
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 
 _LACKING = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
 """What a file system without locks answers: Lustre without its mount option, for example."""
@@ -39,7 +39,7 @@ def take(descriptor: int, label: str, patience: float | None = None) -> None:
 
     Raises:
         BlockingIOError: when it is still held then.
-        Refusal: when the file system has no locks.
+        ConfigError: when the file system has no locks.
     """
     deadline = time.monotonic() + (patience or 0)
     while True:
@@ -50,7 +50,7 @@ def take(descriptor: int, label: str, patience: float | None = None) -> None:
                 raise
             time.sleep(0.05)
         except OSError as error:
-            raise Refusal(_lacking(label, error)) from error
+            raise ConfigError(_lacking(label, error)) from error
 
 
 def _lacking(label: str, error: OSError) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from titan.config.settings import Failure
+from titan.errors import RunError
 from titan.generation import sampling
 from titan.generation.cache import Cache, cached
 from titan.generation.text import Text
@@ -113,7 +113,7 @@ class Decoding:
         """Continue the rows until each has ended.
 
         Raises:
-            Failure: when the model gives logits that are not finite.
+            RunError: when the model gives logits that are not finite.
         """
         live = [(row, sampling.source(self.rules.seed, row.prompt, row.sample)) for row in rows]
         longest = max(len(row.prompt) for row in rows)
@@ -172,7 +172,7 @@ class Decoding:
         """The next token of each row, int64 [B]."""
         rules = self.rules
         if not bool(logits.isfinite().all()):
-            raise Failure("the model's logits are not finite: its weights are damaged, or too large for dtype.")
+            raise RunError("the model's logits are not finite: its weights are damaged, or too large for dtype.")
         uniform = sampling.draw_uniform(generators)
         how = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
         return self.agree(sampling.choose(logits, uniform, **how))  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from titan.cluster.rank_info import Place
+from titan.cluster.rank_process import run
 from titan.console import output
-from titan.training.rank import run
 
 
 def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:

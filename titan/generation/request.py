@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from titan.config.settings import Refusal
+from titan.console.numbers import billions
 from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
+from titan.errors import ConfigError
 from titan.estimate.fit import GIB, USABLE
 from titan.estimate.overhead import PROCESS_GIB
 from titan.generation.schema import Settings
 from titan.parallelism.schema import Layout
 from titan.precision.schema import Precision
-from titan.run.recipe import billions
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
@@ -60,7 +60,7 @@ def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: W
         machine: the devices here.
 
     Raises:
-        Refusal: for what can't work.
+        ConfigError: for what can't work.
     """
     tokenizer = None if weights.tokenizer is None else load_tokenizer(weights.tokenizer)
     prompts = _prompts(settings, texts, tokenizer)
@@ -81,7 +81,7 @@ def _prompts(settings: Settings, texts: list[str] | None, tokenizer: Tokenizer |
     if texts is None:
         return (settings.tokens or (),)
     if tokenizer is None:
-        raise Refusal(f"from={settings.from_}: has no tokenizer to read a prompt with; give tokens=[1,2,3].")
+        raise ConfigError(f"from={settings.from_}: has no tokenizer to read a prompt with; give tokens=[1,2,3].")
     beginning = [] if tokenizer.bos is None else [tokenizer.bos]
     encode = tokenizer.encode_markup if settings.markup else tokenizer.encode
     found = []
@@ -89,7 +89,7 @@ def _prompts(settings: Settings, texts: list[str] | None, tokenizer: Tokenizer |
         ids = encode(text)
         ids = ids if ids[:1] == beginning else [*beginning, *ids]
         if not ids:
-            raise Refusal("prompt=: is empty, and documents begin without a token of their own; give some text.")
+            raise ConfigError("prompt=: is empty, and documents begin without a token of their own; give some text.")
         found.append(tuple(ids))
     return tuple(found)
 
@@ -98,19 +98,19 @@ def _check_ids(prompts: Sequence[Sequence[int]], vocab: int, settings: Settings)
     largest = max(map(max, prompts))
     if largest >= vocab:
         how = "tokens" if settings.tokens is not None else "prompt"
-        raise Refusal(f"{how}: id {largest} is none of the model's, which are 0 to {vocab - 1}; give others.")
+        raise ConfigError(f"{how}: id {largest} is none of the model's, which are 0 to {vocab - 1}; give others.")
 
 
 def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
     degree = layout.tensor
     for name in ("kv_heads", "heads", "ffn", "vocab"):
         if (size := getattr(model, name)) % degree:
-            raise Refusal(
+            raise ConfigError(
                 f"parallelism.tensor={degree}: does not divide the model's {name}, {size}; "
                 f"give a divisor of it, such as {math.gcd(degree, size)}."
             )
     if machine.device == "cuda" and degree > machine.count:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.tensor={degree}: here are {machine.count} x {machine.name}; give {machine.count} at most, "
             "or device=cpu."
         )
@@ -138,7 +138,7 @@ def _check_memory(
             *([f"a batch below {settings.batch}"] * (cache > 0.1)),
         ]
         ways += ["a larger parallelism.tensor" if machine.device == "cuda" else "a machine with more memory"]
-        raise Refusal(
+        raise ConfigError(
             f"from={settings.from_}: {billions(model.parameters())} parameters in {precision.compute} take "
             f"{weights:.1f} GiB and the keys and values of a batch {cache:.1f} GiB, and here are {here:.1f} GiB on "
             f"{ranks} rank{'s' * (ranks > 1)}; give {' or '.join(ways)}."

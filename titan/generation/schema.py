@@ -9,7 +9,8 @@ from typing import Literal
 
 import yaml
 
-from titan.config.settings import MISSING, Refusal, setting
+from titan.config.settings import MISSING, setting
+from titan.errors import ConfigError
 from titan.parallelism.schema import DIMENSIONS, Layout
 
 
@@ -27,11 +28,11 @@ class Degrees:
         """The degrees together.
 
         Raises:
-            Refusal: when another dimension than tensor is above one.
+            ConfigError: when another dimension than tensor is above one.
         """
         for name in DIMENSIONS:
             if (degree := getattr(self, name)) > 1 and name != "tensor":
-                raise Refusal(
+                raise ConfigError(
                     f"parallelism.{name}={degree}: text is generated on one device or on tensor parallel ranks; "
                     f"give parallelism.tensor={degree}."
                 )
@@ -73,15 +74,15 @@ class Settings:
         """The prompts that are texts; None where `tokens` are given.
 
         Raises:
-            Refusal: when there is none, or several ways to give them are mixed, or a file can't be read.
+            ConfigError: when there is none, or several ways to give them are mixed, or a file can't be read.
         """
         given = [name for name in ("prompt", "prompts", "tokens") if getattr(self, name) is not None]
         if len(given) > 1:
-            raise Refusal(f"{' and '.join(given)}: give one of them only.")
+            raise ConfigError(f"{' and '.join(given)}: give one of them only.")
         if not given:
-            raise Refusal('prompt is missing: give prompt="a text to continue", prompts=FILE or tokens=[1,2,3].')
+            raise ConfigError('prompt is missing: give prompt="a text to continue", prompts=FILE or tokens=[1,2,3].')
         if self.tokens == ():
-            raise Refusal("tokens=[]: there is nothing to continue; give token ids, such as tokens=[1,2,3].")
+            raise ConfigError("tokens=[]: there is nothing to continue; give token ids, such as tokens=[1,2,3].")
         if self.prompts is not None:
             return read_prompts(self.prompts)
         return None if self.prompt is None else listed(self.prompt)
@@ -106,19 +107,21 @@ def read_prompts(name: str) -> list[str]:
     """The prompts in a file: its lines without their ends, of *.jsonl what is under the key text; empty lines are none.
 
     Raises:
-        Refusal: when it can't be read, or has none.
+        ConfigError: when it can't be read, or has none.
     """
     try:
         content = Path(name).expanduser().read_bytes().decode()
     except OSError as error:
-        raise Refusal(f"prompts={name}: can't be read ({error.strerror}); give a file with a prompt a line.") from error
+        raise ConfigError(
+            f"prompts={name}: can't be read ({error.strerror}); give a file with a prompt a line."
+        ) from error
     except UnicodeDecodeError as error:
-        raise Refusal(f"prompts={name}: not UTF-8 (byte {error.start}); convert it.") from error
+        raise ConfigError(f"prompts={name}: not UTF-8 (byte {error.start}); convert it.") from error
     # not splitlines, which cuts at characters that JSON leaves inside of a text
     numbered = enumerate((line.removesuffix("\r") for line in content.split("\n")), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()]
     if not lines:
-        raise Refusal(f"prompts={name}: holds no prompt; give a file with a prompt a line.")
+        raise ConfigError(f"prompts={name}: holds no prompt; give a file with a prompt a line.")
     json_lines = Path(name).suffix == ".jsonl"
     return [_text_of(line, f"prompts={name}: line {number}") if json_lines else line for number, line in lines]
 
@@ -127,7 +130,7 @@ def _text_of(line: str, where: str) -> str:
     try:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError) as error:
-        raise Refusal(f'{where} is not like {{"text": "a prompt"}}; mend it.') from error
+        raise ConfigError(f'{where} is not like {{"text": "a prompt"}}; mend it.') from error
     if not isinstance(text, str):
-        raise Refusal(f"{where} has a text that is none; mend it.")
+        raise ConfigError(f"{where} has a text that is none; mend it.")
     return text

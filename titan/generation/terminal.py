@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from titan.config.settings import Refusal
 from titan.dataset.tokenizers.base import Tokenizer
+from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     from titan.generation.decode import Row
@@ -104,7 +104,7 @@ class JsonLines(Nowhere):
         try:
             self.out = self.file.open("w", encoding="utf-8")
         except OSError as error:
-            raise Refusal(f"output={self.file}: can't be written ({error.strerror}); give another file.") from error
+            raise ConfigError(f"output={self.file}: can't be written ({error.strerror}); give another file.") from error
         return self
 
     def __exit__(self, *error: object) -> None:

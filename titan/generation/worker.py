@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure
 from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
+from titan.errors import RunError
 from titan.generation.decode import Decoding, Row, Rules
 from titan.generation.request import Job
 from titan.generation.terminal import Clock, JsonLines, Nowhere, Screen, Terminal
@@ -34,7 +34,7 @@ def work(job: Job, place: Place) -> int:
         0.
 
     Raises:
-        Failure: when it can't go on, in a plain sentence.
+        RunError: when it can't go on, in a plain sentence.
     """
     world = mesh.connect(place, job.layout, job.device, TIMEOUT)
     tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
@@ -45,7 +45,7 @@ def work(job: Job, place: Place) -> int:
     except torch.OutOfMemoryError as error:
         first = str(error).split(". ")[0]
         ways = "a smaller batch or chunk, or a larger parallelism.tensor"
-        raise Failure(f"out of memory: {first}. Give {ways}.") from error
+        raise RunError(f"out of memory: {first}. Give {ways}.") from error
     world.close()  # at no other end: see titan.training.worker
     if world.speaks:
         print(f"titan: {clock.line()}", file=sys.stderr)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.files.untrusted import check, parse_object, read
+from titan.run.summary import short
 
 SHARE = 0.02  # of the run that one smoothed point averages over
 BLUE, ORANGE, GREY = "#2c6fbb", "#d9571e", "#6b6b6b"
@@ -176,11 +177,3 @@ def _limits(*curves: Sequence[float]) -> tuple[float, float]:
     top = usual if high > usual + (usual - low) else high
     pad = 0.05 * (top - low) or 0.5
     return low - pad, top + pad
-
-
-def short(count: float) -> str:
-    """A number of tokens as people write it: 820, 16k, 2.5M, 1.2B."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= size:
-            return f"{count / size:.3g}{letter}"
-    return f"{count:.3g}"

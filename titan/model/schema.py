@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan.config.settings import Refusal, setting
+from titan.config.settings import setting
+from titan.errors import ConfigError
 from titan.model.activations import Block, Head, Share, block, head
 
 if TYPE_CHECKING:
@@ -73,25 +74,25 @@ class Decoder:
         """Refuse fields that do not fit each other.
 
         Raises:
-            Refusal: with the first setting that does not fit, its value and the way out.
+            ConfigError: with the first setting that does not fit, its value and the way out.
         """
         if self.heads % self.kv_heads:
-            raise Refusal(
+            raise ConfigError(
                 f"model.heads={self.heads}: must be a multiple of model.kv_heads={self.kv_heads}; "
                 f"set model.kv_heads to a divisor of {self.heads}."
             )
         if self.head_dim is None and self.dim % self.heads:
-            raise Refusal(
+            raise ConfigError(
                 f"model.dim={self.dim}: must be a multiple of model.heads={self.heads}; "
                 "change one of them or give model.head_dim."
             )
         if self.head_size % 2 or self.head_size == 0:
-            raise Refusal(
+            raise ConfigError(
                 f"model.head_dim={self.head_size}: must be even, because rotary embedding turns pairs; "
                 f"set model.head_dim={self.head_size + self.head_size % 2 or 2}."
             )
         if self.rope_factor != 1 and self.rope_high <= self.rope_low:
-            raise Refusal(
+            raise ConfigError(
                 f"model.rope_high={self.rope_high:g}: must be above model.rope_low={self.rope_low:g}; raise it."
             )
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from titan.config.settings import Refusal, nearest, setting, show
+from titan.config.settings import nearest, setting, show
+from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -110,17 +111,17 @@ class Optimizer:
             weight_bytes: see `state_bytes`.
 
         Raises:
-            Refusal: naming the setting to change.
+            ConfigError: naming the setting to change.
         """
         names = model.parameter_names() if self.groups else ()
         for group, content in (self.groups or {}).items():
             if not content.match:
-                raise Refusal(
+                raise ConfigError(
                     f"optimizer.groups.{group}.match=[]: names nothing; give patterns such as ['*norm.weight']."
                 )
             for pattern in content.match:
                 if not any(fnmatchcase(name, pattern) for name in names):
-                    raise Refusal(
+                    raise ConfigError(
                         f"optimizer.groups.{group}.match={show(content.match)}: no parameter of the model is called "
                         f"{pattern}; names are such as {names[0]}, {names[1]} and {names[-1]}{nearest(pattern, names)}"
                     )
@@ -185,7 +186,7 @@ class AdamW(Optimizer):
         """Refuse a second moment that could not fall; see `Optimizer.check` and `LARGEST_BETA2`."""
         super().check(model, weight_bytes)
         if self.moment_bytes(weight_bytes) == 2 and self.betas[1] > LARGEST_BETA2:
-            raise Refusal(
+            raise ConfigError(
                 f"optimizer.betas={show(self.betas)}: a second moment in bf16 is rounded to 8 bits and can't fall with "
                 f"so slow a decay; give at most {LARGEST_BETA2:.3f} as the second one, or optimizer.moments=fp32."
             )

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure
-from titan.dataset.loader import Share
+from titan.errors import RunError
+from titan.parallelism.data_shard import DataShard
 from titan.parallelism.exchange import PATIENCE, Exchange
 from titan.parallelism.schema import Layout
 
@@ -68,10 +68,10 @@ class World:
         return self.place.rank == 0
 
     @property
-    def share(self) -> Share:
+    def share(self) -> DataShard:
         """Which rows of a global batch this rank reads: replicate and shard together cut the batch."""
         inner = self.coordinate("shard")
-        return Share(self.coordinate("replicate") * self.layout.shard + inner, self.layout.data_ranks)
+        return DataShard(self.coordinate("replicate") * self.layout.shard + inner, self.layout.data_ranks)
 
     @property
     def reads(self) -> bool:
@@ -156,7 +156,7 @@ def _device(place: Place, device_type: str) -> torch.device:
         _keep_freed_memory()
         return torch.device(device_type)
     if place.local_rank >= torch.cuda.device_count() > 1:
-        raise Failure(
+        raise RunError(
             f"there are {torch.cuda.device_count()} GPUs here and more ranks: local rank {place.local_rank} has none; "
             "start one rank a GPU."
         )

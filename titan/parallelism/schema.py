@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from titan.config.settings import Refusal, setting
+from titan.config.settings import setting
+from titan.errors import ConfigError
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 """The mesh's dimensions, outermost first: neighbours in the last one are neighbours in a node."""
@@ -161,14 +162,14 @@ class Parallelism:
         """Refuse degrees that can't be numbers.
 
         Raises:
-            Refusal: naming the degree.
+            ConfigError: naming the degree.
         """
         rest = [name for name in DIMENSIONS if getattr(self, name) == -1]
         if len(rest) > 1:
-            raise Refusal(f"parallelism.{rest[0]}=-1: parallelism.{rest[1]} is -1 too; only one can take the rest.")
+            raise ConfigError(f"parallelism.{rest[0]}=-1: parallelism.{rest[1]} is -1 too; only one can take the rest.")
         for name in DIMENSIONS:
             if getattr(self, name) == 0:
-                raise Refusal(f"parallelism.{name}=0: must be 1 or more, -1 for the rest, or auto.")
+                raise ConfigError(f"parallelism.{name}=0: must be 1 or more, -1 for the rest, or auto.")
 
     def reshards(self, layout: Layout) -> bool | int:
         """Whether a block's gathered weights are freed after its forward pass, or kept in so many parts."""
@@ -194,7 +195,7 @@ class Parallelism:
             limits: the largest useful degree of a dimension that says "auto" (default 2).
 
         Raises:
-            Refusal: when the degrees don't multiply to `devices`.
+            ConfigError: when the degrees don't multiply to `devices`.
         """
         degrees: dict[str, int | str] = {name: getattr(self, name) for name in DIMENSIONS}
         if devices is None:
@@ -216,7 +217,7 @@ class Parallelism:
                 left //= int(degrees[name])
         layout = Layout(**{name: max(1, left) if d == -1 else int(d) for name, d in degrees.items()})
         if layout.devices != devices:
-            raise Refusal(
+            raise ConfigError(
                 f"parallelism: {layout} makes {_count(layout.devices, 'rank')}, but there are "
                 f"{_count(devices, 'device')}; choose parallelism=ddp or fsdp, change a degree, or give "
                 f"cluster.devices={layout.devices}."

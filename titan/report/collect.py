@@ -16,13 +16,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
 from titan.console.text import safe
+from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read
 from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
 from titan.run.attempts import read_lives
+from titan.run.result import is_locked, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import Asked, Point
 
@@ -142,17 +144,19 @@ def collect(directories: Sequence[Path]) -> Collected:
     """Read all runs in and below some directories.
 
     Raises:
-        Refusal: for a directory that is not there, or holds no run.
+        ConfigError: for a directory that is not there, or holds no run.
     """
     found = _Found()
     for directory in directories:
         if not directory.is_dir():
-            raise Refusal(f"{directory}: there is no such directory; give those of runs or sweeps.")
+            raise ConfigError(f"{directory}: there is no such directory; give those of runs or sweeps.")
         before = len(found.runs) + len(found.failed)
         at = directory.resolve()
         _enter(at, found, given=True)
         if len(found.runs) + len(found.failed) == before and not found.known(at):
-            raise Refusal(f"{directory}: holds no run (a run has a run.yaml); give the directory of a run or a sweep.")
+            raise ConfigError(
+                f"{directory}: holds no run (a run has a run.yaml); give the directory of a run or a sweep."
+            )
     return Collected(
         tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.damage)
     )
@@ -204,7 +208,7 @@ def _read(directory: Path, point: Point | None) -> Raw | Failed:
     label = safe(" ".join(map(_typed, point.overrides)) if point else directory.name)
     try:
         documents = tuple(read_lives(directory)) if (directory / "run.yaml").is_file() else ()
-    except Refusal as refusal:
+    except ConfigError as refusal:
         return Failed(label, str(directory), "failed", str(refusal), _overrides(point))
     if not documents:
         state: State = point.state if point else "failed"
@@ -215,7 +219,7 @@ def _read(directory: Path, point: Point | None) -> Raw | Failed:
             label, str(directory), "failed", f"its run.yaml does not say {lacking}: it is of another version of titan"
         )
     metrics = columns.read(directory / "metrics.jsonl")
-    result, wrong = job_exit.final(directory, {d["ids"]["science"] for d in documents})
+    result, wrong = read_result(directory, {d["ids"]["science"] for d in documents})
     damage = [wrong] if wrong else []
     if metrics.broken:
         some = "a line is" if metrics.broken == 1 else f"{metrics.broken} lines are"
@@ -280,7 +284,7 @@ def _state(
     wanted = int(last["config"]["training"]["steps"])
     if result.get("finished") and int(result.get("step") or 0) >= wanted:
         return "finished", None
-    if job_exit.held(directory):
+    if is_locked(directory):
         return "running", None
     own = _ended(directory, last, result, steps)
     if point and point.state in ("failed", "stopped", "queued", "running"):

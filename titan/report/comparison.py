@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan.metrics.plot import short
+from titan.console.numbers import billions, short
 from titan.report import divergence, equivalence, lr_tuning, outcomes, quality, ranking, sharing, speed, statistics
 from titan.report import variants as arms
 from titan.report.collect import Collected, collect
@@ -17,7 +17,6 @@ from titan.report.lr_tuning import Tuned
 from titan.report.quality import hour_axis
 from titan.report.runs import Member, member
 from titan.report.variants import Group
-from titan.run.recipe import billions
 from titan.sweep.ledger import Asked
 
 ENDED_BADLY = ("failed", "stopped")
@@ -47,7 +46,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         options: what the user says.
 
     Raises:
-        Refusal: for a directory without runs, or a baseline that fits no arm.
+        ConfigError: for a directory without runs, or a baseline that fits no arm.
     """
     options = options or Options()
     found = collect([Path(directory) for directory in directories])

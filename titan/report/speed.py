@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from titan.config.settings import Refusal, build
+from titan.config.settings import build
+from titan.errors import ConfigError
 from titan.metrics.schema import WARM
 from titan.model.schema import Llama
 from titan.report.collect import Raw
@@ -57,7 +58,7 @@ def model_of(raw: Raw) -> Llama | None:
     settings = dict(raw.config["model"]) | ({"_target_": name} if name else {})
     try:
         model: Llama = build(Llama, settings, "model", tuple(raw.config.get("modules") or ()))
-    except Refusal:
+    except ConfigError:
         return None
     return model
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.report.findings import Interval, Needed, Numbers
 
 LEVEL = 0.95
@@ -275,10 +275,10 @@ def _stats() -> Any:
     """scipy.stats.
 
     Raises:
-        Refusal: where scipy is not installed.
+        ConfigError: where scipy is not installed.
     """
     try:
         from scipy import stats
     except ImportError:
-        raise Refusal("comparing runs needs scipy, which is not installed: pip install 'titan[compare]'.") from None
+        raise ConfigError("comparing runs needs scipy, which is not installed: pip install 'titan[compare]'.") from None
     return stats

@@ -10,7 +10,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import Refusal, plain, show
+from titan.config.settings import plain, show
+from titan.errors import ConfigError
 from titan.report.collect import Raw, neat
 from titan.run.attempts import flat
 from titan.run.identity import SCIENCE
@@ -206,7 +207,7 @@ def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, s
         asked: what the sweep says.
 
     Raises:
-        Refusal: when the user's words fit no arm, or several that differ in more.
+        ConfigError: when the user's words fit no arm, or several that differ in more.
     """
     if option is None:
         found = fitting(groups, asked) or [0]
@@ -216,7 +217,9 @@ def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, s
         return family
     if len(found) != 1:
         names = "; ".join(group.label for group in groups[:8])
-        raise Refusal(f"baseline={option}: fits {len(found) or 'none'} of the variants ({names}); name one of them.")
+        raise ConfigError(
+            f"baseline={option}: fits {len(found) or 'none'} of the variants ({names}); name one of them."
+        )
     return found
 
 

@@ -7,15 +7,13 @@ Another science is refused with the settings that differ. `run.yaml` holds a doc
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import platform
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,17 +25,19 @@ from titan.checkpoint import manifest, select
 from titan.checkpoint.manifest import Damaged, Manifest
 from titan.checkpoint.remote import Remote, of
 from titan.checkpoint.select import Candidate
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
 from titan.console.text import redacted
 from titan.dataset import corpora
 from titan.dataset.mixture import Mix
-from titan.files import locks, untrusted
-from titan.files.untrusted import word
+from titan.errors import ConfigError
+from titan.files import untrusted
 from titan.run import identity
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
-from titan.run.recipe import FILES, Run, as_config
-from titan.sweep import job_exit
+from titan.run.lock import _unwritable
+from titan.run.paths import FILES
+from titan.run.recipe import Run, as_config
+from titan.run.result import is_locked, read_result
 
 BEGUN = FILES - {".lock"}
 """What shows that a run has begun in a directory."""
@@ -95,7 +95,7 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     """Prepare the data, decide what the directory means, and record the life that begins.
 
     Raises:
-        Refusal: when the data can't be used, or the directory holds something else.
+        ConfigError: when the data can't be used, or the directory holds something else.
     """
     folders = corpora.ready(run.dataset, progress)
     mix = corpora.mixed(run.dataset, run.training, corpora.opened(folders))
@@ -104,7 +104,7 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     lives = read_lives(directory) or _lives_elsewhere(run)
     last, notes = select.newest(directory, run.checkpoint.path, lives[-1]["run_id"] if lives else None)
     if last and not lives:
-        raise Refusal(
+        raise ConfigError(
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
             "choose another name (checkpoint.resume goes on from them there)."
         )
@@ -112,7 +112,7 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
     if lives:
         _compare(run, lives[-1], science, mix, last)
-        result, wrong = job_exit.final(directory, _sciences(lives))
+        result, wrong = read_result(directory, _sciences(lives))
         done = result.get("finished") and result["step"] == run.training.steps
         if done and not (last and select.owed(run.checkpoint, directory, last.about.step)):
             return Finished(run.directory, result)
@@ -132,11 +132,13 @@ def without(run: Run, life: Life, wrong: str) -> Life:
         wrong: what is wrong with its checkpoint.
 
     Raises:
-        Refusal: when there is none before it, or it is another run's.
+        ConfigError: when there is none before it, or it is another run's.
     """
     damaged, directory = str(life.checkpoint), Path(run.directory)
     if not _own(run, damaged):
-        raise Refusal(f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one.")
+        raise ConfigError(
+            f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one."
+        )
     if run.checkpoint.path and damaged.startswith(of(run.checkpoint.path, run.directory).url):
         _forget(of(run.checkpoint.path, run.directory), life.step, f"checkpoint.path={run.checkpoint.path}")
     else:
@@ -146,7 +148,7 @@ def without(run: Run, life: Life, wrong: str) -> Life:
     notes = (*life.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}")
     notes += tuple(note for note in more if note not in notes and f" {Path(damaged).name} " not in note)
     if last and last.path == damaged:
-        raise Refusal(f"hydra.run.dir={directory}: {notes[-1]}, and can't be set aside; remove it or move it away.")
+        raise ConfigError(f"hydra.run.dir={directory}: {notes[-1]}, and can't be set aside; remove it or move it away.")
     _check_last(run, {}, last, notes)
     mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
     found = last or parent(run, lives, mix, own=False).checkpoint
@@ -161,7 +163,7 @@ def _forget(copies: Remote, step: int, setting: str) -> None:
     try:
         copies.forget(step)
     except (OSError, Damaged) as error:
-        raise Refusal(
+        raise ConfigError(
             f"{setting}: step-{step} there is damaged, and can't be set aside ({error}); mend that."
         ) from error
 
@@ -191,7 +193,7 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
     """The documents of `run.yaml`, one a life; empty where no run began.
 
     Raises:
-        Refusal: when the directory holds something that is no run.
+        ConfigError: when the directory holds something that is no run.
     """
     file = directory / "run.yaml"
     if file.is_file():
@@ -201,7 +203,7 @@ def read_lives(directory: Path) -> list[dict[str, Any]]:
             raise _unreadable(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
     others = sorted({p.name for p in directory.iterdir()} - FILES) if directory.is_dir() else []
     if others:
-        raise Refusal(
+        raise ConfigError(
             f"hydra.run.dir={directory}: holds no run, but other things ({', '.join(others[:3])}); "
             "choose another name or an empty directory."
         )
@@ -212,7 +214,7 @@ def _documents(text: str, label: str) -> list[dict[str, Any]]:
     """What run.yaml holds.
 
     Raises:
-        Refusal: when that is not what `_record` wrote.
+        ConfigError: when that is not what `_record` wrote.
     """
     try:
         documents = [document for document in untrusted.parse_yaml(text) if document]
@@ -248,25 +250,25 @@ def _check_document(document: Any, first: Any) -> None:
         raise ValueError(f"it is of another run, {untrusted.shown(document['run_id'])}")
 
 
-def _unreadable(label: str, why: str) -> Refusal:
-    return Refusal(f"{label}: run.yaml can't be read ({why}); mend it, or choose another name to start again.")
+def _unreadable(label: str, why: str) -> ConfigError:
+    return ConfigError(f"{label}: run.yaml can't be read ({why}); mend it, or choose another name to start again.")
 
 
 def check_data(run: Run, mix: Mix) -> None:
     """Refuse data that the model or the batch can't use.
 
     Raises:
-        Refusal: naming both sides.
+        ConfigError: naming both sides.
     """
     for rows in mix.sources:
         corpus = rows.corpus
         if corpus.max_token >= run.model.vocab:
-            raise Refusal(
+            raise ConfigError(
                 f"model.vocab={run.model.vocab}: the data has token ids up to {corpus.max_token} "
                 f"(tokenizer {corpus.tokenizer['name']}); give model.vocab={corpus.vocab_size} or another tokenizer."
             )
         if corpus.complete and rows.split.rows(run.training.seq_len) < 1:
-            raise Refusal(
+            raise ConfigError(
                 f"training.seq_len={run.training.seq_len}: the training data has only {rows.split.tokens} tokens, "
                 "less than one row; give a smaller training.seq_len or more data."
             )
@@ -281,11 +283,11 @@ def check_directory(run: Run, own_job: bool) -> None:
         own_job: it was handed over before, so that the process in its directory may be its own.
 
     Raises:
-        Refusal: when it holds no run, another experiment, one with more steps, or a process is running in it.
+        ConfigError: when it holds no run, another experiment, one with more steps, or a process is running in it.
     """
     before = read_lives(Path(run.directory))
-    if not own_job and job_exit.held(Path(run.directory)):
-        raise Refusal(
+    if not own_job and is_locked(Path(run.directory)):
+        raise ConfigError(
             f"hydra.run.dir={run.directory}: a process is running in it; wait for it, or choose another name."
         )
     if before:
@@ -308,68 +310,7 @@ def _differ(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 def finished(run: Run) -> Finished:
     """What the finished run in a directory came to."""
-    return Finished(run.directory, job_exit.final(Path(run.directory))[0])
-
-
-@contextmanager
-def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
-    """Hold a run's directory, so that two jobs can't write to it; the lock ends with this process.
-
-    Args:
-        directory: the run's.
-        patience: seconds to wait for whoever holds it: someone who looks whether it is held does so for a moment, and
-            the lock of a node that was lost goes some time after it.
-
-    Raises:
-        Refusal: when another job holds it, or it can't be written to.
-    """
-    new = [f for f in (directory, *directory.parents) if not f.exists()]
-    fresh = not (directory / ".lock").exists()
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = locks.opened(directory / ".lock")
-    except OSError as error:
-        _remove(new)
-        raise _unwritable(directory, error) from error
-    try:
-        _hold(lock, directory, patience)
-        yield
-    finally:
-        if fresh and directory.is_dir() and not {p.name for p in directory.iterdir()} & BEGUN:
-            (directory / ".lock").unlink(missing_ok=True)
-            _remove(new)
-        os.close(lock)
-
-
-def _hold(lock: int, directory: Path, patience: float) -> None:
-    """Lock a run's directory, and say in the file by whom it is.
-
-    Raises:
-        Refusal: when another process holds it, or it can't be locked.
-    """
-    try:
-        locks.take(lock, f"hydra.run.dir={directory}", patience)
-    except BlockingIOError:
-        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-        raise Refusal(
-            f"hydra.run.dir={directory}: {word(holder)} is running in it; wait for it, or choose another name."
-        ) from None
-    with contextlib.suppress(OSError):  # on a full disk nobody is told by whom
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-
-
-def _unwritable(directory: Path, error: OSError) -> Refusal:
-    reason = error.strerror or str(error)
-    way = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-    return Refusal(f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place.")
-
-
-def _remove(folders: list[Path]) -> None:
-    """Take away the folders, innermost first, that came with a run that was refused."""
-    for folder in folders:
-        with contextlib.suppress(OSError):  # it is not there, or another run has come into it
-            folder.rmdir()
+    return Finished(run.directory, read_result(Path(run.directory))[0])
 
 
 def _sciences(lives: list[dict[str, Any]]) -> set[str]:
@@ -402,12 +343,12 @@ def _check_last(run: Run, result: Mapping[str, Any], last: Candidate | None, not
     if last is not None:
         return
     if notes:
-        raise Refusal(
+        raise ConfigError(
             f"hydra.run.dir={run.directory}: {'; '.join(notes)}; and there is no other. Bring back a copy of one, or "
             "choose another name to start again."
         )
     if result.get("finished"):
-        raise Refusal(
+        raise ConfigError(
             f"training.steps={run.training.steps}: the run in {run.directory} is finished and has no checkpoint to "
             "continue from; choose another name."
         )
@@ -437,13 +378,13 @@ def _refuse_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], dif
     if differ:
         before, now = {**flat(last["config"]), **last["science"]}, {**flat(as_config(run)), **new}
         what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
-        raise Refusal(f"{_place(run)}: holds another experiment ({what}); choose another name for this one.")
+        raise ConfigError(f"{_place(run)}: holds another experiment ({what}); choose another name for this one.")
 
 
 def _refuse_fewer(run: Run, steps: int) -> None:
     """Refuse fewer steps than the run was to do before."""
     if run.training.steps < steps:
-        raise Refusal(
+        raise ConfigError(
             f"training.steps={run.training.steps}: the run in {run.directory} has {steps}; give {steps} or more."
         )
 
@@ -462,7 +403,7 @@ def _later(run: Run, differ: list[str], mix: Mix, saved: Manifest) -> bool:
         return False
     try:
         return rows_read(run, mix, saved) > 0
-    except Refusal:
+    except ConfigError:
         return False
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from titan.compile import schema as compiling
-from titan.config.settings import Refusal, nearest, show
+from titan.compile.auto import keeps_scales, why_not
+from titan.config.settings import nearest, show
+from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.model.schema import Llama
 from titan.parallelism.pipeline.stage_plan import staging
@@ -28,7 +29,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
         elsewhere: its machine is a node that a scheduler will give, where other packages and programs may be installed.
 
     Raises:
-        Refusal: for what can't work.
+        ConfigError: for what can't work.
     """
     checked = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
     for part in (*checked, _check_memory):
@@ -37,21 +38,21 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
         _check_machine(run)
     fit.check(run, run.layout, run.machine, run.microbatches)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
-        raise Refusal("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
+        raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
-        raise Refusal(
+        raise ConfigError(
             f"debug.detect_anomaly=true: torch can't look into what parallelism.tensor={run.layout.tensor} cuts; "
             "give parallelism.tensor=1."
         )
     if run.microbatches > run.rank_rows:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.microbatches={run.microbatches}: more than the rows that a rank takes in a step, "
             f"training.global_batch / training.seq_len over the ranks; give at most {run.rank_rows}."
         )
     if run.compile.scope != "off":
         _check_compiler(run, elsewhere)
     if run.precision.small and not elsewhere and importlib.util.find_spec("torchao") is None:
-        raise Refusal(f"precision.products={run.precision.products}: needs torchao; pip install 'titan[float8]'.")
+        raise ConfigError(f"precision.products={run.precision.products}: needs torchao; pip install 'titan[float8]'.")
     _check_checkpoint(run)
 
 
@@ -59,12 +60,12 @@ def _check_checkpoint(run: Run) -> None:
     """Refuse what has to follow a save where nothing is saved, and a format that does not know the model."""
     how = run.checkpoint
     if how.mode == "off" and run.cluster.restarts:
-        raise Refusal(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
+        raise ConfigError(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
     for name, value in (("export", how.export), ("path", how.path)):
         if how.mode == "off" and value:
-            raise Refusal(f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.")
+            raise ConfigError(f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.")
     if how.export == "meta" and not isinstance(run.model, Llama):
-        raise Refusal(
+        raise ConfigError(
             f"checkpoint.export=meta: there is such a format for Llama only, and the model is a "
             f"{type(run.model).__name__}; give checkpoint.export=hf."
         )
@@ -77,8 +78,8 @@ def _check_growth(run: Run) -> None:
         count = math.ceil(rows / run.microbatch_rows)
         try:
             staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
-        except Refusal as refusal:
-            raise Refusal(
+        except ConfigError as refusal:
+            raise ConfigError(
                 f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
                 f"{run.microbatch_rows} rows, and then {refusal}"
             ) from refusal
@@ -90,13 +91,13 @@ def _check_precision(run: Run) -> None:
     """Refuse types that do not go together, and products in eight bits where nothing computes them."""
     how = run.precision
     if how.weights == "bf16" and how.compute != "bf16":
-        raise Refusal(
+        raise ConfigError(
             f"precision.weights=bf16: goes with precision.compute=bf16, not {how.compute}; give precision=bf16_pure."
         )
     if not how.small:
         return
     if how.compute != "bf16":
-        raise Refusal(
+        raise ConfigError(
             f"precision.products={how.products}: goes with precision.compute=bf16, not {how.compute}; give that type."
         )
     _check_formats(run)
@@ -110,7 +111,7 @@ def _check_formats(run: Run) -> None:
     other = machine.capability is None  # AMD's, or not known before the job has its node
     if how.emulate or (machine.device == "cuda" and (other or (machine.capability or 0) >= least)):
         return
-    raise Refusal(
+    raise ConfigError(
         f"precision.products={how.products}: takes {HARDWARE[least]}, and here is {machine.name}; give "
         "precision.emulate=true to compute the same slowly, or precision=bf16."
     )
@@ -121,24 +122,24 @@ def _check_products(run: Run) -> None:
     how, products = run.precision, run.model.products()
     for pattern in how.skip:
         if not any(fnmatchcase(name, pattern) for name in products):
-            raise Refusal(
+            raise ConfigError(
                 f"precision.skip={show(how.skip)}: no product of the model is called {pattern}; names are such as "
                 f"{next(iter(products))} and head{nearest(pattern, products)}"
             )
     choice, multiple = how.choose(products, run.layout.tensor), SMALL[how.products]
     if not choice.taken:
-        raise Refusal(
+        raise ConfigError(
             f"precision.products={how.products}: no product of the model is left for it: {choice.left_alone()}; "
             "change these, or give precision=bf16."
         )
     if "head" in choice.taken and run.training.loss_chunk is not None:
-        raise Refusal(
+        raise ConfigError(
             f"training.loss_chunk={run.training.loss_chunk}: computes the head in {how.compute}, and "
             f"precision.products={how.products} would have it too; give precision.skip=[head], or null."
         )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
     if tokens % multiple and how.products != "float8_rowwise_hp":  # whose gradients of weights are in bf16
-        raise Refusal(
+        raise ConfigError(
             f"precision.products={how.products}: a micro-batch of a rank has {tokens} tokens, and gradients of weights "
             f"take a multiple of {multiple}; give another training.seq_len or training.global_batch."
         )
@@ -149,7 +150,7 @@ def _check_tensor(run: Run) -> None:
     degree, model, how = run.layout.tensor, run.model, run.parallelism
     for name in ("kv_heads", "heads", "ffn", "vocab"):
         if getattr(model, name) % degree:
-            raise Refusal(
+            raise ConfigError(
                 f"parallelism.tensor={degree}: does not divide model.{name}={getattr(model, name)}; "
                 f"give a divisor of it, such as {math.gcd(degree, getattr(model, name))}."
             )
@@ -163,7 +164,7 @@ def _check_tensor(run: Run) -> None:
         }
         missing = [name for name, there in needed.items() if not there]
         if missing:
-            raise Refusal(f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false.")
+            raise ConfigError(f"parallelism.async_tensor=true: needs {' and '.join(missing)}; give false.")
 
 
 def _check_context(run: Run) -> None:
@@ -174,13 +175,13 @@ def _check_context(run: Run) -> None:
         halves = " (a head and a tail each)" if how.balance else ""
         cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
         cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and how.sequence_parallel else []
-        raise Refusal(
+        raise ConfigError(
             f"training.seq_len={length}: must be a multiple of {multiple} to be cut over {' and '.join(cuts)}; "
             f"the nearest is {max(1, round(length / multiple)) * multiple}."
         )
     heads = run.model.heads // layout.tensor
     if how.context_method == "ulysses" and heads % layout.context:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.context_method=ulysses: context {layout.context} does not divide a rank's {heads} heads; "
             "give allgather or ring, or another parallelism.context."
         )
@@ -190,13 +191,13 @@ def _check_attention(run: Run) -> None:
     """Refuse kernels that a device has not, and those that can't keep documents apart in a ring."""
     choice, how = run.training.attention, run.parallelism
     if run.machine.device == "cpu" and choice == "flex":
-        raise Refusal("training.attention=flex: its backward pass needs a GPU; give auto.")
+        raise ConfigError("training.attention=flex: its backward pass needs a GPU; give auto.")
     if run.machine.device == "cpu" and choice in ("cudnn", "efficient"):
-        raise Refusal(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
+        raise ConfigError(f"training.attention={choice}: there is no such kernel for CPUs; give auto, flash or math.")
     ring = run.layout.context > 1 and how.context_method == "ring"
     if ring and run.dataset.mask_documents and choice not in ("auto", "flex", "math"):
         other = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
-        raise Refusal(
+        raise ConfigError(
             f"training.attention={choice}: in a ring this kernel does not keep documents apart "
             f"(dataset.mask_documents=true); give {other}, or another parallelism.context_method."
         )
@@ -207,53 +208,55 @@ def _check_sharding(run: Run) -> None:
     how, layout = run.parallelism, run.layout
     for name, idle in (("reshard", "auto"), ("accumulate", "auto"), ("prefetch", 0)):
         if (value := getattr(how, name)) != idle and (layout.sharded == 1 or layout.copies):
-            raise Refusal(f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}.")
+            raise ConfigError(
+                f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}."
+            )
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.reshard={how.reshard}: weights are cut over {layout.sharded} ranks; give a divisor of that "
             "below it, always or never."
         )
     if how.reshard not in ("auto", "never") and run.staging.splits_backward:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.reshard={how.reshard}: parallelism.schedule={run.staging.schedule} computes gradients of "
             "weights apart from those of activations, which comes out wrong when weights are freed in between; "
             "give auto or never."
         )
     if how.accumulate == "sharded" and run.staging.splits_backward:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of "
             "weights apart from those of activations, and FSDP reduces both together; give auto or whole."
         )
     if run.memory.offload and (layout.sharded == 1 or layout.copies):
-        raise Refusal("memory.offload=true: only sharded weights can live in host memory; give parallelism=fsdp.")
+        raise ConfigError("memory.offload=true: only sharded weights can live in host memory; give parallelism=fsdp.")
 
 
 def _check_memory(run: Run) -> None:
     """Refuse ways of keeping activations that need something else."""
     memory, schedule, other = run.memory, run.staging.schedule, _instead_of_budget(run)
     if memory.checkpointing == "every_n" and memory.every > run.model.layers:
-        raise Refusal(
+        raise ConfigError(
             f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be computed again; "
             "give fewer."
         )
     if memory.checkpointing == "budget" and run.debug.detect_anomaly:
-        raise Refusal(
+        raise ConfigError(
             "memory=budget: the compiler is what keeps to it, and compiled blocks hide the operation that anomalies "
             f"are traced to; give debug.detect_anomaly=false, or {other} with compile=off."
         )
     if memory.checkpointing == "budget" and run.compile.scope == "off":
-        raise Refusal(f"memory=budget: the compiler is what keeps to it; give compile=block, or {other}.")
-    if run.compile.scope != "off" and compiling.keeps_scales(run):
-        raise Refusal(
+        raise ConfigError(f"memory=budget: the compiler is what keeps to it; give compile=block, or {other}.")
+    if run.compile.scope != "off" and keeps_scales(run):
+        raise ConfigError(
             "memory=selective: would keep MXFP8's scales, which Inductor has no kernels for on CPUs; give compile=off, "
             "memory=full or compile.backend=aot_eager."
         )
     if memory.checkpointing == "budget" and run.compile.backend == "eager":
-        raise Refusal(
+        raise ConfigError(
             "compile.backend=eager: keeps everything, whatever memory=budget says; give inductor or aot_eager."
         )
     if memory.checkpointing == "selective" and run.staging.splits_backward:
-        raise Refusal(
+        raise ConfigError(
             f"memory=selective: parallelism.schedule={schedule} goes backward twice, and what is kept selectively is "
             "there once; give memory=full or none, or another schedule such as 1F1B."
         )
@@ -262,14 +265,14 @@ def _check_memory(run: Run) -> None:
 def _check_machine(run: Run) -> None:
     """Refuse to start more ranks here than there are devices."""
     if run.cluster.nodes > 1:
-        raise Refusal(
+        raise ConfigError(
             f"cluster.nodes={run.cluster.nodes}: titan itself starts ranks on one machine only; "
             "give hydra/launcher=slurm, start this command on each node with torchrun or srun, or give cluster.nodes=1."
         )
     if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
         layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"
         fit.check(run, layout, run.machine, run.microbatches)
-        raise Refusal(
+        raise ConfigError(
             f"{run.describe()}: {layout} makes {layout.devices} ranks, and here are {here}; give smaller degrees, "
             f"or cluster.device=cpu to try it with {layout.devices} CPU ranks."
         )
@@ -282,12 +285,12 @@ def _instead_of_budget(run: Run) -> str:
 
 def _check_compiler(run: Run, elsewhere: bool) -> None:
     """Refuse to compile where what it takes is missing, and name a way out that asks for no compiler."""
-    lacking = compiling.why_not(run.machine, run.compile.backend, elsewhere)
+    lacking = why_not(run.machine, run.compile.backend, elsewhere)
     if lacking is None:
         return
     others = [_instead_of_budget(run)] if run.memory.checkpointing == "budget" else []
     others += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
-    raise Refusal(
+    raise ConfigError(
         f"compile={run.choices.get('compile', 'block')}: torch.compile makes no kernels here: {lacking}; "
         f"mend that, or give {' '.join([*others, 'compile=off'])}."
     )

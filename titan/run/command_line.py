@@ -18,8 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from titan.config.settings import Refusal
-from titan.run.recipe import Recipe, check_name
+from titan.errors import ConfigError
+from titan.run.paths import check_name
+from titan.run.recipe import Recipe
 
 RESUME = "resume="
 CHOSEN = (*Recipe.axes(), "recipe", "sweep")
@@ -32,7 +33,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     `typed` are the overrides of the command line itself: those of the run that it resumes let nothing be imported.
 
     Raises:
-        Refusal: for what is no option, or goes with no other.
+        ConfigError: for what is no option, or goes with no other.
     """
     args = _options(words)
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
@@ -55,13 +56,13 @@ def check(args: argparse.Namespace) -> None:
     """Refuse overrides that would change nothing, though they look as if they did.
 
     Raises:
-        Refusal: naming the override.
+        ConfigError: naming the override.
         OverrideParseException: Hydra's, for what is no override.
     """
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:
         if override.key_or_group in CHOSEN and not override.is_sweep_override() and override.value() in ({}, []):
-            raise Refusal(
+            raise ConfigError(
                 f"{override.input_line}: changes nothing; choose with {override.key_or_group}=CHOICE, or set "
                 f"{override.key_or_group}.SETTING=VALUE."
             )
@@ -82,10 +83,10 @@ def search_path(overrides: Sequence[str]) -> tuple[str, ...]:
 def check_grid_name(name: str, overrides: Sequence[str]) -> None:
     """Refuse what is no name of one folder under runs/, and a second place for the same grid."""
     if not re.fullmatch(r"[\w./+-]+", name):
-        raise Refusal(f"name={name}: a grid has one name; give one folder's name.")
+        raise ConfigError(f"name={name}: a grid has one name; give one folder's name.")
     check_name(name)
     if place := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
-        raise Refusal(f"{place[0]}: name={name} says where the grid is already; leave one out.")
+        raise ConfigError(f"{place[0]}: name={name} says where the grid is already; leave one out.")
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
@@ -98,7 +99,7 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise Refusal(f"{message}; see --help.")
+    raise ConfigError(f"{message}; see --help.")
 
 
 def _mode(overrides: Sequence[str]) -> str | None:
@@ -110,21 +111,21 @@ def _check_options(args: argparse.Namespace) -> None:
     """Refuse options that Hydra would pass over in silence, or say too much of."""
     for option, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
         if folder and not os.path.isdir(folder):
-            raise Refusal(f"{option} {folder}: there is no such folder; correct the path.")
+            raise ConfigError(f"{option} {folder}: there is no such folder; correct the path.")
     if (args.package or args.resolve) and not args.cfg:
         option = "--resolve" if args.resolve else f"--package {args.package}"
-        raise Refusal(f"{option}: only says what --cfg shows; add --cfg job.")
+        raise ConfigError(f"{option}: only says what --cfg shows; add --cfg job.")
     if args.experimental_rerun is not None:
-        raise Refusal(
+        raise ConfigError(
             f"--experimental-rerun {args.experimental_rerun}: titan writes no such file; give resume=DIR to go on with "
             "the run in a directory."
         )
     if args.multirun and _mode(args.overrides) == "RUN":
-        raise Refusal("hydra.mode=RUN: -m asks for a grid; leave one out.")
+        raise ConfigError("hydra.mode=RUN: -m asks for a grid; leave one out.")
     for override in args.overrides:
         key = override.partition("=")[0]
         if key.startswith("~") and not key.startswith("~hydra"):
-            raise Refusal(f"{override}: no setting can be taken away; write {key[1:]}=VALUE, or leave it out.")
+            raise ConfigError(f"{override}: no setting can be taken away; write {key[1:]}=VALUE, or leave it out.")
 
 
 def _check_twice(overrides: Sequence[Override]) -> None:
@@ -132,7 +133,7 @@ def _check_twice(overrides: Sequence[Override]) -> None:
     count = Counter(override.key_or_group for override in overrides)
     for override in overrides:
         if count[override.key_or_group] > 1 and override.is_sweep_override():
-            raise Refusal(
+            raise ConfigError(
                 f"{override.input_line}: {override.key_or_group} is given twice, and only the last would be run; "
                 "leave one out."
             )
@@ -147,9 +148,9 @@ def _earlier(word: str, args: argparse.Namespace) -> list[str]:
     where = word.removeprefix(RESUME)
     for other in ("name=", "hydra.run.dir="):
         if given := next((o for o in args.overrides if o.startswith(other)), None):
-            raise Refusal(f"{given}: {word} says which run it is already; leave one out.")
+            raise ConfigError(f"{given}: {word} says which run it is already; leave one out.")
     if args.multirun or _mode(args.overrides) == "MULTIRUN":
-        raise Refusal(f"{word}: goes on with one run; leave out -m, or give a grid's own command again.")
+        raise ConfigError(f"{word}: goes on with one run; leave out -m, or give a grid's own command again.")
     last = _last_life(where, word)
     kept = [o for o in last["overrides"] if o.partition("=")[0] != "name"]
     names = [f"name={quoted(str(last['name']))}"] if last.get("name") else []
@@ -165,7 +166,7 @@ def _last_life(where: str, word: str) -> dict[str, Any]:
         return lives[-1]
     grid = where.strip() and (directory / "multirun.yaml").is_file()
     hint = "it holds a grid: give its own command again" if grid else "give the directory of one, such as runs/NAME"
-    raise Refusal(f"{word}: there is no run; {hint}.")
+    raise ConfigError(f"{word}: there is no run; {hint}.")
 
 
 def quoted(text: str) -> str:

@@ -43,14 +43,16 @@ from titan.cluster.schema import Cluster
 from titan.config import help as help_text
 from titan.config import modules, settings
 from titan.config.arguments import version
-from titan.config.settings import Failure, Refusal, nearest
-from titan.console import output
+from titan.config.settings import nearest
 from titan.console.text import is_secret, redact, redacted
 from titan.dataset.schema import KINDS, Dataset
+from titan.errors import ConfigError, exit_code
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.run import command_line, hydra_node
-from titan.run.recipe import Recipe, Run, check_name, resolve
+from titan.run.paths import check_name
+from titan.run.recipe import Recipe, Run
+from titan.run.resolve import resolve
 from titan.sweep.schema import Sweep
 
 here = Path(__file__).resolve().parents[1]
@@ -129,31 +131,8 @@ def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | 
     return exit_code(lambda: _command(arguments, job, ranks))
 
 
-def exit_code(body: Callable[[], int]) -> int:
-    """What `body` returns; else, once its sentence is said, 2 for a refusal, 1 for a failure, 130 for Ctrl-C."""
-    try:
-        return body()
-    except Refusal as refusal:
-        print(f"titan: {settings.one_line(str(refusal))}", file=sys.stderr)
-        return 2
-    except Failure as failure:
-        print(f"titan: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    except output.Lost as lost:  # whoever read has seen enough: `... | head`
-        if lost.code != output.PIPE:
-            print(f"titan: {lost}.", file=sys.stderr)
-        return lost.code
-    except OSError as error:
-        if (words := settings.fault(error)) is None:
-            raise
-        print(f"titan: {words}", file=sys.stderr)
-        return 1
-
-
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
-    """The checked Run of a list of overrides, for programs; see `freeze`; raises `Refusal`."""
+    """The checked Run of a list of overrides, for programs; see `freeze`; raises `ConfigError`."""
     register()
     with _plainly(overrides), _Session() as hydra:
         trusted = modules.trusted(overrides)
@@ -173,18 +152,18 @@ def freeze(
     Args:
         cfg: the composed configuration.
         directory: where results go; None: `hydra.run.dir`.
-        ranks: see `titan.run.recipe.resolve`.
+        ranks: see `titan.run.resolve.resolve`.
         elsewhere: it is to run on the nodes that `cluster` describes, not on this machine.
         machine: finds out what the run's machine has; None: look now.
         trusted: packages that the user lets it import, whatever configuration files say:
             `titan.config.modules.trusted`.
 
     Raises:
-        Refusal: for what can't work.
+        ConfigError: for what can't work.
     """
     HydraConfig.instance().set_config(cfg)
     if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it
-        raise Refusal("hydra.run.dir=: names no directory; give one, or name=NAME.")
+        raise ConfigError("hydra.run.dir=: names no directory; give one, or name=NAME.")
     hydra_node.check(cfg)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     settings.check_text(directory, f"hydra.run.dir={directory}")
@@ -214,7 +193,7 @@ def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     HydraConfig.instance().set_config(cfg)
     content: Any = OmegaConf.to_container(_job(cfg), resolve=True)
     if not isinstance(content, dict):
-        raise Refusal("the configuration is not a mapping.")
+        raise ConfigError("the configuration is not a mapping.")
     _warn_of_secrets(OmegaConf.to_container(_job(cfg), resolve=False), redacted(content))
     settings.build(Sweep, content.pop("sweep", {}), "sweep")
     if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
@@ -271,12 +250,12 @@ def recipe(arguments: Sequence[str]) -> Recipe:
         arguments: the command line.
 
     Raises:
-        Refusal: for what is no choice or setting, and for options that only show something.
+        ConfigError: for what is no choice or setting, and for options that only show something.
     """
     register()
     args = command_line.parse(arguments)
     if command_line.asks_to_show(args):
-        raise Refusal("-m, --cfg, --info and the like are for titan.train; leave them out.")
+        raise ConfigError("-m, --cfg, --info and the like are for titan.train; leave them out.")
     with _plainly(args.overrides), _Session(args) as hydra:
         command_line.check(args)
         return _typed(_compose(hydra, args.overrides, args.config_name), modules.trusted(args.typed))
@@ -323,7 +302,7 @@ def _check_no_grid(cfg: DictConfig) -> None:
     """Refuse a named grid where one run was asked for, which would pass over all that it varies."""
     sweep = cfg.hydra.runtime.choices.get("sweep")
     if sweep not in (None, "null"):
-        raise Refusal(f"sweep={sweep}: is a grid of runs; add -m.")
+        raise ConfigError(f"sweep={sweep}: is a grid of runs; add -m.")
 
 
 def _hand_to_hydra(args: argparse.Namespace) -> int:
@@ -342,10 +321,10 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
             hydra_utils._run_hydra(args, hydra_utils.get_args_parser(), _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
         if args.cfg and leave.code:
-            raise Refusal(f"--package {args.package}: no such part of the configuration; give an axis.") from None
+            raise ConfigError(f"--package {args.package}: no such part of the configuration; give an axis.") from None
         return leave.code if isinstance(leave.code, int) else 2
     except ValueError as error:
-        raise Refusal(_value_error(error, args.overrides)) from error
+        raise ConfigError(_value_error(error, args.overrides)) from error
     finally:
         plugin.tidy()
     return plugin.exit_code() if args.multirun else 0
@@ -364,7 +343,7 @@ def _showing() -> Iterator[None]:
 
 def _never(cfg: DictConfig) -> None:
     """Stands where Hydra wants a task function; titan's launcher takes its place."""
-    raise Refusal("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")
+    raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")
 
 
 class _Session:
@@ -392,7 +371,7 @@ def _compose(hydra: Hydra, overrides: list[str], name: str | None = None, mode: 
             config_name=name or CONFIG, overrides=overrides, run_mode=mode, with_log_configuration=False
         )
     except ValueError as error:
-        raise Refusal(_value_error(error, overrides)) from error
+        raise ConfigError(_value_error(error, overrides)) from error
     check_optional(lambda group: hydra.config_loader.get_group_options(group, ObjectType.CONFIG), cfg)
     return cfg
 
@@ -405,12 +384,12 @@ def check_optional(known: Callable[[str], Sequence[str]], cfg: DictConfig) -> No
         cfg: what was composed.
 
     Raises:
-        Refusal: with those that there are.
+        ConfigError: with those that there are.
     """
     for group in OPTIONAL:
         choice = cfg.hydra.runtime.choices.get(group)
         if choice not in (None, "null") and choice not in (there := known(group)):
-            raise Refusal(_no_such_choice(group, str(choice), there))
+            raise ConfigError(_no_such_choice(group, str(choice), there))
 
 
 def _no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
@@ -448,7 +427,7 @@ class _plainly:
         self.warnings.__exit__(None, None, None)
         OtherConf.asked = ()
         if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
-            raise Refusal(_own_refusal(error) or self._sentence(error)) from error
+            raise ConfigError(_own_refusal(error) or self._sentence(error)) from error
 
     def _sentence(self, error: BaseException) -> str:
         if isinstance(error, MissingConfigException) and error.options is not None:
@@ -522,7 +501,7 @@ class _plainly:
 def _own_refusal(error: BaseException | None) -> str | None:
     """The refusal of titan's own that Hydra has wrapped, if that is what happened."""
     while error is not None:
-        if isinstance(error, Refusal):
+        if isinstance(error, ConfigError):
             return str(error)
         error = error.__cause__ or error.__context__
     return None

@@ -17,9 +17,9 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from titan.config.settings import Failure, Refusal
 from titan.console.text import redacted
-from titan.run.recipe import FILES
+from titan.errors import ConfigError, RunError
+from titan.run.paths import FILES
 
 LOGGING = ("default", "none", "disabled")
 """Choices of hydra/job_logging that ask for no other logging than titan's."""
@@ -40,17 +40,17 @@ def check(cfg: DictConfig) -> None:
     """Refuse what titan can't honour.
 
     Raises:
-        Refusal: naming the setting.
+        ConfigError: naming the setting.
     """
     if cfg.hydra.job.chdir:
-        raise Refusal(
+        raise ConfigError(
             "hydra.job.chdir=true: paths count from the folder that a command is given in, and a run never leaves it; "
             "leave it out, results go to hydra.run.dir."
         )
     _check_logging(cfg)
     subdir = cfg.hydra.output_subdir
     if subdir is not None and (not subdir.strip(". ") or "/" in subdir or subdir in FILES - {".hydra"}):
-        raise Refusal(f"hydra.output_subdir={subdir}: must name a folder of its own in the run's, or be null.")
+        raise ConfigError(f"hydra.output_subdir={subdir}: must name a folder of its own in the run's, or be null.")
 
 
 def _check_logging(cfg: DictConfig) -> None:
@@ -59,7 +59,7 @@ def _check_logging(cfg: DictConfig) -> None:
     if choice not in LOGGING:
         given.append(f"hydra/job_logging={choice}")
     if given:
-        raise Refusal(f"{given[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
+        raise ConfigError(f"{given[0]}: ranks write log/rank-N.log of the run, and nothing else; leave it out.")
 
 
 def files(cfg: DictConfig, job: DictConfig) -> dict[str, str]:
@@ -115,14 +115,14 @@ class Calls:
             made: Hydra's own instances, where it has made them.
 
         Raises:
-            Refusal: for a callback that can't be made, or that would not be called.
+            ConfigError: for a callback that can't be made, or that would not be called.
         """
         self.config = cfg
         try:
             self.callbacks = made or Callbacks(cfg)
         except InstantiationException as error:
             why = " ".join(str(error).split("\n")[0].split()).rstrip(".:")
-            raise Refusal(f"hydra.callbacks: {why}; correct the callback's settings.") from error
+            raise ConfigError(f"hydra.callbacks: {why}; correct the callback's settings.") from error
         if elsewhere:
             _check_called(self.callbacks.callbacks)
 
@@ -146,7 +146,7 @@ class Calls:
             self.callbacks.on_job_start(config=cfg, task_function=lambda _: body())
             try:
                 code = body()
-                _ended(returned, None if code == 0 else Failure(f"the run ended with exit code {code}."), code)
+                _ended(returned, None if code == 0 else RunError(f"the run ended with exit code {code}."), code)
                 return code
             except BaseException as error:
                 _ended(returned, error, 1)
@@ -171,7 +171,7 @@ def _check_called(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         own = [name for name in ON_JOB if getattr(type(callback), name, None) not in (None, getattr(Callback, name))]
         if own:
-            raise Refusal(
+            raise ConfigError(
                 f"hydra.callbacks: {type(callback).__name__}.{own[0]} would be called where no job runs; leave the "
                 "callback out, or run jobs one after the other on this machine (hydra/launcher=local, at_once=1)."
             )

@@ -14,10 +14,11 @@ from typing import Any
 from titan.checkpoint import select
 from titan.checkpoint.manifest import Manifest, check_resumable
 from titan.checkpoint.select import Candidate
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
 from titan.console.text import redacted
 from titan.dataset import permutation
 from titan.dataset.mixture import Mix
+from titan.errors import ConfigError
 from titan.run.recipe import Run, as_model
 
 
@@ -46,11 +47,13 @@ def parent(run: Run, lives: list[dict[str, Any]], mix: Mix, own: bool) -> Parent
         own: whether it has a checkpoint of its own, and so needs nothing of the parent any more.
 
     Raises:
-        Refusal: when it can't be had, does not fit, or is another one than the first life's.
+        ConfigError: when it can't be had, does not fit, or is another one than the first life's.
     """
     resume, weights = run.checkpoint.resume, run.checkpoint.weights
     if resume and weights:
-        raise Refusal(f"checkpoint.weights={weights}: checkpoint.resume={resume} brings its own; give one of the two.")
+        raise ConfigError(
+            f"checkpoint.weights={weights}: checkpoint.resume={resume} brings its own; give one of the two."
+        )
     recorded = lives[0].get("parent") if lives else None
     if recorded and own and _unchanged(run, lives[-1]):
         return Parent(str(recorded))
@@ -73,7 +76,7 @@ def _fork(run: Run, resume: str, mix: Mix) -> Parent:
     _check_model(run, found)
     rows_read(run, mix, found.about)
     if found.about.step >= run.training.steps:
-        raise Refusal(
+        raise ConfigError(
             f"training.steps={run.training.steps}: the checkpoint to start from has done {found.about.step} steps "
             "already; give more steps."
         )
@@ -84,10 +87,10 @@ def _forked(run: Run, resume: str, recorded: str) -> Parent:
     """The checkpoint that a fork started from; its run may have gone on since."""
     step = recorded.rpartition("@")[2]
     for place in (resume, f"{resume}/checkpoints/step-{step}", f"{resume}/step-{step}"):
-        with contextlib.suppress(Refusal):
+        with contextlib.suppress(ConfigError):
             if (found := select.named(place)).id == recorded:
                 return Parent(recorded, found)
-    raise Refusal(
+    raise ConfigError(
         f"checkpoint.resume={resume}: step {step}, which the fork in {run.directory} started from, is not there; "
         "choose another name for a new fork."
     )
@@ -102,7 +105,7 @@ def _given(run: Run, path: str, recorded: str | None) -> Parent:
     check_model(run.model, weights.model, f"checkpoint.weights={path}")
     identity = f"weights:{digest_of(weights)[:12]}"
     if recorded and recorded != identity:
-        raise Refusal(
+        raise ConfigError(
             f"checkpoint.weights={path}: are not the weights that the run in {run.directory} started from; name the "
             "checkpoint or folder that has them, or choose another name."
         )
@@ -115,7 +118,7 @@ def _check_model(run: Run, found: Candidate) -> None:
     differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
     if differ:
         what = "; ".join(f"model.{k} is {show(there.get(k))} there and {show(here.get(k))} here" for k in differ)
-        raise Refusal(
+        raise ConfigError(
             f"checkpoint.resume={run.checkpoint.resume}: was saved with another model: {what}; give the same model."
         )
 
@@ -124,11 +127,11 @@ def rows_read(run: Run, mix: Mix, saved: Manifest) -> int:
     """How many rows a checkpoint has read, when this run would have read the same ones.
 
     Raises:
-        Refusal: when it would have read others.
+        ConfigError: when it would have read others.
     """
     rows = permutation.check_state(saved.data, mix.fingerprint)
     if rows != run.training.rows_before(saved.step + 1):
-        raise Refusal(
+        raise ConfigError(
             f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
             "steps; give the global_batch and grow that it was made with, up to there."
         )

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +13,10 @@ from typing import Any
 from titan.checkpoint.schema import Checkpoint
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
-from titan.compile import schema as compiling
 from titan.compile.schema import Compile
 from titan.config.kinds import kind
-from titan.config.settings import Refusal, plain, setting
+from titan.config.settings import plain, setting
+from titan.console.numbers import billions
 from titan.console.text import redacted
 from titan.dataset.schema import Dataset
 from titan.debug.schema import Debug
@@ -27,22 +25,9 @@ from titan.memory.schema import Memory
 from titan.metrics.schema import Metrics
 from titan.model.schema import Llama
 from titan.optimizer.schema import Optimizer
-from titan.parallelism.pipeline.stage_plan import staging
 from titan.parallelism.schema import Layout, Parallelism, Staging
 from titan.precision.schema import Cut, Precision
-from titan.run import checks
 from titan.training.schema import Training
-
-LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
-"""Bytes of a folder's name and of a run's path, and levels of that: file systems end at 255 and 4,096 bytes."""
-FILES = {
-    ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png",
-    "log", "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock",
-    "slurm",
-}  # fmt: skip
-"""Names in a run's directory."""
-FLEX_WIDTH = 16
-"""The least width of heads that FlexAttention's kernel takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,161 +106,6 @@ class Run(Recipe):
         """The choices that decide how much memory the run takes, for messages."""
         model, parallelism = self.choices.get("model", "?"), self.choices.get("parallelism", "?")
         return f"model={model} parallelism={parallelism}"
-
-
-def resolve(
-    recipe: Recipe,
-    machine: Machine,
-    directory: str,
-    *,
-    ranks: int | None = None,
-    elsewhere: bool = False,
-    choices: Mapping[str, str] | None = None,
-    overrides: tuple[str, ...] = (),
-    hydra: Mapping[str, str] | None = None,
-    options: tuple[str, ...] = (),
-) -> Run:
-    """Derive what follows from a recipe on a machine, and check everything that can be checked before work starts.
-
-    Args:
-        recipe: the composed choices.
-        machine: the devices here.
-        directory: where results go.
-        ranks: how many ranks a launcher has started already; None when titan is to start them.
-        elsewhere: `machine` is a node of those that a scheduler will give, not this one.
-        choices, overrides, hydra, options: see `Run`.
-
-    Raises:
-        Refusal: for what can't work.
-    """
-    check_name(recipe.name)
-    check_length(directory, f"hydra.run.dir={directory}")
-    recipe.model.check()
-    recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
-    recipe.training.check()
-    recipe.parallelism.check()
-    recipe.dataset.check()
-    recipe.cluster.check()
-    if recipe.precision.compute == "auto":
-        precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
-        recipe = dataclasses.replace(recipe, precision=precision)
-    recipe = dataclasses.replace(recipe, precision=recipe.precision.plain())
-    if _by_blocks(recipe, machine, elsewhere):
-        recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
-    layout = _layout(recipe, machine, ranks, elsewhere)
-    microbatches = _microbatches(recipe, layout, machine)
-    run = Run(
-        **{f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)},
-        machine=machine,
-        layout=layout,
-        microbatches=microbatches,
-        staging=staging(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, microbatches),
-        directory=directory,
-        choices=choices or {},
-        overrides=overrides,
-        hydra=hydra or {},
-        options=options,
-    )
-    if run.compile.scope == "auto":
-        run = _scoped(run, elsewhere)
-    checks.check(run, started=ranks is not None or elsewhere, elsewhere=elsewhere)
-    return run
-
-
-def moved(run: Run, machine: Machine) -> Run:
-    """The same run on the machine that it has got; its layout stays, what says "auto" follows the machine.
-
-    Raises:
-        Refusal: when it does not fit.
-    """
-    count = _microbatches(run, run.layout, machine)
-    stages = staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
-    here = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
-    here = _scoped(here) if here.compile_why else here
-    checks.check(here, started=True)
-    return here
-
-
-def _scoped(run: Run, elsewhere: bool = False) -> Run:
-    """The run with the scope of compilation that "auto" comes to."""
-    scope, why = compiling.choose(run, elsewhere)
-    return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=why)
-
-
-def billions(count: float) -> str:
-    """A count with a unit: 6.2M, 8.03B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:.0f}"
-
-
-def _by_blocks(recipe: Recipe, machine: Machine, elsewhere: bool) -> bool:
-    """Whether `training.attention=auto` is FlexAttention: for documents, on GPUs, where its kernel can be made."""
-    if recipe.training.attention != "auto" or not recipe.dataset.mask_documents or machine.device != "cuda":
-        return False
-    return recipe.model.head_size >= FLEX_WIDTH and (elsewhere or importlib.util.find_spec("triton") is not None)
-
-
-def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool) -> Layout:
-    cluster, per_node = recipe.cluster, recipe.cluster.devices_per_node
-    node = max(2, machine.count if per_node == "auto" else int(per_node))
-
-    def on(devices: int) -> Layout:
-        return fit.layout(recipe, machine, devices, node)
-
-    if ranks is not None:
-        _check_ranks(cluster, ranks)
-        return on(ranks)
-    if cluster.devices != "auto":
-        return on(int(cluster.devices))
-    if per_node != "auto" and not (elsewhere and not _open(recipe.parallelism)):
-        return on(int(per_node) * cluster.nodes)
-    if machine.device == "cpu" or not _open(recipe.parallelism):
-        return recipe.parallelism.layout(None, fit.limits(recipe, node))
-    return on(machine.count * cluster.nodes)
-
-
-def _open(parallelism: Parallelism) -> bool:
-    return any(getattr(parallelism, name) in (-1, "auto") for name in Layout().degrees())
-
-
-def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
-    if recipe.parallelism.microbatches != "auto":
-        return int(recipe.parallelism.microbatches)
-    return fit.microbatches(recipe, layout, fit.available(recipe, layout, machine), machine.device)
-
-
-def _check_ranks(cluster: Cluster, ranks: int) -> None:
-    if cluster.devices not in ("auto", ranks):
-        raise Refusal(
-            f"cluster.devices={cluster.devices}: {ranks} ranks were started; start as many, or leave it at auto."
-        )
-
-
-def check_name(name: str) -> None:
-    """Refuse a name that is no folder of its own under runs/."""
-    if not name.strip("/. ") or ".." in name.split("/") or name.startswith("/"):
-        raise Refusal(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
-    check_length(name, f"name={name}")
-
-
-def check_length(directory: str, typed: str) -> None:
-    """Refuse a directory whose path file systems don't take once a run's files lie in it.
-
-    Args:
-        directory: the path.
-        typed: the setting and its value.
-    """
-    folders = [folder for folder in directory.split("/") if folder]
-    longest = max((len(os.fsencode(folder)) for folder in folders), default=0)
-    if longest > LONGEST_FOLDER:
-        raise Refusal(f"{typed}: a folder's name has {longest:,} bytes; give {LONGEST_FOLDER} at most.")
-    if len(folders) > DEEPEST or len(os.fsencode(directory)) > LONGEST_PATH:
-        raise Refusal(
-            f"{typed}: has {len(directory):,} characters in {len(folders):,} levels; give {LONGEST_PATH:,} characters "
-            f"in {DEEPEST} levels at most."
-        )
 
 
 def as_config(run: Recipe) -> dict[str, Any]:

@@ -8,15 +8,13 @@ written by the batch script. Older jobs have left `JOB.LIFE.RANK.out` and `JOB.L
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.files import locks, untrusted
+from titan.errors import EXIT_REQUEUE
+from titan.files import untrusted
 
-AGAIN = 75
-"""Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
 DIED = "Out Of Memory|Killed|Segmentation fault|Aborted|Bus error"
 """What srun says of a task that a signal ended; an extended regular expression."""
 LOST = re.compile(r"onnection (closed|reset)|Read error|Broken pipe|remote (worker|process|server)|by peer")
@@ -44,61 +42,6 @@ class End:
     reason: str
 
 
-def finished(run: Path, steps: int = 0) -> bool:
-    """Whether the run in a directory has done all its steps, and so many at least."""
-    result, _ = final(run)
-    return bool(result.get("finished")) and int(result["step"]) >= steps
-
-
-def final(run: Path, sciences: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:
-    """What `result.json` of a run holds, empty where there is none; and what is wrong with it, in a sentence.
-
-    Args:
-        run: its directory.
-        sciences: the ids that the run has had, where they are known: another one is another run's.
-    """
-    try:
-        found = _final(untrusted.read(run / "result.json"))
-    except FileNotFoundError:
-        return {}, None
-    except (OSError, ValueError, KeyError) as error:
-        lacks = f"it has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
-        return {}, f"result.json is damaged and not used: {lacks}"
-    if sciences and found.get("science_id", "") not in {*sciences, ""}:
-        return {}, f"result.json is of another run ({untrusted.shown(found['science_id'])}) and not used"
-    return found, None
-
-
-def _final(text: bytes) -> dict[str, Any]:
-    """The content of a `result.json`.
-
-    Raises:
-        ValueError, KeyError: when its values are of other types.
-    """
-    found = untrusted.parse_object(text)
-    untrusted.check(found["finished"], bool, "finished")
-    untrusted.check(found["step"], int, "step")
-    for name, value in found.items():
-        untrusted.check(value, _RESULT.get(name.partition("/")[0], Any), name)
-    return found
-
-
-_RESULT: dict[str, Any] = {
-    **dict.fromkeys(("tokens", "life"), int),
-    **dict.fromkeys(("first_loss", "last_loss", "validation_loss", "bits_per_byte", "mfu", "seconds"), float | None),
-    **dict.fromkeys(("tokens_per_second", "data_wait", "memory_gib", "checkpoint_stall_seconds"), float | None),
-    **dict.fromkeys(("checkpoint", "plot"), str | None),
-    "science_id": str,
-    "sample": dict[str, str] | None,
-}
-"""What `result.json` holds, by the types of its values; names go up to a slash."""
-
-
-def held(run: Path) -> bool:
-    """Whether a process of this machine, or of any that shares locks with it, is running in a directory."""
-    return locks.held(run / ".lock")
-
-
 def last(folder: Path, job: str) -> End | None:
     """How the last life of a job ended that has; None: none has."""
     ends = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
@@ -120,7 +63,7 @@ def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
         code, again, state = int(content["code"]), bool(content["again"]), str(content["state"])
     except (OSError, ValueError, KeyError):
         return None
-    stopped = code in (AGAIN, 130) or state not in ("", "RUNNING")
+    stopped = code in (EXIT_REQUEUE, 130) or state not in ("", "RUNNING")
     reason = _reason(folder, f"{job}.{life}", code, state, content.get("why", ""))
     return End(life, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
 
@@ -130,7 +73,7 @@ def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
         return why
     if state not in ("", "RUNNING"):
         return "cancelled"
-    return error(folder, life) or {AGAIN: "told to save and end", 130: "stopped"}.get(
+    return error(folder, life) or {EXIT_REQUEUE: "told to save and end", 130: "stopped"}.get(
         code, f"ended with exit code {code}"
     )
 

@@ -25,6 +25,7 @@ from typing import Any, Literal
 import yaml
 
 from titan.files import locks, untrusted
+from titan.run.result import is_finished, is_locked
 from titan.sweep import job_exit
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
@@ -296,11 +297,11 @@ def _concerned(event: Mapping[str, Any]) -> Iterable[str]:
 def _standing(directory: Path, point: Point) -> Point:
     """The point as its run's directory and its job's last words have it."""
     run = Path(point.directory)
-    if job_exit.finished(run, point.steps):
+    if is_finished(run, point.steps):
         return replace(point, state="finished", reason=None)
     if point.job is not None:
         return _of_job(directory, point)
-    if point.state == "running" and not job_exit.held(run):
+    if point.state == "running" and not is_locked(run):
         return replace(point, state="stopped", reason="its launcher was killed")
     if point.state == "finished":
         return replace(point, state="stopped", reason="its result is gone")
@@ -313,7 +314,7 @@ def _of_job(directory: Path, point: Point) -> Point:
     point = replace(point, job=job)
     end = job_exit.last(directory / SLURM, job)
     if end is None or end.again:
-        running = job_exit.held(Path(point.directory))
+        running = is_locked(Path(point.directory))
         return replace(
             point, state="running" if running else "queued", reason=None if running or not end else end.reason
         )

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan.compile import schema as compiling
-from titan.config.settings import Refusal
-from titan.memory import schema as memory
+from titan.compile.backend import compile_stage
+from titan.errors import ConfigError
+from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import attention, init_weights, loss
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_kernels, data, tensor
@@ -23,7 +23,7 @@ from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, Plan, Twins, link
 from titan.parallelism.schema import Parallelism
 from titan.precision import low_precision
-from titan.precision import schema as precision
+from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.recipe import Run
 from titan.training.train_step import Accumulate, Engine, Runner, Stage
@@ -95,8 +95,8 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     attention.apply(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance, _kernel(run, world))
-    memory.apply(model.blocks(), run.memory, first=int(next(iter(model.layers))))
-    compiling.apply(
+    checkpoint_blocks(model.blocks(), run.memory, first=int(next(iter(model.layers))))
+    compile_stage(
         stage,
         run.compile,
         whole=sharding is None,
@@ -144,7 +144,7 @@ def _compute(
         chunk: tokens whose logits exist at a time; None: all.
         sharded: whether FSDP gathers weights.
     """
-    precision.apply(model, how, taken, sharded)
+    set_compute_dtype(model, how, taken, sharded)
     if chunk is not None and model.head is not None:
         model.head.chunked = partial(loss.chunked, chunk=chunk)
     if (mesh := world.dimensions("tensor")) is not None:
@@ -176,7 +176,7 @@ def _kernel(run: Run, world: World) -> str:
     """The kernel that attends, as torch says, by the name that `training.attention` has for it.
 
     Raises:
-        Refusal: when the kernel that was chosen can't.
+        ConfigError: when the kernel that was chosen can't.
     """
     choice, documents, device = run.training.attention, run.dataset.mask_documents, world.device
     model, dtype, cut = run.model, run.precision.dtype, run.layout.tensor
@@ -187,7 +187,7 @@ def _kernel(run: Run, world: World) -> str:
         return attention.chosen(shape, dtype, device, attention.kernels(choice, device), documents)
     except attention.NoKernel as error:
         masked = ", with a mask for documents" if documents else ""
-        raise Refusal(
+        raise ConfigError(
             f"training.attention={choice}: torch has no such kernel for heads of {model.head_size} in "
             f"{run.precision.compute} on this {device.type} device{masked}; give auto."
         ) from error

@@ -18,9 +18,9 @@ from titan.checkpoint.coordinator import Talk, doing
 from titan.checkpoint.manager import After, Manager, Outcome
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import owed
-from titan.config.settings import Failure
 from titan.dataset import permutation
 from titan.dataset.mixture import Mix
+from titan.errors import RunError
 from titan.run.attempts import Life
 from titan.run.recipe import Run, as_model
 from titan.training.train_step import Engine
@@ -117,7 +117,7 @@ class Saving:
             Records of the saves that succeeded.
 
         Raises:
-            Failure: when it can't be saved.
+            RunError: when it can't be saved.
         """
         if self.manager is None:
             return []
@@ -137,12 +137,12 @@ class Saving:
 
     def _check_last(self, step: int) -> None:
         if self.saved_step != step:
-            raise Failure(
+            raise RunError(
                 f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; mend what stands "
                 f"above, and give the same command again: it goes on from step {self.saved_step}."
             )
         if self.wrong is not None:
-            raise Failure(
+            raise RunError(
                 f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but not all that was to "
                 f"follow it ({self.wrong}); mend that, and give the same command again."
             )

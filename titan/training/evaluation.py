@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from titan.config.settings import Failure
 from titan.dataset.loader import IGNORED, TARGETS, Reader, fixed_rows
 from titan.dataset.mixture import Mix
 from titan.dataset.mixture import Rows as Source
+from titan.errors import RunError
 from titan.parallelism.mesh import World
+from titan.parallelism.microbatches import Microbatches
 from titan.run.recipe import Run
-from titan.training.train_step import Engine, Rows
+from titan.training.train_step import Engine
 
 _POLL_SECONDS = 0.5
 _TELL_POLLS = 40
@@ -33,7 +34,7 @@ class Held:
         bytes: of the text that these targets stand for; 0 when unknown.
     """
 
-    rows: Rows
+    rows: Microbatches
     count: int
     bytes: int
 
@@ -54,7 +55,7 @@ def held_out(
 
     Raises:
         Interrupted: when it gave up.
-        Failure: when it waited in vain.
+        RunError: when it waited in vain.
     """
     count, found = run.metrics.validation_tokens // run.training.seq_len, {}
     for source in mix.sources if count else ():
@@ -63,7 +64,7 @@ def held_out(
         fields = fixed_rows(corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked)
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
-            rows = Rows(*torch.from_numpy(_own(run, world, fields)).to(world.device).long())
+            rows = Microbatches(*torch.from_numpy(_own(run, world, fields)).to(world.device).long())
             found[source.name] = Held(rows, targets.size, int(corpus.token_bytes[targets].sum()))
     return found
 
@@ -99,7 +100,7 @@ def _wait(
         done, units = source.corpus.units
         line = f"held-out rows of {source.name}: {done} of {units} units are prepared"
         if time.monotonic() - began > patience:
-            raise Failure(f"waited {patience:.0f} s for {line}; prepare more first, or give cluster.timeout.")
+            raise RunError(f"waited {patience:.0f} s for {line}; prepare more first, or give cluster.timeout.")
         if polls % _TELL_POLLS == 1:
             tell(f"waiting for {line}")
         polls += 1

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from titan.config.settings import Refusal, setting, show
+from titan.config.settings import setting, show
+from titan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,12 @@ class Training:
         """Refuse what fits no row, and a schedule without room.
 
         Raises:
-            Refusal: naming the setting to change.
+            ConfigError: naming the setting to change.
         """
         self._check_rows("training.global_batch", self.global_batch)
         self._check_growth()
         if self.warmup_steps >= self.steps:
-            raise Refusal(
+            raise ConfigError(
                 f"training.warmup={self.warmup}: must be below training.steps={self.steps}; "
                 f"give training.warmup={self.steps // 10}, for example."
             )
@@ -101,7 +102,7 @@ class Training:
     def _check_rows(self, name: str, batch: int) -> None:
         if batch % self.seq_len:
             near = max(1, round(batch / self.seq_len)) * self.seq_len
-            raise Refusal(
+            raise ConfigError(
                 f"{name}={batch}: must be a multiple of training.seq_len={self.seq_len}; the nearest is {near}."
             )
 
@@ -110,7 +111,7 @@ class Training:
         for tokens, batch in self.grow:
             self._check_rows("training.grow: a batch", batch)
             if tokens <= before[0] or batch <= before[1]:
-                raise Refusal(
+                raise ConfigError(
                     f"training.grow={show(self.grow)}: both numbers must grow from one pair to the next, from "
                     f"[0,{self.global_batch}] on; give them in order."
                 )
@@ -124,22 +125,3 @@ class Phase:
     step: int
     before: int
     rows: int
-
-
-def lr_factor(training: Training, step: int) -> float:
-    """The share of the peak learning rate that holds in `step` (1 is the first).
-
-    Warm-up is linear. Then `wsd` (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395) stays at the peak and falls
-    linearly over the last `decay` of the steps, `cosine` (Loshchilov and Hutter 2017, arXiv:1608.03983) falls along
-    half a period and `linear` falls evenly; all would reach `final_lr` in the step after the last.
-    """
-    start = training.warmup_steps
-    if step <= start:
-        return step / start
-    if training.schedule == "wsd":
-        start = max(start, training.steps - round(training.decay * training.steps))
-    if step <= start:
-        return 1.0
-    done = min(1.0, (step - 1 - start) / (training.steps - start))
-    shape = (1 + math.cos(math.pi * done)) / 2 if training.schedule == "cosine" else 1 - done
-    return training.final_lr + (1 - training.final_lr) * shape

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
 
-from launchers.supervisor import STOPPING, is_repeat, stopping
-from titan.config.settings import Refusal
+from titan.cluster.signals import STOPPING, is_repeat, preempt_signal, stopping
 from titan.console import output
-from titan.sweep.job_exit import AGAIN
-
-PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"
-"""The variable by which a site tells submitit, and so titan, which signal Slurm sends before it takes the nodes."""
-
-
-def preempt_signal(env: Mapping[str, str]) -> signal.Signals:
-    """The signal by which Slurm asks a run to save and end: SIGUSR2 unless the environment names SIGUSR1.
-
-    Raises:
-        Refusal: for any other, which already means something else.
-    """
-    name = env.get(PREEMPT, "USR2").removeprefix("SIG")
-    if name not in ("USR1", "USR2"):
-        raise Refusal(f"{PREEMPT}={name}: only USR1 and USR2 can ask a run to save and end; set one of them.")
-    return signal.Signals[f"SIG{name}"]
+from titan.errors import EXIT_REQUEUE
 
 
 class Stop:
@@ -63,4 +46,4 @@ class Stop:
 
 def code(again: bool) -> int:
     """The exit code of a rank that a signal ended."""
-    return AGAIN if again else 130
+    return EXIT_REQUEUE if again else 130

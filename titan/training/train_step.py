@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titan.parallelism import data, grad_norm, tensor
 from titan.parallelism.mesh import World
+from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.pipeline.runtime import Twins
 from titan.precision.low_precision import Scales
 
@@ -47,45 +48,13 @@ class Stage(nn.Module):
         return ((self.model.aliases.get(name, name), p) for name, p in self.model.named_parameters())
 
 
-class Rows(NamedTuple):
-    """Rows on a rank's device, or of each the part that the rank has: T tokens.
-
-    Attributes:
-        tokens: int64 [microbatches, rows, T].
-        targets: the same shape; None to get logits.
-        positions: the same shape, or [T] for all rows; None: 0 to T - 1.
-        documents: the same shape as tokens; attention stays among equal ones. None: all of a row.
-    """
-
-    tokens: Tensor
-    targets: Tensor | None = None
-    positions: Tensor | None = None
-    documents: Tensor | None = None
-
-    def at(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Micro-batch i, as `Stage` takes it."""
-        positions = self.positions
-        return (
-            self.tokens[i],
-            None if self.targets is None else self.targets[i],
-            positions[i] if positions is not None and positions.dim() > 1 else positions,
-            None if self.documents is None else self.documents[i],
-        )
-
-    def cut(self, places: Tensor) -> Rows:
-        """Of each row the tokens at `places`, with their positions."""
-        positions = places if self.positions is None else self.positions[..., places]
-        targets, documents = (None if part is None else part[..., places] for part in (self.targets, self.documents))
-        return Rows(self.tokens[..., places], targets, positions, documents)
-
-
 class Runner(Protocol):
     """How micro-batches go through the stages of this rank."""
 
-    def backward(self, rows: Rows, scale: float) -> Tensor:
+    def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Forward and backward; this rank's summed loss, zero where the last stage is elsewhere."""
 
-    def forward(self, rows: Rows) -> list[Tensor]:
+    def forward(self, rows: Microbatches) -> list[Tensor]:
         """Forward only: what the last stage gives, a micro-batch each; nothing where it is elsewhere."""
 
 
@@ -96,7 +65,7 @@ class Accumulate:
         """Take the stage, the same with whatever sums the gradients of copies, and how FSDP accumulates gradients."""
         self.stage, self.wrapped, self.whole = stage, wrapped, whole
 
-    def backward(self, rows: Rows, scale: float) -> Tensor:
+    def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """See `Runner`."""
         count, total = len(rows.tokens), torch.zeros((), device=rows.tokens.device)
         for i in range(count):
@@ -106,7 +75,7 @@ class Accumulate:
             total += loss.detach()
         return total
 
-    def forward(self, rows: Rows) -> list[Tensor]:
+    def forward(self, rows: Microbatches) -> list[Tensor]:
         """See `Runner`."""
         return [self.stage(*rows.at(i)) for i in range(len(rows.tokens))]
 
@@ -137,7 +106,7 @@ class Engine:
     multiple: int = 1
     notes: tuple[str, ...] = ()
 
-    def backward(self, rows: Rows, scale: float) -> Tensor:
+    def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run micro-batch after micro-batch forward and backward; gradients are complete afterwards.
 
         Args:
@@ -155,7 +124,7 @@ class Engine:
         return loss if self.world.counts_loss else torch.zeros_like(loss)
 
     @torch.no_grad()
-    def evaluate(self, rows: Rows) -> Tensor:
+    def evaluate(self, rows: Microbatches) -> Tensor:
         """This rank's summed loss on whole rows, without gradients; see `backward`."""
         losses = self.runner.forward(self._part(rows))
         if not losses or not self.world.counts_loss:
@@ -167,7 +136,7 @@ class Engine:
         """The logits [vocab] (fp32) of the token after `tokens`; every rank must call it, and every rank gets them."""
         row = torch.zeros(-(-len(tokens) // self.multiple) * self.multiple, dtype=torch.int64, device=self.world.device)
         row[: len(tokens)] = torch.tensor(tokens)  # what is filled up comes later: attention does not see it
-        part = self._part(Rows(row[None, None]))
+        part = self._part(Microbatches(row[None, None]))
         positions = part.positions
         last = len(tokens) - 1 if positions is None else (positions == len(tokens) - 1).nonzero().flatten()
         out = torch.zeros(self.stages[0].model.config.vocab, device=self.world.device)
@@ -187,7 +156,7 @@ class Engine:
         counted = [p.grad for p in self.parameters() if p.grad is not None and p is not double]
         return grad_norm.total_norm(counted, self.world.device, self.world.group("pipeline"))
 
-    def _part(self, rows: Rows) -> Rows:
+    def _part(self, rows: Microbatches) -> Microbatches:
         """This rank's part of whole rows."""
         return rows if self.places is None else rows.cut(self.places(rows.tokens.shape[-1]))
 

@@ -26,23 +26,25 @@ from titan.checkpoint import manifest, retention
 from titan.checkpoint.coordinator import Talk
 from titan.checkpoint.manager import prime
 from titan.checkpoint.restore import restore, start_from
-from titan.config.settings import Failure
+from titan.console.progress import Progress
 from titan.dataset import corpora
 from titan.dataset.loader import Batch, Loader, Shape
+from titan.errors import RunError
 from titan.metrics.plot import plot_losses
 from titan.metrics.recorder import Recorder, Speed, finite, first_and_last_loss, peak_memory_gib
 from titan.metrics.schema import WARM
 from titan.parallelism import grad_norm
 from titan.parallelism.mesh import World, release
+from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
 from titan.run.attempts import Life
 from titan.run.recipe import Run
 from titan.training.checkpointing import Saving
 from titan.training.evaluation import Held, held_out, measure
+from titan.training.lr_schedule import lr_factor
 from titan.training.sample import continuation
-from titan.training.schema import lr_factor
 from titan.training.signals import code
-from titan.training.train_step import Engine, Rows
+from titan.training.train_step import Engine
 
 log = logging.getLogger("titan")
 
@@ -136,7 +138,7 @@ class Trainer:
         self.waited = 0.0
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
-        self.progress: summary.Progress | None = None
+        self.progress: Progress | None = None
         self.held: dict[str, Held] = {}
         self.allowed = world.timeout
         self.loader = self._loader()
@@ -155,7 +157,7 @@ class Trainer:
         if self.world.speaks:
             summary.show_run(self.run, self.life, self.mix, self.engine.notes)
             self.recorder = Recorder(self.run, self.life, self._warn)
-        with summary.Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
+        with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.speaks else None
             self.held = held_out(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
             with _collected_at_steps():
@@ -321,7 +323,7 @@ class Trainer:
         """Report a step whose loss or gradients were not finite; give up after some in a row.
 
         Raises:
-            Failure: on `training.bad_steps` such steps in a row.
+            RunError: on `training.bad_steps` such steps in a row.
         """
         if math.isfinite(loss + size):
             self.bad = 0
@@ -337,7 +339,7 @@ class Trainer:
         self._warn(line)
         if self.bad >= self.run.training.bad_steps:
             self._note(self.saving.wait())
-            raise Failure(
+            raise RunError(
                 f"{self.bad} steps in a row were not finite, the last one step {sent.step}: {where}, rows "
                 f"{sent.batch.first} to {sent.batch.last}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "
                 f"training.bad_steps={self.run.training.bad_steps}. The last checkpoint is from step "
@@ -494,9 +496,9 @@ class Trainer:
             stopped=lambda: self.stop.asked,
         )
 
-    def _rows(self, batch: Batch) -> Rows:
+    def _rows(self, batch: Batch) -> Microbatches:
         """A batch on this rank's device: what it read, or what the rank that reads hands out."""
-        return Rows(*self.world.hand_out(self._on_device(batch.fields)).long())
+        return Microbatches(*self.world.hand_out(self._on_device(batch.fields)).long())
 
     def _on_device(self, array: Any) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -16,9 +16,9 @@ from titan.checkpoint.coordinator import Talk, Unsaved
 from titan.checkpoint.remote import Remote, fetched, is_url, of
 from titan.checkpoint.restore import damage
 from titan.cluster.rank_info import Place
-from titan.config.settings import Failure, Refusal
 from titan.console.text import safe_lines
-from titan.debug import schema
+from titan.debug.switches import set_switches
+from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run.attempts import Life, without
@@ -47,10 +47,10 @@ def work(
         0 when all steps are done, 130 when a signal ended them, 75 when a scheduler's did that is to start them again.
 
     Raises:
-        Failure: when the run can't go on, in a plain sentence.
+        RunError: when the run can't go on, in a plain sentence.
     """
     _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
-    schema.apply(run.debug)
+    set_switches(run.debug)
     with Stop(place.size == 1, place.scheduled) as stop:
         world = mesh.connect(
             place, run.layout, run.machine.device, run.cluster.timeout, store, _speaks_aside(run, life)
@@ -91,9 +91,9 @@ def _trained(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
 def _plain(run: Run, error: Exception) -> Exception:
     """An error as a sentence, where it is the user's to act on."""
     if isinstance(error, torch.OutOfMemoryError):
-        return Failure(_out_of_memory(run, error))
+        return RunError(_out_of_memory(run, error))
     if waited := re.search(r"Timed out waiting (\d+)ms", str(error)):  # gloo's words; NCCL ends the process itself
-        return Failure(_timed_out(run, int(waited[1]) / 1000))
+        return RunError(_timed_out(run, int(waited[1]) / 1000))
     return error
 
 
@@ -119,7 +119,7 @@ def _settled(run: Run, life: Life, world: World) -> Life:
     """The life, from a checkpoint whose content is whole: the one that it names, or the complete one before it.
 
     Raises:
-        Refusal: when there is none.
+        ConfigError: when there is none.
     """
     talk = Talk(world.place.rank, world.place.size, world.aside)
     _check_given(run, life, talk)
@@ -130,7 +130,7 @@ def _settled(run: Run, life: Life, world: World) -> Life:
             return replace(life, checkpoint=str(folder))
         word = talk.tell(_earlier(run, life, wrong) if talk.rank == 0 else None)
         if not isinstance(word, Life):
-            raise Refusal(str(word))
+            raise ConfigError(str(word))
         life = word
     return life
 
@@ -140,14 +140,14 @@ def _check_given(run: Run, life: Life, talk: Talk) -> None:
     if life.weights is None or not talk.tell((Path(life.weights) / manifest.NAME).is_file()):
         return
     if wrong := damage(Path(life.weights), talk, run.checkpoint.verify):
-        raise Refusal(f"checkpoint.weights={run.checkpoint.weights}: is damaged: {wrong}; give another one.")
+        raise ConfigError(f"checkpoint.weights={run.checkpoint.weights}: is damaged: {wrong}; give another one.")
 
 
 def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
     """The folder of the life's checkpoint, brought here where it is elsewhere; and what is damaged in it.
 
     Raises:
-        Failure: when it can't be brought here, for a reason that may pass.
+        RunError: when it can't be brought here, for a reason that may pass.
     """
     url = str(life.checkpoint)
     parent = url.rpartition("/")[0]
@@ -159,13 +159,13 @@ def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
     except Unsaved as error:
         if error.damaged:
             return Path(run.directory), str(error)
-        raise Failure(f"{url} could not be fetched ({error}); mend that, and give the same command again.") from error
+        raise RunError(f"{url} could not be fetched ({error}); mend that, and give the same command again.") from error
 
 
 def _earlier(run: Run, life: Life, wrong: str) -> Life | str:
     try:
         return without(run, life, wrong)
-    except (Refusal, OSError) as error:
+    except (ConfigError, OSError) as error:
         return str(error)
 
 

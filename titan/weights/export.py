@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 import torch
 from torch import Tensor
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.weights import tokenizer_files
 from titan.weights.formats import Weights
 from titan.weights.hf import INDEX, SINGLE
@@ -62,7 +62,7 @@ def check_export(model: Any, format: Format, meta_ranks: int = 1) -> None:
     """Refuse a model that the format can't hold.
 
     Raises:
-        Refusal: naming what the format has not.
+        ConfigError: naming what the format has not.
     """
     if format == "hf":
         config_of(model, "bfloat16")
@@ -141,7 +141,7 @@ def export(
         progress: told the bytes that are written.
 
     Raises:
-        Refusal: when the format can't hold the model, or a number overflows in fp16.
+        ConfigError: when the format can't hold the model, or a number overflows in fp16.
     """
     first, step = part
     for file in files_of(weights, format, dtype, shard_bytes, meta_ranks)[first::step]:
@@ -162,7 +162,7 @@ def finish(
     files = files_of(weights, format, dtype, shard_bytes, meta_ranks)
     for file in files:
         if not (folder / file.name).is_file():
-            raise Refusal(f"to={folder}: {file.name} has not been written; begin the conversion again.")
+            raise ConfigError(f"to={folder}: {file.name} has not been written; begin the conversion again.")
     if format == "meta":
         tokenizer_files.copy_whole(weights.tokenizer, folder)
         return write_json(folder / PARAMS, params_of(weights.model, meta_ranks))
@@ -250,11 +250,11 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """The tensor in another type.
 
     Raises:
-        Refusal: when fp16 can't hold its numbers.
+        ConfigError: when fp16 can't hold its numbers.
     """
     out = tensor.to(dtype)
     if dtype == torch.float16 and bool((out.isinf() & tensor.isfinite()).any()):
-        raise Refusal(f"dtype=fp16: {name} has numbers above 65,504, the largest of fp16; give dtype=bf16.")
+        raise ConfigError(f"dtype=fp16: {name} has numbers above 65,504, the largest of fp16; give dtype=bf16.")
     return out
 
 

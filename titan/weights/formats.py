@@ -17,7 +17,8 @@ from torch import Tensor
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import Damaged
 from titan.config.kinds import kind
-from titan.config.settings import Refusal, plain
+from titan.config.settings import plain
+from titan.errors import ConfigError
 from titan.weights import origin
 
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -51,7 +52,7 @@ class Weights(Protocol):
         Nothing is read but that part (and what the file's format packs together with it).
 
         Raises:
-            Refusal: when a file turns out to be broken.
+            ConfigError: when a file turns out to be broken.
         """
 
 
@@ -63,7 +64,7 @@ def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
         setting: what the user gave it as, for messages.
 
     Raises:
-        Refusal: when there are none, or they can't be read; names what was looked for.
+        ConfigError: when there are none, or they can't be read; names what was looked for.
     """
     from titan.weights.hf import HuggingFace
     from titan.weights.meta import Meta
@@ -79,14 +80,14 @@ def verify(weights: Weights, setting: str) -> None:
     """Compare the checksums of a titan checkpoint; other formats have none.
 
     Raises:
-        Refusal: naming the file that differs.
+        ConfigError: naming the file that differs.
     """
     folder = Path(weights.path)
     try:
         if found := manifest.inspect(folder):
             manifest.verify(folder, found.files)
     except Damaged as damage:
-        raise Refusal(f"{setting}={weights.path}: is damaged: {damage}; give another checkpoint.") from damage
+        raise ConfigError(f"{setting}={weights.path}: is damaged: {damage}; give another checkpoint.") from damage
 
 
 def region(
@@ -114,16 +115,16 @@ def compare(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int
         label: what the user gave, for messages.
 
     Raises:
-        Refusal: naming the first of them.
+        ConfigError: naming the first of them.
     """
     for some, what in ((wanted.keys() - found.keys(), "lacks"), (found.keys() - wanted.keys(), "has")):
         if some:
             more = f" and {len(some) - 1} others" if len(some) > 1 else ""
             why = "which the model needs" if what == "lacks" else "which the model that it describes has not"
-            raise Refusal(f"{label}: {what} {min(some)}{more}, {why}; give complete weights of a model titan has.")
+            raise ConfigError(f"{label}: {what} {min(some)}{more}, {why}; give complete weights of a model titan has.")
     for name, shape in wanted.items():
         if found[name] != shape:
-            raise Refusal(
+            raise ConfigError(
                 f"{label}: {name} is {list(found[name])} where the shape that it describes makes {list(shape)}; "
                 "fetch both again."
             )
@@ -134,7 +135,9 @@ def check_types(dtypes: Mapping[str, torch.dtype], label: str) -> None:
     for name, dtype in dtypes.items():
         if dtype not in TYPES:
             kind = str(dtype).removeprefix("torch.")
-            raise Refusal(f"{label}: {name} is stored as {kind}, and titan reads fp64, fp32, bf16, fp16; give these.")
+            raise ConfigError(
+                f"{label}: {name} is stored as {kind}, and titan reads fp64, fp32, bf16, fp16; give these."
+            )
 
 
 def digest_of(weights: Weights) -> str:

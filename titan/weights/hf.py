@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.config.settings import Refusal
-from titan.dataset.sources.files import needs, plainly
+from titan.config.optional import optional_package
+from titan.console.text import as_line
+from titan.errors import ConfigError
 from titan.weights import model_config
 from titan.weights.formats import check_types, compare, region
 from titan.weights.hf_config import schema_of
@@ -35,7 +36,7 @@ class HuggingFace:
             label: what the user gave, for messages.
 
         Raises:
-            Refusal: when they are incomplete, broken, or of a model that titan has not.
+            ConfigError: when they are incomplete, broken, or of a model that titan has not.
         """
         self.path, self.label = str(folder), label
         self.config = model_config.load(folder / "config.json", label)
@@ -68,7 +69,7 @@ class HuggingFace:
         for file in _files(folder, self.label):
             for name in self._file(file).keys():  # noqa: SIM118 - no mapping
                 if name in found:
-                    raise Refusal(f"{self.label}: {name} is in {found[name].name} and in {file.name}; remove one.")
+                    raise ConfigError(f"{self.label}: {name} is in {found[name].name} and in {file.name}; remove one.")
                 found[name] = file
         spare = {name for name in found if _COMPUTED.fullmatch(name)}
         spare |= {_HEAD} if self.model.tied and _HEAD not in wanted else set()
@@ -76,12 +77,12 @@ class HuggingFace:
 
     def _file(self, file: Path) -> Any:
         if file.name not in self._open:
-            safetensors = needs("safetensors", self.label)
+            safetensors = optional_package("safetensors", self.label)
             try:
                 self._open[file.name] = safetensors.safe_open(file, framework="pt")
             except (OSError, safetensors.SafetensorError) as error:
-                raise Refusal(
-                    f"{self.label}: {file.name} is broken or incomplete ({plainly(error)}); fetch it again."
+                raise ConfigError(
+                    f"{self.label}: {file.name} is broken or incomplete ({as_line(error)}); fetch it again."
                 ) from error
         return self._open[file.name]
 
@@ -94,7 +95,7 @@ class HuggingFace:
     def _dtype(self, name: str) -> torch.dtype:
         kind = self._slice(name).get_dtype()
         if kind not in _DTYPES:
-            raise Refusal(
+            raise ConfigError(
                 f"{self.label}: {name} is stored as {kind}, and titan reads {', '.join(_DTYPES)}; give these."
             )
         return _DTYPES[kind]
@@ -117,15 +118,15 @@ def _files(folder: Path, label: str) -> list[Path]:
     if not (folder / INDEX).exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise Refusal(f"{label}: has a config.json, but no *.safetensors; fetch the weights too.")
+            raise ConfigError(f"{label}: has a config.json, but no *.safetensors; fetch the weights too.")
         return files
     index = model_config.load(folder / INDEX, label).get("weight_map")
     if not isinstance(index, dict) or not index:
-        raise Refusal(f"{label}: {INDEX} has no weight_map; fetch it again.")
+        raise ConfigError(f"{label}: {INDEX} has no weight_map; fetch it again.")
     names = sorted({str(name) for name in index.values()})
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise Refusal(f"{label}: lacks {name}, which {INDEX} names; fetch it too.")
+            raise ConfigError(f"{label}: lacks {name}, which {INDEX} names; fetch it too.")
     return [folder / name for name in names]
 
 

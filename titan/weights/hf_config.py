@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
+from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights import model_config
 
@@ -53,7 +54,7 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
         label: what the user gave, for messages.
 
     Raises:
-        Refusal: naming what titan's models can't have, or what is missing.
+        ConfigError: naming what titan's models can't have, or what is missing.
     """
     family = _family(config, label)
     _check_plain(config, label)
@@ -61,7 +62,7 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     given = {**_OPTIONAL, "head_dim": 128 if family is Qwen3 else None, **given}
     for key in FIELDS:
         if key not in given:
-            raise Refusal(f"{label}: its config.json has no {key}; fetch it again or give it.")
+            raise ConfigError(f"{label}: its config.json has no {key}; fetch it again or give it.")
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given["num_attention_heads"]
     shape = {FIELDS[key]: value for key, value in given.items()}
@@ -74,7 +75,7 @@ def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
     if name not in FAMILIES:
-        raise Refusal(
+        raise ConfigError(
             f"{label}: its config.json is of the architecture {show(name)}, and titan has {', '.join(FAMILIES)}; "
             "give weights of one of these."
         )
@@ -92,7 +93,7 @@ def _check_plain(config: Mapping[str, Any], label: str) -> None:
         odd["sliding_window"] = given["sliding_window"]
     for key, value in odd.items():
         shown = value.get("quant_method", "given") if isinstance(value, Mapping) else show(value)
-        raise Refusal(f"{label}: its config.json has {key}={shown}, which titan's models can't have; give others.")
+        raise ConfigError(f"{label}: its config.json has {key}={shown}, which titan's models can't have; give others.")
 
 
 def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
@@ -104,13 +105,13 @@ def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
     if kind == "default":
         return settings
     if kind != "llama3":
-        raise Refusal(
+        raise ConfigError(
             f"{label}: its config.json stretches the rotary embedding by rope_type={show(kind)}, and titan by llama3 "
             "only; give weights without."
         )
     for key, name in _STRETCH.items():
         if rope.get(key) is None:
-            raise Refusal(f"{label}: its config.json has no {key} beside rope_type=llama3; give it.")
+            raise ConfigError(f"{label}: its config.json has no {key} beside rope_type=llama3; give it.")
         settings[name] = rope[key]
     return settings
 
@@ -136,12 +137,14 @@ def config_of(
         positions: max_position_embeddings, which changes no number; None: what the family's releases have.
 
     Raises:
-        Refusal: when Hugging Face has no such architecture.
+        ConfigError: when Hugging Face has no such architecture.
     """
     name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
     if name is None:
         known = ", ".join(family.__name__ for family in FAMILIES.values())
-        raise Refusal(f"format=hf: {type(model).__name__} has no counterpart there ({known} have); give format=titan.")
+        raise ConfigError(
+            f"format=hf: {type(model).__name__} has no counterpart there ({known} have); give format=titan."
+        )
     values = {**{key: getattr(model, field) for key, field in FIELDS.items()}, "head_dim": model.head_size}
     theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
     rope: dict[str, Any] = {"rope_type": "default"}

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titan.checkpoint.coordinator import reason
-from titan.config.settings import Failure, Refusal
+from titan.errors import ConfigError, RunError
 from titan.weights.formats import Weights
 
 _HEAD, _EMBEDDING = "head.weight", "tok_embeddings.weight"
@@ -96,8 +96,8 @@ def load_weights(
         setting: what the user gave the weights as, for messages.
 
     Raises:
-        Refusal: when a parameter is missing or has another shape, or a file turns out to be broken.
-        Failure: when it can't be read for another reason.
+        ConfigError: when a parameter is missing or has another shape, or a file turns out to be broken.
+        RunError: when it can't be read for another reason.
     """
     sources = _sources(state, weights, f"{setting}={weights.path}")
     plain = {name: tensor.detach() for name, tensor in state.items()}
@@ -107,10 +107,10 @@ def load_weights(
             load(plain, storage_reader=WeightsReader(weights, sources), no_dist=no_dist)
     except CheckpointException as error:
         for cause, _ in error.failures.values():
-            if isinstance(cause, Refusal):
+            if isinstance(cause, ConfigError):
                 raise cause from None
         # torch's own error is no Exception, and those that end a run in order would not see it
-        raise Failure(
+        raise RunError(
             f"{setting}={weights.path}: can't be read: {reason(error)}; mend that, or give others."
         ) from error
 
@@ -121,8 +121,8 @@ def _sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[
     sources = {name: _EMBEDDING if name == _HEAD and copied else name for name in state}
     for name, source in sources.items():
         if source not in weights.shapes:
-            raise Refusal(f"{label}: lacks {name}, which the model has; give weights of this model.")
+            raise ConfigError(f"{label}: lacks {name}, which the model has; give weights of this model.")
         found, wanted = weights.shapes[source], tuple(state[name].shape)
         if tuple(found) != wanted:
-            raise Refusal(f"{label}: {name} is {list(found)}, and in the model {list(wanted)}; give this model's.")
+            raise ConfigError(f"{label}: {name} is {list(found)}, and in the model {list(wanted)}; give this model's.")
     return sources

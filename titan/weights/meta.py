@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.config.settings import Refusal, show
-from titan.dataset.sources.files import plainly
+from titan.config.settings import show
+from titan.console.text import as_line
+from titan.errors import ConfigError
 from titan.model.schema import Llama
 from titan.weights import model_config
 from titan.weights.formats import check_types, compare, expected, region
@@ -72,7 +73,7 @@ class Meta:
             label: what the user gave, for messages.
 
         Raises:
-            Refusal: when they are incomplete, broken, or of a model that titan has not.
+            ConfigError: when they are incomplete, broken, or of a model that titan has not.
         """
         self.path, self.label = str(folder), label
         params = model_config.load(folder / PARAMS, label)
@@ -100,7 +101,7 @@ class Meta:
         """Refuse files that share a head: the rows of one would be in several."""
         for name, cut in self._cuts.items():
             if name.endswith(TURNED) and cut.parts[0].shape[0] % self.model.head_size:
-                raise Refusal(f"{self.label}: {name} is cut inside of a head; give files with whole heads.")
+                raise ConfigError(f"{self.label}: {name} is cut inside of a head; give files with whole heads.")
 
 
 def neighbours(first: int, last: int, head: int) -> Tensor:
@@ -142,10 +143,10 @@ def _files(folder: Path, label: str) -> list[Path]:
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [int(found[1]) for file in files if (found := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))]
     if not numbers:
-        raise Refusal(f"{label}: has a {PARAMS}, but no consolidated.NN.pth; fetch the weights too.")
+        raise ConfigError(f"{label}: has a {PARAMS}, but no consolidated.NN.pth; fetch the weights too.")
     for i, number in enumerate(sorted(numbers)):
         if i != number:
-            raise Refusal(f"{label}: lacks consolidated.{i:02}.pth; fetch it too.")
+            raise ConfigError(f"{label}: lacks consolidated.{i:02}.pth; fetch it too.")
     return files
 
 
@@ -154,16 +155,18 @@ def _load(file: Path, label: str) -> dict[str, Tensor]:
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise Refusal(
+        raise ConfigError(
             f"{label}: {file.name} holds more than tensors, which could run code when read; "
             "fetch it from where it was released."
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise Refusal(
-            f"{label}: {file.name} is broken or incomplete ({plainly(error)[:100]}); fetch it again."
+        raise ConfigError(
+            f"{label}: {file.name} is broken or incomplete ({as_line(error)[:100]}); fetch it again."
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise Refusal(f"{label}: {file.name} holds something else than tensors by their names; give another folder.")
+        raise ConfigError(
+            f"{label}: {file.name} holds something else than tensors by their names; give another folder."
+        )
     return {str(name): tensor for name, tensor in content.items()}
 
 
@@ -180,7 +183,7 @@ def _parts(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[s
     names = [name for name in files[0] if name != _COMPUTED and not (tied and name == _HEAD)]
     for name in names:
         if any(name not in file for file in files):
-            raise Refusal(f"{label}: {name} is not in every consolidated.*.pth; fetch all of one release.")
+            raise ConfigError(f"{label}: {name} is not in every consolidated.*.pth; fetch all of one release.")
     return {"head.weight" if name == _HEAD else name: [file[name] for file in files] for name in names}
 
 
@@ -189,7 +192,7 @@ def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bo
     _check_params(params, label)
     for name in (_EMBEDDING, _FEED_FORWARD):
         if name not in files[0] or files[0][name].dim() != 2:
-            raise Refusal(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
+            raise ConfigError(f"{label}: consolidated.00.pth has no matrix {name}; fetch it again.")
     heads = params["n_heads"]
     values = {
         "dim": params["dim"],
@@ -209,12 +212,12 @@ def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bo
 def _check_params(params: dict[str, Any], label: str) -> None:
     for key in _UNKNOWN:
         if params.get(key) not in (None, -1, False):
-            raise Refusal(
+            raise ConfigError(
                 f"{label}: its {PARAMS} has {key}={show(params[key])}, which titan has not; give a text model."
             )
     for key in ("dim", "n_layers", "n_heads"):
         if key not in params:
-            raise Refusal(f"{label}: its {PARAMS} has no {key}; fetch it again.")
+            raise ConfigError(f"{label}: its {PARAMS} has no {key}; fetch it again.")
 
 
 def _vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:

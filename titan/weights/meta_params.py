@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
+from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama
 
 _STRETCH = {"rope_low": 1.0, "rope_high": 4.0, "rope_original": 8192}
@@ -21,7 +22,7 @@ def params_of(model: Decoder, ranks: int) -> dict[str, Any]:
         ranks: how many files, one a tensor parallel rank, the weights are cut into.
 
     Raises:
-        Refusal: when Meta's code has no such model, or it can't be cut so.
+        ConfigError: when Meta's code has no such model, or it can't be cut so.
     """
     _check(model)
     _check_cut(model, ranks)
@@ -55,15 +56,15 @@ def feed_forward(dim: int, ffn: int) -> tuple[int, float]:
 
 def _check(model: Decoder) -> None:
     if type(model) is not Llama:
-        raise Refusal(f"format=meta: Meta has no {type(model).__name__}; give format=hf.")
+        raise ConfigError(f"format=meta: Meta has no {type(model).__name__}; give format=hf.")
     if model.head_size * model.heads != model.dim:
-        raise Refusal(
+        raise ConfigError(
             f"format=meta: heads of width model.head_dim={model.head_size} are not model.dim={model.dim} / "
             f"model.heads={model.heads}, as Meta's are; give format=hf."
         )
     for name, only in _STRETCH.items():
         if model.rope_factor != 1 and getattr(model, name) != only:
-            raise Refusal(
+            raise ConfigError(
                 f"format=meta: model.{name}={show(getattr(model, name))} is always {show(only)} there; give format=hf."
             )
 
@@ -71,8 +72,10 @@ def _check(model: Decoder) -> None:
 def _check_cut(model: Decoder, ranks: int) -> None:
     for name in ("heads", "ffn", "vocab"):
         if getattr(model, name) % ranks:
-            raise Refusal(
+            raise ConfigError(
                 f"meta_ranks={ranks}: must divide model.{name}={getattr(model, name)}; give another number, such as 1."
             )
     if model.kv_heads % ranks and ranks % model.kv_heads:
-        raise Refusal(f"meta_ranks={ranks}: must divide or be a multiple of model.kv_heads={model.kv_heads}; give 1.")
+        raise ConfigError(
+            f"meta_ranks={ranks}: must divide or be a multiple of model.kv_heads={model.kv_heads}; give 1."
+        )

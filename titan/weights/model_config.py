@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.config import settings
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
+from titan.errors import ConfigError
 from titan.model.schema import Decoder
 
 D = TypeVar("D", bound=Decoder)
@@ -23,18 +24,18 @@ def load(path: Path, label: str) -> dict[str, Any]:
         label: what the user gave, for messages.
 
     Raises:
-        Refusal: when it is missing, can't be read or is none.
+        ConfigError: when it is missing, can't be read or is none.
     """
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise Refusal(f"{label}: has no {path.name}; fetch it too, or correct the path.") from None
+        raise ConfigError(f"{label}: has no {path.name}; fetch it too, or correct the path.") from None
     except OSError as error:
-        raise Refusal(f"{label}: {path.name} can't be read ({error.strerror}); make it readable.") from error
+        raise ConfigError(f"{label}: {path.name} can't be read ({error.strerror}); make it readable.") from error
     except ValueError as error:
-        raise Refusal(f"{label}: {path.name} is no JSON ({error}); fetch it again.") from error
+        raise ConfigError(f"{label}: {path.name} is no JSON ({error}); fetch it again.") from error
     if not isinstance(content, dict):
-        raise Refusal(f"{label}: {path.name} holds no names and values; fetch it again.")
+        raise ConfigError(f"{label}: {path.name} holds no names and values; fetch it again.")
     return content
 
 
@@ -42,13 +43,13 @@ def model(family: type[D], values: Mapping[str, Any], where: str) -> D:
     """The schema of a model with these values, checked.
 
     Raises:
-        Refusal: when one is of a wrong type or out of range, or they don't fit each other.
+        ConfigError: when one is of a wrong type or out of range, or they don't fit each other.
     """
     try:
         shape: D = settings.build(family, values)
         shape.check()
-    except Refusal as refusal:
-        raise Refusal(f"{where} does not make a model: {refusal}") from None
+    except ConfigError as refusal:
+        raise ConfigError(f"{where} does not make a model: {refusal}") from None
     return shape
 
 
@@ -64,10 +65,10 @@ def check_model(model: Any, found: Any, label: str, prefix: str = "model.") -> N
         prefix: of the settings' names.
 
     Raises:
-        Refusal: naming all settings that differ, with the values that fit.
+        ConfigError: naming all settings that differ, with the values that fit.
     """
     if type(model) is not type(found):
-        raise Refusal(
+        raise ConfigError(
             f"{label}: are weights of a {type(found).__name__}, and the model is a {type(model).__name__}; "
             "choose a model of that family."
         )
@@ -79,7 +80,7 @@ def check_model(model: Any, found: Any, label: str, prefix: str = "model.") -> N
     if differ:
         have = ", ".join(f"{prefix}{key}={show(ours.get(key))}" for key in differ)
         fit = " ".join(f"{prefix}{key}={show(theirs[key])}" for key in differ)
-        raise Refusal(f"{label}: are weights of another model than {have}; give {fit}.")
+        raise ConfigError(f"{label}: are weights of another model than {have}; give {fit}.")
 
 
 def _told(model: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from titan.checkpoint import manifest, select
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import INDEX
 from titan.config import settings
-from titan.config.settings import Refusal
 from titan.console.text import safe
+from titan.errors import ConfigError
 from titan.model.schema import Decoder
 from titan.weights import model_config
 from titan.weights.hf_config import schema_of
@@ -42,7 +42,7 @@ class Origin:
         """The folder, fetched once if it is on the hub.
 
         Raises:
-            Refusal: when it can't be had.
+            ConfigError: when it can't be had.
         """
         return Path(self.place) if self.kind != "hub" else self._fetch("snapshot_download", allow_patterns=_WANTED)
 
@@ -50,7 +50,7 @@ class Origin:
         """The model that the weights say they are of; None for Meta's format, whose tensors tell the rest.
 
         Raises:
-            Refusal: when titan has no such model, or what describes it is broken.
+            ConfigError: when titan has no such model, or what describes it is broken.
         """
         if self.kind == "titan":
             found = manifest.read(Path(self.place))
@@ -63,10 +63,10 @@ class Origin:
 
     def _fetch(self, how: str, **what: Any) -> Path:
         """What a function of huggingface_hub fetches, with the user's login, into its cache."""
-        from titan.dataset.sources.files import needs
+        from titan.config.optional import optional_package
         from titan.dataset.sources.hub import refusal
 
-        hub = needs("huggingface_hub", self.label)
+        hub = optional_package("huggingface_hub", self.label)
         repository, _, revision = self.place.partition("@")
         try:
             return Path(getattr(hub, how)(repository, revision=revision or None, **what))
@@ -82,21 +82,21 @@ def find(path: str | Path, setting: str = "checkpoint.weights") -> Origin:
         setting: what the user gave it as, for messages.
 
     Raises:
-        Refusal: when there are no weights; names what was looked for.
+        ConfigError: when there are no weights; names what was looked for.
     """
     label, folder = f"{setting}={path}", Path(path).expanduser().absolute()
     if not folder.exists() and isinstance(path, str) and _ON_HUB.fullmatch(path):
         return Origin("hub", path, label)
     if not folder.is_dir():
         what = "is a file; give the folder that it lies in, or" if folder.exists() else "there is no such directory;"
-        raise Refusal(f"{label}: {what} correct the path.")
+        raise ConfigError(f"{label}: {what} correct the path.")
     if any((folder / name).exists() for name in (manifest.NAME, "checkpoints", INDEX)):
         return Origin("titan", _last(select.named(str(path), setting)), label)
     if any(folder.glob("consolidated.*.pth")) or (folder / "params.json").exists():
         return Origin("meta", str(folder), label)
     if any(folder.glob("*.safetensors*")) or (folder / "config.json").exists():
         return Origin("hf", str(folder), label)
-    raise Refusal(_nothing(folder, label))
+    raise ConfigError(_nothing(folder, label))
 
 
 def _last(found: select.Candidate) -> str:
@@ -110,12 +110,12 @@ def model_of(found: Manifest, label: str) -> Any:
     """The model of a checkpoint.
 
     Raises:
-        Refusal: when its manifest describes none.
+        ConfigError: when its manifest describes none.
     """
     try:
         return settings.build(Decoder, found.model, "model")
-    except Refusal as refusal:
-        raise Refusal(f"{label}: its {manifest.NAME} describes no model: {refusal}") from None
+    except ConfigError as refusal:
+        raise ConfigError(f"{label}: its {manifest.NAME} describes no model: {refusal}") from None
 
 
 def _nothing(folder: Path, label: str) -> str:

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import Foreign, Reader
-from titan.config.settings import Refusal
-from titan.dataset.sources.files import plainly
+from titan.console.text import as_line
+from titan.errors import ConfigError
 from titan.weights.formats import check_types, compare, expected, region
 from titan.weights.origin import model_of
 
@@ -32,12 +32,12 @@ class Native:
             label: what the user gave, for messages.
 
         Raises:
-            Refusal: when it can't be read, or does not hold the model that it should.
+            ConfigError: when it can't be read, or does not hold the model that it should.
         """
         self.path, self.label, self._reader = str(folder), label, Reader(folder)
         found = manifest.inspect(folder)
         if found is None:
-            raise Refusal(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
+            raise ConfigError(f"{label}: has no {manifest.NAME}; give a complete checkpoint.")
         self.model = model_of(found, label)
         self._metadata = self._read_metadata()
         contents = self._metadata.state_dict_metadata
@@ -82,9 +82,9 @@ class Native:
             with (Path(self.path) / place.relative_path).open("rb") as file:
                 part: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
         except Exception as error:  # torch's unpickler lets all kinds of errors of a broken file pass
-            raise Refusal(
+            raise ConfigError(
                 f"{self.label}: {place.relative_path} can't be read where {name} should be "
-                f"({type(error).__name__}: {plainly(error)[:100]}); give another checkpoint."
+                f"({type(error).__name__}: {as_line(error)[:100]}); give another checkpoint."
             ) from error
         return part.detach()
 
@@ -92,8 +92,8 @@ class Native:
         try:
             return self._reader.read_metadata()
         except (Foreign, OSError) as error:
-            raise Refusal(
-                f"{self.label}: .metadata can't be used: {plainly(error)}; give another checkpoint."
+            raise ConfigError(
+                f"{self.label}: .metadata can't be used: {as_line(error)}; give another checkpoint."
             ) from error
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File
-from titan.config.settings import Refusal
-from titan.dataset.sources.files import needs
+from titan.config.optional import optional_package
 from titan.dataset.tokenizers.base import BUILT_IN, PATTERN, RankTokenizer, load_tokenizer
+from titan.errors import ConfigError
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """What belongs to a tokenizer.json."""
@@ -79,7 +79,7 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
     copy(name, folder)
     try:
         tokenizer = load_tokenizer(name)
-    except Refusal:
+    except ConfigError:
         if not Path(name).is_file():  # a name of the hub: it has to be there
             raise
         return None, None
@@ -112,7 +112,7 @@ def as_json(tokenizer: RankTokenizer) -> str:
     a token as it is. So each way to cut a token in two tokens is a merge, in the order of ranks, and `ignore_merges`
     is set. A text begins with the token that begins documents, where there is one, as with Llama 3.
     """
-    tokenizers = needs("tokenizers", f"tokenizer={tokenizer.name}")
+    tokenizers = optional_package("tokenizers", f"tokenizer={tokenizer.name}")
     from tokenizers import decoders, models, pre_tokenizers, processors
 
     ranks, letters = tokenizer.ranks, _letters()

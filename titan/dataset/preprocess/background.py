@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from titan.config.settings import Failure, Refusal
 from titan.dataset.corpora import Folders, opened
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import write_json
 from titan.dataset.schema import Dataset
+from titan.errors import ConfigError, RunError
 
 NICENESS = 10
 WATCH_SECONDS = 0.25
@@ -83,7 +83,7 @@ def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
         try:
             for part in parts:
                 prepare(part, lambda line: print(line, file=file))
-        except (Refusal, Failure) as sentence:
+        except (ConfigError, RunError) as sentence:
             print(sentence, file=file)
         except KeyboardInterrupt:
             print("ended with the training", file=file)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Refusal
 from titan.dataset.documents import Document, Part, Skip, Source, Turn
 from titan.dataset.tokenizers.base import Tokenizer
+from titan.errors import ConfigError
 
 GROUP_BYTES = 1024 * 1024
 GROUP_DOCUMENTS = 4096
@@ -51,13 +51,13 @@ def read(source: Source, part: Part) -> Iterator[Document]:
     """The documents of a part.
 
     Raises:
-        Refusal: when they can't be read, in the source's words or in these.
+        ConfigError: when they can't be read, in the source's words or in these.
     """
     try:
         yield from source.documents(part)
     except OSError as error:
         what = error.strerror or error
-        raise Refusal(f"{part.name}: can't be read ({what}); mend that, or name other data.") from error
+        raise ConfigError(f"{part.name}: can't be read ({what}); mend that, or name other data.") from error
 
 
 def groups(documents: Iterable[Document], size: int = GROUP_BYTES) -> Iterator[list[tuple[Content, Document] | Skip]]:
@@ -88,7 +88,7 @@ class Encoder:
         """The documents as they are written, in their order.
 
         Raises:
-            Refusal: for ids that the vocabulary doesn't have.
+            ConfigError: for ids that the vocabulary doesn't have.
         """
         if self.tokenizer is None:
             return [Encoded(known, self._ids(document)) for known, document in documents]
@@ -96,7 +96,7 @@ class Encoder:
             return [self._turns(self.tokenizer, known, document) for known, document in documents]
         texts = [document for _, document in documents if isinstance(document, str)]
         if len(texts) != len(documents):
-            raise Refusal("dataset: some documents are no text; a source of turns must say `masked = True`.")
+            raise ConfigError("dataset: some documents are no text; a source of turns must say `masked = True`.")
         tokens = self._framed(self.tokenizer, self.tokenizer.encode_arrays(texts))
         return [Encoded(known, ids) for (known, _), ids in zip(documents, tokens, strict=True)]
 
@@ -120,15 +120,15 @@ class Encoder:
             (ids,) = self._framed(tokenizer, tokenizer.encode_arrays([document]))
             return Encoded(known, ids, np.ones(ids.size, np.uint8))
         if not isinstance(document, tuple):
-            raise Refusal("dataset: some documents are ids; a source of ids must say its `vocab_size`.")
+            raise ConfigError("dataset: some documents are ids; a source of ids must say its `vocab_size`.")
         found, counts = tokenizer.encode_turns(document)
         return Encoded(known, np.array(found, self.dtype), np.array(counts, np.uint8))
 
     def _ids(self, document: Document) -> NDArray[Any]:
         if not isinstance(document, np.ndarray):
-            raise Refusal("dataset: some documents are no arrays of ids; a source of text has no `vocab_size`.")
+            raise ConfigError("dataset: some documents are no arrays of ids; a source of text has no `vocab_size`.")
         if document.size and not 0 <= int(document.min()) <= int(document.max()) < self.vocab_size:
-            raise Refusal(
+            raise ConfigError(
                 f"dataset: a document has ids from {document.min()} to {document.max()}, and the source's vocab_size "
                 f"is {self.vocab_size}; give a larger one."
             )

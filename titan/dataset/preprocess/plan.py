@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Refusal
 from titan.dataset.documents import Part, Skip, Source
 from titan.dataset.preprocess import encode
 from titan.dataset.preprocess.writer import read_json, write_json, write_token_bytes
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import FORMAT, token_dtype
 from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
+from titan.errors import ConfigError
 from titan.files.untrusted import check, file_name
 
 VERSION = 2
@@ -123,7 +123,7 @@ def examine(dataset: Dataset) -> Input:
     """Find the source and the tokenizer, and digest the content.
 
     Raises:
-        Refusal: when one of them can't be used.
+        ConfigError: when one of them can't be used.
     """
     source = dataset.build()
     tokenizer = load_tokenizer(dataset.tokenizer) if source.vocab_size is None else None
@@ -157,7 +157,7 @@ def write_plan(known: Input) -> Plan:
     """Decide the plan and write it, with all that a reader of unfinished data needs.
 
     Raises:
-        Refusal: when the first documents can't be read, or there are none.
+        ConfigError: when the first documents can't be read, or there are none.
     """
     limit = hash_limit(known.source, known.parts, known.dataset.validation)
     folder, tokenizer, name = known.folder, known.tokenizer, "none"
@@ -207,7 +207,7 @@ def hash_limit(source: Source, parts: Sequence[Part], share: float) -> int:
         if not share or known.hash < limit:
             return limit
     if not seen:
-        raise Refusal(f"dataset={source.name}: no tokens come of it; give text that is not empty.")
+        raise ConfigError(f"dataset={source.name}: no tokens come of it; give text that is not empty.")
     return max(limit, min(seen) + 1) if len(seen) > 1 else limit
 
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import Refusal
 from titan.dataset.preprocess import report
 from titan.dataset.preprocess.plan import Input, Plan, cache_folder, divide, examine, read_plan, write_plan
 from titan.dataset.preprocess.report import Meter, Progress
@@ -32,6 +31,7 @@ from titan.dataset.preprocess.workers import cache_errors, run
 from titan.dataset.preprocess.writer import read_json, write_json
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import SPLITS, check_manifest, open_corpus
+from titan.errors import ConfigError
 from titan.files import leases
 
 __all__ = ["Progress", "Survey", "cache_folder", "plan", "prepare", "survey"]
@@ -62,8 +62,8 @@ def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool 
         verify: whether to look at the content of what is there too, not at its size only.
 
     Raises:
-        Refusal: for input that can't be used, or a cache that can't be written.
-        Failure: when a process that prepares died.
+        ConfigError: for input that can't be used, or a cache that can't be written.
+        RunError: when a process that prepares died.
         KeyboardInterrupt: on SIGTERM and SIGHUP too, which would else leave processes behind.
     """
     known = examine(dataset)
@@ -80,7 +80,7 @@ def plan(dataset: Dataset) -> Path:
     """The folder that `dataset` is, or will be, prepared in, with its plan at least; nothing is tokenised.
 
     Raises:
-        Refusal: for input that can't be used, or a cache that can't be written.
+        ConfigError: for input that can't be used, or a cache that can't be written.
     """
     known = examine(dataset)
     with cache_errors(cache_folder(dataset)):
@@ -92,7 +92,7 @@ def survey(dataset: Dataset) -> Survey:
     """What there is to prepare, without doing anything.
 
     Raises:
-        Refusal: for input that can't be used.
+        ConfigError: for input that can't be used.
     """
     known = examine(dataset)
     there, folder = read_plan(known), known.folder
@@ -195,7 +195,7 @@ class _Task:
         if self.known.changed():
             shutil.rmtree(self.folder, ignore_errors=True)  # no telling which units are of which content
             name = self.plan.name
-            raise Refusal(f"dataset={name}: its content changed while it was read; give the command again.")
+            raise ConfigError(f"dataset={name}: its content changed while it was read; give the command again.")
 
     def _complete(self) -> None:
         """Write the manifest, unless another job is first to."""
@@ -213,7 +213,7 @@ class _Task:
         content = manifest(self.plan, receipts, report.build(receipts, duplicates, notes))
         if content["max_token"] < 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise Refusal(f"dataset={self.plan.name}: no tokens come of it; give text that is not empty.")
+            raise ConfigError(f"dataset={self.plan.name}: no tokens come of it; give text that is not empty.")
         write_json(self.folder / "manifest.json", content)
 
     def _remove(self, unit: int) -> None:

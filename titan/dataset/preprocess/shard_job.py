@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from titan.config.settings import Refusal
 from titan.console.text import safe
 from titan.dataset.documents import Document, Part, Skip, Source
 from titan.dataset.preprocess.encode import Content, Encoder, groups, read
@@ -24,6 +23,7 @@ from titan.dataset.preprocess.plan import Plan
 from titan.dataset.preprocess.writer import HashedFile, SplitWriter, checksum, read_json, sync_folder, write_json
 from titan.dataset.shards import SPLITS
 from titan.dataset.tokenizers.base import load_tokenizer
+from titan.errors import ConfigError
 from titan.files import leases
 from titan.files.untrusted import check, file_name
 
@@ -154,7 +154,7 @@ def make(job: Job, encoder: Encoder, unit: int, tell: Tell) -> None:
     """Make a unit's files and put them in place; `tell` hears how far it is.
 
     Raises:
-        Refusal: when the source can't be read, or what comes of it differs from the receipt that there is.
+        ConfigError: when the source can't be read, or what comes of it differs from the receipt that there is.
         OSError: when the folder can't be written.
     """
     fresh = leases.temporary(job.folder / f"unit-{unit:05d}")
@@ -249,7 +249,7 @@ def _check_same(job: Job, receipt: Receipt, known: Receipt | None) -> None:
     counts = {split: [receipt[split]["tokens"], receipt[split]["documents"]] for split in SPLITS}
     same = known is None or known["files"] == receipt["files"]
     if not same or (manifest and manifest["units"][receipt["unit"]] != counts):
-        raise Refusal(
+        raise ConfigError(
             f"dataset={job.plan.name}: unit {receipt['unit']} of {job.folder} does not come out as it did before "
             f"(another version of the tokenizer's library?); delete that folder, and all is prepared again."
         )

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from titan.config.settings import Failure, Refusal
 from titan.dataset.preprocess.encode import Encoder
 from titan.dataset.preprocess.shard_job import Job, Tell, Told, claim_file, finished, make
+from titan.errors import ConfigError, RunError
 from titan.files import leases
 
 TELL_SECONDS = 0.2
@@ -36,8 +36,8 @@ def run(job: Job, units: Sequence[int], processes: int, tell: Tell, idle: Callab
         idle: called every half a second or so while others work.
 
     Raises:
-        Refusal: the first one of any process.
-        Failure: when a process died.
+        ConfigError: the first one of any process.
+        RunError: when a process died.
     """
     if processes == 1:
         work(job, units, tell)
@@ -56,7 +56,7 @@ def work(job: Job, units: Sequence[int], tell: Tell) -> None:
     """Make those of `units` that are not finished and not claimed, in this process.
 
     Raises:
-        Refusal: when the source can't be read or the folder can't be written.
+        ConfigError: when the source can't be read or the folder can't be written.
     """
     encoder: Encoder | None = None
     for unit in units:
@@ -79,7 +79,7 @@ def cache_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise Refusal(
+        raise ConfigError(
             f"the cache {folder} can't be used ({error.strerror or error}: {error.filename or folder}): free space or "
             f"mend its permissions, or name another folder with dataset.cache=FOLDER."
         ) from error
@@ -149,7 +149,7 @@ def _hear(pipe: Connection, children: dict[Connection, SpawnProcess], tell: Tell
         child = children[pipe]
         child.join()
         if child.exitcode:
-            raise Failure(_death(child.exitcode)) from None
+            raise RunError(_death(child.exitcode)) from None
         del children[pipe]
 
 
@@ -177,7 +177,7 @@ def _child(parent: int, pipe: Connection) -> None:
     try:
         job, units = pipe.recv()
         work(job, units, _seldom(pipe))
-    except (Refusal, Failure) as sentence:
+    except (ConfigError, RunError) as sentence:
         pipe.send(type(sentence)(str(sentence)))
     except Exception:
         pipe.send(RuntimeError(f"in a process that prepares the data:\n{traceback.format_exc()}"))

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
 from titan.dataset.documents import Document, Skip, Source, Turn
 from titan.dataset.sources import files
 from titan.dataset.sources.files import Bad
 from titan.dataset.sources.records import JsonLines, Parquet, Pick, Reader, Row, Rows, mended, under
+from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     from titan.dataset.tokenizers.base import Tokenizer
@@ -78,13 +79,13 @@ def template(name: str, tokenizer: Tokenizer) -> str:
     """The template that `name` names; of "auto" the first whose special tokens `tokenizer` has.
 
     Raises:
-        Refusal: when the tokenizer lacks a special token of the template.
+        ConfigError: when the tokenizer lacks a special token of the template.
     """
     if name == "auto":
         return next(t for t, about in TEMPLATES.items() if all(map(tokenizer.has, about.tokens)))
     missing = [token for token in TEMPLATES[name].tokens if not tokenizer.has(token)]
     if missing:
-        raise Refusal(
+        raise ConfigError(
             f"dataset.template={name}: the tokenizer {tokenizer.name} has no special token {missing[0]}; "
             f"choose dataset.template=auto or another tokenizer."
         )
@@ -165,10 +166,12 @@ def of_files(path: str, columns: tuple[str, ...]) -> Reader:
     """The rows of JSON Lines or of Parquet files at `path`.
 
     Raises:
-        Refusal: when nothing is there, or files of both kinds are.
+        ConfigError: when nothing is there, or files of both kinds are.
     """
     found = files.find(path, (*_LINES, *_TABLES))
     tables = [file for file in found if files.suffix(file.path) in _TABLES]
     if tables and len(tables) < len(found):
-        raise Refusal(f"dataset.path={path}: there are JSON Lines and Parquet files; name those of one kind by a glob.")
+        raise ConfigError(
+            f"dataset.path={path}: there are JSON Lines and Parquet files; name those of one kind by a glob."
+        )
     return Parquet(found, columns) if tables else JsonLines(found)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import gzip
-import importlib
 import io
 import os
 import time
@@ -22,9 +21,10 @@ from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from titan.config.settings import Refusal
-from titan.console.text import redact
+from titan.config.optional import optional_package
+from titan.console.text import as_line, redact
 from titan.dataset.documents import Part, Skip, content_digest
+from titan.errors import ConfigError
 
 LONGEST = 128 * 1024 * 1024
 """Bytes of a line or document: a few compressed ones may swell to more than there is memory."""
@@ -49,35 +49,17 @@ def refuse_or_skip(on_error: str, where: str, bad: Bad) -> Skip:
     """What `dataset.on_error` wants of what is `bad`.
 
     Raises:
-        Refusal: unless it is to be skipped.
+        ConfigError: unless it is to be skipped.
     """
     if on_error == "skip":
         return Skip(bad.reason, where)
-    raise Refusal(f"{where}: {bad.sentence}") from bad
+    raise ConfigError(f"{where}: {bad.sentence}") from bad
 
 
 def too_long(place: int, what: str, rest: str) -> Bad:
     """A line or document that is too long to be held in memory, with what skipping it leaves."""
     sentence = f"the {what} at byte {place} has more than {LONGEST:,} bytes; divide it, or give dataset.on_error=skip"
     return Bad("too long", f"{sentence} {rest}.")
-
-
-def needs(package: str, what: str) -> Any:
-    """The module of an optional package.
-
-    Raises:
-        Refusal: when it isn't installed.
-    """
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        name = package.partition(".")[0]
-        raise Refusal(f"{what}: needs the package {name}: pip install {name}") from error
-
-
-def plainly(error: object) -> str:
-    """An error's text on one line, without a full stop."""
-    return " ".join(str(error).split()).rstrip(".")[:300]
 
 
 @dataclass(frozen=True)
@@ -103,7 +85,7 @@ class File:
         """Its bytes, decompressed; seekable unless compressed.
 
         Raises:
-            Refusal: when it can't be opened.
+            ConfigError: when it can't be opened.
         """
         raw = self.raw()
         if not self.compressed:
@@ -131,8 +113,8 @@ def readable(path: str) -> Iterator[None]:
         package = type(error).__module__.partition(".")[0]
         if package == "titan" or (package == "builtins" and not isinstance(error, (OSError, EOFError))):
             raise  # the rest are errors of a file system's own; some let pass that a connection ended
-        reason = getattr(error, "strerror", None) or plainly(error) or type(error).__name__
-        raise Refusal(f"{path}: can't be read ({reason}); make it readable, or name other files.") from error
+        reason = getattr(error, "strerror", None) or as_line(error) or type(error).__name__
+        raise ConfigError(f"{path}: can't be read ({reason}); make it readable, or name other files.") from error
 
 
 def suffix(path: str, whole: bool = False) -> str:
@@ -200,18 +182,18 @@ def find(path: str, suffixes: Sequence[str], *, any_other: bool = False) -> tupl
     aren't hidden.
 
     Raises:
-        Refusal: when nothing is there, or nothing but empty files.
+        ConfigError: when nothing is there, or nothing but empty files.
     """
     path = path.removeprefix("file://")
     found = _find_remote(path, suffixes, any_other) if "://" in path else _find_local(path, suffixes, any_other)
     if not found:
-        raise Refusal(
+        raise ConfigError(
             f"dataset.path={path}: no file there matches; name a file, a glob, or a folder of *{suffixes[0]}."
         )
     full = tuple(file for file in found if file.size)
     if not full:
         what = "the file is" if len(found) == 1 else f"all {len(found)} files are"
-        raise Refusal(f"dataset.path={path}: {what} empty ({found[0].path}); name files with text in them.")
+        raise ConfigError(f"dataset.path={path}: {what} empty ({found[0].path}); name files with text in them.")
     return full
 
 
@@ -254,7 +236,7 @@ def _find_local(path: str, suffixes: Sequence[str], any_other: bool) -> list[Fil
     elif glob.has_magic(path):
         found = sorted(f for f in map(Path, glob.glob(str(place), recursive=True)) if f.is_file())
     else:
-        raise Refusal(f"dataset.path={path}: there is no such file or folder; correct the path.")
+        raise ConfigError(f"dataset.path={path}: there is no such file or folder; correct the path.")
     return [local(file) for file in found]
 
 
@@ -262,11 +244,13 @@ def _find_remote(path: str, suffixes: Sequence[str], any_other: bool) -> list[Fi
     try:
         files, place = _filesystem(path)
         found = _listed(files, path, place, suffixes, any_other)
-    except (Refusal, MemoryError):
+    except (ConfigError, MemoryError):
         raise
     except Exception as error:  # each file system raises errors of its own
-        reason = f"{type(error).__name__}: {plainly(error)}"
-        raise Refusal(f"dataset.path={path}: can't be read ({reason}); correct the URL, or log in there.") from error
+        reason = f"{type(error).__name__}: {as_line(error)}"
+        raise ConfigError(
+            f"dataset.path={path}: can't be read ({reason}); correct the URL, or log in there."
+        ) from error
     return [_remote(files, info) for info in sorted(found, key=lambda info: str(info["name"]))]
 
 
@@ -277,7 +261,7 @@ def _listed(files: Any, path: str, place: str, suffixes: Sequence[str], any_othe
         found = files.glob(place, detail=True).values()
         return [info for info in found if info["type"] == "file"]
     if not files.exists(place):
-        raise Refusal(f"dataset.path={path}: there is no such file or folder; correct the URL.")
+        raise ConfigError(f"dataset.path={path}: there is no such file or folder; correct the URL.")
     if not place.endswith("/") and files.isfile(place):
         return [files.info(place)]
     every = [info for info in files.find(place, detail=True).values() if info["type"] == "file"]
@@ -286,13 +270,15 @@ def _listed(files: Any, path: str, place: str, suffixes: Sequence[str], any_othe
 
 def _filesystem(path: str) -> tuple[Any, str]:
     """The file system of a URL, and what it calls the place there."""
-    fsspec = needs("fsspec.core", f"dataset.path={path}")
+    fsspec = optional_package("fsspec.core", f"dataset.path={path}")
     try:
         files, place = fsspec.url_to_fs(path)
     except ImportError as error:
-        raise Refusal(f"dataset.path={path}: needs another package: {plainly(error)}; install it with pip.") from error
+        raise ConfigError(
+            f"dataset.path={path}: needs another package: {as_line(error)}; install it with pip."
+        ) from error
     except ValueError as error:
-        raise Refusal(f"dataset.path={path}: {plainly(error)}; give a path, or a URL such as s3://...") from error
+        raise ConfigError(f"dataset.path={path}: {as_line(error)}; give a path, or a URL such as s3://...") from error
     return files, place
 
 
@@ -338,7 +324,7 @@ class _Unpacked(io.RawIOBase):
             what = f"ends too early (truncated download?) after {self._given} bytes of content"
             raise Bad("broken file", f"{what}; {way_out}") from error
         except (gzip.BadGzipFile, zlib.error, _Broken) as error:
-            what = f"is broken after {self._given} bytes of content ({plainly(error)})"
+            what = f"is broken after {self._given} bytes of content ({as_line(error)})"
             raise Bad("broken file", f"{what}; {way_out}") from error
 
 
@@ -359,7 +345,7 @@ def _gunzip(raw: BinaryIO) -> Iterator[bytes]:
 
 def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
     """The content of all frames of a file; the library's own reader doesn't tell when the last one is cut short."""
-    zstandard = needs("zstandard", str(getattr(raw, "name", "*.zst")))
+    zstandard = optional_package("zstandard", str(getattr(raw, "name", "*.zst")))
     unpacker, frame, data = zstandard.ZstdDecompressor(max_window_size=2**31), None, b""
     while data or (data := raw.read(_FRAME_CHUNK)):
         frame = frame or unpacker.decompressobj()

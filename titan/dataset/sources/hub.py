@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.config.settings import Refusal
+from titan.config.optional import optional_package
+from titan.console.text import as_line
 from titan.dataset.documents import Part, Source
 from titan.dataset.sources import files
-from titan.dataset.sources.files import Bad, needs, plainly
+from titan.dataset.sources.files import Bad
 from titan.dataset.sources.records import Field, Reader, Row, Rows, no_column, plain_rows
+from titan.errors import ConfigError
 
 _PART_ROWS = 16_384
 _BATCH_ROWS = 256
@@ -71,11 +73,11 @@ class Hub(Reader):
         """The commit that the revision resolves to.
 
         Raises:
-            Refusal: when there is no such dataset or revision, it is gated, or the hub can't be reached.
+            ConfigError: when there is no such dataset or revision, it is gated, or the hub can't be reached.
         """
         if self.revision and _COMMIT.fullmatch(self.revision):
             return self.revision
-        api = needs("huggingface_hub", "dataset=hub").HfApi()
+        api = optional_package("huggingface_hub", "dataset=hub").HfApi()
         try:
             return str(api.dataset_info(self.name, revision=self.revision).sha)
         except Exception as error:
@@ -92,7 +94,7 @@ class Hub(Reader):
             count = data.num_shards if hasattr(data, "num_shards") else data.n_shards  # before datasets 3.1
             return [Part(f"{name}, shard {i + 1} of {count}", 0, (i, count)) for i in range(count)]
         if not len(data):
-            raise Refusal(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
+            raise ConfigError(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
         return [Part(f"{name} from row {i}", 0, (i, i + _PART_ROWS)) for i in range(0, len(data), _PART_ROWS)]
 
     def digests(self, memo: Path | None) -> list[str]:
@@ -118,7 +120,7 @@ class Hub(Reader):
             if not _is_broken(error):
                 raise refusal(error, f"dataset.name={self.name}", part.name) from error
             way_out = "fetch it again, or give dataset.on_error=skip to use what comes before."
-            cause = plainly(error.__cause__ or error) or type(error).__name__
+            cause = as_line(error.__cause__ or error) or type(error).__name__
             yield part.name, Bad("broken file", f"a file is broken or truncated ({cause}); {way_out}")
 
     def _tables(self, first: int, last: int) -> Iterator[Any]:
@@ -139,19 +141,19 @@ class Hub(Reader):
     @functools.cached_property
     def _data(self) -> Any:
         """The dataset, only its columns; not pickled."""
-        datasets = needs("datasets", "dataset=hub")
+        datasets = optional_package("datasets", "dataset=hub")
         try:
             data = self._disk(datasets) if self._saved else self._stream(datasets)
             known = self._known(data)
-        except Refusal:
+        except ConfigError:
             raise
         except Exception as error:
             raise self._refusal(error) from error
         if not known:
-            raise Refusal(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
+            raise ConfigError(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
         for column in self.columns:
             if column not in known:
-                raise Refusal(no_column(f"dataset.name={self.name}", column, known))
+                raise ConfigError(no_column(f"dataset.name={self.name}", column, known))
         return data.select_columns(list(self.columns))
 
     def _known(self, data: Any) -> list[str]:
@@ -170,7 +172,7 @@ class Hub(Reader):
             return datasets.load_from_disk(str(folder))
         splits = json.loads(index.read_bytes())["splits"]
         if self.split not in splits:
-            raise Refusal(self._no_split(", ".join(splits)))
+            raise ConfigError(self._no_split(", ".join(splits)))
         return datasets.load_from_disk(str(folder / self.split))  # alone: an empty one beside it can't be loaded
 
     def _stream(self, datasets: Any) -> Any:
@@ -180,25 +182,25 @@ class Hub(Reader):
     def _no_split(self, known: str) -> str:
         return f"dataset.split={self.split}: {self.name} has no such split (its splits: {known}); name another."
 
-    def _refusal(self, error: Exception) -> Refusal:
+    def _refusal(self, error: Exception) -> ConfigError:
         """What the library says of a dataset that can't be opened."""
-        text = plainly(error)
+        text = as_line(error)
         if isinstance(error, (StopIteration, IndexError)):  # the library's ways of saying that there are no rows
-            return Refusal(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
+            return ConfigError(f"dataset.split={self.split}: {self.name} has no rows in it; name another split.")
         known = re.search(r"[Aa]vailable(?: splits| configs)?: ?\[?([^\]]*)", text)
         choices = known[1].replace("'", "") if known else ""
         if "split" in text.lower() and ("Bad split" in text or "Unknown split" in text):
-            return Refusal(self._no_split(choices or text))
+            return ConfigError(self._no_split(choices or text))
         if "BuilderConfig" in text or "Config name is missing" in text or "Please pick one among" in text:
             subset = "null" if self.subset is None else self.subset
             hint = f"its subsets: {choices}" if choices else text
-            return Refusal(f"dataset.subset={subset}: {self.name} has no such subset ({hint}); name another.")
+            return ConfigError(f"dataset.subset={subset}: {self.name} has no such subset ({hint}); name another.")
         if _is_broken(error):
-            return Refusal(f"dataset.name={self.name}: can't be read ({text}); fetch it again or name another.")
+            return ConfigError(f"dataset.name={self.name}: can't be read ({text}); fetch it again or name another.")
         return refusal(error, f"dataset.name={self.name}", f"dataset.revision={self.revision}")
 
 
-def refusal(error: Exception, setting: str, revision: str) -> Refusal:
+def refusal(error: Exception, setting: str, revision: str) -> ConfigError:
     """A sentence for what the hub says, or for its silence.
 
     Args:
@@ -209,24 +211,24 @@ def refusal(error: Exception, setting: str, revision: str) -> Refusal:
     kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
     name = setting.partition("=")[2].partition("@")[0]
     if "GatedRepoError" in kinds or "is a gated" in str(error):
-        return Refusal(f"{setting}: {name} is gated; ask for access on its page of the hub, then {LOG_IN}.")
+        return ConfigError(f"{setting}: {name} is gated; ask for access on its page of the hub, then {LOG_IN}.")
     if "RevisionNotFoundError" in kinds:
-        return Refusal(f"{revision}: {name} has no such revision; name a branch, a tag or a commit of it.")
+        return ConfigError(f"{revision}: {name} has no such revision; name a branch, a tag or a commit of it.")
     if kinds & {"RepositoryNotFoundError", "DatasetNotFoundError", "HFValidationError"}:
-        return Refusal(
+        return ConfigError(
             f"{setting}: there is no such folder, and nothing of that name on the hub; if it is private, {LOG_IN}."
         )
     if kinds & {"DataFilesNotFoundError", "EmptyDatasetError"}:
-        return Refusal(f"{setting}: no data files are there; name another dataset.")
+        return ConfigError(f"{setting}: no data files are there; name another dataset.")
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
-        return Refusal(f"{setting}: the hub gives no access ({status}); {LOG_IN}.")
+        return ConfigError(f"{setting}: the hub gives no access ({status}); {LOG_IN}.")
     if status is None and kinds & {"OSError", "HTTPError", "TimeoutError", "OfflineModeIsEnabled"}:
-        what = f"{type(error).__name__}: {plainly(error)}"
-        return Refusal(
+        what = f"{type(error).__name__}: {as_line(error)}"
+        return ConfigError(
             f"{setting}: the hub can't be reached ({what}); check the network, or fetch it where there is one."
         )
-    return Refusal(f"{setting}: {type(error).__name__}: {plainly(error)}; name another, or mend what it says.")
+    return ConfigError(f"{setting}: {type(error).__name__}: {as_line(error)}; name another, or mend what it says.")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -250,9 +252,9 @@ def fetch(name: str) -> Path:
     Both are fetched with the user's login and kept by `huggingface_hub`, whose cache serves without a network too.
 
     Raises:
-        Refusal: when it can't be had.
+        ConfigError: when it can't be had.
     """
-    hub = needs("huggingface_hub", f"dataset.tokenizer={name}")
+    hub = optional_package("huggingface_hub", f"dataset.tokenizer={name}")
     repository, _, revision = name.partition("@")
     try:
         file = Path(hub.hf_hub_download(repository, "tokenizer.json", revision=revision or None))
@@ -260,7 +262,7 @@ def fetch(name: str) -> Path:
     except Exception as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if "RemoteEntryNotFoundError" in kinds or kinds >= {"EntryNotFoundError", "HfHubHTTPError"}:
-            raise Refusal(
+            raise ConfigError(
                 f"dataset.tokenizer={name}: it has no tokenizer.json; name a file, or another model's."
             ) from error
         raise refusal(error, f"dataset.tokenizer={name}", f"dataset.tokenizer={name}") from error

@@ -22,11 +22,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Refusal
 from titan.dataset.documents import Document, Part, Skip, Source, content_digest
 from titan.dataset.sources import files
 from titan.dataset.sources.files import Bad, File, refuse_or_skip
 from titan.dataset.sources.records import Field, JsonLines, Parquet, Rows
+from titan.errors import ConfigError
 
 PASSAGE_BYTES = 64 * 1024
 PASSAGE_BYTES_LEAST = 4 * 1024
@@ -45,7 +45,9 @@ def stdlib() -> Source:
     found = [f for f in files.walk(root, _is_foreign) if f.suffix == ".py" and not f.name.startswith("_sysconfigdata")]
     full = tuple(file for file in map(files.local, found) if file.size)
     if not full:
-        raise Refusal(f"dataset=stdlib: this Python has no library sources in {root}; choose dataset=text or jsonl.")
+        raise ConfigError(
+            f"dataset=stdlib: this Python has no library sources in {root}; choose dataset=text or jsonl."
+        )
     return Whole(name="stdlib", files=full, on_error="skip")
 
 
@@ -53,10 +55,10 @@ def text(path: str, separator: str | None = None, on_error: str = "refuse") -> S
     """The text files at `path`: a file, a folder (*.txt, *.md and *.text below it, or all its files) or a glob.
 
     Raises:
-        Refusal: when nothing is there, or nothing but empty files.
+        ConfigError: when nothing is there, or nothing but empty files.
     """
     if separator == "":
-        raise Refusal("dataset.separator is empty: give the text between documents, or null where there is none.")
+        raise ConfigError("dataset.separator is empty: give the text between documents, or null where there is none.")
     found = files.find(path, _TEXTS, any_other=True)
     if separator is None:
         return Passages(name="text", files=found, on_error=on_error)
@@ -67,7 +69,7 @@ def jsonl(path: str, field: str = "text", on_error: str = "refuse") -> Source:
     """The objects of the JSON Lines files at `path`: a file, a folder (*.jsonl and *.json below it) or a glob.
 
     Raises:
-        Refusal: when nothing is there, or nothing but empty files.
+        ConfigError: when nothing is there, or nothing but empty files.
     """
     return Rows("jsonl", JsonLines(files.find(path, (".jsonl", ".json"))), Field(field), on_error)
 
@@ -76,7 +78,7 @@ def parquet(path: str, field: str = "text", on_error: str = "refuse") -> Source:
     """The rows of the Parquet files at `path`: a file, a folder (*.parquet below it) or a glob.
 
     Raises:
-        Refusal: when nothing is there, or nothing but empty files.
+        ConfigError: when nothing is there, or nothing but empty files.
     """
     return Rows("parquet", Parquet(files.find(path, (".parquet", ".pq")), (field,)), Field(field), on_error)
 

@@ -15,10 +15,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titan.config.settings import Refusal, show
+from titan.config.optional import optional_package
+from titan.config.settings import show
+from titan.console.text import as_line
 from titan.dataset.documents import Document, Part, Skip, Source, content_digest
 from titan.dataset.sources import files
-from titan.dataset.sources.files import Bad, File, needs, plainly, refuse_or_skip
+from titan.dataset.sources.files import Bad, File, refuse_or_skip
+from titan.errors import ConfigError
 
 Row = Mapping[str, Any]
 _BOM = b"\xef\xbb\xbf"
@@ -42,7 +45,7 @@ class Reader(ABC):
         """The rows of a part, each with its place, or what is bad there.
 
         Raises:
-            Refusal: when the part can't be read, whatever `dataset.on_error` says.
+            ConfigError: when the part can't be read, whatever `dataset.on_error` says.
         """
 
 
@@ -238,7 +241,7 @@ class Parquet(Reader):
 
     def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
         """The rows of a row group."""
-        pyarrow = needs("pyarrow", "dataset=parquet")
+        pyarrow = optional_package("pyarrow", "dataset=parquet")
         file, group = part.place
         with files.readable(file.path), file.raw() as stream:
             try:
@@ -252,11 +255,11 @@ class Parquet(Reader):
                 if getattr(error, "errno", None):  # the system's or the network's fault, not the file's
                     raise
                 way_out = "fetch it again, or give dataset.on_error=skip to use what comes before."
-                what = f"no Parquet file, or a broken or truncated one ({plainly(error)})"
+                what = f"no Parquet file, or a broken or truncated one ({as_line(error)})"
                 yield part.name, Bad("broken file", f"{what}; {way_out}")
 
     def _groups(self, file: File) -> list[Part]:
-        pyarrow = needs("pyarrow", "dataset=parquet")
+        pyarrow = optional_package("pyarrow", "dataset=parquet")
         with files.readable(file.path), file.raw() as stream:
             try:
                 about = _opened(stream).metadata
@@ -273,7 +276,7 @@ class Parquet(Reader):
         known = table.schema_arrow.names
         for column in self.columns:
             if column not in known:
-                raise Refusal(no_column(file.path, column, known))
+                raise ConfigError(no_column(file.path, column, known))
 
 
 def no_column(where: str, column: str, known: Sequence[str]) -> str:
@@ -282,7 +285,7 @@ def no_column(where: str, column: str, known: Sequence[str]) -> str:
 
 
 def _opened(stream: BinaryIO) -> Any:
-    return needs("pyarrow.parquet", "dataset=parquet").ParquetFile(stream)
+    return optional_package("pyarrow.parquet", "dataset=parquet").ParquetFile(stream)
 
 
 def plain_rows(batch: Any) -> Iterator[Row | Bad]:

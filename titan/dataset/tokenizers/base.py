@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Refusal, nearest
+from titan.config.settings import nearest
 from titan.dataset.documents import Turn
+from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     import tiktoken
@@ -93,7 +94,7 @@ class Tokenizer(ABC):
         """The text that `ids` stand for, with U+FFFD where they are no UTF-8.
 
         Raises:
-            Refusal: when there is no such id.
+            ConfigError: when there is no such id.
         """
 
     @abstractmethod
@@ -152,7 +153,7 @@ class Tokenizer(ABC):
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
-                raise Refusal(f"token {i}: the tokenizer has ids 0 to {self.vocab_size - 1}; use its own ids.")
+                raise ConfigError(f"token {i}: the tokenizer has ids 0 to {self.vocab_size - 1}; use its own ids.")
         return ids
 
 
@@ -250,7 +251,7 @@ def load_tokenizer(name: str) -> Tokenizer:
             hub, perhaps with @REVISION, whose tokenizer.json is fetched once.
 
     Raises:
-        Refusal: when there is no such file or repository, it can't be fetched, or it is none of these.
+        ConfigError: when there is no such file or repository, it can't be fetched, or it is none of these.
     """
     tokenizer = _load(name)
     tokenizer.name = name
@@ -267,12 +268,14 @@ def _load(name: str) -> Tokenizer:
     if not path.exists() and _ON_HUB.fullmatch(name) and path.suffix not in _SUFFIXES:
         return load_json(fetch(name), name)
     if not path.is_file():
-        raise Refusal(_missing(name, path))
+        raise ConfigError(_missing(name, path))
     if path.suffix == ".json":
         return load_json(path, name)
     if path.suffix in (".tiktoken", ".model"):
         return _load_ranks(path)
-    raise Refusal(f"dataset.tokenizer={name}: unknown kind of file; give {BUILT_IN}, *.tiktoken, *.model or *.json.")
+    raise ConfigError(
+        f"dataset.tokenizer={name}: unknown kind of file; give {BUILT_IN}, *.tiktoken, *.model or *.json."
+    )
 
 
 def cut_spaces(text: str) -> list[str]:
@@ -300,7 +303,7 @@ def _missing(name: str, path: Path) -> str:
 def _load_ranks(path: Path) -> RankTokenizer:
     data = read(path)
     if path.suffix == ".model" and (b"<unk>" in data[:4096] or b"\0" in data[:4096]):
-        raise Refusal(
+        raise ConfigError(
             f"dataset.tokenizer={path}: a SentencePiece model (Llama 2's kind), which titan doesn't read; "
             f"give the tokenizer.json of the same model."
         )
@@ -324,20 +327,20 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
     return ranks
 
 
-def _malformed(path: Path, reason: str) -> Refusal:
-    return Refusal(f"dataset.tokenizer={path}: no tiktoken rank file ({reason}); give a complete one.")
+def _malformed(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"dataset.tokenizer={path}: no tiktoken rank file ({reason}); give a complete one.")
 
 
 def read(path: Path) -> bytes:
     """The content of a tokenizer's file.
 
     Raises:
-        Refusal: when it can't be read.
+        ConfigError: when it can't be read.
     """
     try:
         return path.read_bytes()
     except OSError as error:
-        raise Refusal(f"dataset.tokenizer={path}: can't be read ({error.strerror}); make it readable.") from error
+        raise ConfigError(f"dataset.tokenizer={path}: can't be read ({error.strerror}); make it readable.") from error
 
 
 def llama3_special() -> list[str]:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.config.settings import Refusal
-from titan.dataset.sources.files import needs
+from titan.config.optional import optional_package
 from titan.dataset.tokenizers.base import END, Tokenizer, read
+from titan.errors import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -35,7 +35,7 @@ class JsonTokenizer(Tokenizer):
         """Take the vocabulary of `backend` and the special tokens that `config` names.
 
         Raises:
-            Refusal: when `config` names a token that there is not.
+            ConfigError: when `config` names a token that there is not.
         """
         self.name = name
         backend.no_truncation()
@@ -105,7 +105,7 @@ class JsonTokenizer(Tokenizer):
         entry = config[key]
         name = entry.get("content") if isinstance(entry, dict) else entry
         if name is not None and name not in self._vocab:
-            raise Refusal(
+            raise ConfigError(
                 f"dataset.tokenizer={self.name}: its tokenizer_config.json names the {key} {name!r}, which the "
                 f"vocabulary lacks; correct the name, or give null for none."
             )
@@ -116,16 +116,16 @@ def load_json(path: Path, name: str) -> JsonTokenizer:
     """The tokenizer of the tokenizer.json at `path`, which messages call `name`.
 
     Raises:
-        Refusal: when it is none.
+        ConfigError: when it is none.
     """
-    tokenizers = needs("tokenizers", f"dataset.tokenizer={name}")
+    tokenizers = optional_package("tokenizers", f"dataset.tokenizer={name}")
     text = read(path).decode("utf-8", "replace")
     try:
         backend = tokenizers.Tokenizer.from_str(text)
         if not backend.get_vocab_size():
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # the library raises bare Exception
-        raise Refusal(f"dataset.tokenizer={name}: no tokenizer.json ({error}); give a complete one.") from error
+        raise ConfigError(f"dataset.tokenizer={name}: no tokenizer.json ({error}); give a complete one.") from error
     return JsonTokenizer(backend, _load_config(path.with_name("tokenizer_config.json")), name)
 
 
@@ -135,7 +135,7 @@ def _load_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read(path))
     except ValueError as error:
-        raise Refusal(f"{path}: not JSON ({error}); mend it, or remove it from beside tokenizer.json.") from error
+        raise ConfigError(f"{path}: not JSON ({error}); mend it, or remove it from beside tokenizer.json.") from error
     return config if isinstance(config, dict) else {}
 
 

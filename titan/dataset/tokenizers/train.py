@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from titan.config.arguments import version
-from titan.config.settings import Refusal, one_line
 from titan.console import output
+from titan.console.text import one_line
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
 from titan.dataset.tokenizers.base import PATTERN, cut_spaces, write_ranks
+from titan.errors import ConfigError
 
 MOST = 10**7
 """Tokens that no vocabulary comes near."""
@@ -29,15 +30,17 @@ def train(texts: Iterable[str], ranks: int) -> list[bytes]:
     """The tokens of a vocabulary of `ranks` tokens, in the order of their ranks. The same texts give the same tokens.
 
     Raises:
-        Refusal: when `ranks` is below 256, or the texts have too few pairs to merge.
+        ConfigError: when `ranks` is below 256, or the texts have too few pairs to merge.
     """
     if ranks < 256:
-        raise Refusal(f"--ranks {ranks}: the 256 single bytes are ranks already; give 256 or more.")
+        raise ConfigError(f"--ranks {ranks}: the 256 single bytes are ranks already; give 256 or more.")
     if ranks > MOST:
-        raise Refusal(f"--ranks {ranks}: must be at most {MOST}.")
+        raise ConfigError(f"--ranks {ranks}: must be at most {MOST}.")
     vocabulary = _merge(chain.from_iterable(map(cut_spaces, texts)), ranks)
     if len(vocabulary) < ranks:
-        raise Refusal(f"--ranks {ranks}: the text gives {len(vocabulary)} tokens only; give more text or fewer ranks.")
+        raise ConfigError(
+            f"--ranks {ranks}: the text gives {len(vocabulary)} tokens only; give more text or fewer ranks."
+        )
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     ordered = sorted(vocabulary, key=lambda token: vocabulary[token])
     return [bytes(byte_of[character] for character in token) for token in ordered]
@@ -74,14 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser.parse_intermixed_args(arguments)
         _run(options.out, options.paths, options.ranks)
-    except Refusal as refusal:
+    except ConfigError as refusal:
         print(f"titan: {one_line(str(refusal))}", file=sys.stderr)
         return 2
     return 0
 
 
 def _refuse(message: str) -> NoReturn:
-    raise Refusal(f"{message}; see --help.")
+    raise ConfigError(f"{message}; see --help.")
 
 
 def _texts(source: Source) -> Iterator[str]:
@@ -91,13 +94,13 @@ def _texts(source: Source) -> Iterator[str]:
 
 def _run(out: Path, paths: Sequence[str], ranks: int) -> None:
     if out.suffix != ".tiktoken":
-        raise Refusal(f"{out}: a rank file's name ends in .tiktoken; give such a name.")
+        raise ConfigError(f"{out}: a rank file's name ends in .tiktoken; give such a name.")
     found = [local.text(path) for path in paths] or [local.stdlib()]
     tokens = train(chain.from_iterable(map(_texts, found)), ranks)
     try:
         write_ranks(out, tokens)
     except OSError as error:
-        raise Refusal(f"{out}: can't be written ({error.strerror}); give another place.") from error
+        raise ConfigError(f"{out}: can't be written ({error.strerror}); give another place.") from error
     print(f"{out}: {len(tokens):,} tokens; use it as dataset.tokenizer={out} model.vocab={len(tokens) + 1}")
 
 

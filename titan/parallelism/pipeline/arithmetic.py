@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from titan.config.settings import Refusal, show
+from titan.config.settings import show
+from titan.errors import ConfigError
 from titan.parallelism.pipeline.schedules import (
     SCHEDULES,
     Action,
@@ -82,7 +83,7 @@ def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float =
         The layers of each stage, one or more.
 
     Raises:
-        Refusal: when there are more stages than layers.
+        ConfigError: when there are more stages than layers.
         ValueError: on a cost that is negative or not finite.
     """
     _enough(len(costs), stages)
@@ -105,7 +106,7 @@ def by_layers(layers: int, stages: int) -> list[range]:
     """Cut layers into stages of equal numbers; where that can't be, the last stages have one more.
 
     Raises:
-        Refusal: when there are more stages than layers.
+        ConfigError: when there are more stages than layers.
     """
     _enough(layers, stages)
     few, more = divmod(layers, stages)
@@ -122,17 +123,17 @@ def explicit(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
         starts: the first layer of each stage after the first, counted from 0.
 
     Raises:
-        Refusal: when these are not `stages` stages of one or more layers.
+        ConfigError: when these are not `stages` stages of one or more layers.
     """
     given = f"parallelism.starts={show(list(starts))}"
     if len(starts) != stages - 1:
-        raise Refusal(
+        raise ConfigError(
             f"{given}: {len(starts)} given, but {stages} stages take {stages - 1}: the first layer of each stage but "
             f"the first; correct the list or give parallelism.stages={len(starts) + 1}."
         )
     cuts = [0, *starts, layers]
     if any(start >= end for start, end in itertools.pairwise(cuts)):
-        raise Refusal(f"{given}: the numbers must rise and be from 1 to {layers - 1}, the model's last layer.")
+        raise ConfigError(f"{given}: the numbers must rise and be from 1 to {layers - 1}, the model's last layer.")
     return _ranges(cuts)
 
 
@@ -140,7 +141,7 @@ def placement(schedule: str, ranks: int, stages: int) -> list[int]:
     """The pipeline rank of each stage.
 
     Raises:
-        Refusal: when there is no such schedule.
+        ConfigError: when there is no such schedule.
     """
     v = facts(schedule).placement == "v"
     laps = [divmod(stage, ranks) for stage in range(stages)]
@@ -149,7 +150,7 @@ def placement(schedule: str, ranks: int, stages: int) -> list[int]:
 
 def _enough(layers: int, stages: int) -> None:
     if not 1 <= stages <= layers:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.stages={stages}: the model has {layers} layers and each stage needs one; "
             f"give {layers} stages or fewer, or a smaller parallelism.pipeline."
         )
@@ -213,7 +214,7 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
         lost; None when the schedule allows no number up to `rows`.
 
     Raises:
-        Refusal: when there is no such schedule.
+        ConfigError: when there is no such schedule.
     """
     kind = facts(schedule)
     counts = [n for n in range(1, rows + 1) if kind.allows(ranks, stages_per_rank, n)]
@@ -274,7 +275,7 @@ def read_csv(path: str | Path) -> Table:
     `(0F3;1B0)OVERLAP_F_B`; or empty. Sending and receiving are torch's business.
 
     Raises:
-        Refusal: naming `parallelism.schedule`, when the file can't be read or is no complete schedule.
+        ConfigError: naming `parallelism.schedule`, when the file can't be read or is no complete schedule.
     """
     try:
         rows = [
@@ -286,7 +287,7 @@ def read_csv(path: str | Path) -> Table:
         count = _complete(listed, len(owners))
         return Table(tuple(rows), owners, count, any(a.kind == "I" for a in listed), _idle(rows))
     except _Bad as bad:
-        raise Refusal(f"parallelism.schedule={path}: {bad}.") from None
+        raise ConfigError(f"parallelism.schedule={path}: {bad}.") from None
 
 
 class _Bad(Exception):
@@ -401,7 +402,7 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
         microbatches: of a step.
 
     Raises:
-        Refusal: naming `parallelism.schedule`, `stages`, `pipeline` or `microbatches`.
+        ConfigError: naming `parallelism.schedule`, `stages`, `pipeline` or `microbatches`.
     """
     if schedule.endswith(".csv"):
         _check_table(f"parallelism.schedule={schedule}", read_csv(schedule), ranks, stages, microbatches)
@@ -412,15 +413,15 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
         return
     given = f"parallelism.microbatches={microbatches}: {schedule} on parallelism.pipeline={ranks}"
     if kind.microbatches == "stages":
-        raise Refusal(f"{given} needs at least as many as stages; give {stages} or more, or another schedule.")
+        raise ConfigError(f"{given} needs at least as many as stages; give {stages} or more, or another schedule.")
     if microbatches < 1:
-        raise Refusal(f"{given} needs at least 1; give 1 or more, or auto.")
+        raise ConfigError(f"{given} needs at least 1; give 1 or more, or auto.")
     below, above = (
         next(n for n in itertools.count(microbatches, step) if kind.allows(ranks, stages // ranks, n))
         for step in (-1, 1)
     )
     times = rounds(ranks, microbatches)
-    raise Refusal(f"{given} goes in {times} rounds and needs a multiple of that; give {below}, {above} or auto.")
+    raise ConfigError(f"{given} goes in {times} rounds and needs a multiple of that; give {below}, {above} or auto.")
 
 
 def _check_stages(kind: Schedule, ranks: int, stages: int) -> None:
@@ -428,10 +429,10 @@ def _check_stages(kind: Schedule, ranks: int, stages: int) -> None:
     wanted = ranks * kind.stages
     if kind.fixed and stages != wanted:
         each = "one stage" if kind.stages == 1 else f"{kind.stages} stages"
-        raise Refusal(f"{given} has {each} on each rank; give {wanted} or auto for {degree}.")
+        raise ConfigError(f"{given} has {each} on each rank; give {wanted} or auto for {degree}.")
     if stages < 1 or stages % ranks:
         below = max(1, stages // ranks) * ranks
-        raise Refusal(f"{given} needs a multiple of {degree}; give {below}, {below + ranks} or auto.")
+        raise ConfigError(f"{given} needs a multiple of {degree}; give {below}, {below + ranks} or auto.")
 
 
 def _check_table(given: str, table: Table, ranks: int, stages: int, microbatches: int) -> None:
@@ -441,7 +442,7 @@ def _check_table(given: str, table: Table, ranks: int, stages: int, microbatches
         ("microbatches", microbatches, table.microbatches, "micro-batches"),
     ):
         if value != wanted:
-            raise Refusal(
+            raise ConfigError(
                 f"parallelism.{name}={value}: {given} has {wanted} {noun}; "
                 f"give parallelism.{name}={wanted}, or another file."
             )

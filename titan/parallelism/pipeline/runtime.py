@@ -28,7 +28,7 @@ from titan.parallelism import mesh
 from titan.parallelism.grad_norm import local
 
 if TYPE_CHECKING:
-    from titan.training.train_step import Rows
+    from titan.parallelism.microbatches import Microbatches
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Pipeline:
         self.scale = 1.0
         self._schedules: dict[int, Any] = {}
 
-    def backward(self, rows: Rows, scale: float) -> Tensor:
+    def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """One step of the schedule; see `titan.training.train_step.Runner`."""
         self.scale = scale
         self.losses.clear()
@@ -150,7 +150,7 @@ class Pipeline:
         self._schedule(len(rows.tokens)).step(*x, target=targets, return_outputs=False, **more)
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
 
-    def forward(self, rows: Rows) -> list[Tensor]:
+    def forward(self, rows: Microbatches) -> list[Tensor]:
         """Micro-batch after micro-batch through all stages; see `titan.training.train_step.Runner`."""
         out = []
         for i in range(len(rows.tokens)):

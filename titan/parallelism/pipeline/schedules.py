@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
-from titan.config.settings import Refusal, nearest
+from titan.config.settings import nearest
+from titan.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,10 @@ def facts(schedule: str) -> Schedule:
     """What is known of a schedule.
 
     Raises:
-        Refusal: when there is none of this name.
+        ConfigError: when there is none of this name.
     """
     if schedule not in SCHEDULES:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.schedule={schedule}: choose one of {', '.join(SCHEDULES)}, or a file whose name ends in .csv"
             f"{nearest(schedule, SCHEDULES)}"
         )
@@ -133,7 +134,7 @@ def order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) ->
     """What each rank does, one action after the other: as torch does, without places for waiting.
 
     Raises:
-        Refusal: when there is no such schedule.
+        ConfigError: when there is no such schedule.
         ValueError: on numbers that the schedule does not allow.
     """
     if not facts(schedule).allows(ranks, stages_per_rank, microbatches):
@@ -322,7 +323,7 @@ def idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
     Exact: in closed form where micro-batches fill the pipeline, otherwise by playing the order.
 
     Raises:
-        Refusal, ValueError: as `order` does.
+        ConfigError, ValueError: as `order` does.
     """
     kind = facts(schedule)
     if kind.allows(ranks, stages_per_rank, microbatches) and kind.fills(ranks, microbatches):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic
 from titan.parallelism.schema import Layout, Parallelism, Staging
 
@@ -22,7 +22,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
         rows: of a rank in a step.
 
     Raises:
-        Refusal: when the schedule needs more micro-batches than there are rows.
+        ConfigError: when the schedule needs more micro-batches than there are rows.
     """
     if _custom(parallelism):
         return [arithmetic.read_csv(parallelism.schedule).microbatches]
@@ -31,7 +31,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
     if least is None:
         count = _count(parallelism, layout)
         arithmetic.check(parallelism.schedule, ranks, count, 2 * count)  # whether it is the stages, rather
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
             "schedule such as GPipe."
@@ -47,7 +47,7 @@ def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: i
     the embedding is a look-up.
 
     Raises:
-        Refusal: when the schedule can't have such stages or micro-batches, or there are too few layers.
+        ConfigError: when the schedule can't have such stages or micro-batches, or there are too few layers.
     """
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
@@ -56,7 +56,7 @@ def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: i
     count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
     arithmetic.check(schedule, ranks, count, microbatches)
     if parallelism.stages == "auto" and count > model.layers:
-        raise Refusal(
+        raise ConfigError(
             f"parallelism.pipeline={ranks}: {schedule} makes {count} stages of it, and the model has {model.layers} "
             "layers; give a smaller one."
         )
@@ -75,7 +75,7 @@ def stage_layers(
     """The pipeline rank and the layers of each stage.
 
     Raises:
-        Refusal: when there are too few layers.
+        ConfigError: when there are too few layers.
     """
     table = arithmetic.read_csv(parallelism.schedule) if _custom(parallelism) else None
     count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
@@ -99,7 +99,9 @@ def _alone(parallelism: Parallelism, layers: int) -> Staging:
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
         said = "starts" if parallelism.starts else "stages"
         value = list(parallelism.starts) if parallelism.starts else parallelism.stages
-        raise Refusal(f"parallelism.{said}={value}: there is one stage without a pipeline; give parallelism=pp too.")
+        raise ConfigError(
+            f"parallelism.{said}={value}: there is one stage without a pipeline; give parallelism=pp too."
+        )
     return Staging("", ((0, layers),), (0,))
 
 

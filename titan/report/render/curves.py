@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from titan.metrics.plot import SHARE, short
+from titan.console.numbers import short
+from titan.metrics.plot import SHARE
 from titan.report.findings import Comparison, Numbers, RunFound
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.metrics.plot import short
+from titan.console.numbers import short
 from titan.report.findings import Arm, Comparison, Interval, Quality, Reached
 from titan.report.render import summary
 from titan.report.render.summary import counted

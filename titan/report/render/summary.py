@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from titan.metrics.plot import short
+from titan.console.numbers import short
 from titan.report import ranking, statistics
 from titan.report.findings import Arm, Comparison, Quality
 from titan.report.quality import SOONER

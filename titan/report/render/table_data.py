@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from titan.metrics.plot import short
+from titan.console.numbers import short
 from titan.report import ranking
 from titan.report.findings import Arm, Comparison, Interval, Quality, Reached, RunFound, Speed
 

@@ -1,0 +1,21 @@
+"""Optional packages."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from titan.errors import ConfigError
+
+
+def optional_package(package: str, what: str) -> Any:
+    """The module of an optional package.
+
+    Raises:
+        ConfigError: when it isn't installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        name = package.partition(".")[0]
+        raise ConfigError(f"{what}: needs the package {name}: pip install {name}") from error

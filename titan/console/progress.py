@@ -1,0 +1,93 @@
+"""Progress of a command, and tables of settings."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from titan.console.text import safe
+
+if TYPE_CHECKING:
+    pass
+
+
+WIPE = "\r\x1b[K"
+"""Back to the line's beginning, and clear it."""
+
+
+class Progress:
+    """A bar where there is a terminal, else a line every few steps; a context manager."""
+
+    def __init__(self, done: int, steps: int, every: int) -> None:
+        self.steps, self.every, self.began, self.first = steps, every, time.monotonic(), done
+        self.bar = _bar(done, steps)
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Show that `step` is done."""
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {tokens_per_second:,.0f} tokens/s", refresh=False)
+            self.bar.update(step - self.bar.n)
+        elif step % self.every == 0 or step in (1, self.steps):
+            left = (time.monotonic() - self.began) / max(1, step - self.first) * (self.steps - step)
+            line = f"step {step:>6,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            print(f"{line}  {_clock(left)} left", flush=True)
+
+    def say(self, line: str) -> None:
+        """Print a line of its own."""
+        line = safe(line)
+        if self.bar is not None:
+            self.bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+@contextmanager
+def progress_line() -> Iterator[Callable[[str], None]]:
+    """A function that shows one line of progress: over the last one on a terminal, where it is wiped in the end."""
+    terminal = sys.stderr.isatty()
+
+    def show(line: str) -> None:
+        line = safe(line)
+        print(f"{WIPE}{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        if terminal:
+            print(WIPE, end="", file=sys.stderr, flush=True)
+
+
+def _bar(done: int, steps: int) -> Any:
+    if not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(initial=done, total=steps, unit="step", dynamic_ncols=True, smoothing=0.05)
+
+
+def table(rows: Mapping[str, str]) -> None:
+    """Print names and what there is to say of each."""
+    for name, value in rows.items():
+        print(f"  {name:<10}  {safe(value)}", flush=True)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -1,0 +1,43 @@
+"""Names and directories of runs, and the files in a run's directory. Free of torch."""
+
+from __future__ import annotations
+
+import os
+
+from titan.errors import ConfigError
+
+LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
+"""Bytes of a folder's name and of a run's path, and levels of that: file systems end at 255 and 4,096 bytes."""
+
+
+FILES = {
+    ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png",
+    "log", "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock",
+    "slurm",
+}  # fmt: skip
+"""Names in a run's directory."""
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that is no folder of its own under runs/."""
+    if not name.strip("/. ") or ".." in name.split("/") or name.startswith("/"):
+        raise ConfigError(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
+    check_length(name, f"name={name}")
+
+
+def check_length(directory: str, typed: str) -> None:
+    """Refuse a directory whose path file systems don't take once a run's files lie in it.
+
+    Args:
+        directory: the path.
+        typed: the setting and its value.
+    """
+    folders = [folder for folder in directory.split("/") if folder]
+    longest = max((len(os.fsencode(folder)) for folder in folders), default=0)
+    if longest > LONGEST_FOLDER:
+        raise ConfigError(f"{typed}: a folder's name has {longest:,} bytes; give {LONGEST_FOLDER} at most.")
+    if len(folders) > DEEPEST or len(os.fsencode(directory)) > LONGEST_PATH:
+        raise ConfigError(
+            f"{typed}: has {len(directory):,} characters in {len(folders):,} levels; give {LONGEST_PATH:,} characters "
+            f"in {DEEPEST} levels at most."
+        )
