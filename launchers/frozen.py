@@ -15,7 +15,7 @@ from typing import Any
 
 from titan.config.kinds import kind
 from titan.errors import ConfigError
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 _AGAIN = "give the command that started it again: it writes the file anew."
 

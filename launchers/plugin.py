@@ -10,32 +10,30 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from launchers import foreign, trials
+from launchers import trials
 from launchers.local import sweep as here
 from launchers.slurm import grid as slurm
 from launchers.trials import Chosen
-from titan.config import settings
+from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
 from titan.run import hydra_node
 from titan.run.paths import check_length
-from titan.run.recipe import Run
 from titan.run.result import is_finished
+from titan.run.run import Run
 from titan.sweep import ledger
 from titan.sweep.ledger import Asked
-from titan.sweep.schema import Sweep
+from titan.sweep.schema import LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
 
-NAMESPACE = "hydra_plugins.titan"
 ALONE = "run"
 """The id of the one point in a single run's own ledger."""
 
@@ -50,7 +48,7 @@ class GridLauncher(Launcher):
     dry: ClassVar[bool] = False
     trusted: ClassVar[tuple[str, ...]] = ()
     """Packages that the user lets the points import."""
-    kind: ClassVar[Any] = here.Local
+    kind: ClassVar[Any] = LocalLaunch
     elsewhere: ClassVar[bool] = False
 
     def __init__(self, **given: Any) -> None:
@@ -58,7 +56,7 @@ class GridLauncher(Launcher):
         for key, value in plain.items():
             typed = f"hydra.launcher.{key}={settings.show(value)}"
             if key not in self.kind.__dataclass_fields__ and (
-                advice := foreign.setting(f"hydra.launcher.{key}", typed)
+                advice := launcher_hints.setting(f"hydra.launcher.{key}", typed)
             ):
                 raise ConfigError(advice)
         self.how = settings.build(self.kind, plain, "hydra.launcher")
@@ -119,7 +117,7 @@ class LocalLauncher(GridLauncher):
 class SlurmLauncher(GridLauncher):
     """Hands the points of a grid to Slurm."""
 
-    kind, elsewhere = slurm.Slurm, True
+    kind, elsewhere = SlurmLaunch, True
 
     def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
         """Launch checked points; gives their exit codes."""
@@ -143,8 +141,7 @@ def _sweeper() -> Any:
     return GridSweeper
 
 
-LAUNCHERS: Mapping[str, type[GridLauncher]] = {"local": LocalLauncher, "basic": LocalLauncher, "slurm": SlurmLauncher}
-"""By name; `basic` is Hydra's own name of what runs a grid on this machine."""
+KINDS = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
 
 
 def asked_of(cfg: DictConfig) -> Asked:
@@ -161,13 +158,12 @@ def alone(cfg: DictConfig) -> GridLauncher | None:
     """
     node = OmegaConf.to_container(cfg.hydra.launcher)
     name = str(node.pop("_target_", "")).rpartition(".")[2] if isinstance(node, dict) else ""
-    kinds = {kind.__name__: kind for kind in LAUNCHERS.values()}
-    if name not in kinds:
+    if name not in KINDS:
         choice = cfg.hydra.runtime.choices.get("hydra/launcher")
         raise ConfigError(
             f"hydra/launcher={choice}: this launcher is not titan's; choose hydra/launcher=local or slurm."
         )
-    launcher = kinds[name](**node)  # type: ignore[arg-type]
+    launcher = KINDS[name](**node)  # type: ignore[arg-type]
     return launcher if launcher.elsewhere else None
 
 
@@ -195,20 +191,15 @@ def register() -> None:
     """Make titan's launchers known to Hydra."""
     GridLauncher.codes, GridLauncher.new, GridLauncher.dry = [], [], False
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
-    module: Any = sys.modules.setdefault(NAMESPACE, types.ModuleType(NAMESPACE))
+    module: Any = sys.modules.setdefault(LAUNCHER_MODULE, types.ModuleType(LAUNCHER_MODULE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
     module.GridSweeper = _sweeper()
-    module.GridSweeper.__module__, module.GridSweeper.__qualname__ = NAMESPACE, "GridSweeper"
+    module.GridSweeper.__module__, module.GridSweeper.__qualname__ = LAUNCHER_MODULE, "GridSweeper"
     Plugins.instance().register(module.GridSweeper)
-    sweeper = {"_target_": f"{NAMESPACE}.GridSweeper", "max_batch_size": None, "params": None}
-    ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
-    ConfigStore.instance().repo["hydra"]["launcher"].clear()  # those of Hydra and its plugins know no grid of titan's
-    for name, kind in LAUNCHERS.items():
-        kind.__module__ = NAMESPACE
+    for kind in KINDS.values():
+        kind.__module__ = LAUNCHER_MODULE
         setattr(module, kind.__name__, kind)
         Plugins.instance().register(kind)
-        node = {"_target_": f"{NAMESPACE}.{kind.__name__}", **settings.defaults(kind.kind)}
-        ConfigStore.instance().store(group="hydra/launcher", name=name, node=node, provider="titan")
 
 
 def tidy() -> None:

@@ -24,7 +24,7 @@ from titan.console.progress import progress_line
 from titan.errors import ConfigError, RunError, machine_error
 from titan.run import attempts, summary
 from titan.run.lock import locked
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait until all have come."""

@@ -25,7 +25,8 @@ from titan.console.progress import progress_line
 from titan.console.text import redact, safe
 from titan.errors import ConfigError
 from titan.run import compose, identity
-from titan.run.recipe import Run
+from titan.run.hydra_choices import check_optional
+from titan.run.run import Run
 from titan.sweep import ledger
 
 AUTO = "auto"
@@ -123,7 +124,7 @@ def _composed(composer: Composer, overrides: Sequence[str], number: int, name: s
             cfg.hydra.sweep.subdir = name
         folder = Path(cfg.hydra.sweep.dir)
         cfg.name = f"{folder.name}/{cfg.hydra.sweep.subdir}"
-    compose.check_optional(composer.known, cfg)
+    check_optional(composer.known, cfg)
     return cfg
 
 

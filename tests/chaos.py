@@ -39,7 +39,7 @@ from titan.checkpoint.reader import Reader
 from titan.checkpoint.remote import Remote
 from titan.run.attempts import read_lives
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 EVERY = 4
 """Steps between checkpoints."""

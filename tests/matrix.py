@@ -18,7 +18,7 @@ import torch
 
 from tests.ranks import RankFailed
 from tests.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 SHAPE = (
     "model.dim=32", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.head_dim=8", "model.ffn=48",

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint.made import about, complete
 from tests.ranks import run_ranks
 from titan.checkpoint import manifest
-from titan.checkpoint.manager import state_of
+from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import Place
 from titan.dataset import permutation
 from titan.dataset.corpora import mixed, opened, ready
@@ -33,7 +33,7 @@ from titan.run import attempts
 from titan.run.attempts import Life
 from titan.run.compose import composed
 from titan.run.lock import locked
-from titan.run.recipe import Run, as_model
+from titan.run.run import Run, as_model
 from titan.training import worker
 from titan.training.trainer import Trainer
 
@@ -124,7 +124,7 @@ def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Call
             seen.extra = before(self) if before else None
             self.engine.optimizer.register_step_pre_hook(lambda *_: _look(seen, self))
             code = super().train()
-            seen.last = whole(state_of(self.engine))
+            seen.last = whole(train_state_dict(self.engine))
             return code
 
     try:
@@ -137,7 +137,7 @@ def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Call
 
 def _look(seen: Seen, trainer: Trainer) -> None:
     if not seen.first:
-        seen.first = whole(state_of(trainer.engine))
+        seen.first = whole(train_state_dict(trainer.engine))
         gradients = {n: p.grad for n, p in trainer.engine.named_parameters() if p.grad is not None}
         seen.gradients = whole(gradients)
 

@@ -15,7 +15,7 @@ from titan.cluster.rank_info import Place
 from titan.dataset.loader import IGNORED
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.build import assemble
 from titan.training.train_step import Engine
 

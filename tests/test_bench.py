@@ -18,7 +18,7 @@ from titan.bench.measure import Alone
 from titan.bench.suites import Case, cpu_cases, gpu_cases
 from titan.cluster import devices
 from titan.compile import schema as compiling
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.trainer import Trainer
 
 SMALL = [

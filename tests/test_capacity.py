@@ -19,7 +19,7 @@ from titan.estimate.fit import GIB, available, demand, microbatches, needed, ran
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.run.compose import composed
-from titan.run.recipe import Recipe
+from titan.run.schema import Recipe
 from titan.training.schema import Training
 
 POWERS = st.sampled_from([1, 2, 4, 8])

@@ -11,22 +11,24 @@ from pathlib import Path
 import pytest
 
 import titan
-from launchers import foreign, start
-from launchers.slurm.grid import Slurm
+from launchers import start
+from launchers.command import command
 from tests.machines import detector
 from tests.runs import TINY
 from titan import compare, convert, data, generate, prepare, status, train
 from titan.bench import command as bench
 from titan.cluster import devices
 from titan.cluster.schema import Cluster
+from titan.config import launcher_hints
 from titan.config.modules import HYDRA
 from titan.console.text import one_line
 from titan.errors import exit_code
-from titan.run import attempts, compose, summary
+from titan.run import attempts, summary
 from titan.run.command_line import quoted
 from titan.run.compose import composed
 from titan.run.lock import locked
-from titan.run.recipe import Run
+from titan.run.run import Run
+from titan.sweep.schema import SlurmLaunch
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def ran(*words: str) -> list[Run]:
     """The runs that a command line would start, in this process."""
     runs: list[Run] = []
-    assert compose.command(words, lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
+    assert command(words, lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
     return runs
 
 
@@ -61,7 +63,7 @@ def begun(*words: str) -> Run:
 def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
-    assert compose.command(words, start.here) == 0
+    assert command(words, start.here) == 0
     assert [run.training.seed for run in runs] == [1, 2]
 
 
@@ -85,7 +87,7 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
-    assert compose.command(line, start.here) == 0
+    assert command(line, start.here) == 0
     Path(runs[0].directory).mkdir(parents=True)
     attempts.begin(runs[0])
     (again,) = ran(f"resume={runs[0].directory}")
@@ -94,8 +96,8 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert compose.command(["-m", "training.seed=1,2", "name=g"], start.here) == 0
-    assert compose.command(["resume=runs/g"], start.here) == 2
+    assert command(["-m", "training.seed=1,2", "name=g"], start.here) == 0
+    assert command(["resume=runs/g"], start.here) == 2
     assert "resume=runs/g: there is no run; it holds a grid" in capsys.readouterr().err
 
 
@@ -145,7 +147,7 @@ def test_callbacks(words: list[str], code: int, calls: list[str], monkeypatch: p
     monkeypatch.syspath_prepend(str(Path.cwd()))
     importlib.invalidate_caches()
     monkeypatch.setattr(start, "here", lambda run, apart=False: code)
-    assert compose.command([*words, *NOTING], start.here) == code
+    assert command([*words, *NOTING], start.here) == code
     seen = Path("calls").read_text().splitlines()
     assert [line.rpartition(" ")[0] for line in seen] == calls
     assert {line.rpartition(" ")[2] for line in seen if "job" in line} == {"1"}
@@ -191,16 +193,16 @@ def test_output_dir_can_be_named_in_a_value() -> None:
 def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
-    assert compose.command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.here) == 0
+    assert command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.here) == 0
     assert len(runs) == 2
 
 
 def test_other_launchers_keys_name_settings_that_there_are() -> None:
     known = {f"cluster.{name}" for name in Cluster.__dataclass_fields__} | {"name"}
-    known |= {f"hydra.launcher.{name}" for name in Slurm.__dataclass_fields__}
-    assert {ours.partition("=")[0] for ours in foreign.SUBMITIT.values() if ours} <= known
+    known |= {f"hydra.launcher.{name}" for name in SlurmLaunch.__dataclass_fields__}
+    assert {ours.partition("=")[0] for ours in launcher_hints.SUBMITIT.values() if ours} <= known
     page = (Path(__file__).resolve().parents[1] / "docs/slurm.md").read_text()
-    for key, ours in foreign.SUBMITIT.items():
+    for key, ours in launcher_hints.SUBMITIT.items():
         assert f"`{key}`" in page and ours.partition("=")[0] in page
 
 
@@ -266,7 +268,7 @@ def test_a_message_is_one_line() -> None:
 
 def test_a_refused_run_leaves_nothing_in_a_folder_of_others() -> None:
     Path("mine.txt").touch()
-    assert compose.command([*TINY, "hydra.run.dir=."], start.here) == 2
+    assert command([*TINY, "hydra.run.dir=."], start.here) == 2
     assert [file.name for file in Path.cwd().iterdir()] == ["mine.txt"]
 
 

@@ -13,12 +13,13 @@ import pytest
 from tests.machines import detector
 from titan.cluster import devices
 from titan.compile import schema as compiling
-from titan.compile.auto import eager_seconds, why_not
+from titan.compile.compiler import missing_compiler
 from titan.errors import ConfigError
 from titan.run import identity
+from titan.run.compile_scope import eager_seconds
 from titan.run.compose import composed
-from titan.run.recipe import Run
 from titan.run.resolve import moved
+from titan.run.run import Run
 
 LONG, SHORT = "training.steps=100000", "training.steps=20"
 DOCUMENTS, FLOAT8 = "dataset.mask_documents=true", ("precision=float8", "precision.emulate=true")
@@ -101,9 +102,9 @@ def test_compilers_that_it_takes(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     machine = detector(kind)()
-    assert why_not(machine, "inductor") == why
+    assert missing_compiler(machine, "inductor") == why
     for backend, elsewhere in (("inductor", True), ("aot_eager", False), ("eager", False)):
-        assert why_not(machine, backend, elsewhere) is None
+        assert missing_compiler(machine, backend, elsewhere) is None
     run, where = on(kind, LONG, monkeypatch=monkeypatch), "model" if kind == "cpu" else "block"
     assert (run.compile.scope, run.compile_why) == ("off", why) if why else run.compile.scope == where
     if why:
@@ -114,7 +115,7 @@ def test_compilers_that_it_takes(
 def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = detector("gpu")()
     for capability, why in ((6.1, "compute capability 6.1, and triton takes 7.0 or more"), (7.0, ""), (None, "")):
-        found = why_not(dataclasses.replace(machine, capability=capability), "inductor")
+        found = missing_compiler(dataclasses.replace(machine, capability=capability), "inductor")
         assert (found or "").endswith(why) and bool(found) == bool(why)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
     assert on("gpu", monkeypatch=monkeypatch).compile_why == "triton is not installed"

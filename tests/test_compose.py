@@ -14,18 +14,21 @@ import pytest
 from omegaconf import OmegaConf
 
 from launchers import start
+from launchers.command import command
 from tests.machines import detector
 from titan.cluster import devices
 from titan.config import help
 from titan.errors import ConfigError
 from titan.estimate import fit
-from titan.run import compose
-from titan.run.compose import CONF, composed
-from titan.run.recipe import Recipe, Run
+from titan.run.compose import composed
+from titan.run.hydra_choices import OPTIONAL_GROUPS
+from titan.run.hydra_session import CONF
+from titan.run.run import Run
+from titan.run.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
-CHOICES = [(axis, choice) for axis, choice in FILES if axis not in compose.OPTIONAL]
+CHOICES = [(axis, choice) for axis, choice in FILES if axis not in OPTIONAL_GROUPS]
 """Choices on one axis; recipes and sweeps choose on several, see test_recipes.py."""
 NEEDED = {"hub": ["dataset.name=x"]}
 NEEDED |= {kind: ["dataset.path=x"] for kind in ("text", "jsonl", "parquet", "chat", "prepared")}
@@ -52,7 +55,7 @@ def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     def job(run: Run) -> int:
         raise RuntimeError("a run was started")
 
-    assert compose.command(arguments, job) == 0
+    assert command(arguments, job) == 0
     return capsys.readouterr().out
 
 
@@ -96,13 +99,13 @@ def test_composing_a_run_imports_no_torch() -> None:
 
 def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown("--help", capsys=capsys).splitlines()
-    for axis in (*compose.OPTIONAL, *Recipe.axes()):
+    for axis in (*OPTIONAL_GROUPS, *Recipe.axes()):
         assert f"{axis}: {help.AXES[axis]}" in lines
     for axis, choice in FILES:
         above, below = (CONF / axis / f"{choice}.yaml").read_text().splitlines()[:2]
-        first = below if axis in compose.OPTIONAL else above
+        first = below if axis in OPTIONAL_GROUPS else above
         assert first.startswith("# ") and len(first) > 5
-        assert (above == "# @package _global_") is (axis in compose.OPTIONAL)
+        assert (above == "# @package _global_") is (axis in OPTIONAL_GROUPS)
         assert any(line.split(None, 1) == [choice, first[2:]] for line in lines), (axis, choice)
 
 
@@ -145,7 +148,7 @@ def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) 
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
     line = ["-m", "name=grid", "training.seed=1,2", "optimizer.lr=1e-3,3e-3", "training.steps=9"]
-    assert compose.command(line, start.here) == 0
+    assert command(line, start.here) == 0
     assert [(r.training.seed, r.optimizer.lr) for r in runs] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
     points = [f"seed-{seed}_lr-{lr}" for seed in (1, 2) for lr in (0.001, 0.003)]
     assert [r.directory for r in runs] == [str(Path.cwd() / "runs/grid" / point) for point in points]
@@ -159,21 +162,21 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
     left = iter(codes)
     monkeypatch.setattr(start, "here", lambda run, apart=False: next(left))
     seeds = ",".join(map(str, range(len(codes))))
-    assert compose.command(["-m", f"training.seed={seeds}"], start.here) == next(c for c in codes if c)
+    assert command(["-m", f"training.seed={seeds}"], start.here) == next(c for c in codes if c)
     assert next(left, None) is None
 
 
 def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 130)
-    assert compose.command(["-m", "training.seed=1,2"], start.here) == 130
+    assert command(["-m", "training.seed=1,2"], start.here) == 130
     assert len(runs) == 1
 
 
 def test_refused_sweep_keeps_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs/grid/0").mkdir(parents=True)
     Path("runs/grid/0/run.yaml").write_text("x")
-    assert compose.command(["-m", "name=grid", "training.steps=1,0"], start.here) == 2
+    assert command(["-m", "name=grid", "training.steps=1,0"], start.here) == 2
     assert Path("runs/grid/0/run.yaml").read_text() == "x"
 
 
@@ -197,7 +200,7 @@ def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.Cap
     assert composed([where, "model=theirs"]).model.layers == 3
     assert composed([where, "recipe=pair"]).training.steps == 33
     assert "grid" in shown("--help", where, capsys=capsys).split()
-    assert compose.command(["-m", where, "sweep=grid"], start.here) == 2
+    assert command(["-m", where, "sweep=grid"], start.here) == 2
     assert "training.steps=0: must be at least 1 (point 2 of the sweep" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="recipe=pair: there is no such choice"):
         composed(["recipe=pair"])
@@ -205,7 +208,7 @@ def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.Cap
 
 def test_config_dir_adds_a_choice(other: Path) -> None:
     runs: list[Run] = []
-    assert compose.command(["--config-dir", str(other), "model=theirs"], lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
+    assert command(["--config-dir", str(other), "model=theirs"], lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
     assert runs[0].model.layers == 3
 
 
@@ -236,7 +239,7 @@ def test_unknown_recipe_beside_a_known_one(
 ) -> None:
     monkeypatch.setenv("TITAN_CONF", str(other))
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert compose.command([*sweep, "recipe=pari"], start.here) == 2
+    assert command([*sweep, "recipe=pari"], start.here) == 2
     assert "recipe=pari: there is no such choice; did you mean 'pair'?" in capsys.readouterr().err
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from launchers import start
+from launchers.command import command
 from tests.checkpoint import made
 from titan import compare, convert, data, generate, prepare, status
 from titan.checkpoint import manifest
@@ -23,7 +24,7 @@ from titan.dataset.tokenizers import train
 from titan.generation.schema import Settings
 from titan.model.schema import Llama
 from titan.run import attempts, compose
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.sweep import ledger
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,7 +104,7 @@ def compared(workplace: Path) -> Path:
     """The workplace with the runs that the page on comparing speaks of."""
     for name, rate in (("low", "3e-4"), ("high", "3e-3")):
         made = [f"optimizer.lr={rate}", "model.vocab=4096", f"hydra.run.dir={workplace}/runs/{name}"]
-        assert compose.command([*SMALL, *made], TRAIN) == 0
+        assert command([*SMALL, *made], TRAIN) == 0
     return workplace
 
 
@@ -117,7 +118,7 @@ def test_command(
     if words[0] == "make":
         assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
     elif words[0] == "eval":
-        assert shutil.which("bash") and compose.command(["-sc", "install=bash"], train_small) == 0
+        assert shutil.which("bash") and command(["-sc", "install=bash"], train_small) == 0
     elif "titan.dataset.tokenizers.train" in words:
         smaller = ["700" if w == "8191" else w for w in words[words.index("-m") + 2 :]]
         assert train.main(smaller) == 0
@@ -144,7 +145,7 @@ def test_command(
         overrides = words[words.index("titan.train") + 1 :]
         overrides = [o for o in overrides if not o.startswith("hydra.launcher.at_once=")]  # so that this process trains
         overrides += ["hydra.launcher.dry_run=true"] if "hydra/launcher=slurm" in words else []
-        assert compose.command(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
+        assert command(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
 
 def train_small(run: Run, apart: bool = False) -> int:
@@ -162,7 +163,7 @@ def train_small(run: Run, apart: bool = False) -> int:
     kept = [o for o in run.overrides if not o.startswith(replaced)]
     vocabulary = [f"model.vocab={run.model.vocab}"]
     directory = f"hydra.run.dir={Path.cwd()}/small/{len(list(Path.cwd().glob('small/*')))}"
-    return compose.command([*kept, *SMALL, *vocabulary, directory], TRAIN)
+    return command([*kept, *SMALL, *vocabulary, directory], TRAIN)
 
 
 TRAIN = start.here

@@ -22,7 +22,7 @@ from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.build import assemble
 
 

@@ -18,7 +18,8 @@ from titan.dataset.schema import KINDS as DATASETS
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.run import identity
 from titan.run.compose import composed
-from titan.run.recipe import Recipe, Run
+from titan.run.run import Run
+from titan.run.schema import Recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTION = {  # in an axis of science, but without a say in what is learned

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+import tests.slurm.faults  # noqa: F401 -- before classes move: it derives from one
 from tests.machines import detector
 from tests.runs import steps, train
 from titan import compare, status
@@ -27,8 +28,9 @@ from titan.model.schema import Qwen3
 from titan.report import speed
 from titan.report.collect import collect
 from titan.run import attempts, identity
-from titan.run.compose import CONF, composed
-from titan.run.recipe import as_model
+from titan.run.compose import composed
+from titan.run.hydra_session import CONF
+from titan.run.run import as_model
 from titan.weights.formats import digest_of, open_weights
 from titan.weights.origin import model_of
 

@@ -17,7 +17,7 @@ from titan.dataset.loader import row_hash
 from titan.dataset.permutation import Order
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 EXACT = 1e-5
 """Law 3's bound in fp32."""

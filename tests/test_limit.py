@@ -14,7 +14,7 @@ from titan.cluster import devices
 from titan.estimate import roofline
 from titan.estimate.roofline import Rates
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 H200 = Rates(products=750e12, small=1400e12, copy=4.2e12, attention=0.65 * 750e12)
 """About what an H200 is measured to do."""
@@ -32,6 +32,10 @@ def run_of(*overrides: str) -> Run:
     return composed(["dataset=synthetic", *LONG, *overrides])
 
 
+def least(run: Run, rates: Rates) -> roofline.Limit:
+    return roofline.limit(run, run.microbatches, rates)
+
+
 EXPECTED = [
     pytest.param("model=llama1b", 53_000, id="1b"),
     pytest.param("model=llama8b", 11_800, id="8b"),
@@ -40,13 +44,13 @@ EXPECTED = [
 
 @pytest.mark.parametrize(("model", "expected"), EXPECTED)
 def test_known_models_are_expected_near_their_limit(model: str, expected: float) -> None:
-    most = roofline.limit(run_of(model), H200).tokens_per_second
+    most = least(run_of(model), H200).tokens_per_second
     assert 0.85 * expected < most < 1.25 * expected
 
 
 def test_parts_of_a_block_by_hand() -> None:
     run = run_of("model=debug", "model.layers=1", "training.seq_len=256", "training.global_batch=1024")
-    parts, tokens = roofline.limit(run, Rates(1, 1, 1, 1)).parts, 1024
+    parts, tokens = least(run, Rates(1, 1, 1, 1)).parts, 1024
     block = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 640
     head = 256 * 4096
     weights = block + head + head + 3 * 256
@@ -64,7 +68,7 @@ def test_what_is_computed_again_takes_time() -> None:
     kept: tuple[Any, ...] = ("none", "every_n", "full")
     plain = run_of("model=llama1b")
     runs = [replace(plain, memory=replace(plain.memory, checkpointing=kind)) for kind in kept]
-    seconds = [roofline.limit(run, H200).parts for run in runs]
+    seconds = [least(run, H200).parts for run in runs]
     for part in ("products", "attention", "casts", "norms, rotation, gates, sums"):
         assert seconds[0][part] < seconds[1][part] < seconds[2][part]
     blocks = 6 * runs[0].model.layers * runs[0].model.block_matmul_parameters() * 8192 / H200.products
@@ -74,7 +78,7 @@ def test_what_is_computed_again_takes_time() -> None:
 def test_products_in_eight_bits_are_counted_apart() -> None:
     plain = run_of("model=llama1b")
     small = replace(plain, precision=replace(plain.precision, products="float8"))
-    before, after = roofline.limit(plain, H200), roofline.limit(small, H200)
+    before, after = least(plain, H200), least(small, H200)
     head = 6 * plain.model.vocab * plain.model.dim * 8192 / H200.products
     assert after.parts["products"] == pytest.approx(head)
     moved = before.parts["products"] - after.parts["products"]
@@ -85,12 +89,12 @@ def test_products_in_eight_bits_are_counted_apart() -> None:
 
 def test_rates_come_from_what_was_measured() -> None:
     found = {"matmul_bf16_tflops": 700.0, "matmul_fp32_tflops": 50.0, "copy_gb_per_second": 4000.0}
-    assert roofline.rates(found, run_of("model=llama1b")) == Rates(7e14, 7e14, 4e12, pytest.approx(0.65 * 7e14))
-    assert roofline.rates(found | {"matmul_float8_tflops": 1300.0}, run_of("model=llama1b")).small == 1.3e15
+    assert roofline.rates(found, run_of("model=llama1b"), "cuda") == Rates(7e14, 7e14, 4e12, pytest.approx(0.65 * 7e14))
+    assert roofline.rates(found | {"matmul_float8_tflops": 1300.0}, run_of("model=llama1b"), "cuda").small == 1.3e15
 
 
 def test_more_rows_are_never_slower_a_token() -> None:
     run = run_of("model=debug", "training.seq_len=256")
     batches = [replace(run, training=replace(run.training, global_batch=rows * 256)) for rows in (1, 2, 3, 8, 64)]
-    pace = [roofline.limit(each, H200).tokens_per_second for each in batches]
+    pace = [least(each, H200).tokens_per_second for each in batches]
     assert pace == sorted(pace) and len(set(pace)) == len(pace)

@@ -29,8 +29,8 @@ from titan.run.attempts import Finished, Life, begin, read_lives
 from titan.run.compose import composed
 from titan.run.lock import locked
 from titan.run.paths import FILES
-from titan.run.recipe import Run
 from titan.run.result import is_locked
+from titan.run.run import Run
 from titan.sweep import ledger
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from launchers import start
+from launchers.command import command
 from tests.machines import detector
 from tests.runs import TINY
 from titan.cluster import devices
@@ -131,15 +132,13 @@ def test_a_grids_file_imports_nothing(
 ) -> None:
     write(laptop, "sweep", content)
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert compose.command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.here) == 2
+    assert command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.here) == 2
     assert said in capsys.readouterr().err and not imported()
 
 
 def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert (
-        compose.command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.here) == 0
-    )
+    assert command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.here) == 0
     assert imported()
 
 

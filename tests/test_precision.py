@@ -23,7 +23,7 @@ from titan.precision import low_precision
 from titan.precision.low_precision import Scales, _product
 from titan.precision.schema import Cut, Precision
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.trainer import Trainer
 
 with low_precision._quiet():  # so that ranks need not, each for itself

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from launchers.command import command
 from titan import prepare
 from titan.dataset.preprocess import prepare as preparation
 from titan.errors import RunError
-from titan.run import compose
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_damage_is_said_and_mended(arguments: list[str], tmp_path: Path, capsys:
 
 def test_a_model_too_large_for_this_machine_is_fine(arguments: list[str]) -> None:
     large = ["model=llama8b", "parallelism=fsdp", "cluster.memory_gib=1", "training.seq_len=8192"]
-    assert compose.command([*large, *arguments], lambda run: 0) == 2
+    assert command([*large, *arguments], lambda run: 0) == 2
     assert prepare.main([*large, *arguments]) == 0
 
 

@@ -12,16 +12,17 @@ import pytest
 import yaml
 
 from launchers import start
+from launchers.command import command
 from tests.machines import detector
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
-from titan.run import compose
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.hydra_session import CONF
+from titan.run.run import Run
 from titan.training.schema import Training
 
-FILES = {group: sorted(f.stem for f in (compose.CONF / group).glob("*.yaml")) for group in ("recipe", "sweep")}
+FILES = {group: sorted(f.stem for f in (CONF / group).glob("*.yaml")) for group in ("recipe", "sweep")}
 LONG = {"32k": (8, 1, 32_768), "64k": (4, 2, 65_536), "128k": (2, 4, 131_072), "256k": (1, 8, 262_144)}
 """Shard, context and tokens of a row, as both long benchmarks have them."""
 
@@ -205,7 +206,7 @@ GRIDS = {
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
-    assert compose.command(["-m", f"sweep={name}", "precision.emulate=true"], start.here) == 0
+    assert command(["-m", f"sweep={name}", "precision.emulate=true"], start.here) == 0
     axis, arms = GRIDS[name]
     points = [[f"{axis}={arm}", f"training.seed={seed}"] for arm in arms for seed in range(3)]
     assert [[o for o in run.overrides if o.partition("=")[0] in (axis, "training.seed")] for run in runs] == points
@@ -216,7 +217,7 @@ def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", FILES["sweep"])
 def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str) -> None:
-    content = yaml.safe_load((compose.CONF / "sweep" / f"{name}.yaml").read_text())
+    content = yaml.safe_load((CONF / "sweep" / f"{name}.yaml").read_text())
     assert content["sweep"]["question"].endswith("?")
     axis, arms = GRIDS[name]
     assert list(content["sweep"]["baseline"]) == [axis]
@@ -227,7 +228,7 @@ def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> 
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
     line = ["-m", "sweep=precision", "training.seed=7", "training.steps=5", "model=qwen3_debug"]
-    assert compose.command(line, start.here) == 0
+    assert command(line, start.here) == 0
     assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from launchers import start
+from launchers.command import command
 from tests.machines import detector
 from tests.runs import TINY, save_of
 from titan.cluster import devices
 from titan.errors import ConfigError
-from titan.run import attempts, compose
+from titan.run import attempts
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 JOBS = "+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"
 SERVER = [  # on 8 x H100 80GB
@@ -339,7 +340,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("cluster.memory_gib=0.01", "model=debug|a smaller training.seq_len|cluster.memory_gib"),
     # classes
     ("model._target_=os.system", "model._target_=os.system|only classes under titan, experiments|modules=[os]"),
-    ("model._target_=titan.run.recipe.Run", "dataclass with a method build|another class"),
+    ("model._target_=titan.run.run.Run", "dataclass with a method build|another class"),
     ("model._target_=titan.model.schema.Lama", "no such class|correct the name"),
     ("model._target_=mine.Model modules=[mine]", "no such class|No module named 'mine'"),
     ("model._target_=subprocess.Popen modules=[subprocess]", "dataclass with a method build"),
@@ -387,7 +388,7 @@ def test_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(devices, "detect", detector(kind))
     called: list[Run] = []
-    code = compose.command(shlex.split(line), lambda run: called.append(run) or 0)  # type: ignore[func-returns-value]
+    code = command(shlex.split(line), lambda run: called.append(run) or 0)  # type: ignore[func-returns-value]
     error = capfd.readouterr().err
     assert (code, called) == (2, [])
     sentence(error, expected)

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from launchers import start, trials
+from launchers.command import command
 from tests.machines import detector
 from tests.runs import TINY
 from titan import status
@@ -19,7 +20,7 @@ from titan.errors import ConfigError, RunError
 from titan.report import collect
 from titan.run import attempts, compose, identity, lineage, summary
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.sweep import ledger
 
 SECRET, OTHER = "horse" * 3, "swordfish" * 2  # so that no diff of this file has them
@@ -70,7 +71,7 @@ def test_what_is_no_secret_stays(text: str) -> None:
     ],
 )
 def test_control_characters_are_refused(overrides: list[str], laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert compose.command([*overrides, *TINY], lambda run: 0) == 2
+    assert command([*overrides, *TINY], lambda run: 0) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and escape(said[:-1]) == said[:-1]
     assert not list(laptop.iterdir())
@@ -201,7 +202,7 @@ def test_a_grid_writes_no_secret_down(
 ) -> None:
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
     paths = ",".join(f"'{address(SECRET, laptop / name)}'" for name in "ab")
-    assert compose.command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.here) == 0
+    assert command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.here) == 0
     texts = files_of(laptop)
     assert {"runs/grid/multirun.yaml", f"runs/grid/{ledger.LEDGER}", f"runs/grid/{ledger.SWEEP}"} <= texts.keys()
     assert not [name for name, text in texts.items() if SECRET in text + name]
@@ -211,7 +212,7 @@ def test_a_grid_writes_no_secret_down(
 def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     override = f"checkpoint.resume='{address(SECRET, laptop)}'"
     for arguments in (["--cfg", "job"], ["--cfg", "all"], ["--info", "config"]):
-        assert compose.command([*arguments, override], lambda run: 1) == 0
+        assert command([*arguments, override], lambda run: 1) == 0
         said = "".join(capsys.readouterr())
         assert "memory://me:***@host" in said and SECRET not in said
 

@@ -18,7 +18,7 @@ from torch._inductor.exc import InductorError
 from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
-from titan.checkpoint.manager import state_of
+from titan.checkpoint.state import train_state_dict
 from titan.parallelism.microbatches import Microbatches
 from titan.training.train_step import Engine
 from titan.training.trainer import Trainer
@@ -34,7 +34,7 @@ class Poisoned(Engine):
     states: list[Tensors] = field(default_factory=list)
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        self.states.append(whole(state_of(self)))
+        self.states.append(whole(train_state_dict(self)))
         if len(self.states) not in self.bad:
             return super().backward(rows, scale)
         if self.loss_only:

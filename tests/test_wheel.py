@@ -30,7 +30,7 @@ def python(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProces
 
 
 def test_it_is_the_wheel_that_runs(site: Path, tmp_path: Path) -> None:
-    done = python(site, tmp_path, "-c", "import titan.run.compose; print(titan.run.compose.CONF)")
+    done = python(site, tmp_path, "-c", "import titan.run.compose; print(titan.run.hydra_session.CONF)")
     assert done.stdout.strip() == str(site / "titan" / "conf")
 
 

@@ -16,7 +16,7 @@ from titan.console.progress import progress_line
 from titan.errors import ConfigError, exit_code
 from titan.run import compose
 from titan.run.command_line import RESUME
-from titan.run.recipe import Recipe
+from titan.run.schema import Recipe
 
 if TYPE_CHECKING:
     from titan.dataset.mixture import Mix

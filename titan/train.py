@@ -6,13 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 
+from launchers.command import command
 from titan.cluster import rank_info
 from titan.cluster.environment import before_torch
 from titan.cluster.rank_process import leave
 from titan.console import output
 from titan.errors import exit_code
-from titan.run import compose
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before_torch(os.environ)
     mine = rank_info.found(os.environ)
     if mine is None:
-        return compose.command(argv, _here)
+        return command(argv, _here)
     if mine.rank > 0:
         from launchers import start
 
@@ -44,7 +44,7 @@ def _lead(argv: Sequence[str] | None, mine: rank_info.Place) -> int:
         led.append(run)
         return start.lead(run, mine)
 
-    code = compose.command(argv, job, ranks=mine.size)
+    code = command(argv, job, ranks=mine.size)
     if not led:
         start.dismiss(mine, code)
     return code

@@ -19,7 +19,6 @@ from launchers import trials as grid
 from launchers.slurm.state import standing
 from launchers.trials import Chosen
 from titan.cluster.signals import STOPPING, hearing, is_repeat
-from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import safe
 from titan.errors import exit_code
@@ -27,15 +26,7 @@ from titan.run import summary
 from titan.run.result import is_finished
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import Asked, Point
-
-
-@dataclass(frozen=True)
-class Local:
-    """What `hydra/launcher=local` may be told."""
-
-    at_once: int = setting(
-        1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000
-    )
+from titan.sweep.schema import LocalLaunch
 
 
 @dataclass
@@ -44,7 +35,7 @@ class Grid:
 
     root: Path
     points: Sequence[Chosen]
-    how: Local
+    how: LocalLaunch
     asked: Asked
     job: Callable[[Chosen, Callable[[], int]], int] = lambda point, body: body()
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)

@@ -25,12 +25,13 @@ from launchers.slurm.script import Work
 from launchers.slurm.shape import Shape, shape
 from launchers.slurm.state import adopt, numbered, standing
 from launchers.trials import Chosen
-from titan.config.settings import setting, show
+from titan.config.settings import show
 from titan.console.text import safe, safe_lines
 from titan.errors import ConfigError, RunError
 from titan.run import summary
 from titan.sweep import ledger
 from titan.sweep.ledger import Asked, Point
+from titan.sweep.schema import SlurmLaunch
 
 CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
 """Variables of Slurm's that say how to reach it; the others belong to a job."""
@@ -51,19 +52,6 @@ class NoRoom(Refused):
     """Slurm did not take a job, since its user has as many as the site allows."""
 
 
-@dataclass(frozen=True)
-class Slurm:
-    """What `hydra/launcher=slurm` may be told; a site's own file in conf/hydra/launcher/ extends it."""
-
-    wait: bool = setting(True, "wait until all points have ended; false: submit and leave")
-    dry_run: bool = setting(False, "show the batch scripts and the device-hours, and submit nothing")
-    snapshot: bool = setting(True, "copy the code beside the sweep, so that jobs in the queue run what was submitted")
-    at_once: int | None = setting(None, "points of the grid that may run at the same time; null: all", at_least=1)
-    array_size: int | None = setting(None, "points in one array at most; null: as many as Slurm allows", at_least=1)
-    max_jobs: int | None = setting(None, "jobs that you may have in the queue at once; null: no limit", at_least=1)
-    poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0, cap=86400)
-
-
 @dataclass
 class Grid:
     """A grid on its way through Slurm.
@@ -78,7 +66,7 @@ class Grid:
 
     root: Path
     points: Sequence[Chosen]
-    how: Slurm
+    how: SlurmLaunch
     asked: Asked
     said: dict[str, str] = field(default_factory=dict)
 

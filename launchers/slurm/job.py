@@ -29,8 +29,8 @@ from titan.cluster.signals import preempt_signal, stopping
 from titan.console import output
 from titan.console.text import safe_lines
 from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
-from titan.run.recipe import Run
 from titan.run.resolve import moved
+from titan.run.run import Run
 from titan.sweep import job_exit
 from titan.training.signals import code
 

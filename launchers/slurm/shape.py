@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from titan.cluster.schema import Cluster, minutes
 from titan.errors import ConfigError
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 
 @dataclass(frozen=True)

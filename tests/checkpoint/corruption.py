@@ -33,7 +33,7 @@ from titan.checkpoint import manifest
 from titan.dataset.tokenizers import train as train_tokenizer
 from titan.errors import ConfigError
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training import checkpointing
 from titan.training.trainer import Trainer
 

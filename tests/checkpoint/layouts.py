@@ -21,15 +21,15 @@ from tests.ranks import run_ranks
 from tests.runs import Tensors, difference, same, tiny, train, weights, whole
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import Talk
-from titan.checkpoint.manager import state_of
 from titan.checkpoint.restore import restore
+from titan.checkpoint.state import train_state_dict
 from titan.cluster.rank_info import Place
 from titan.dataset.loader import Batch
 from titan.parallelism import mesh
 from titan.run import attempts
 from titan.run.attempts import Life
 from titan.run.lock import locked
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.build import assemble
 from titan.training.signals import Stop
 from titan.training.trainer import LOSS, VALID, Trainer
@@ -195,9 +195,9 @@ def _try(trainer: Trainer, batch: Batch, folder: Path, talk: Talk) -> Loaded:
     repeated: Any = itertools.repeat(batch)
     trainer.loader, trainer.step = repeated, trainer.life.step
     restore(trainer.engine, folder, talk)
-    state = whole(state_of(trainer.engine))
+    state = whole(train_state_dict(trainer.engine))
     *figures, norm = trainer._step().read()
-    after = weights(whole(state_of(trainer.engine)))
+    after = weights(whole(train_state_dict(trainer.engine)))
     return Loaded(state, figures[LOSS] / figures[VALID], norm, after)
 
 

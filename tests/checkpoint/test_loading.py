@@ -19,7 +19,7 @@ from titan.config.settings import plain, show
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.build import assemble
 from titan.weights.formats import Weights, open_weights
 from titan.weights.load import load_weights

@@ -13,11 +13,11 @@ from torch import nn
 from tests.ranks import RankFailed
 from tests.runs import Seen, learned, same, saved, steps, tiny, train
 from titan.checkpoint import manifest
-from titan.checkpoint.manager import prime
+from titan.checkpoint.state import init_optimizer_state
 from titan.errors import ConfigError
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run import attempts
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.trainer import Trainer
 
 OPTIMIZERS = {
@@ -206,7 +206,7 @@ def test_prime_changes_no_weight_and_leaves_the_optimizer_as_new(settings: Optim
 
     (weight, optimizer), (other, fresh) = made(), made()
     start = weight.detach().clone()
-    prime(optimizer)
+    init_optimizer_state(optimizer)
     assert torch.equal(weight.detach().view(torch.int32), start.view(torch.int32))
     assert optimizer.param_groups[0]["lr"] == settings.lr
     assert weight.grad is None
@@ -223,6 +223,6 @@ def test_prime_keeps_the_state_that_there_is() -> None:
     weight.grad = torch.ones(3)
     optimizer.step()
     moment = optimizer.state[weight]["exp_avg"].clone()
-    prime(optimizer)
+    init_optimizer_state(optimizer)
     assert torch.equal(optimizer.state[weight]["exp_avg"], moment)
     assert optimizer.state[weight]["step"] == 1

@@ -18,7 +18,7 @@ from tests.runs import learned, same, saved, steps, tiny, train
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.staging import Staging
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training import checkpointing
 from titan.training.trainer import Trainer
 

@@ -14,7 +14,7 @@ from tests.runs import Seen, saved, steps, tiny, train, weights
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.run import attempts
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.weights.formats import open_weights
 
 

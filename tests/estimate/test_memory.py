@@ -8,7 +8,7 @@ from tests.estimate.traced import Peak, traced
 from titan.estimate import memory
 from titan.estimate.memory import State, _played
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 CLOSE = 0.05
 SHAPES = {

@@ -31,7 +31,7 @@ from tests.ranks import run_ranks
 from titan.cluster.rank_info import Place
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.build import assemble
 
 

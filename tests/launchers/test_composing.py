@@ -12,9 +12,9 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
 from launchers import plugin, trials
+from launchers.command import command
 from launchers.composing import Composer
 from titan.cluster import devices
-from titan.run import compose
 
 TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128"]
 
@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
             return []
 
         monkeypatch.setattr(plugin.GridLauncher, "launch", launch)
-        assert compose.command(["-m", *TINY, *arguments], lambda run: 1) == 0
+        assert command(["-m", *TINY, *arguments], lambda run: 1) == 0
         return found[0]
 
     return run
@@ -113,5 +113,5 @@ def test_a_wrong_name_is_told_the_right_one_also_where_an_axis_is_varied(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert compose.command(["-m", *TINY, "parallelism=single,fsdp", "training.sed=1,2"], lambda run: 1) == 2
+    assert command(["-m", *TINY, "parallelism=single,fsdp", "training.sed=1,2"], lambda run: 1) == 2
     assert "did you mean 'training.seed'?" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from tests.runs import tiny
 from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.optimizer.schema import Muon
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training import rank
 
 

@@ -20,7 +20,7 @@ from titan.cluster.schema import minutes
 from titan.cluster.signals import PREEMPT
 from titan.errors import EXIT_REQUEUE, ConfigError
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.sweep import job_exit
 from titan.training.signals import Stop
 

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.runs import LAYOUTS, TINY, saved, steps, tiny, train
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
-from titan.metrics.recorder import Speed, finite, first_and_last_loss, peak_memory_gib
+from titan.metrics.recorder import finite, first_and_last_loss, peak_memory_gib
 from titan.model.init_weights import materialise
 from titan.run.compose import composed
-from titan.run.recipe import Run
+from titan.run.run import Run
+from titan.training.recording import speed
 
 STEP = {
     "step": int, "tokens": int, "loss": float, "grad_norm": float, "lr": float, "step_seconds": float,
@@ -77,14 +78,14 @@ def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
 def test_speed_is_what_a_step_did_over_its_time(tmp_path: Path) -> None:
     run = tiny(tmp_path, "cluster.peak_tflops=0.001", layout="fsdp2")
     flops = run.model.flops_per_token(16)
-    figures = Speed(run).of(0.5, 128, 128 * 16)
+    figures = speed(run).of(0.5, 128, 128 * 16)
     assert figures["tokens_per_second"] == 256
     assert figures["tokens_per_second_per_device"] == 128
     assert figures["tflops_per_device"] == pytest.approx(128 * flops / 1e12)
     assert figures["mfu"] == pytest.approx(128 * flops / 1e9)
     unknown = replace(run, cluster=replace(run.cluster, peak_tflops=None))
-    assert Speed(unknown).of(0.5, 128, 128 * 16)["mfu"] is None
-    apart = Speed(run).of(0.5, 128, 128 * 4)
+    assert speed(unknown).of(0.5, 128, 128 * 16)["mfu"] is None
+    apart = speed(run).of(0.5, 128, 128 * 4)
     assert apart["tflops_per_device"] == pytest.approx(128 * run.model.flops_per_token(4) / 1e12)
     assert run.model.flops_per_token(4) < flops
 

@@ -18,7 +18,7 @@ import yaml
 from tests.runs import TINY
 from titan.run import identity
 from titan.run.compose import composed
-from titan.run.recipe import Run, as_config
+from titan.run.run import Run, as_config
 from titan.sweep import ledger
 from titan.sweep.ledger import Asked
 from titan.training.lr_schedule import lr_factor

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titan.run.recipe import Run
+    from titan.run.run import Run
 
 MEMORY, COMPILE = ("none", "every_n", "selective", "full", "budget"), ("off", "block", "model")
 LAYOUTS = ("single", "fsdp", "tp", "pp", "cp", "3d")

@@ -17,7 +17,7 @@ from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import init_weights, loss
 from titan.parallelism.data_shard import DataShard
 from titan.precision.cast import set_compute_dtype
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 
 class BareLoop:

@@ -18,7 +18,7 @@ from typing import Any
 
 from titan.errors import ConfigError
 from titan.metrics.plot import read_lines
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 SHAPE = [
     "dataset=synthetic", "dataset.vocab=32000", "model.vocab=32000", "model.dim=768", "model.layers=10",

@@ -31,7 +31,7 @@ from titan.console.numbers import billions
 from titan.errors import ConfigError, exit_code
 from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "metrics.validation_tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]

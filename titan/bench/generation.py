@@ -18,7 +18,7 @@ from titan.cluster.rank_info import Place
 from titan.generation.decode import Decoding, Row, Rules
 from titan.model import init_weights
 from titan.parallelism import mesh
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training import build
 from titan.training.sample import continuation
 

@@ -25,7 +25,7 @@ from titan.cluster.devices import peak_tflops
 from titan.errors import ConfigError
 from titan.estimate.roofline import Limit, limit, rates
 from titan.run import attempts, compose
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.signals import Stop
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def speed(case: Case, overrides: Sequence[str], ceilings: Mapping[str, float], r
     pace = {s: tokens / statistics.median(a.seconds) if a.seconds else 0.0 for s, a in sides.items()}
     peak = run.cluster.peak_tflops or peak_tflops(run.machine.name, run.precision.compute)  # type: ignore[arg-type]
     tflops = pace["titan"] * run.model.flops_per_token(run.training.seq_len) / 1e12
-    least = limit(run, rates(ceilings, run))
+    least = limit(run, run.microbatches, rates(ceilings, run, run.machine.device))
     return Speed(
         title=case.title,
         **pace,
@@ -204,8 +204,8 @@ def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]]]:
     """titan's own trainer for one device, recording as always, and what makes a case's bare loop on the same data."""
     from titan.bench.bare_loop import BareLoop
     from titan.cluster.rank_info import Place
-    from titan.metrics.recorder import Recorder
     from titan.parallelism import mesh
+    from titan.training import recording
     from titan.training.build import assemble
     from titan.training.trainer import Trainer
 
@@ -216,7 +216,7 @@ def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]]]:
             raise ConfigError(f"{folder} holds a finished run; empty it.")
         world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
         ours = Trainer(run, life, world, assemble(run, world), Stop())
-        with Recorder(run, life, print) as recorder, ours.loader:
+        with recording.recorder(run, life, print) as recorder, ours.loader:
             ours.recorder = recorder
             yield ours, lambda case: BareLoop(_bare(run, case), ours.mix, world.device, autocast=case.autocast)
 

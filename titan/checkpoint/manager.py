@@ -38,13 +38,13 @@ from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.plans import Part, Places, Plans, Proposal
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
+from titan.checkpoint.state import TrainState, train_state_dict
 from titan.checkpoint.writer import Writer
-from titan.parallelism import data
-from titan.precision.low_precision import stored
-from titan.training.train_step import Engine
-from titan.weights import tokenizer_files
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a single process
+Copied = tuple[dict[str, File], str | None]
+"""A tokenizer's files in a folder by name, and what the tokenizer is called there."""
+CopyTokenizer = Callable[[str | None, Path], Copied]
 After = Callable[[Path, Manifest], None]
 """What is done with a checkpoint once it counts; all ranks call it together, and raise `Unsaved` together.
 
@@ -94,22 +94,30 @@ class Manager:
     """The checkpoints of one run, seen from one rank."""
 
     def __init__(
-        self, directory: Path, how: Checkpoint, engine: Engine, talk: Talk, after: tuple[After, ...] = ()
+        self,
+        directory: Path,
+        how: Checkpoint,
+        trained: TrainState,
+        talk: Talk,
+        copy_tokenizer: CopyTokenizer,
+        after: tuple[After, ...] = (),
     ) -> None:
         """Take what is to be saved and where; nothing is written yet.
 
         Args:
             directory: the run's.
             how: when and what to keep.
-            engine: whose state is saved; its optimizer must have its state already (`prime`).
+            trained: whose state is saved; its optimizer must have its state already (`init_optimizer_state`).
             talk: the ranks; nobody else talks while a save is under way.
+            copy_tokenizer: copies the tokenizer into a checkpoint.
             after: what follows a save.
         """
-        self.directory, self.how, self.engine, self.talk, self.after = directory, how, engine, talk, after
+        self.directory, self.how, self.trained, self.talk, self.after = directory, how, trained, talk, after
+        self.copy_tokenizer = copy_tokenizer
         self.jobs: list[_Job] = []
         self.plans = Plans(talk.rank)
-        self.staging = Staging(engine.world.device) if how.mode == "async" else None
-        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _on, (engine.world.device,))
+        self.staging = Staging(trained.device) if how.mode == "async" else None
+        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _on, (trained.device,))
 
     def save(self, about: Manifest, tokenizer: str | None = None) -> None:
         """Begin to save the state, and wait for it where that is asked for; all ranks call it together.
@@ -122,7 +130,7 @@ class Manager:
         with _stalled(job):
             for earlier in self.jobs:
                 earlier.ended.wait()  # one at a time: they share the ranks' messages and the copies' memory
-            staged = self._staged(job, state_of(self.engine))
+            staged = self._staged(job, train_state_dict(self.trained))
             self.jobs.append(job)
             self.thread.submit(self._work, job, staged, about, tokenizer)
             if self.staging is None:
@@ -207,7 +215,8 @@ class Manager:
     def _write(
         self, job: _Job, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None
     ) -> tuple[Manifest, int]:
-        return _Save(folder, state, about, tokenizer, self.plans, partial(self._ready, job)).work(self.talk)
+        copy = partial(self.copy_tokenizer, tokenizer)
+        return _Save(folder, state, about, copy, self.plans, partial(self._ready, job)).work(self.talk)
 
     def _follow(self, folder: Path, about: Manifest) -> str | None:
         """Let go of old checkpoints, and do what is to follow, each whatever became of the others.
@@ -235,12 +244,12 @@ class _Save:
         folder: Path,
         state: Mapping[str, Tensor],
         about: Manifest,
-        tokenizer: str | None,
+        copy_tokenizer: Callable[[Path], Copied],
         plans: Plans,
         ready: Callable[[], None],
     ) -> None:
         """Take what is to be saved, and what waits until `state` can be read; nothing is written yet."""
-        self.folder, self.state, self.about, self.tokenizer = folder, state, about, tokenizer
+        self.folder, self.state, self.about, self.copy_tokenizer = folder, state, about, copy_tokenizer
         self.plans, self.ready, self.writer = plans, ready, Writer(folder)
 
     def work(self, talk: Talk) -> tuple[Manifest, int]:
@@ -266,7 +275,7 @@ class _Save:
         return self.plans.propose(self.state)
 
     def _settle(self, proposals: list[Proposal]) -> list[Part]:
-        files, name = _make(self.folder, self.tokenizer)
+        files, name = _make(self.folder, self.copy_tokenizer)
         self.about = replace(self.about, files=files, tokenizer=name)
         return self.plans.settle(proposals)
 
@@ -323,7 +332,7 @@ def _wrong(work: Callable[[], object]) -> str | None:
     return None
 
 
-def _make(folder: Path, tokenizer: str | None) -> tuple[dict[str, File], str | None]:
+def _make(folder: Path, copy_tokenizer: Callable[[Path], Copied]) -> Copied:
     """A new, empty folder for a checkpoint, with the tokenizer's files where it has some.
 
     Returns:
@@ -334,8 +343,7 @@ def _make(folder: Path, tokenizer: str | None) -> tuple[dict[str, File], str | N
     else:
         folder.unlink(missing_ok=True)
     folder.mkdir(parents=True)
-    name = tokenizer_files.copy(tokenizer, folder)
-    return tokenizer_files.listed(name, folder), name
+    return copy_tokenizer(folder)
 
 
 def _look(folder: Path, about: Manifest) -> None:
@@ -351,38 +359,3 @@ def _needed(folder: Path, look: bool) -> Manifest:
     if found is None:
         raise FileNotFoundError(2, f"{manifest.NAME} is missing", str(folder))
     return found
-
-
-def state_of(engine: Engine) -> dict[str, Tensor]:
-    """All tensors that a run needs to go on, by name: `model.NAME` and `optimizer.NAME.KEY`."""
-    for stage in engine.stages:
-        data.part(stage)  # the optimizer's state goes by the parts
-    parameters = dict(engine.named_parameters())
-    state = {f"model.{name}": stored(parameter) for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in engine.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"optimizer.{name}.{key}"] = value
-    return state
-
-
-def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, all zero as before a first update, unless it has some already.
-
-    It makes it in its first update, so that one is done, with zero gradients and learning rate zero. A first step that
-    is skipped would leave no state for a checkpoint otherwise, and fused SGD a momentum of chance bytes.
-    """
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for value in (v for state in optimizer.state.values() for v in state.values()):
-        if isinstance(value, Tensor):
-            value.zero_()

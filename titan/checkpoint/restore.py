@@ -15,14 +15,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import Talk, Unsaved, reason
-from titan.checkpoint.manager import state_of
 from titan.checkpoint.manifest import Damaged, File
 from titan.checkpoint.reader import METADATA, Foreign, Reader
+from titan.checkpoint.state import TrainState, train_state_dict
 from titan.config.settings import show
 from titan.errors import ConfigError, RunError
-from titan.training.train_step import Engine
-from titan.weights.formats import open_weights
-from titan.weights.load import load_weights
 
 
 def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
@@ -97,16 +94,16 @@ def _readable(folder: Path, listed: Mapping[str, File]) -> str | None:
     return f"{manifest.NAME} does not list {missing[0]}" if missing else None
 
 
-def restore(engine: Engine, folder: Path, talk: Talk) -> None:
+def restore(trained: TrainState, folder: Path, talk: Talk) -> None:
     """Load model and optimizer; all ranks call it together.
 
-    The optimizer must have its state already (`titan.checkpoint.manager.prime`).
+    The optimizer must have its state already (`titan.checkpoint.state.init_optimizer_state`).
 
     Raises:
         ConfigError: when the checkpoint is of another model or optimizer.
         RunError: when it can't be read.
     """
-    state, reader = state_of(engine), Reader(folder)
+    state, reader = train_state_dict(trained), Reader(folder)
     try:
         _compare(state, reader, talk)
         talk.each(lambda: load(state, storage_reader=reader, no_dist=True))  # each rank plans for itself what it reads
@@ -115,23 +112,8 @@ def restore(engine: Engine, folder: Path, talk: Talk) -> None:
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
             "one before it."
         ) from error
-    if engine.twins is not None:
-        engine.twins.align(engine.optimizer)
-
-
-def start_from(engine: Engine, path: str, talk: Talk) -> None:
-    """Load given weights, of any format, and leave the optimizer as new; all ranks call it together.
-
-    Raises:
-        ConfigError: when they don't fit, or a file is broken.
-    """
-    parameters = {name: parameter.detach() for name, parameter in engine.named_parameters()}
-    try:
-        talk.each(lambda: load_weights(parameters, open_weights(path), no_dist=True))
-    except Unsaved as error:
-        raise (ConfigError if error.refused else RunError)(str(error)) from error
-    if engine.twins is not None:
-        engine.twins.align(engine.optimizer)
+    if trained.twins is not None:
+        trained.twins.align(trained.optimizer)
 
 
 def _compare(state: Mapping[str, Tensor], reader: Reader, talk: Talk) -> None:

@@ -38,8 +38,6 @@ LARGEST: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
 """The largest numbers, either side of zero, that a setting without a `cap` admits: what 64 bits and fp32 still hold."""
 LONGEST = 4096
 """Characters of a text: what a path may have."""
-LONG_WORD, SHOWN = 240, (100, 40)
-"""A longer word is cut in messages, to so many of its first and last characters."""
 
 
 def setting(

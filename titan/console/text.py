@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from titan.config.settings import LONG_WORD, SHOWN
-
 MARK = "***"
 """What stands in place of a secret."""
 
@@ -94,3 +92,7 @@ def one_line(text: str) -> str:
 def as_line(error: object) -> str:
     """An error's text on one line, without a full stop."""
     return " ".join(str(error).split()).rstrip(".")[:300]
+
+
+LONG_WORD, SHOWN = 240, (100, 40)
+"""A longer word is cut in messages, to so many of its first and last characters."""

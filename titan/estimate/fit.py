@@ -15,7 +15,7 @@ from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
-    from titan.run.recipe import Recipe
+    from titan.run.schema import Recipe
 
 __all__ = ["GIB", "USABLE", "check", "cut", "demand", "layout", "limits", "microbatches", "needed", "rank_rows"]
 

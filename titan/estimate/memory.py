@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titan.model.schema import Decoder
     from titan.parallelism.schema import Layout, Parallelism
     from titan.precision.schema import Precision
-    from titan.run.recipe import Recipe
+    from titan.run.schema import Recipe
 
 GIB = 2**30
 REDUCE = 4

@@ -12,7 +12,7 @@ from titan.estimate.memory import GIB, Usage, largest, state_bytes
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
-    from titan.run.recipe import Recipe
+    from titan.run.schema import Recipe
 
 PROCESS_GIB = 0.42
 """What a CPU rank takes before it has a tensor: Python, torch, and the kernels' own memory."""

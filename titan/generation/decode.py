@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from titan.errors import RunError
-from titan.generation import sampling
 from titan.generation.cache import Cache, cached
 from titan.generation.text import Text
+from titan.model import sampling
 
 Reason = Literal["stop", "length"]
 """Why a continuation ended: by a token or a text that ends it, or because it is long enough."""
@@ -30,7 +30,7 @@ class Rules:
     """How tokens are drawn, and when a continuation ends.
 
     Attributes:
-        temperature, top_k, top_p, seed: see `titan.generation.sampling`.
+        temperature, top_k, top_p, seed: see `titan.model.sampling`.
         vocab: ids below it may be drawn.
         eos: the token that ends a document; None: there is none, or it ends nothing.
         max_tokens: where every continuation ends.

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titan.console.numbers import short
 from titan.files.untrusted import check, parse_object, read
-from titan.run.summary import short
 
 SHARE = 0.02  # of the run that one smoothed point averages over
 BLUE, ORANGE, GREY = "#2c6fbb", "#d9571e", "#6b6b6b"

@@ -16,29 +16,18 @@ from typing import Any
 
 import torch
 
-from titan.cluster.devices import peak_tflops
 from titan.metrics.plot import read_lines
-from titan.metrics.trackers import open_trackers
-from titan.run.attempts import Life
-from titan.run.recipe import Run, as_config
+from titan.metrics.trackers import Trackers
+from titan.model.schema import Llama
 
 
 class Recorder:
     """Writes a record to metrics.jsonl and hands it to the trackers; a context manager."""
 
-    def __init__(self, run: Run, life: Life, warn: Callable[[str], None]) -> None:
-        directory = Path(run.directory)
-        self.life = life.number
+    def __init__(self, directory: Path, attempt: int, trackers: Trackers, warn: Callable[[str], None]) -> None:
+        """Take the run's directory, the number of its attempt, the trackers, and what shows a warning."""
+        self.life, self.trackers = attempt, trackers
         self.lines = Lines(directory / "metrics.jsonl", warn)
-        self.trackers = open_trackers(
-            run.metrics,
-            directory=directory,
-            run_id=life.run_id,
-            group_id=life.ids.group,
-            name=run.name,
-            config=as_config(run),
-            warn=warn,
-        )
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one record; numbers that are not finite become null, as JSON has none."""
@@ -102,10 +91,9 @@ class Speed:
     their share of the device's dense peak; None where that is not known.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.model, self.devices = run.model, run.layout.devices
-        table = peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
-        self.peak = run.cluster.peak_tflops or table
+    def __init__(self, model: Llama, devices: int, peak_tflops: float | None) -> None:
+        """Take the model, over how many devices it is spread, and a device's dense peak; None: not known."""
+        self.model, self.devices, self.peak = model, devices, peak_tflops
 
     def of(self, seconds: float, tokens: int, pairs: float) -> dict[str, float | None]:
         """The figures of a step.

@@ -15,7 +15,7 @@ from titan.errors import ConfigError
 from titan.report.collect import Raw, neat
 from titan.run.attempts import flat
 from titan.run.identity import SCIENCE
-from titan.run.recipe import Recipe
+from titan.run.schema import Recipe
 
 IGNORED = re.compile(
     r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # what cluster comes to: layout and hardware

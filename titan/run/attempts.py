@@ -36,11 +36,9 @@ from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
 from titan.run.lock import _unwritable
 from titan.run.paths import FILES
-from titan.run.recipe import Run, as_config
 from titan.run.result import is_locked, read_result
+from titan.run.run import Run, as_config
 
-BEGUN = FILES - {".lock"}
-"""What shows that a run has begun in a directory."""
 NEEDED: dict[str, Any] = {
     "life": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
 }  # fmt: skip

@@ -8,16 +8,17 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from titan.compile.auto import keeps_scales, why_not
+from titan.compile.compiler import missing_compiler
 from titan.config.settings import nearest, show
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.model.schema import Llama
 from titan.parallelism.pipeline.stage_plan import staging
 from titan.precision.schema import CAPABILITY, HARDWARE, SMALL
+from titan.run.compile_scope import keeps_scales
 
 if TYPE_CHECKING:
-    from titan.run.recipe import Run
+    from titan.run.run import Run
 
 
 def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
@@ -285,7 +286,7 @@ def _instead_of_budget(run: Run) -> str:
 
 def _check_compiler(run: Run, elsewhere: bool) -> None:
     """Refuse to compile where what it takes is missing, and name a way out that asks for no compiler."""
-    lacking = why_not(run.machine, run.compile.backend, elsewhere)
+    lacking = missing_compiler(run.machine, run.compile.backend, elsewhere)
     if lacking is None:
         return
     others = [_instead_of_budget(run)] if run.memory.checkpointing == "budget" else []

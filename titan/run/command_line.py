@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 
 from titan.errors import ConfigError
 from titan.run.paths import check_name
-from titan.run.recipe import Recipe
+from titan.run.schema import Recipe
 
 RESUME = "resume="
 CHOSEN = (*Recipe.axes(), "recipe", "sweep")

@@ -23,7 +23,7 @@ from titan.config.settings import plain
 from titan.console.text import redacted
 
 if TYPE_CHECKING:
-    from titan.run.recipe import Run
+    from titan.run.run import Run
 
 SCHEMA = 1
 """Raised when a setting changes its meaning, so that old and new runs are told apart."""

@@ -19,7 +19,7 @@ from titan.console.text import redacted
 from titan.dataset import permutation
 from titan.dataset.mixture import Mix
 from titan.errors import ConfigError
-from titan.run.recipe import Run, as_model
+from titan.run.run import Run, as_model
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from titan.errors import ConfigError
 from titan.files import locks
 from titan.files.untrusted import word
-from titan.run.attempts import BEGUN
+from titan.run.paths import BEGUN
 
 
 @contextmanager

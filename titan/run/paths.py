@@ -41,3 +41,7 @@ def check_length(directory: str, typed: str) -> None:
             f"{typed}: has {len(directory):,} characters in {len(folders):,} levels; give {LONGEST_PATH:,} characters "
             f"in {DEEPEST} levels at most."
         )
+
+
+BEGUN = FILES - {".lock"}
+"""What shows that a run has begun in a directory."""

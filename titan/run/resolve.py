@@ -9,14 +9,15 @@ from collections.abc import Mapping
 
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
-from titan.compile.auto import choose
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.parallelism.pipeline.stage_plan import staging
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
+from titan.run.compile_scope import choose_scope
 from titan.run.paths import check_length, check_name
-from titan.run.recipe import Recipe, Run
+from titan.run.run import Run
+from titan.run.schema import Recipe
 
 FLEX_WIDTH = 16
 """The least width of heads that FlexAttention's kernel takes."""
@@ -97,7 +98,7 @@ def moved(run: Run, machine: Machine) -> Run:
 
 def _scoped(run: Run, elsewhere: bool = False) -> Run:
     """The run with the scope of compilation that "auto" comes to."""
-    scope, why = choose(run, elsewhere)
+    scope, why = choose_scope(run, elsewhere)
     return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=why)
 
 

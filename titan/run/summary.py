@@ -11,7 +11,7 @@ from titan.config.settings import show
 from titan.console.numbers import billions
 from titan.console.progress import _clock, _number, table
 from titan.estimate import fit
-from titan.run.recipe import Run
+from titan.run.run import Run
 
 if TYPE_CHECKING:
     from titan.dataset.mixture import Mix

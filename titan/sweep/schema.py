@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from titan.config.settings import setting
 
+LAUNCHER_MODULE = "hydra_plugins.titan"
+"""Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -18,3 +21,34 @@ class Sweep:
     )
     margin: float = setting(0.02, "difference in validation loss, in nats, that counts as none", above=0, cap=1e6)
     target: float | None = setting(None, "validation loss to come to; null: none", above=0)
+
+
+@dataclass(frozen=True)
+class LocalLaunch:
+    """What `hydra/launcher=local` may be told."""
+
+    at_once: int = setting(
+        1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000
+    )
+
+
+@dataclass(frozen=True)
+class SlurmLaunch:
+    """What `hydra/launcher=slurm` may be told; a site's own file in conf/hydra/launcher/ extends it."""
+
+    wait: bool = setting(True, "wait until all points have ended; false: submit and leave")
+    dry_run: bool = setting(False, "show the batch scripts and the device-hours, and submit nothing")
+    snapshot: bool = setting(True, "copy the code beside the sweep, so that jobs in the queue run what was submitted")
+    at_once: int | None = setting(None, "points of the grid that may run at the same time; null: all", at_least=1)
+    array_size: int | None = setting(None, "points in one array at most; null: as many as Slurm allows", at_least=1)
+    max_jobs: int | None = setting(None, "jobs that you may have in the queue at once; null: no limit", at_least=1)
+    poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0, cap=86400)
+
+
+LAUNCHERS: Mapping[str, tuple[str, type]] = {
+    "local": ("LocalLauncher", LocalLaunch),
+    "basic": ("LocalLauncher", LocalLaunch),
+    "slurm": ("SlurmLauncher", SlurmLaunch),
+}
+"""The class and the settings of each launcher by name; `basic` is Hydra's own name of what runs a grid on this
+machine."""

@@ -25,7 +25,7 @@ from titan.parallelism.schema import Parallelism
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.train_step import Accumulate, Engine, Runner, Stage
 
 Note = Callable[[str], None]

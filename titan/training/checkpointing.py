@@ -22,9 +22,9 @@ from titan.dataset import permutation
 from titan.dataset.mixture import Mix
 from titan.errors import RunError
 from titan.run.attempts import Life
-from titan.run.recipe import Run, as_model
+from titan.run.run import Run, as_model
 from titan.training.train_step import Engine
-from titan.weights import export
+from titan.weights import export, tokenizer_files
 from titan.weights.formats import open_weights
 
 log = logging.getLogger("titan")
@@ -57,9 +57,8 @@ class Saving:
         world = engine.world
         talk = Talk(world.place.rank, world.place.size, world.aside)
         self.speaks, self.off = world.speaks, run.checkpoint.mode == "off"
-        self.manager = (
-            None if self.off else Manager(Path(run.directory), run.checkpoint, engine, talk, _after(run, talk))
-        )
+        how = (Path(run.directory), run.checkpoint, engine, talk, tokenizer_files.copy_listed, _after(run, talk))
+        self.manager = None if self.off else Manager(*how)
         self.tokenizer = _tokenizer(mix)
         self.saved_step = self.begun_step = life.step
         self.saved_at = self.looked_at = time.monotonic()

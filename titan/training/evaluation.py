@@ -17,7 +17,7 @@ from titan.dataset.mixture import Rows as Source
 from titan.errors import RunError
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.train_step import Engine
 
 _POLL_SECONDS = 0.5

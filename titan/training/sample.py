@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titan.generation import sampling
+from titan.model import sampling
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def continuation(
         window: the longest input, in tokens.
         vocab: ids below it may be drawn (a model's vocabulary may be larger than the tokenizer's).
         seed: of the draws.
-        temperature, top_k: see `titan.generation.sampling.choose`.
+        temperature, top_k: see `titan.model.sampling.choose`.
     """
     generators = [sampling.source(seed, start, 0)]
     tokens = list(start)

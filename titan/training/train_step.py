@@ -106,6 +106,11 @@ class Engine:
     multiple: int = 1
     notes: tuple[str, ...] = ()
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.world.device
+
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
         """Run micro-batch after micro-batch forward and backward; gradients are complete afterwards.
 

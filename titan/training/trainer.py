@@ -24,27 +24,29 @@ from torch import Tensor
 
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.coordinator import Talk
-from titan.checkpoint.manager import prime
-from titan.checkpoint.restore import restore, start_from
+from titan.checkpoint.restore import restore
+from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
 from titan.dataset import corpora
 from titan.dataset.loader import Batch, Loader, Shape
 from titan.errors import RunError
 from titan.metrics.plot import plot_losses
-from titan.metrics.recorder import Recorder, Speed, finite, first_and_last_loss, peak_memory_gib
+from titan.metrics.recorder import Recorder, finite, first_and_last_loss, peak_memory_gib
 from titan.metrics.schema import WARM
 from titan.parallelism import grad_norm
 from titan.parallelism.mesh import World, release
 from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
 from titan.run.attempts import Life
-from titan.run.recipe import Run
+from titan.run.run import Run
+from titan.training import recording
 from titan.training.checkpointing import Saving
 from titan.training.evaluation import Held, held_out, measure
 from titan.training.lr_schedule import lr_factor
 from titan.training.sample import continuation
 from titan.training.signals import code
 from titan.training.train_step import Engine
+from titan.weights.start import start_from_weights
 
 log = logging.getLogger("titan")
 
@@ -126,8 +128,8 @@ class Trainer:
         """
         self.run, self.life, self.world, self.engine, self.stop = run, life, world, engine, stop
         self.step, self.rows = life.step, life.rows
-        prime(engine.optimizer)
-        self.speed = Speed(run)
+        init_optimizer_state(engine.optimizer)
+        self.speed = recording.speed(run)
         self.mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
         self.partial = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.saving = Saving(run, life, engine, self.mix, self._warn)
@@ -156,7 +158,7 @@ class Trainer:
         self._begin()
         if self.world.speaks:
             summary.show_run(self.run, self.life, self.mix, self.engine.notes)
-            self.recorder = Recorder(self.run, self.life, self._warn)
+            self.recorder = recording.recorder(self.run, self.life, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.speaks else None
             self.held = held_out(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
@@ -182,7 +184,7 @@ class Trainer:
             restore(self.engine, Path(self.life.checkpoint), talk)
             self.saving.make_up()
         elif self.life.weights:
-            start_from(self.engine, self.life.weights, talk)
+            start_from_weights(self.engine, self.life.weights, talk)
 
     def loop(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""

@@ -22,7 +22,7 @@ from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run.attempts import Life, without
-from titan.run.recipe import Run
+from titan.run.run import Run
 from titan.training.build import assemble
 from titan.training.evaluation import Interrupted
 from titan.training.signals import Stop, code

@@ -41,6 +41,12 @@ def copy(name: str | None, folder: Path) -> str | None:
     return source.name
 
 
+def copy_listed(name: str | None, folder: Path) -> tuple[dict[str, File], str | None]:
+    """Copy a tokenizer's files as they are; gives them by name, and what `copy` returns."""
+    there = copy(name, folder)
+    return listed(there, folder), there
+
+
 def listed(name: str | None, folder: Path) -> dict[str, File]:
     """Size and checksum of the files that `copy` brought into a folder, by their names.
 

@@ -1,16 +1,13 @@
-"""What `compile=auto` chooses, and whether this machine can compile. Free of torch."""
+"""What `compile=auto` chooses for a run. Free of torch."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import os
-import shutil
 from typing import TYPE_CHECKING, Literal
 
+from titan.compile.compiler import missing_compiler, torch_version
+
 if TYPE_CHECKING:
-    from titan.cluster.devices import Machine
-    from titan.run.recipe import Run
+    from titan.run.run import Run
 
 
 WORTH_SECONDS = 300
@@ -37,11 +34,7 @@ EMULATION_FACTOR = 10
 """So many times slower are products in eight bits that are emulated."""
 
 
-TRITON_CAPABILITY = 7.0
-"""The least compute capability of a GPU that triton makes kernels for."""
-
-
-def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block", "model"], str]:
+def choose_scope(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block", "model"], str]:
     """What `compile=auto` comes to, and why, in a few words.
 
     Args:
@@ -50,11 +43,11 @@ def choose(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block", "
     """
     if run.debug.detect_anomaly:
         return "off", "debug.detect_anomaly"
-    if run.staging.splits_backward and not elsewhere and () < _torch() < (2, 13):
+    if run.staging.splits_backward and not elsewhere and () < torch_version() < (2, 13):
         return "off", f"{run.staging.schedule} before torch 2.13"
     if run.memory.checkpointing == "budget" or run.parallelism.async_tensor:
         return "block", "memory=budget" if run.memory.checkpointing == "budget" else "parallelism.async_tensor"
-    if lacking := why_not(run.machine, run.compile.backend, elsewhere):
+    if lacking := missing_compiler(run.machine, run.compile.backend, elsewhere):
         return "off", lacking
     if run.machine.device == "cuda":
         return "block", "on a GPU"
@@ -107,48 +100,8 @@ def _cores(run: Run) -> int:
     return run.machine.cores * run.cluster.nodes
 
 
-def why_not(machine: Machine, backend: str, elsewhere: bool = False) -> str | None:
-    """What keeps a backend from making kernels here; None where nothing does, or nothing is known.
-
-    Args:
-        machine: where it would compile.
-        backend: as in `Compile`; only inductor makes kernels.
-        elsewhere: `machine` is a node that a scheduler will give, with programs of its own.
-    """
-    if elsewhere or backend != "inductor":
-        return None
-    if machine.device == "cuda":
-        return _why_no_triton(machine)
-    return _missing("C++", os.environ.get("CXX", "g++"))  # all that it looks for
-
-
-def _why_no_triton(machine: Machine) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if machine.capability is not None and machine.capability < TRITON_CAPABILITY:
-        has = f"{machine.name} has compute capability {machine.capability:g}"
-        return f"{has}, and triton takes {TRITON_CAPABILITY} or more"
-    named = os.environ.get("CC")
-    return _missing("C", named) if named else _missing("C", "gcc", "clang")
-
-
-def _missing(language: str, *programs: str) -> str | None:
-    """That none of these compilers is there; None where one is."""
-    if any(map(shutil.which, programs)):
-        return None
-    return f"no {language} compiler in PATH, which would be {' or '.join(programs)}"
-
-
 def _span(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
     return f"{seconds:.0f} seconds"
-
-
-def _torch() -> tuple[int, ...]:
-    """The installed torch's version, without loading it; nothing where there is none."""
-    try:
-        return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return ()

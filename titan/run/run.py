@@ -10,53 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from titan.checkpoint.schema import Checkpoint
 from titan.cluster.devices import Machine
-from titan.cluster.schema import Cluster
-from titan.compile.schema import Compile
 from titan.config.kinds import kind
-from titan.config.settings import plain, setting
-from titan.console.numbers import billions
+from titan.config.settings import plain
 from titan.console.text import redacted
-from titan.dataset.schema import Dataset
-from titan.debug.schema import Debug
 from titan.estimate import fit
-from titan.memory.schema import Memory
-from titan.metrics.schema import Metrics
-from titan.model.schema import Llama
-from titan.optimizer.schema import Optimizer
-from titan.parallelism.schema import Layout, Parallelism, Staging
-from titan.precision.schema import Cut, Precision
-from titan.training.schema import Training
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """A complete choice on all axes."""
-
-    name: str = setting(help="the run's name, and its directory under runs/")
-    modules: tuple[str, ...] = setting((), "packages beside titan and experiments that _target_ may name")
-    model: Llama  # or another Decoder, which _target_ names; a Llama is what ids leave unsaid
-    dataset: Dataset
-    optimizer: Optimizer
-    training: Training
-    precision: Precision
-    parallelism: Parallelism
-    memory: Memory
-    compile: Compile
-    checkpoint: Checkpoint
-    metrics: Metrics
-    debug: Debug
-    cluster: Cluster
-
-    @classmethod
-    def axes(cls) -> tuple[str, ...]:
-        """The axes, in the order of the design."""
-        return tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "modules"))
-
-    def describe(self) -> str:
-        """The settings that decide how much memory a run takes, for messages."""
-        return f"model of {billions(self.model.parameters())} parameters, {self.precision.compute}"
+from titan.parallelism.schema import Layout, Staging
+from titan.precision.schema import Cut
+from titan.run.schema import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,127 @@
+"""A command line of titan.train: one run here, one run elsewhere, or a sweep."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from hydra._internal import utils as hydra_utils
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from launchers import plugin
+from titan.config import help as help_text
+from titan.config import modules
+from titan.config.arguments import version
+from titan.console.text import redact
+from titan.errors import ConfigError, exit_code
+from titan.run import command_line, hydra_node
+from titan.run.compose import freeze, register
+from titan.run.hydra_choices import value_error
+from titan.run.hydra_errors import HydraErrors
+from titan.run.hydra_session import CONF, CONFIG, Session, compose_config
+from titan.run.run import Run
+from titan.run.schema import Recipe
+
+
+def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | None = None) -> int:
+    """Carry out a command line: compose, check, then `job`.
+
+    Args:
+        argv: the arguments; None: those of this process.
+        job: runs one checked Run and returns its exit code.
+        ranks: how many ranks a launcher has started already; None when titan is to start them.
+
+    Returns:
+        The exit code: 0 done, 1 a failed run, 2 a refusal, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _command(arguments, job, ranks))
+
+
+def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
+    register()
+    plugin.register()
+    args = command_line.parse(arguments)
+    with HydraErrors(args.overrides):
+        command_line.check(args)
+        if args.version:
+            print(version())
+            return 0
+        if args.help:
+            with Session(args) as hydra:
+                print(help_text.text(hydra.config_loader, Recipe.axes()))
+            return 0
+        if not command_line.asks_to_show(args):
+            cfg = _composed_as(args)
+            args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
+        if command_line.asks_to_show(args):
+            return _hand_to_hydra(args)
+        launcher, trusted = plugin.alone(cfg) if ranks is None else None, modules.trusted(args.typed)
+        run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
+        calls = hydra_node.Calls(cfg, elsewhere=launcher is not None)
+    return calls.around_run(lambda: plugin.one(launcher, run, cfg) if launcher else job(run), CONFIG)
+
+
+def _composed_as(args: argparse.Namespace) -> DictConfig:
+    """What the command line of one run composes; with `hydra.verbose` Hydra prints from what."""
+    with Session(args) as hydra:
+        cfg = compose_config(hydra, args.overrides, args.config_name)
+        if not args.resumed:  # a trial of a named grid goes on alone
+            _check_no_grid(cfg)
+        modules.check_hydra(cfg, args.typed)
+        hydra_node.say(hydra, cfg, args.config_name or CONFIG, args.overrides)
+    return cfg
+
+
+def _check_no_grid(cfg: DictConfig) -> None:
+    """Refuse a named grid where one run was asked for, which would pass over all that it varies."""
+    sweep = cfg.hydra.runtime.choices.get("sweep")
+    if sweep not in (None, "null"):
+        raise ConfigError(f"sweep={sweep}: is a grid of runs; add -m.")
+
+
+def _hand_to_hydra(args: argparse.Namespace) -> int:
+    named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
+    if args.multirun and named:
+        command_line.check_grid_name(named[-1], args.overrides)
+        args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
+    if args.multirun:
+        plugin.GridLauncher.trusted = modules.trusted(args.overrides)
+        with Session(args) as hydra:
+            modules.check_hydra(
+                compose_config(hydra, args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides
+            )
+    try:
+        with _showing() if args.cfg or args.info else contextlib.nullcontext():
+            hydra_utils._run_hydra(args, hydra_utils.get_args_parser(), _never, str(CONF), args.config_name or CONFIG)
+    except SystemExit as leave:
+        if args.cfg and leave.code:
+            raise ConfigError(f"--package {args.package}: no such part of the configuration; give an axis.") from None
+        return leave.code if isinstance(leave.code, int) else 2
+    except ValueError as error:
+        raise ConfigError(value_error(error, args.overrides)) from error
+    finally:
+        plugin.tidy()
+    return plugin.exit_code() if args.multirun else 0
+
+
+@contextlib.contextmanager
+def _showing() -> Iterator[None]:
+    """Show what Hydra prints without its secrets, and nothing of what it has to say beside."""
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        print(redact(out.getvalue()), end="")
+
+
+def _never(cfg: DictConfig) -> None:
+    """Stands where Hydra wants a task function; titan's launcher takes its place."""
+    raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")

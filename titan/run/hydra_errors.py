@@ -1,0 +1,139 @@
+"""Hydra's and OmegaConf's errors as one sentence for the user."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from titan.config import launcher_hints
+from titan.config.settings import nearest
+from titan.errors import ConfigError
+from titan.run import command_line, hydra_node
+from titan.run.hydra_choices import OPTIONAL_GROUPS, no_such_choice
+from titan.run.hydra_session import ExtraConfigs, Session, compose_config
+from titan.run.schema import Recipe
+
+HYDRA_HINTS = {
+    "Could not append to config.": "there is such a setting already; write it without the +",
+    "Multiple values for": "the axis has a choice already; write it without the +",
+    "force-add of config groups": "the axis has a choice already; write it without the ++",
+    "Ambiguous value for argument": "one value is expected; write [a,b] for a list, or add -m to run each",
+    "Override ": "there is no such axis; see --help",
+}
+"""What to say in place of Hydra's messages that begin so."""
+
+
+class HydraErrors:
+    """Turn what Hydra and OmegaConf raise into a refusal of one sentence."""
+
+    def __init__(self, overrides: Sequence[str]) -> None:
+        self.overrides = overrides
+
+    def __enter__(self) -> None:
+        ExtraConfigs.asked = command_line.search_path(self.overrides)
+        self.warnings = warnings.catch_warnings()
+        self.warnings.__enter__()
+        warnings.filterwarnings("error", ".* is not available", UserWarning)  # a folder to search that isn't there
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.warnings.__exit__(None, None, None)
+        ExtraConfigs.asked = ()
+        if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
+            raise ConfigError(_own_refusal(error) or self._sentence(error)) from error
+
+    def _sentence(self, error: BaseException) -> str:
+        if isinstance(error, MissingConfigException) and error.options is not None:
+            return self._unknown_choice(error)
+        if isinstance(error, OverrideParseException):
+            return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, quoted where special."
+        if isinstance(error, MissingConfigException):
+            return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
+        if isinstance(error, UserWarning):
+            path = str(error).partition("path=")[2].removesuffix(" is not available.")
+            return f"hydra.searchpath=[{path}]: there is no such folder; write [file:///FOLDER], with an absolute path."
+        if isinstance(error, OmegaConfBaseException) and error.full_key:
+            return self._interpolation(error)
+        text = " ".join(str(error).partition("full_key:")[0].split())
+        for beginning, advice in HYDRA_HINTS.items():
+            if text.startswith(beginning):
+                return f"{self._meant(text)}: {advice}."
+        cause = error.__cause__ if isinstance(error, ConfigCompositionException) else None
+        unknown = re.match(r"Could not override '([^']+)'", text)
+        if unknown:
+            return self._unknown_setting(unknown[1])
+        text = text.removeprefix("Error merging override ")
+        if cause is None:
+            return text.rstrip(".") + "."
+        return f"{text}: {' '.join(str(cause).split('full_key')[0].split()).rstrip('.')}; give another value."
+
+    def _interpolation(self, error: OmegaConfBaseException) -> str:
+        reason = " ".join(str(error).split("full_key")[0].split()).rstrip(".")
+        return f"{self._typed(str(error.full_key))}: {reason}; correct what stands in the braces."
+
+    def _meant(self, text: str) -> str:
+        """The override that `text` quotes, or else the last one that names what it names."""
+        quoted = [o for o in self.overrides if o in text or re.search(rf"\b{re.escape(_key(o))}\b", text)]
+        return max(quoted, key=len, default=text.rstrip("."))
+
+    def _typed(self, key: str) -> str:
+        return next((o for o in self.overrides if _key(o) == key), key)
+
+    def _unknown_choice(self, error: MissingConfigException) -> str:
+        group, _, option = str(error.missing_cfg_file).rpartition("/")
+        if group == "hydra/launcher" and (advice := launcher_hints.launcher(option)):
+            return advice
+        return no_such_choice(group, option, error.options or ())
+
+    def _unknown_setting(self, key: str) -> str:
+        typed = self._typed(key)
+        if key in OPTIONAL_GROUPS:  # its folder is there only when there are any
+            return no_such_choice(key, typed.partition("=")[2], ())
+        if advice := launcher_hints.setting(key, typed) or hydra_node.advice(key, typed):
+            return advice
+        known = self._known()
+        elsewhere = any(name.endswith(f".{key}") for name in known)
+        hint = nearest(key, Recipe.axes()) if "." not in key and not elsewhere else "."
+        hint = nearest(key, known) if hint == "." else hint
+        return f"{typed}: there is no such setting{hint} See --help and --cfg job."
+
+    def _known(self) -> list[str]:
+        """Every name that may stand before an equals sign, for the choices on this command line."""
+        parse = OverridesParser.create().parse_override
+        chosen = [o for o in self.overrides if _key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
+        try:
+            with Session() as hydra:
+                cfg = compose_config(hydra, chosen)
+        except (HydraException, OmegaConfBaseException):
+            return list(Recipe.axes())
+        content = OmegaConf.to_container(cfg, resolve=False)
+        names = _names({k: v for k, v in content.items() if k != "hydra"})  # type: ignore[union-attr]
+        return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
+
+
+def _own_refusal(error: BaseException | None) -> str | None:
+    """The refusal of titan's own that Hydra has wrapped, if that is what happened."""
+    while error is not None:
+        if isinstance(error, ConfigError):
+            return str(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _names(content: dict[Any, Any], path: str = "") -> list[str]:
+    names = []
+    for key, value in content.items():
+        names.append(path + str(key))
+        if isinstance(value, dict):
+            names += _names(value, f"{path}{key}.")
+    return names
