@@ -9,10 +9,11 @@ import hypothesis
 import pytest
 import torch
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # started in a shell's background, and so would be what tests start
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if (
+        signal.getsignal(number) is signal.SIG_IGN
+    ):  # in a shell's background or under nohup; so would be what tests start
+        signal.signal(number, handler)
 torch.set_num_threads(1)  # tiny tensors gain nothing from more, and ranks fork from this process
 hypothesis.settings.register_profile("titan", deadline=None)  # a busy machine is no fault
 hypothesis.settings.load_profile("titan")
