@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from launchers import trials
 from launchers.local import sweep as here
 from launchers.slurm import grid as slurm
-from launchers.trials import Chosen
+from launchers.trials import Trial
 from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
 from titan.run import hydra_node
@@ -31,7 +31,7 @@ from titan.run.paths import check_length
 from titan.run.result import is_finished
 from titan.run.run import Run
 from titan.sweep import ledger
-from titan.sweep.ledger import Asked
+from titan.sweep.ledger import SweepSpec
 from titan.sweep.schema import LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
 
 ALONE = "run"
@@ -82,7 +82,7 @@ class GridLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        chosen = trials.choose(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
+        chosen = trials.expand_trials(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
         codes = self.grid(root, chosen, asked_of(self.config))
         GridLauncher.codes += codes
         GridLauncher.dry = getattr(self.how, "dry_run", False)
@@ -91,11 +91,11 @@ class GridLauncher(Launcher):
             for overrides, code in zip(job_overrides, codes, strict=True)
         ]
 
-    def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
+    def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
         """Launch checked points; gives their exit codes."""
         return here.Grid(root, chosen, self.how, asked, self._job).launch()
 
-    def _job(self, point: Chosen, body: Callable[[], int]) -> int:
+    def _job(self, point: Trial, body: Callable[[], int]) -> int:
         """Run one point in this process, with its callbacks; gives its exit code."""
         return body() if point.config is None else self.calls.around_job(body, point.config)
 
@@ -119,7 +119,7 @@ class SlurmLauncher(GridLauncher):
 
     kind, elsewhere = SlurmLaunch, True
 
-    def grid(self, root: Path, chosen: Sequence[Chosen], asked: Asked) -> list[int]:
+    def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
         """Launch checked points; gives their exit codes."""
         return slurm.Grid(root, chosen, self.how, asked).launch()
 
@@ -144,10 +144,10 @@ def _sweeper() -> Any:
 KINDS = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
 
 
-def asked_of(cfg: DictConfig) -> Asked:
+def asked_of(cfg: DictConfig) -> SweepSpec:
     """What a composed configuration says of its grid."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
-    return Asked(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
+    return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
 
 
 def alone(cfg: DictConfig) -> GridLauncher | None:
@@ -181,9 +181,9 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
     sweep = ledger.read(directory)
     attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.points)))
     if is_finished(directory, run.training.steps):
-        summary.show_finished(attempts.finished(run))
+        summary.show_finished(attempts.finished_run(run))
         return 0
-    point = Chosen(ALONE, (), run)
+    point = Trial(ALONE, (), run)
     return launcher.grid(directory, [point], asked_of(cfg))[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from titan.files.leases import alive, machine
+from titan.files.leases import is_alive, machine
 
 PREFIX = "titan-scratch-"
 
@@ -30,5 +30,5 @@ def sweep(place: Path) -> None:
         with suppress(OSError):  # removed meanwhile
             status = folder.lstat()
             own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
-            if own and pid.isdecimal() and not alive(int(pid)):
+            if own and pid.isdecimal() and not is_alive(int(pid)):
                 shutil.rmtree(folder, ignore_errors=True)

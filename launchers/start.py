@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launchers.supervisor import run_ranks, tell
+from launchers.supervisor import log_line, run_ranks
 from titan.cluster.environment import within
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
 from titan.errors import ConfigError, RunError, machine_error
 from titan.run import attempts, summary
@@ -38,7 +38,7 @@ LOST_SECONDS = 180.0
 """How long after a node was lost a file system may take to notice, and to free the lock that it held."""
 
 
-def here(run: Run, apart: bool = False) -> int:
+def run_local(run: Run, apart: bool = False) -> int:
     """Run on this machine, in this process where one rank is enough.
 
     Args:
@@ -51,35 +51,35 @@ def here(run: Run, apart: bool = False) -> int:
     with within(run.cluster.environment), locked(Path(run.directory)):
         for attempt in range(run.cluster.restarts + 1):
             life = _begin(run)
-            if isinstance(life, attempts.Finished):
+            if isinstance(life, attempts.FinishedRun):
                 summary.show_finished(life)
                 return 0
             code = _lived(run, life, partial(_ranks, run, life, apart or run.cluster.restarts > 0))
             if code != 1 or attempt == run.cluster.restarts:
                 return code
-            tell(Path(run.directory), f"restart {attempt + 1} of {run.cluster.restarts}")
+            log_line(Path(run.directory), f"restart {attempt + 1} of {run.cluster.restarts}")
     return 1
 
 
-def _begin(run: Run) -> attempts.Life | attempts.Finished:
+def _begin(run: Run) -> attempts.Attempt | attempts.FinishedRun:
     with progress_line() as show:
-        return attempts.begin(run, show)
+        return attempts.begin_attempt(run, show)
 
 
-def _lived(run: Run, life: attempts.Life, train: Callable[[], int]) -> int:
+def _lived(run: Run, life: attempts.Attempt, train: Callable[[], int]) -> int:
     """Train, with the data that are prepared meanwhile; a life that is refused before its first step is taken back."""
     try:
         with _data(run, life):
             code = train()
     except ConfigError:
-        attempts.withdraw(run, life)
+        attempts.withdraw_attempt(run, life)
         raise
     if code == 2:
-        attempts.withdraw(run, life)
+        attempts.withdraw_attempt(run, life)
     return code
 
 
-def _data(run: Run, life: attempts.Life) -> AbstractContextManager[None]:
+def _data(run: Run, life: attempts.Attempt) -> AbstractContextManager[None]:
     """Within it, data that a run reads while they are prepared are prepared."""
     if not run.dataset.stream:
         return nullcontext()
@@ -88,15 +88,15 @@ def _data(run: Run, life: attempts.Life) -> AbstractContextManager[None]:
     return prepared_meanwhile(run.dataset, life.corpora, Path(run.directory) / "log" / "prepare.log")
 
 
-def _ranks(run: Run, life: attempts.Life, apart: bool) -> int:
+def _ranks(run: Run, life: attempts.Attempt, apart: bool) -> int:
     if run.layout.devices > 1 or apart:
         return run_ranks((run, life), run.layout.devices, Path(run.directory))
     from titan.training.worker import work
 
-    return work(run, life, Place())
+    return work(run, life, RankInfo())
 
 
-def lead(run: Run, place: Place) -> int:
+def run_rank0(run: Run, place: RankInfo) -> int:
     """Rank 0 under torchrun or srun: decide, tell the other ranks, train."""
     from titan.training.worker import work
 
@@ -105,7 +105,7 @@ def lead(run: Run, place: Place) -> int:
         patience = LOST_SECONDS if place.scheduled else 2.0
         with within(run.cluster.environment), locked(Path(run.directory), patience):
             life = _begin(run)
-            if isinstance(life, attempts.Finished):
+            if isinstance(life, attempts.FinishedRun):
                 summary.show_finished(life)
                 _send(store, place, 0)
                 return 0
@@ -116,12 +116,12 @@ def lead(run: Run, place: Place) -> int:
         raise
 
 
-def dismiss(place: Place, code: int) -> None:
+def dismiss(place: RankInfo, code: int) -> None:
     """Rank 0 under torchrun or srun, when there is nothing to run: let the other ranks end with `code`."""
     _send(_meet(place), place, code)
 
 
-def follow(place: Place) -> int:
+def run_worker(place: RankInfo) -> int:
     """Any other rank under torchrun or srun: wait for rank 0's word, then train or end."""
     from titan.training.worker import work
 
@@ -137,7 +137,7 @@ def follow(place: Place) -> int:
         return _guarded(store, place, run, life, work)
 
 
-def _guarded(store: Any, place: Place, run: Run, life: attempts.Life, work: Any) -> int:
+def _guarded(store: Any, place: RankInfo, run: Run, life: attempts.Attempt, work: Any) -> int:
     """Train; of an error that several ranks see, only the first to fail speaks."""
     first: list[bool] = []
     try:
@@ -158,7 +158,7 @@ def _first(store: Any) -> bool:
         return False
 
 
-def _send(store: Any, place: Place, word: Any) -> None:
+def _send(store: Any, place: RankInfo, word: Any) -> None:
     """Leave rank 0's word, and stay until all have read it: the store may live in this process."""
     if not store.check(["titan/word"]):
         store.set("titan/word", pickle.dumps(word))
@@ -168,7 +168,7 @@ def _send(store: Any, place: Place, word: Any) -> None:
             time.sleep(0.02)
 
 
-def _meet(place: Place) -> Any:
+def _meet(place: RankInfo) -> Any:
     """The store that all ranks share."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
@@ -185,7 +185,7 @@ def _meet(place: Place) -> Any:
     return store
 
 
-def _meet_at(file: Path, place: Place) -> Any:
+def _meet_at(file: Path, place: RankInfo) -> Any:
     """The store of rank 0, which listens at a port that is free and says so in a file: no two jobs can collide.
 
     The file is written in place: where it is there before the ranks start, no shared folder's client takes it for

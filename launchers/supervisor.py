@@ -24,7 +24,7 @@ from typing import Any
 
 from launchers.scratch import scratch
 from titan.cluster.environment import before_torch
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.cluster.signals import STOPPING, hearing, is_repeat
 from titan.console import output
 from titan.console.text import safe_lines
@@ -93,7 +93,7 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.tra
 def _start(ranks: Ranks, payload: Any, size: int, directory: Path, module: str) -> None:
     (directory / "log").mkdir(parents=True, exist_ok=True)
     for rank in range(size):
-        place = Place(rank, size, rank, f"file://{ranks.folder}/rendezvous" if size > 1 else "")
+        place = RankInfo(rank, size, rank, f"file://{ranks.folder}/rendezvous" if size > 1 else "")
         file = ranks.folder / f"{rank}.pickle"
         file.write_bytes(pickle.dumps((payload, place, os.getpid(), str(ranks.folder / f"{rank}.json"))))
         with (directory / "log" / f"rank-{rank}.log").open("ab") as log:
@@ -121,7 +121,7 @@ def _environment(size: int) -> dict[str, str]:
     return env
 
 
-def tell(directory: Path, line: str) -> None:
+def log_line(directory: Path, line: str) -> None:
     """Put a line on stderr, and with the time into the run's `log/launcher.log`."""
     line = safe_lines(line)
     print(f"titan: {line}", file=sys.stderr)
@@ -143,26 +143,26 @@ def _wait(ranks: Ranks, directory: Path) -> int:
     if ranks.signals and -signal.SIGTERM in codes:  # ours, and it came before that rank could listen
         return 130
     ranks.end(GRACE_SECONDS if all(c in (None, 130) for c in codes) else 0)
-    return _explain(ranks.folder, codes, first, directory)
+    return _report_error(ranks.folder, codes, first, directory)
 
 
-def _explain(folder: Path, codes: list[int | None], first: int, directory: Path) -> int:
+def _report_error(folder: Path, codes: list[int | None], first: int, directory: Path) -> int:
     """Tell the first failing rank's own error, once; the exit code that follows from it."""
     killed = [r for r, code in enumerate(codes) if code is not None and code < 0]
     if killed:
         name = signal.Signals(-(codes[killed[0]] or 0)).name
         memory = " (out of memory?)" if name == "SIGKILL" else ""
-        tell(directory, f"rank {killed[0]} was killed by {name}{memory}; see log/rank-{killed[0]}.log")
+        log_line(directory, f"rank {killed[0]} was killed by {name}{memory}; see log/rank-{killed[0]}.log")
         return 1
     errors = sorted((json.loads(f.read_text()) for f in folder.glob("*.json")), key=lambda e: float(e["time"]))
     if not errors:
         code = codes[first]
         if code in (130, output.PIPE):
             return int(code)
-        tell(directory, f"rank {first} ended with exit code {code} and no error of its own")
+        log_line(directory, f"rank {first} ended with exit code {code} and no error of its own")
         return 1
     error = errors[0]
-    tell(directory, error["text"] if error["plain"] else f"rank {error['rank']} failed:\n{error['text'].rstrip()}")
+    log_line(directory, error["text"] if error["plain"] else f"rank {error['rank']} failed:\n{error['text'].rstrip()}")
     return int(error["code"])
 
 

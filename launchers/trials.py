@@ -41,7 +41,7 @@ Machines = Callable[[Cluster], Machine]
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Trial:
     """A point of the grid.
 
     Attributes:
@@ -62,14 +62,14 @@ class Chosen:
         return safe(" ".join(self.varied) or self.run.name)
 
 
-def choose(
+def expand_trials(
     loader: Any,
     config: DictConfig,
     overrides: Sequence[Sequence[str]],
     first: int,
     elsewhere: bool,
     trusted: tuple[str, ...] = (),
-) -> list[Chosen]:
+) -> list[Trial]:
     """Compose and check every point, and give each its folder: the one that it has had, or a new one.
 
     Args:
@@ -88,7 +88,7 @@ def choose(
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a grid.")
     noted = ledger.noted(root)
     kept = {point.id: Path(point.directory) for point in noted}
-    found: dict[str, Chosen] = {}
+    found: dict[str, Trial] = {}
     for number, one in enumerate(_counted(overrides)):
         varied = tuple(redact(o) for o in one if o not in shared)
         with _pointing(number, varied):
@@ -100,11 +100,11 @@ def choose(
                 f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out."
             )
         run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
-        found[point] = Chosen(point, varied, run, cfg if config.hydra.callbacks else None)
+        found[point] = Trial(point, varied, run, cfg if config.hydra.callbacks else None)
     return list(found.values())
 
 
-def known(run: Run, varied: Sequence[str], noted: Sequence[ledger.Point]) -> str:
+def known(run: Run, varied: Sequence[str], noted: Sequence[ledger.TrialState]) -> str:
     """A point's id: that of the point of the same settings which the grid has already, on whatever machines it was.
 
     Where the grid varies the machines, each of them is a point of its own.
@@ -192,7 +192,7 @@ def _placed(run: Run, point: str, root: Path, kept: dict[str, Path], taken: Sequ
     return replace(run, directory=str(directory), name=f"{root.name}/{directory.relative_to(root)}")
 
 
-def enter(root: Path, points: Sequence[Chosen], asked: ledger.Asked) -> None:
+def register_trials(root: Path, points: Sequence[Trial], asked: ledger.SweepSpec) -> None:
     """Write the grid down: what it asks, and the points that the ledger does not have yet."""
     root.mkdir(parents=True, exist_ok=True)
     before = ledger.asked(root)
@@ -203,7 +203,7 @@ def enter(root: Path, points: Sequence[Chosen], asked: ledger.Asked) -> None:
     ledger.add(root, *(_event(point, root) for point in new))
 
 
-def _event(point: Chosen, root: Path) -> dict[str, Any]:
+def _event(point: Trial, root: Path) -> dict[str, Any]:
     return {
         "event": "point",
         "id": point.id,
@@ -215,7 +215,7 @@ def _event(point: Chosen, root: Path) -> dict[str, Any]:
     }
 
 
-def _axes(points: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
+def _axes(points: Sequence[Trial]) -> dict[str, tuple[str, ...]]:
     """The settings that vary, with their values in the order of the grid."""
     found: dict[str, dict[str, None]] = {}
     for point in points:
@@ -225,7 +225,7 @@ def _axes(points: Sequence[Chosen]) -> dict[str, tuple[str, ...]]:
     return {key: tuple(values) for key, values in found.items()}
 
 
-def freeze(point: Chosen, folder: Path) -> Path:
+def pickle_run(point: Trial, folder: Path) -> Path:
     """Write a point's run down, for its job to read."""
     file = folder / f"{point.id}.pickle"
     frozen.write(point.run, file)

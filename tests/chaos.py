@@ -37,7 +37,7 @@ from tests.test_reading import expected_rows
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import Reader
 from titan.checkpoint.remote import Remote
-from titan.run.attempts import read_lives
+from titan.run.attempts import read_attempts
 from titan.run.compose import composed
 from titan.run.run import Run
 
@@ -308,7 +308,7 @@ class Chaos:
         told, expected = [line for line in lines if "loss" in line], steps(one)
         report, last = self.report, steps(mine)
         report.lives = self._lives()
-        report.resumed = sum(begun["from_step"] > 0 for begun in read_lives(self.directory))
+        report.resumed = sum(begun["from_step"] > 0 for begun in read_attempts(self.directory))
         report.checkpoints = len({line["checkpoint_step"] for line in lines if "checkpoint_step" in line})
         report.again = len(told) - len(last)
         firsts = {line["life"]: line for line in reversed(told)}.values()

@@ -22,15 +22,15 @@ from tests.checkpoint.made import about, complete
 from tests.ranks import run_ranks
 from titan.checkpoint import manifest
 from titan.checkpoint.state import train_state_dict
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.dataset import permutation
-from titan.dataset.corpora import mixed, opened, ready
-from titan.dataset.mixture import Mix
+from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
+from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
 from titan.metrics.plot import read_lines
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
-from titan.run.attempts import Life
+from titan.run.attempts import Attempt
 from titan.run.compose import composed
 from titan.run.lock import locked
 from titan.run.run import Run, as_model
@@ -80,9 +80,9 @@ def tiny(directory: Path, *overrides: str, layout: str = "single") -> Run:
     return composed([*TINY, *LAYOUTS[layout], *overrides, f"hydra.run.dir={directory}"])
 
 
-def mix_of(run: Run) -> Mix:
+def mix_of(run: Run) -> RowMixture:
     """All rows that a run may read."""
-    return mixed(run.dataset, run.training, opened(ready(run.dataset)))
+    return build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
 
 
 def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
@@ -90,7 +90,7 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     rows = run.training.rows_before(step + 1)
     data = permutation.state(rows, mix_of(run).fingerprint(rows))
     layout, model = run.layout.degrees(), as_model(run)
-    begun = attempts.read_lives(Path(run.directory))
+    begun = attempts.read_attempts(Path(run.directory))
     run_id = begun[0]["run_id"] if begun else "run"
     said = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
     return complete(manifest.folder_of(Path(run.directory), step), said, {"weights": b"w" * 100})
@@ -108,14 +108,14 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
         What each rank saw.
     """
     with locked(Path(run.directory)):
-        life = attempts.begin(run)
-        assert isinstance(life, Life), "the run has finished already"
+        life = attempts.begin_attempt(run)
+        assert isinstance(life, Attempt), "the run has finished already"
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
             return run_ranks(_rank, run.layout.devices, run, life, meeting, before, timeout=timeout, joined=False)
 
 
-def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Callable[[Trainer], Any] | None) -> Seen:
+def _rank(rank: int, size: int, run: Run, life: Attempt, meeting: str, before: Callable[[Trainer], Any] | None) -> Seen:
     gc.freeze()  # what comes from the parent is not for this process to collect
     seen = Seen()
 
@@ -129,7 +129,7 @@ def _rank(rank: int, size: int, run: Run, life: Life, meeting: str, before: Call
 
     try:
         with patch.object(worker, "Trainer", Watched):
-            seen.code = worker.work(run, life, Place(rank, size, rank, meeting if size > 1 else ""))
+            seen.code = worker.work(run, life, RankInfo(rank, size, rank, meeting if size > 1 else ""))
     except RunError as failure:
         seen.failure = str(failure)
     return seen

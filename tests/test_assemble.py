@@ -11,18 +11,18 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from tests.runs import tiny
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import IGNORED
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training.build import assemble
-from titan.training.train_step import Engine
+from titan.training.build import build
+from titan.training.train_step import TrainStep
 
 
-def built(run: Run, notes: list[str] | None = None) -> Engine:
-    world = mesh.connect(Place(), run.layout, "cpu", 30)
-    return assemble(run, world, (notes if notes is not None else []).append)
+def built(run: Run, notes: list[str] | None = None) -> TrainStep:
+    world = mesh.connect(RankInfo(), run.layout, "cpu", 30)
+    return build(run, world, (notes if notes is not None else []).append)
 
 
 def batch(microbatches: int, rows: int) -> tuple[Tensor, Tensor]:
@@ -66,9 +66,9 @@ def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: lis
 
 
 def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tuple[int, ...], str]]:
-    world = mesh.connect(Place(rank, size, rank, meeting), run.layout, "cpu", 30)
+    world = mesh.connect(RankInfo(rank, size, rank, meeting), run.layout, "cpu", 30)
     try:
-        engine = assemble(run, world)
+        engine = build(run, world)
         managed = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
         assert managed == {id(p) for p in engine.parameters()}
         return [(n, tuple(p.shape), str(p.dtype)) for n, p in engine.named_parameters()]

@@ -48,7 +48,7 @@ def begun(*words: str) -> Run:
     """A run of which a life has begun, as far as its directory knows."""
     (run,) = ran(*TINY, *words)
     Path(run.directory).mkdir(parents=True)
-    attempts.begin(run)
+    attempts.begin_attempt(run)
     return run
 
 
@@ -63,7 +63,7 @@ def begun(*words: str) -> Run:
 def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
-    assert command(words, start.here) == 0
+    assert command(words, start.run_local) == 0
     assert [run.training.seed for run in runs] == [1, 2]
 
 
@@ -87,17 +87,17 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
-    assert command(line, start.here) == 0
+    assert command(line, start.run_local) == 0
     Path(runs[0].directory).mkdir(parents=True)
-    attempts.begin(runs[0])
+    attempts.begin_attempt(runs[0])
     (again,) = ran(f"resume={runs[0].directory}")
     assert (again.training.seed, again.directory, again.name) == (5, runs[0].directory, runs[0].name)
 
 
 def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert command(["-m", "training.seed=1,2", "name=g"], start.here) == 0
-    assert command(["resume=runs/g"], start.here) == 2
+    assert command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0
+    assert command(["resume=runs/g"], start.run_local) == 2
     assert "resume=runs/g: there is no run; it holds a grid" in capsys.readouterr().err
 
 
@@ -147,7 +147,7 @@ def test_callbacks(words: list[str], code: int, calls: list[str], monkeypatch: p
     monkeypatch.syspath_prepend(str(Path.cwd()))
     importlib.invalidate_caches()
     monkeypatch.setattr(start, "here", lambda run, apart=False: code)
-    assert command([*words, *NOTING], start.here) == code
+    assert command([*words, *NOTING], start.run_local) == code
     seen = Path("calls").read_text().splitlines()
     assert [line.rpartition(" ")[0] for line in seen] == calls
     assert {line.rpartition(" ")[2] for line in seen if "job" in line} == {"1"}
@@ -157,7 +157,7 @@ def test_env_set_holds_where_the_run_is_and_then_no_more(monkeypatch: pytest.Mon
     (run,) = ran(*TINY, "+hydra.job.env_set.SET=b", "cluster.environment={MORE:c}", "name=x")
     seen: list[tuple[str | None, str | None]] = []
     monkeypatch.setattr(start, "_ranks", lambda *_: seen.append((os.environ.get("SET"), os.environ.get("MORE"))) or 0)
-    assert start.here(run) == 0
+    assert start.run_local(run) == 0
     assert seen == [("b", "c")]
     assert not {"SET", "MORE"} & set(os.environ)
 
@@ -170,7 +170,7 @@ def test_output_subdir(subdir: str, there: set[str]) -> None:
     folders = {file.name for file in Path(run.directory).iterdir() if file.is_dir()}
     assert folders == there
     assert all((Path(run.directory) / folder / "overrides.yaml").is_file() for folder in there)
-    attempts.withdraw(run, attempts.Life(1, "", None, {}, None, 0, 0, "start"))  # type: ignore[arg-type]
+    attempts.withdraw_attempt(run, attempts.Attempt(1, "", None, {}, None, 0, 0, "start"))  # type: ignore[arg-type]
     assert list(Path(run.directory).iterdir()) == []
 
 
@@ -193,7 +193,7 @@ def test_output_dir_can_be_named_in_a_value() -> None:
 def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
-    assert command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.here) == 0
+    assert command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert len(runs) == 2
 
 
@@ -268,7 +268,7 @@ def test_a_message_is_one_line() -> None:
 
 def test_a_refused_run_leaves_nothing_in_a_folder_of_others() -> None:
     Path("mine.txt").touch()
-    assert command([*TINY, "hydra.run.dir=."], start.here) == 2
+    assert command([*TINY, "hydra.run.dir=."], start.run_local) == 2
     assert [file.name for file in Path.cwd().iterdir()] == ["mine.txt"]
 
 
@@ -282,7 +282,7 @@ def test_a_place_that_can_not_be_made_leaves_nothing(monkeypatch: pytest.MonkeyP
         made(path, *more)
 
     monkeypatch.setattr(os, "mkdir", full)
-    assert exit_code(lambda: start.here(run)) == 2
+    assert exit_code(lambda: start.run_local(run)) == 2
     assert not Path("a").exists()
 
 

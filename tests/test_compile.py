@@ -27,7 +27,7 @@ from titan.model.activations import Share
 from titan.model.layers import IGNORED
 from titan.model.schema import Llama
 from titan.parallelism import data, tensor
-from titan.training.sample import continuation
+from titan.training.sample import sample_continuation
 from titan.training.train_step import Stage
 
 SHAPE = Llama(dim=32, layers=2, heads=4, kv_heads=2, ffn=48, vocab=64)
@@ -103,7 +103,7 @@ def test_gradients_are_right_and_each_graph_is_compiled_once(scope: Any, kept: M
         one(X, torch.full_like(Y, IGNORED))
     trained(one)
     one(X[:, :16], torch.full_like(Y, IGNORED)).backward()
-    continuation(lambda tokens: one(torch.tensor([tokens]))[0, -1], [1, 2, 3], 3, window=4, vocab=64, seed=0)
+    sample_continuation(lambda tokens: one(torch.tensor([tokens]))[0, -1], [1, 2, 3], 3, window=4, vocab=64, seed=0)
     assert [*seen, graphs()] == [count, 2 * count, 2 * count]
 
 

@@ -148,7 +148,7 @@ def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) 
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
     line = ["-m", "name=grid", "training.seed=1,2", "optimizer.lr=1e-3,3e-3", "training.steps=9"]
-    assert command(line, start.here) == 0
+    assert command(line, start.run_local) == 0
     assert [(r.training.seed, r.optimizer.lr) for r in runs] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
     points = [f"seed-{seed}_lr-{lr}" for seed in (1, 2) for lr in (0.001, 0.003)]
     assert [r.directory for r in runs] == [str(Path.cwd() / "runs/grid" / point) for point in points]
@@ -162,21 +162,21 @@ def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
     left = iter(codes)
     monkeypatch.setattr(start, "here", lambda run, apart=False: next(left))
     seeds = ",".join(map(str, range(len(codes))))
-    assert command(["-m", f"training.seed={seeds}"], start.here) == next(c for c in codes if c)
+    assert command(["-m", f"training.seed={seeds}"], start.run_local) == next(c for c in codes if c)
     assert next(left, None) is None
 
 
 def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 130)
-    assert command(["-m", "training.seed=1,2"], start.here) == 130
+    assert command(["-m", "training.seed=1,2"], start.run_local) == 130
     assert len(runs) == 1
 
 
 def test_refused_sweep_keeps_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("runs/grid/0").mkdir(parents=True)
     Path("runs/grid/0/run.yaml").write_text("x")
-    assert command(["-m", "name=grid", "training.steps=1,0"], start.here) == 2
+    assert command(["-m", "name=grid", "training.steps=1,0"], start.run_local) == 2
     assert Path("runs/grid/0/run.yaml").read_text() == "x"
 
 
@@ -200,7 +200,7 @@ def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.Cap
     assert composed([where, "model=theirs"]).model.layers == 3
     assert composed([where, "recipe=pair"]).training.steps == 33
     assert "grid" in shown("--help", where, capsys=capsys).split()
-    assert command(["-m", where, "sweep=grid"], start.here) == 2
+    assert command(["-m", where, "sweep=grid"], start.run_local) == 2
     assert "training.steps=0: must be at least 1 (point 2 of the sweep" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="recipe=pair: there is no such choice"):
         composed(["recipe=pair"])
@@ -239,7 +239,7 @@ def test_unknown_recipe_beside_a_known_one(
 ) -> None:
     monkeypatch.setenv("TITAN_CONF", str(other))
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert command([*sweep, "recipe=pari"], start.here) == 2
+    assert command([*sweep, "recipe=pari"], start.run_local) == 2
     assert "recipe=pari: there is no such choice; did you mean 'pair'?" in capsys.readouterr().err
 
 

@@ -44,7 +44,7 @@ def test_rows_are_shown_by_step(settings: list[str], capsys: pytest.CaptureFixtu
 def test_one_row_of_a_run(settings: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = composed([*settings, "dataset.skip=[[1,2]]", f"hydra.run.dir={tmp_path}/run"])
     Path(run.directory).mkdir()
-    attempts.begin(run)
+    attempts.begin_attempt(run)
     lines = shown(capsys, run.directory, "--step", "1", "--rows", "4")
     assert lines[0] == "step 1: rows 0 to 5"
     assert next(line for line in lines if line.startswith("row")).startswith("row 4: row ")

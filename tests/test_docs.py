@@ -89,7 +89,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
-    attempts.begin(first)
+    attempts.begin_attempt(first)
     made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
     rates = folder / "runs" / "rates"
     rates.mkdir()
@@ -166,4 +166,4 @@ def train_small(run: Run, apart: bool = False) -> int:
     return command([*kept, *SMALL, *vocabulary, directory], TRAIN)
 
 
-TRAIN = start.here
+TRAIN = start.run_local

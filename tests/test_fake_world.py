@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.machines import detector
 from tests.ranks import run_ranks
 from titan.cluster import devices
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.compose import composed
 from titan.run.run import Run
-from titan.training.build import assemble
+from titan.training.build import build
 
 
 class Products(TorchDispatchMode):
@@ -60,8 +60,8 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     size = run.layout.devices
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    world = mesh.lay_out(Place(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
-    engine = assemble(run, dataclasses.replace(world, memory=lambda: fake))
+    world = mesh.lay_out(RankInfo(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
+    engine = build(run, dataclasses.replace(world, memory=lambda: fake))
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
     with fake, Products() as products:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))

@@ -105,7 +105,7 @@ def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name
     run = composed([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
     (seen,) = train(run)
-    documents = attempts.read_lives(directory)
+    documents = attempts.read_attempts(directory)
     assert seen.code == 0 and [d["kind"] for d in documents] == ["start", "continuation"]
     assert documents[1]["from_step"] == 3 and [line["step"] for line in steps(run)] == [1, 2, 3, 4]
     first, second = (d["science"] for d in documents)

@@ -14,7 +14,7 @@ import torch
 
 from tests.runs import Seen, difference, same, steps, tiny, train, weights
 from titan.dataset.loader import row_hash
-from titan.dataset.permutation import Order
+from titan.dataset.permutation import Permutation
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
 from titan.run.run import Run
@@ -89,7 +89,7 @@ def test_law_1_another_seed_gives_another_start(runs: Runs) -> None:
 def test_law_2_every_step_reads_the_rows_that_the_seed_says(layout: str, changes: tuple[str, ...], runs: Runs) -> None:
     run, _ = runs(layout, changes)
     corpus, length, rows = open_corpus(prepare(run.dataset)), run.training.seq_len, run.training.rows
-    order = Order(corpus.train.rows(length), run.training.seed)
+    order = Permutation(corpus.train.rows(length), run.training.seed)
     for number, line in enumerate(steps(run)):
         first = number * rows
         indices = range(first, first + rows)
@@ -120,7 +120,7 @@ def test_the_gradients_are_those_of_the_mean_loss_of_a_token(runs: Runs) -> None
     model.to_empty(device="cpu").load_state_dict({n.removeprefix("model."): t for n, t in seen.first.items()})
     model.init_buffers("cpu")
     corpus = open_corpus(prepare(run.dataset))
-    order = Order(corpus.train.rows(run.training.seq_len), run.training.seed)
+    order = Permutation(corpus.train.rows(run.training.seq_len), run.training.seed)
     rows = [corpus.train.row(int(order.rows_at(i)), run.training.seq_len) for i in range(run.training.rows)]
     batch = torch.stack([torch.from_numpy(row.astype("int64")) for row in rows])
     logits = model.head(model(batch[:, :-1])).float()

@@ -25,7 +25,7 @@ from titan.cluster import devices
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
 from titan.run import attempts
-from titan.run.attempts import Finished, Life, begin, read_lives
+from titan.run.attempts import Attempt, FinishedRun, begin_attempt, read_attempts
 from titan.run.compose import composed
 from titan.run.lock import locked
 from titan.run.paths import FILES
@@ -53,10 +53,10 @@ def tiny(*overrides: str, name: str = "x") -> Run:
     return run
 
 
-def lived(run: Run) -> Life:
+def lived(run: Run) -> Attempt:
     """The life that begins."""
-    life = begin(run)
-    assert isinstance(life, Life)
+    life = begin_attempt(run)
+    assert isinstance(life, Attempt)
     return life
 
 
@@ -110,9 +110,9 @@ def test_finished() -> None:
     lived(run)
     save_of(run, 3)
     finish(run)
-    found = begin(tiny())
-    assert found == Finished(run.directory, {"finished": True, "step": 3})
-    assert len(read_lives(Path(run.directory))) == 1, "nothing is recorded"
+    found = begin_attempt(tiny())
+    assert found == FinishedRun(run.directory, {"finished": True, "step": 3})
+    assert len(read_attempts(Path(run.directory))) == 1, "nothing is recorded"
 
 
 def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: py
     finish(run)
     result = {"finished": True, "step": 3, "first_loss": 4.0, "last_loss": 3.0}
     (Path(run.directory) / "result.json").write_text(json.dumps(result))
-    assert start.here(tiny()) == 0
+    assert start.run_local(tiny()) == 0
     assert "is finished: 3 steps" in capsys.readouterr().out
 
 
@@ -144,7 +144,7 @@ def test_continuation_is_resumed_under_its_own_steps() -> None:
     lived(tiny("training.steps=5"))
     assert lived(tiny("training.steps=5")).kind == "resume"
     with pytest.raises(ConfigError, match=r"training.steps=3: .* has 5; give 5 or more"):
-        begin(tiny())
+        begin_attempt(tiny())
 
 
 def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
@@ -152,7 +152,7 @@ def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
     lived(run)
     finish(run)
     with pytest.raises(ConfigError, match="no checkpoint to continue from; choose another name"):
-        begin(tiny("training.steps=5"))
+        begin_attempt(tiny("training.steps=5"))
 
 
 @pytest.mark.parametrize("what", ["run", "checkpoint"])
@@ -184,7 +184,7 @@ def test_fork_is_another_experiment_than_a_fresh_run() -> None:
     save_of(parent, 1)
     lived(tiny("checkpoint.resume=runs/parent"))
     with pytest.raises(ConfigError, match=r"parent was 000000000000@1, now null"):
-        begin(tiny())
+        begin_attempt(tiny())
     assert lived(tiny("checkpoint.resume=runs/parent", name="y")).ids.science != fresh.ids.science
 
 
@@ -192,7 +192,7 @@ def test_refusal_names_every_field_that_differs() -> None:
     run = tiny()
     lived(run)
     with pytest.raises(ConfigError) as refusal:
-        begin(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
+        begin_attempt(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
     expected = "(optimizer.lr was 0.001, now 0.5; training.seed was 0, now 3)"
     assert expected in str(refusal.value)
 
@@ -202,7 +202,7 @@ def test_lives_are_recorded_as_documents() -> None:
     second = lived(tiny("parallelism=fsdp"))
     directory = Path(tiny().directory)
     documents = list(yaml.safe_load_all((directory / "run.yaml").read_text()))
-    assert documents == read_lives(directory)
+    assert documents == read_attempts(directory)
     assert [d["life"] for d in documents] == [1, 2]
     assert [d["kind"] for d in documents] == ["start", "resume"]
     assert [d["ids"] for d in documents] == [dataclasses.asdict(life.ids) for life in (first, second)]
@@ -254,7 +254,7 @@ def test_lock_is_released_and_a_directory_left_empty_goes(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", sorted(FILES - {"run.yaml"}))
 def test_what_titan_writes_is_no_obstacle(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    assert read_lives(tmp_path) == []
+    assert read_attempts(tmp_path) == []
 
 
 # Checkpoints
@@ -332,7 +332,7 @@ def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monk
     ):
         full(after, patch)
         with locked(Path(run.directory)):
-            begin(run)
+            begin_attempt(run)
     assert not Path(run.directory).exists(), "the name can be used again"
     with locked(Path(run.directory)):
         lived(run)
@@ -346,7 +346,7 @@ def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypa
     for after in range(3):
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"No space left on device\); free some"):
             full(after, patch)
-            begin(run)
+            begin_attempt(run)
     now = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
     assert now == before
     assert lived(run).number == 2

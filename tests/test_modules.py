@@ -132,13 +132,13 @@ def test_a_grids_file_imports_nothing(
 ) -> None:
     write(laptop, "sweep", content)
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.here) == 2
+    assert command(["-m", *TINY, "name=grid", "sweep=theirs", "training.seed=0,1"], start.run_local) == 2
     assert said in capsys.readouterr().err and not imported()
 
 
 def test_a_grid_imports_what_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
-    assert command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.here) == 0
+    assert command(["-m", *TINY, "recipe=theirs", "modules=[theirs_pack]", "training.seed=0,1"], start.run_local) == 0
     assert imported()
 
 
@@ -146,7 +146,7 @@ def test_a_recorded_command_line_is_not_the_users() -> None:
     run = composed([*TINY, "recipe=theirs", "modules=[theirs_pack]", "name=one"])
     assert "modules=[theirs_pack]" in summary.next_command(run, {"finished": False})
     Path(run.directory).mkdir(parents=True)
-    attempts.begin(run)
+    attempts.begin_attempt(run)
     sys.modules.pop("theirs_pack", None)
     with pytest.raises(ConfigError, match="modules="):
         compose.recipe(["resume=runs/one"])

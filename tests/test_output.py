@@ -15,7 +15,7 @@ from tests.runs import TINY
 from titan.checkpoint import manifest
 from titan.cluster.signals import is_repeat, stopping
 from titan.metrics.plot import read_lines
-from titan.training.signals import Stop
+from titan.training.signals import StopSignals
 
 PROGRAM = """
 import sys
@@ -93,13 +93,13 @@ def test_training_outlives_its_reader_and_a_hang_up_stops_it_with_a_checkpoint(t
 def test_a_hang_up_asks_once_and_is_ignored_under_nohup() -> None:
     assert signal.SIGHUP in stopping()
     assert [is_repeat(signal.SIGHUP, 0), is_repeat(signal.SIGHUP, 1), is_repeat(signal.SIGTERM, 1)] == [0, 1, 0]
-    with Stop() as stop:
+    with StopSignals() as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGHUP)
         assert stop.asked
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Stop() as stop:
+        with StopSignals() as stop:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.asked
     finally:

@@ -21,7 +21,7 @@ from titan.model.layers import Linear
 from titan.model.schema import Decoder, Llama, Product, Qwen3
 from titan.precision import low_precision
 from titan.precision.low_precision import Scales, _product
-from titan.precision.schema import Cut, Precision
+from titan.precision.schema import Precision, WeightSharding
 from titan.run.compose import composed
 from titan.run.run import Run
 from titan.training.trainer import Trainer
@@ -89,14 +89,14 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("cut", "without"),
         [
-            pytest.param(Cut(sharded=2), {"head"}, id="even"),
-            pytest.param(Cut(sharded=3), {"head", "a", "b"}, id="uneven"),
-            pytest.param(Cut(tensor=2, sharded=3), {"head", "a", "b"}, id="uneven-parts"),
-            pytest.param(Cut(), {"head", "a", "b", "c"}, id="one-rank"),
-            pytest.param(Cut(sharded=4, again=True), {"head", "a", "b", "c"}, id="cut-again"),
+            pytest.param(WeightSharding(sharded=2), {"head"}, id="even"),
+            pytest.param(WeightSharding(sharded=3), {"head", "a", "b"}, id="uneven"),
+            pytest.param(WeightSharding(tensor=2, sharded=3), {"head", "a", "b"}, id="uneven-parts"),
+            pytest.param(WeightSharding(), {"head", "a", "b", "c"}, id="one-rank"),
+            pytest.param(WeightSharding(sharded=4, again=True), {"head", "a", "b", "c"}, id="cut-again"),
         ],
     )
-    def test_what_is_gathered_in_float8(self, cut: Cut, without: set[str]) -> None:
+    def test_what_is_gathered_in_float8(self, cut: WeightSharding, without: set[str]) -> None:
         products = {
             "a": Product(96, 64),
             "b": Product(64, 128, rowwise=True),

@@ -113,14 +113,14 @@ def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) ->
     lived(run)
     save_of(run, 3)
     with pytest.raises(ConfigError, match="another experiment") as refusal:
-        attempts.begin(mixture(tmp_path / "run", "training.steps=6", *change))
+        attempts.begin_attempt(mixture(tmp_path / "run", "training.steps=6", *change))
     assert words in str(refusal.value)
 
 
-def lived(run: Run) -> attempts.Life:
+def lived(run: Run) -> attempts.Attempt:
     Path(run.directory).mkdir(parents=True, exist_ok=True)
-    life = attempts.begin(run)
-    assert isinstance(life, attempts.Life)
+    life = attempts.begin_attempt(run)
+    assert isinstance(life, attempts.Attempt)
     return life
 
 
@@ -199,7 +199,7 @@ def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
 def test_an_epoch_too_many_is_refused(tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=60", "dataset.sources.a.epochs=1")
     with pytest.raises(ConfigError, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
-        attempts.begin(run)
+        attempts.begin_attempt(run)
     lived(mixture(tmp_path / "run", "training.steps=20", "dataset.sources.a.epochs=1"))
 
 
@@ -207,7 +207,7 @@ def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("some text\n" * 1000)
     other = ["+dataset@dataset.sources.c=text", f"dataset.sources.c.path={tmp_path}/x.txt"]
     with pytest.raises(ConfigError, match="different tokenizers"):
-        attempts.begin(mixture(tmp_path / "run", *other))
+        attempts.begin_attempt(mixture(tmp_path / "run", *other))
 
 
 def test_ids_of_a_mixture(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_ids_of_a_mixture(tmp_path: Path) -> None:
 
 def test_data_on_another_machine_are_not_to_be_prepared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prepared data there"):
-        attempts.begin(
+        attempts.begin_attempt(
             composed([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"])
         )
 

@@ -417,10 +417,10 @@ def tiny(*overrides: str, name: str = "x") -> Run:
 
 
 def refused(run: Run, expected: str, folder: str = "runs") -> None:
-    """`launchers.start.here` refuses the run in one sentence, and leaves the tree as it was."""
+    """`launchers.start.run_local` refuses the run in one sentence, and leaves the tree as it was."""
     before = sorted(str(p) for p in Path(folder).rglob("*"))
     with pytest.raises(ConfigError) as refusal:
-        start.here(run)
+        start.run_local(run)
     sentence(f"titan: {refusal.value}", expected)
     assert sorted(str(p) for p in Path(folder).rglob("*")) == before
 
@@ -457,7 +457,7 @@ def test_directory_that_holds_something_else() -> None:
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/thesis.txt").write_text("mine")
     with pytest.raises(ConfigError) as refusal:
-        start.here(tiny())
+        start.run_local(tiny())
     sentence(f"titan: {refusal.value}", "hydra.run.dir=|thesis.txt|another name or an empty directory")
     assert Path("runs/x/thesis.txt").read_text() == "mine"
 
@@ -465,7 +465,7 @@ def test_directory_that_holds_something_else() -> None:
 def test_directory_that_can_not_be_written_to() -> None:
     Path("runs").write_text("a file in the way")
     with pytest.raises(ConfigError) as refusal:
-        start.here(tiny())
+        start.run_local(tiny())
     sentence(f"titan: {refusal.value}", "hydra.run.dir=|can't be written to|choose another place")
 
 
@@ -489,14 +489,14 @@ def begun(*overrides: str) -> Run:
     """A run whose first life has begun, as far as its directory knows."""
     run = tiny(*overrides)
     Path(run.directory).mkdir(parents=True)
-    attempts.begin(run)
+    attempts.begin_attempt(run)
     return run
 
 
 def refused_to_begin(run: Run, expected: str) -> None:
-    """`launchers.start.here` refuses; only the lock file is new."""
+    """`launchers.start.run_local` refuses; only the lock file is new."""
     with pytest.raises(ConfigError) as refusal:
-        start.here(run)
+        start.run_local(run)
     sentence(f"titan: {refusal.value}", expected)
 
 

@@ -128,8 +128,8 @@ def run_of(secret: str, folder: Path, *more: str) -> Run:
 
 def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(SECRET, laptop)
-    mix = corpora.mixed(run.dataset, run.training, corpora.opened(corpora.ready(run.dataset)))
-    life = attempts.Life(
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
+    life = attempts.Attempt(
         1, "id", identity.ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
     )
     Path(run.directory).mkdir(parents=True)
@@ -155,8 +155,8 @@ def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
     for secret in (SECRET, OTHER):
         run = composed([*TINY, "name=x", f"checkpoint.path='{address(secret, laptop)}'"])
         Path(run.directory).mkdir(parents=True, exist_ok=True)
-        life = attempts.begin(run)
-        assert isinstance(life, attempts.Life)
+        life = attempts.begin_attempt(run)
+        assert isinstance(life, attempts.Attempt)
         kinds.append((life.kind, life.ids.execution))
     assert kinds == [("start", kinds[0][1]), ("resume", kinds[0][1])]
     assert not [name for name, text in files_of(laptop / "runs").items() if SECRET in text or OTHER in text]
@@ -202,7 +202,7 @@ def test_a_grid_writes_no_secret_down(
 ) -> None:
     monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
     paths = ",".join(f"'{address(SECRET, laptop / name)}'" for name in "ab")
-    assert command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.here) == 0
+    assert command(["-m", *TINY, "name=grid", f"checkpoint.path={paths}"], start.run_local) == 0
     texts = files_of(laptop)
     assert {"runs/grid/multirun.yaml", f"runs/grid/{ledger.LEDGER}", f"runs/grid/{ledger.SWEEP}"} <= texts.keys()
     assert not [name for name, text in texts.items() if SECRET in text + name]
@@ -218,8 +218,8 @@ def test_what_is_shown_of_a_configuration_has_no_secret(laptop: Path, capsys: py
 
 
 def test_a_frozen_point_is_its_users_alone(laptop: Path) -> None:
-    point = trials.Chosen("a", (), composed([*TINY]))
-    assert trials.freeze(point, laptop).stat().st_mode & 0o777 == 0o600
+    point = trials.Trial("a", (), composed([*TINY]))
+    assert trials.pickle_run(point, laptop).stat().st_mode & 0o777 == 0o600
 
 
 def test_where_data_come_from_is_written_down_without_secrets(laptop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

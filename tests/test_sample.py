@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.runs import tiny, train
-from titan.training.sample import continuation
+from titan.training.sample import sample_continuation
 
 
 def test_each_token_follows_from_those_before_within_the_window() -> None:
@@ -19,14 +19,14 @@ def test_each_token_follows_from_those_before_within_the_window() -> None:
         seen.append(tokens)
         return 100.0 * nn.functional.one_hot(torch.tensor((tokens[-1] + 1) % 10), 10)
 
-    assert continuation(counting, [3, 4], 5, window=3, vocab=10, seed=0) == [5, 6, 7, 8, 9]
+    assert sample_continuation(counting, [3, 4], 5, window=3, vocab=10, seed=0) == [5, 6, 7, 8, 9]
     assert seen == [[3, 4], [3, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8]]
 
 
 def drawn(**changes: Any) -> list[int]:
     """Tokens of a model that finds all equally likely."""
     given: dict[str, Any] = {"window": 4, "vocab": 20, "seed": 0} | changes
-    return continuation(lambda tokens: torch.arange(20) * 1e-3, [1], 60, **given)
+    return sample_continuation(lambda tokens: torch.arange(20) * 1e-3, [1], 60, **given)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_every_rank_draws_the_same(layout: str, tmp_path: Any) -> None:
 
         def sample_too() -> None:
             finish()
-            drawn.append(continuation(trainer.engine.logits, [1, 2], 20, window=8, vocab=64, seed=5))
+            drawn.append(sample_continuation(trainer.engine.logits, [1, 2], 20, window=8, vocab=64, seed=5))
 
         trainer.validate = sample_too
         return drawn

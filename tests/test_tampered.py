@@ -51,22 +51,22 @@ RESULTS: list[Any] = [
 @pytest.mark.parametrize(("harm", "said"), RESULTS)
 def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_path: Path) -> None:
     run = tiny(tmp_path)
-    attempts.begin(run)
+    attempts.begin_attempt(run)
     save_of(run, 2)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3}))
     harm(tmp_path / "result.json")
-    life = attempts.begin(run)
-    assert isinstance(life, attempts.Life) and life.step == 2
+    life = attempts.begin_attempt(run)
+    assert isinstance(life, attempts.Attempt) and life.step == 2
     assert re.search(f"^result.json is damaged and not used: .*{said}", life.notes[0])
     assert not is_finished(tmp_path)
 
 
 def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
     run = tiny(tmp_path)
-    attempts.begin(run)
+    attempts.begin_attempt(run)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3, "science_id": "other"}))
-    life = attempts.begin(run)
-    assert isinstance(life, attempts.Life)
+    life = attempts.begin_attempt(run)
+    assert isinstance(life, attempts.Attempt)
     assert life.notes == ("result.json is of another run ('other') and not used",)
 
 
@@ -86,27 +86,27 @@ LIVES: list[Any] = [
 
 @pytest.mark.parametrize(("harm", "said"), LIVES)
 def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path) -> None:
-    attempts.begin(tiny(tmp_path))
+    attempts.begin_attempt(tiny(tmp_path))
     redo(tmp_path, harm)
     with pytest.raises(
         ConfigError, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; mend it, or"
     ):
-        attempts.begin(tiny(tmp_path))
+        attempts.begin_attempt(tiny(tmp_path))
 
 
 @pytest.mark.parametrize("text", [DEEP, "- " * 100_000, "a: !!timestamp x", "? [[1]]\n: 2", "[1, 2]"], ids=range(5))
 def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); mend it, or"):
-        attempts.read_lives(tmp_path)
+        attempts.read_attempts(tmp_path)
 
 
 def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
     for _ in range(2):
-        attempts.begin(tiny(tmp_path))
+        attempts.begin_attempt(tiny(tmp_path))
     redo(tmp_path, lambda last: last.update(run_id="other"))
     with pytest.raises(ConfigError, match="its document 2 is not complete: it is of another run, 'other'"):
-        attempts.read_lives(tmp_path)
+        attempts.read_attempts(tmp_path)
 
 
 LINES = [

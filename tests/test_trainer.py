@@ -20,12 +20,12 @@ from tests.ranks import RankFailed
 from tests.runs import TINY, Tensors, same, saved, steps, tiny, train, whole
 from titan.checkpoint.state import train_state_dict
 from titan.parallelism.microbatches import Microbatches
-from titan.training.train_step import Engine
+from titan.training.train_step import TrainStep
 from titan.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Poisoned(Engine):
+class Poisoned(TrainStep):
     """An engine whose steps in `bad` fail on one rank, and that keeps the state before each step."""
 
     rank: int = 0

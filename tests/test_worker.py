@@ -16,7 +16,7 @@ from titan import train as training
 from titan.errors import RunError
 from titan.generation import worker as generation
 from titan.run import attempts
-from titan.run.attempts import Life
+from titan.run.attempts import Attempt
 from titan.run.lock import locked
 from titan.training import worker
 from titan.training.trainer import Trainer
@@ -56,7 +56,9 @@ def test_an_error_is_told_before_a_save_under_way_has_ended(error: Exception, sa
 
 @pytest.mark.parametrize(("milliseconds", "name"), [(600000, "step_timeout"), (1800000, "timeout")])
 def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Path) -> None:
-    plain = worker._plain(tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation"))
+    plain = worker._user_error(
+        tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation")
+    )
     assert isinstance(plain, RunError)
     assert f"slower than cluster.{name} allows" in str(plain)
 
@@ -91,8 +93,8 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", layout="ddp2")
     with locked(Path(run.directory)):
-        life = attempts.begin(run)
-        assert isinstance(life, Life)
+        life = attempts.begin_attempt(run)
+        assert isinstance(life, Attempt)
 
         def rank(number: int, size: int) -> tuple[str, list[bool], bool]:
             def fail(*arguments: Any) -> Any:

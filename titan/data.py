@@ -19,7 +19,7 @@ from titan.run.command_line import RESUME
 from titan.run.schema import Recipe
 
 if TYPE_CHECKING:
-    from titan.dataset.mixture import Mix
+    from titan.dataset.mixture import RowMixture
     from titan.dataset.shards import Split
     from titan.dataset.tokenizers.base import Tokenizer
 
@@ -84,20 +84,22 @@ def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
 
 
 def _show(recipe: Recipe, options: argparse.Namespace) -> None:
-    from titan.dataset.corpora import mixed, opened, ready
+    from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
     from titan.dataset.tokenizers.base import load_tokenizer
 
     recipe.training.check()
     recipe.dataset.check()
     with progress_line() as progress:
-        mix = mixed(recipe.dataset, recipe.training, opened(ready(recipe.dataset, progress)))
+        mix = build_mixture(recipe.dataset, recipe.training, open_corpora(prepare_corpora(recipe.dataset, progress)))
     corpus = mix.sources[0].corpus
     tokenizer = None if corpus.tokenizer["fingerprint"] == "none" else load_tokenizer(corpus.tokenizer_path)
     for step in options.step:
         _show_step(recipe, mix, tokenizer, step, options)
 
 
-def _show_step(recipe: Recipe, mix: Mix, tokenizer: Tokenizer | None, step: int, options: argparse.Namespace) -> None:
+def _show_step(
+    recipe: Recipe, mix: RowMixture, tokenizer: Tokenizer | None, step: int, options: argparse.Namespace
+) -> None:
     training = recipe.training
     before = training.rows_before(step)
     numbers = mix.numbers(np.arange(before, before + training.phase(step).rows))

@@ -57,10 +57,10 @@ def _main(given: list[str]) -> int:
     job = plan(settings, layout, texts, weights, machine)
     verify(weights, "from")
     if layout.devices == 1:
-        from titan.cluster.rank_info import Place
+        from titan.cluster.rank_info import RankInfo
         from titan.generation.worker import work
 
-        return work(job, Place())
+        return work(job, RankInfo())
     from launchers.scratch import scratch
     from launchers.supervisor import run_ranks
 

@@ -22,7 +22,7 @@ from titan.console.text import safe
 from titan.errors import ConfigError, exit_code
 from titan.files.untrusted import check, parse_object, read
 from titan.run.result import is_finished, is_locked
-from titan.sweep.ledger import ENDED, Asked, Point, State, Sweep
+from titan.sweep.ledger import ENDED, State, SweepSpec, SweepState, TrialState
 
 CLEAR = "\x1b[H\x1b[J"
 """To the terminal's first line, and clear what is below."""
@@ -75,24 +75,26 @@ def _show(directory: Path, how: Status) -> int:
         time.sleep(how.seconds)
 
 
-def alone(directory: Path) -> Sweep | None:
+def alone(directory: Path) -> SweepState | None:
     """A single run as a sweep of one point; None where the directory holds none."""
     if not (directory / "run.yaml").is_file():
         return None
-    from titan.run.attempts import read_lives  # only now: a grid need not wait for what reads data
+    from titan.run.attempts import read_attempts  # only now: a grid need not wait for what reads data
 
-    last = read_lives(directory)[-1]
+    last = read_attempts(directory)[-1]
     steps, devices = int(last["config"]["training"]["steps"]), math.prod(last.get("layout", {}).values())
     held, done = is_locked(directory), is_finished(directory, steps)
     state: State = "finished" if done else "running" if held else "stopped"
     reason = f"python -m titan.train resume={shlex.quote(str(directory))} goes on" if state == "stopped" else None
     name = str(last.get("name") or directory.name)
-    return Sweep(
-        directory, Asked(), (Point(name, str(directory), (), state, None, reason, steps=steps, devices=devices),)
+    return SweepState(
+        directory,
+        SweepSpec(),
+        (TrialState(name, str(directory), (), state, None, reason, steps=steps, devices=devices),),
     )
 
 
-def lines(sweep: Sweep, width: int) -> list[str]:
+def lines(sweep: SweepState, width: int) -> list[str]:
     """The table, with a line for each point and its counts above; the reasons of what failed below.
 
     Args:
@@ -120,7 +122,7 @@ def lines(sweep: Sweep, width: int) -> list[str]:
     return [safe(line) for line in shown]
 
 
-def _row(point: Point) -> tuple[str, ...]:
+def _row(point: TrialState) -> tuple[str, ...]:
     last = _last_step(Path(point.directory) / "metrics.jsonl")
     step = f"{last.get('step') or 0:,}/{point.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
@@ -129,7 +131,7 @@ def _row(point: Point) -> tuple[str, ...]:
     return _name(point), point.state, step, loss, rate, point.job or "", lives
 
 
-def _name(point: Point) -> str:
+def _name(point: TrialState) -> str:
     return safe(" ".join(point.overrides) or Path(point.directory).name)
 
 

@@ -18,23 +18,23 @@ from titan.run.run import Run
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out the command line in whatever role this process has; returns the exit code."""
     before_torch(os.environ)
-    mine = rank_info.found(os.environ)
+    mine = rank_info.from_environment(os.environ)
     if mine is None:
         return command(argv, _here)
     if mine.rank > 0:
         from launchers import start
 
-        return exit_code(lambda: start.follow(mine))
+        return exit_code(lambda: start.run_worker(mine))
     return _lead(argv, mine)
 
 
 def _here(run: Run) -> int:
     from launchers import start  # only now: --help and refusals need not wait for what reads data
 
-    return start.here(run)
+    return start.run_local(run)
 
 
-def _lead(argv: Sequence[str] | None, mine: rank_info.Place) -> int:
+def _lead(argv: Sequence[str] | None, mine: rank_info.RankInfo) -> int:
     """Rank 0 composes and speaks for all; the others wait for its word, also when there is nothing to run."""
     from launchers import start
 
@@ -42,7 +42,7 @@ def _lead(argv: Sequence[str] | None, mine: rank_info.Place) -> int:
 
     def job(run: Run) -> int:
         led.append(run)
-        return start.lead(run, mine)
+        return start.run_rank0(run, mine)
 
     code = command(argv, job, ranks=mine.size)
     if not led:
@@ -52,7 +52,7 @@ def _lead(argv: Sequence[str] | None, mine: rank_info.Place) -> int:
 
 def cli() -> None:
     """The console script `titan-train`."""
-    if rank_info.found(os.environ) is None:
+    if rank_info.from_environment(os.environ) is None:
         output.run(main)
     output.best_effort()
     try:

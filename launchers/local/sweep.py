@@ -17,7 +17,7 @@ from pathlib import Path
 from launchers import frozen
 from launchers import trials as grid
 from launchers.slurm.state import standing
-from launchers.trials import Chosen
+from launchers.trials import Trial
 from titan.cluster.signals import STOPPING, hearing, is_repeat
 from titan.console import output
 from titan.console.text import safe
@@ -25,7 +25,7 @@ from titan.errors import exit_code
 from titan.run import summary
 from titan.run.result import is_finished
 from titan.sweep import job_exit, ledger
-from titan.sweep.ledger import Asked, Point
+from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
 
 
@@ -34,10 +34,10 @@ class Grid:
     """A grid on this machine: its directory, its points, how many of them run at a time, and what runs one here."""
 
     root: Path
-    points: Sequence[Chosen]
+    points: Sequence[Trial]
     how: LocalLaunch
-    asked: Asked
-    job: Callable[[Chosen, Callable[[], int]], int] = lambda point, body: body()
+    asked: SweepSpec
+    job: Callable[[Trial, Callable[[], int]], int] = lambda point, body: body()
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     signals: int = 0
 
@@ -47,7 +47,7 @@ class Grid:
         Raises:
             KeyboardInterrupt: for Ctrl-C, once the running points have ended.
         """
-        grid.enter(self.root, self.points, self.asked)
+        grid.register_trials(self.root, self.points, self.asked)
         todo = self._to_do()
         codes = dict.fromkeys(range(len(self.points)), 0)
         try:
@@ -82,7 +82,7 @@ class Grid:
             point = self.points[index]
             print(f"\n[{number}/{len(todo)}] {point.label}", flush=True)
             self._begins(point)
-            codes[index] = exit_code(partial(self.job, point, partial(start.here, point.run, apart=True)))
+            codes[index] = exit_code(partial(self.job, point, partial(start.run_local, point.run, apart=True)))
             self._ended(point, codes[index])
             if codes[index] == 130:
                 raise KeyboardInterrupt
@@ -107,7 +107,7 @@ class Grid:
         point = self.points[index]
         directory = Path(point.run.directory)
         (directory / "log").mkdir(parents=True, exist_ok=True)
-        file = grid.freeze(point, self.root / "points")
+        file = grid.pickle_run(point, self.root / "points")
         self._begins(point)
         with (directory / "log" / "console.log").open("ab") as log:
             self.running[index] = subprocess.Popen(
@@ -128,10 +128,10 @@ class Grid:
         print(f"{time.strftime('%H:%M:%S')}  {said}  {point.label}{f'  ({reason})' if reason else ''}", flush=True)
         return code
 
-    def _begins(self, point: Chosen) -> None:
+    def _begins(self, point: Trial) -> None:
         ledger.add(self.root, {"event": "started", "id": point.id})
 
-    def _ended(self, point: Chosen, code: int) -> str | None:
+    def _ended(self, point: Trial, code: int) -> str | None:
         """Write down how a point ended; gives the reason of one that failed."""
         reason = _reason(Path(point.run.directory)) if code not in (0, 130) else None
         ledger.add(self.root, {"event": "ended", "id": point.id, "code": code, "reason": reason})
@@ -155,7 +155,7 @@ class Grid:
             yield
 
 
-def _kept(point: Point) -> bool:
+def _kept(point: TrialState) -> bool:
     """Whether a point is not to be run here: it is finished, or Slurm has it."""
     return point.state == "finished" or (point.state in ("queued", "running") and bool(point.jobs or point.token))
 
@@ -168,7 +168,7 @@ def _reason(directory: Path) -> str | None:
         except OSError:
             continue
         if said := [line.strip() for line in lines if line.strip()]:
-            return safe(job_exit.untimed(said[-1].removeprefix("titan: ")))
+            return safe(job_exit.strip_timestamp(said[-1].removeprefix("titan: ")))
     return None
 
 
@@ -178,7 +178,7 @@ def main(file: str, parent: str) -> int:
     from titan.cluster.rank_process import die_with
 
     die_with(int(parent))
-    return exit_code(lambda: start.here(frozen.read(Path(file))))
+    return exit_code(lambda: start.run_local(frozen.read(Path(file))))
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ from launchers.slurm.lanes import Lanes
 from launchers.slurm.script import Work
 from launchers.slurm.shape import Shape, shape
 from launchers.slurm.state import adopt, numbered, standing
-from launchers.trials import Chosen
+from launchers.trials import Trial
 from titan.config.settings import show
 from titan.console.text import safe, safe_lines
 from titan.errors import ConfigError, RunError
 from titan.run import summary
 from titan.sweep import ledger
-from titan.sweep.ledger import Asked, Point
+from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import SlurmLaunch
 
 CLIENT = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}
@@ -44,11 +44,11 @@ PATIENCE = 60
 """How many times in a row Slurm may give no answer while a launcher waits."""
 
 
-class Refused(RunError):
+class SubmissionRejected(RunError):
     """Slurm did not take a job."""
 
 
-class NoRoom(Refused):
+class QueueFull(SubmissionRejected):
     """Slurm did not take a job, since its user has as many as the site allows."""
 
 
@@ -65,9 +65,9 @@ class Grid:
     """
 
     root: Path
-    points: Sequence[Chosen]
+    points: Sequence[Trial]
     how: SlurmLaunch
-    asked: Asked
+    asked: SweepSpec
     said: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Grid:
         if self.how.dry_run:
             return self._show()
         with ledger.alone(self.root):
-            grid.enter(self.root, self.points, self.asked)
+            grid.register_trials(self.root, self.points, self.asked)
             adopt(self.root)
             self.code = snapshot.take(self.folder) if self.how.snapshot else snapshot.ROOT
             left = self._submit_first(self._to_do())
@@ -122,7 +122,7 @@ class Grid:
                 "give as many at least."
             )
 
-    def _submit_first(self, todo: list[Chosen]) -> list[Chosen]:
+    def _submit_first(self, todo: list[Trial]) -> list[Trial]:
         """As `_submit`; of what was submitted before one was refused, say how to go on."""
         try:
             return self._submit(todo)
@@ -131,7 +131,7 @@ class Grid:
                 print(f"What was submitted goes on. {self._next()}", flush=True)
             raise
 
-    def _to_do(self) -> list[Chosen]:
+    def _to_do(self) -> list[Trial]:
         """The points that are neither finished nor with Slurm."""
         now = {id: point.state for id, point in self._now().items()}
         self.said = {p.id: now.get(p.id, "planned") for p in self.points}
@@ -140,15 +140,15 @@ class Grid:
                 print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
         return [p for p in self.points if self.said[p.id] in OPEN]
 
-    def _now(self) -> dict[str, Point]:
+    def _now(self) -> dict[str, TrialState]:
         sweep = standing(self.root)
         return {point.id: point for point in sweep.points} if sweep else {}
 
-    def _submit(self, todo: list[Chosen]) -> list[Chosen]:
+    def _submit(self, todo: list[Trial]) -> list[Trial]:
         """Submit points as far as the queue has room for them; gives those that are left."""
         lanes = Lanes(self.how.at_once, self._now().values()) if self.how.at_once else None
         room, waiting = self._room(), self._arrays(todo, lanes)
-        left: list[Chosen] = []
+        left: list[Trial] = []
         while waiting:
             chunk = waiting.pop(0)
             each = max(1, chunk[0].run.cluster.chain)
@@ -160,7 +160,7 @@ class Grid:
             try:
                 self._send(chunk, lanes if fits == 1 else None)
                 room = None if room is None else room - fits * each
-            except NoRoom:
+            except QueueFull:
                 if fits > 1:
                     waiting[:0] = [[p] for p in chunk] if lanes else [chunk[: fits // 2], chunk[fits // 2 :]]
                 else:
@@ -171,14 +171,14 @@ class Grid:
         """How many more jobs the user may have in the queue."""
         return None if self.how.max_jobs is None else max(0, self.how.max_jobs - queue.count())
 
-    def _arrays(self, todo: Sequence[Chosen], lanes: Lanes | None) -> list[list[Chosen]]:
+    def _arrays(self, todo: Sequence[Trial], lanes: Lanes | None) -> list[list[Trial]]:
         """The points that are submitted together: as an array, or each in a lane where one array can't limit them."""
         arrays = list(self._by_shape(todo))
         return [[p] for p in todo] if lanes and (len(arrays) > 1 or lanes.busy) else arrays
 
-    def _by_shape(self, todo: Sequence[Chosen]) -> Iterator[list[Chosen]]:
+    def _by_shape(self, todo: Sequence[Trial]) -> Iterator[list[Trial]]:
         """Points of equal shape, as many together as an array may have; those of a chain each alone."""
-        by_shape: list[tuple[Shape, list[Chosen]]] = []
+        by_shape: list[tuple[Shape, list[Trial]]] = []
         for point in todo:
             mine = self.shapes[point.id]
             same = next((points for one, points in by_shape if one == mine), None)
@@ -189,12 +189,12 @@ class Grid:
             most = 1 if one.cluster.chain else min(self.how.array_size or queue.array_size(), queue.array_size())
             yield from (same[i : i + most] for i in range(0, len(same), most))
 
-    def _send(self, chunk: list[Chosen], lanes: Lanes | None) -> None:
+    def _send(self, chunk: list[Trial], lanes: Lanes | None) -> None:
         """Submit one array, or one point's job or chain of jobs, in a lane where there are any."""
         lane, before = lanes.take() if lanes else (None, None)
         token = f"titan-{uuid.uuid4().hex[:12]}"
         one = self.shapes[chunk[0].id]
-        files = [grid.freeze(point, self.folder / "points") for point in chunk]
+        files = [grid.pickle_run(point, self.folder / "points") for point in chunk]
         list_ = self.folder / f"{token}.json"
         list_.write_text(
             json.dumps({"points": list(map(str, files)), "tasks": one.cluster.tasks, "ranks_per_node": one.ranks})
@@ -206,7 +206,7 @@ class Grid:
         try:
             for _ in range(max(1, one.cluster.chain)):
                 jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else before))
-        except Refused as refused:
+        except SubmissionRejected as refused:
             if not jobs:
                 ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(refused)})
                 raise
@@ -216,7 +216,7 @@ class Grid:
         for point, job in zip(chunk, jobs, strict=False):
             self._say(point, "queued", f"job {job}, {one}")
 
-    def _work(self, chunk: list[Chosen], token: str, list_: Path, after: str | None) -> Work:
+    def _work(self, chunk: list[Trial], token: str, list_: Path, after: str | None) -> Work:
         return Work(self.folder, list_, self.root.name, token, self.code, len(chunk), self.how.at_once, after)
 
     def _sbatch(self, one: Shape, work: Work) -> list[str]:
@@ -243,7 +243,7 @@ class Grid:
             file.chmod(0o600)  # it may hold secrets, of cluster.environment
         return [f"{first}_{i}" for i in range(work.count)] if work.count > 1 else [first]
 
-    def _wait(self, left: list[Chosen]) -> list[int]:
+    def _wait(self, left: list[Trial]) -> list[int]:
         """Say how points end until all have, and submit those for which there was no room before."""
         silent = 0
         while True:
@@ -268,7 +268,7 @@ class Grid:
                 return [ENDED[now[point.id].state] for point in self.points]
             time.sleep(self.how.poll_seconds)
 
-    def _submit_more(self, left: list[Chosen]) -> list[Chosen]:
+    def _submit_more(self, left: list[Trial]) -> list[Trial]:
         """Submit those for which there was no room before and that no other launcher has taken; gives what is left."""
         if not left:
             return []
@@ -277,14 +277,14 @@ class Grid:
             now = self._now()
             return self._submit([point for point in left if now[point.id].state in OPEN])
 
-    def _say(self, point: Chosen, state: str, more: str | None) -> None:
+    def _say(self, point: Trial, state: str, more: str | None) -> None:
         """Say how a point stands, when that is another way than before."""
         if self.said.get(point.id) != state:
             self.said[point.id] = state
             why = f"  ({safe(more)})" if more else ""
             print(f"{time.strftime('%H:%M:%S')}  {state:<8}  {point.label}{why}", flush=True)
 
-    def _leave(self, left: list[Chosen]) -> None:
+    def _leave(self, left: list[Trial]) -> None:
         if left:
             print(
                 f"{len(left)} points found no room (hydra.launcher.max_jobs={self.how.max_jobs}): give the same "
@@ -357,10 +357,12 @@ def _failure(said: str, shape: Shape) -> RunError:
     """What became of a submission, by what sbatch said."""
     text = f"sbatch: {said.rstrip('.')}."
     if re.search(r"configuration is not available|CPU count|memory specification", said, re.IGNORECASE):
-        return Refused(f"{text} {_asked_for(shape)}")
+        return SubmissionRejected(f"{text} {_asked_for(shape)}")
     if re.search(r"MaxSubmit|job submit limit", said, re.IGNORECASE):
-        return NoRoom(text)
+        return QueueFull(text)
     unsure = re.search(r"timed out|connection|zero bytes|communication", said, re.IGNORECASE)
     return (
-        RunError(f"{text} Whether it took the job will show; give the same command again.") if unsure else Refused(text)
+        RunError(f"{text} Whether it took the job will show; give the same command again.")
+        if unsure
+        else SubmissionRejected(text)
     )

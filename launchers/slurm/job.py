@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from launchers import frozen
-from launchers.supervisor import Ranks, tell
+from launchers.supervisor import Ranks, log_line
 from titan.cluster import devices
 from titan.cluster.environment import before_torch
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import leave
 from titan.cluster.signals import preempt_signal, stopping
 from titan.console import output
@@ -32,13 +32,13 @@ from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
 from titan.run.resolve import moved
 from titan.run.run import Run
 from titan.sweep import job_exit
-from titan.training.signals import code
+from titan.training.signals import exit_code_of_stop
 
 GRACE_SECONDS = 30.0
 """How long the other ranks of a node may take to end after one of them has ended badly."""
 
 
-class Told(KeyboardInterrupt):
+class StopBeforeStart(KeyboardInterrupt):
     """A signal came before training had begun to listen for it."""
 
     def __init__(self, number: int) -> None:
@@ -62,18 +62,18 @@ def main(arguments: list[str]) -> int:
         run = _run(Path(point), place)
         _tell_of_restart(run, place, life)
         return _said(life, _train(run, place))
-    except Told as told:
+    except StopBeforeStart as told:
         if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
             _mark(life / "again")
-        return code(told.again)
+        return exit_code_of_stop(told.again)
     except ConfigError as refusal:
-        return _leave(life, place.rank, str(refusal), 2)
+        return _write_error(life, place.rank, str(refusal), 2)
     except RunError as failure:
-        return _leave(life, place.rank, str(failure), 1)
+        return _write_error(life, place.rank, str(failure), 1)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        return _leave(life, place.rank, machine_error(error) or safe_lines(traceback.format_exc()), 1)
+        return _write_error(life, place.rank, machine_error(error) or safe_lines(traceback.format_exc()), 1)
 
 
 def _said(life: Path, exit_code: int) -> int:
@@ -93,7 +93,7 @@ def _listen() -> None:
     """Until training listens itself, a signal ends this process: nothing is lost yet."""
 
     def hear(number: int, frame: object) -> None:
-        raise Told(number)
+        raise StopBeforeStart(number)
 
     for number in (preempt_signal(os.environ), *stopping()):
         signal.signal(number, hear)
@@ -106,16 +106,16 @@ def _share_cores(ranks: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores))))
 
 
-def _place(env: Mapping[str, str], ranks: int, life: Path) -> Place:
+def _place(env: Mapping[str, str], ranks: int, life: Path) -> RankInfo:
     """This rank's place: Slurm's own where a task is a rank, else that of its node and of the rank on it."""
     nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
     local = int(env.get("TITAN_LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
     rank = int(env.get("SLURM_NODEID", 0)) * ranks + local
     size = nodes * ranks
-    return Place(rank, size, local, f"meet://{life}/meet" if size > 1 else "", scheduled=True)
+    return RankInfo(rank, size, local, f"meet://{life}/meet" if size > 1 else "", scheduled=True)
 
 
-def _run(point: Path, place: Place) -> Run:
+def _run(point: Path, place: RankInfo) -> Run:
     """The frozen run, on the machine that the job has got; from here on this rank writes into its own log."""
     run = frozen.read(point)
     log = Path(run.directory) / "log" / f"rank-{place.rank}.log"
@@ -126,11 +126,11 @@ def _run(point: Path, place: Place) -> Run:
     return moved(run, devices.detect(run.cluster.device))
 
 
-def _tell_of_restart(run: Run, place: Place, life: Path) -> None:
+def _tell_of_restart(run: Run, place: RankInfo, life: Path) -> None:
     """Say in the run's `log/launcher.log` why this job was started again after a failure."""
-    end = job_exit.last(life.parent, life.name.rpartition(".")[0]) if place.rank == 0 else None
+    end = job_exit.last_exit(life.parent, life.name.rpartition(".")[0]) if place.rank == 0 else None
     if end and end.again and not end.stopped:
-        tell(Path(run.directory), end.reason)
+        log_line(Path(run.directory), end.reason)
 
 
 def _write_to(log: Path) -> None:
@@ -142,15 +142,15 @@ def _write_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _train(run: Run, place: Place) -> int:
+def _train(run: Run, place: RankInfo) -> int:
     from launchers import start
 
     if int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves to nothing would stop gloo
-    return start.lead(run, place) if place.rank == 0 else start.follow(place)
+    return start.run_rank0(run, place) if place.rank == 0 else start.run_worker(place)
 
 
-def _leave(life: Path, rank: int, text: str, exit_code: int, killed: bool = False) -> int:
+def _write_error(life: Path, rank: int, text: str, exit_code: int, killed: bool = False) -> int:
     """Leave a rank's error where `titan.sweep.job_exit` looks for it, and in its log."""
     print(f"titan: {text}", file=sys.stderr)
     file = life / os.environ.get("SLURM_NODEID", "0") / f"{rank}.error"
@@ -191,7 +191,7 @@ def _tell_of_signal(life: Path, rank: int, returned: int) -> None:
     """Leave word of a rank that a signal has killed, and that could not do so itself."""
     if returned < 0:
         name = signal.Signals(-returned).name
-        _leave(life, rank, f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 1, killed=True)
+        _write_error(life, rank, f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 1, killed=True)
 
 
 def run(arguments: list[str]) -> NoReturn:

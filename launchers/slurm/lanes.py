@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from titan.sweep.ledger import Point
+from titan.sweep.ledger import TrialState
 
 ALIVE = ("queued", "running")
 
@@ -17,7 +17,7 @@ ALIVE = ("queued", "running")
 class Lanes:
     """The jobs of a grid that have not ended, by their lane; what is in no lane is before all that come."""
 
-    def __init__(self, count: int, points: Iterable[Point]) -> None:
+    def __init__(self, count: int, points: Iterable[TrialState]) -> None:
         self.jobs: list[list[str]] = [[] for _ in range(count)]
         self.before: list[str] = []
         for point in points:

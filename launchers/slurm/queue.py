@@ -21,7 +21,7 @@ PIECE = 200
 """Jobs that squeue is asked of at once."""
 
 
-class Forgotten(RunError):
+class JobUnknown(RunError):
     """Slurm does not know the job any more."""
 
 
@@ -109,7 +109,7 @@ def _known(numbers: list[str]) -> list[Job]:
     """Those of these jobs that Slurm still holds, whoever's they are."""
     found = []
     for first in range(0, len(numbers), PIECE):
-        with contextlib.suppress(Forgotten):
+        with contextlib.suppress(JobUnknown):
             found += _queue(f"--jobs={','.join(numbers[first : first + PIECE])}")
     return found
 
@@ -155,7 +155,7 @@ def ask(*command: str) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RunError(f"{command[0]} does not answer ({error}); is Slurm up?") from error
     if "Invalid job id" in done.stderr:
-        raise Forgotten(f"{command[0]}: {' '.join(done.stderr.split())}")
+        raise JobUnknown(f"{command[0]}: {' '.join(done.stderr.split())}")
     if done.returncode:
         raise RunError(f"{command[0]}: {' '.join(done.stderr.split()) or done.returncode}")
     return done.stdout

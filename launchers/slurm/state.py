@@ -11,7 +11,7 @@ from pathlib import Path
 from launchers.slurm import queue
 from launchers.slurm.queue import Job
 from titan.sweep import job_exit, ledger
-from titan.sweep.ledger import Point, Sweep
+from titan.sweep.ledger import SweepState, TrialState
 
 OVER = {
     "CANCELLED": ("stopped", "cancelled"),
@@ -28,7 +28,7 @@ UNKNOWN_SECONDS = 120.0
 FORGOTTEN = "Slurm no longer knows its job, which left no word: its node was lost, or it was killed"
 
 
-def standing(directory: Path) -> Sweep | None:
+def standing(directory: Path) -> SweepState | None:
     """The sweep in a directory, with what Slurm says of its jobs where Slurm is here; None: no sweep.
 
     Raises:
@@ -46,7 +46,7 @@ def standing(directory: Path) -> Sweep | None:
     return replace(sweep, points=tuple(points))
 
 
-def reconciled(directory: Path, point: Point, known: dict[str, Job]) -> Point:
+def reconciled(directory: Path, point: TrialState, known: dict[str, Job]) -> TrialState:
     """A point that was handed to Slurm, with what Slurm says of its jobs."""
     if point.state == "finished":
         return point
@@ -60,12 +60,12 @@ def reconciled(directory: Path, point: Point, known: dict[str, Job]) -> Point:
         return point
     last = known.get(point.job or "")
     state, reason = OVER.get(last.state, ("failed", None)) if last else ("failed", FORGOTTEN)
-    life = job_exit.last(directory / ledger.SLURM, str(point.job))
+    life = job_exit.last_exit(directory / ledger.SLURM, str(point.job))
     if life is not None and life.again:
         state, reason = "stopped", f"{life.reason}, and not begun again"
     if reason is None:
         folder = directory / ledger.SLURM
-        reason = job_exit.error(folder, job_exit.newest(folder, str(point.job))) or "ended without a word"
+        reason = job_exit.error(folder, job_exit.latest_attempt(folder, str(point.job))) or "ended without a word"
     return replace(point, state=state, reason=reason)  # type: ignore[arg-type]
 
 

@@ -20,18 +20,18 @@ from typing import Any
 from tests.ranks import run_ranks
 from tests.runs import Tensors, difference, same, tiny, train, weights, whole
 from titan.checkpoint import manifest
-from titan.checkpoint.coordinator import Talk
+from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.restore import restore
 from titan.checkpoint.state import train_state_dict
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.dataset.loader import Batch
 from titan.parallelism import mesh
 from titan.run import attempts
-from titan.run.attempts import Life
+from titan.run.attempts import Attempt
 from titan.run.lock import locked
 from titan.run.run import Run
-from titan.training.build import assemble
-from titan.training.signals import Stop
+from titan.training.build import build
+from titan.training.signals import StopSignals
 from titan.training.trainer import LOSS, VALID, Trainer
 
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
@@ -129,8 +129,8 @@ class Table:
         )
         folders = [self.save(row).folder for row in rows]
         with locked(Path(run.directory)):
-            life = attempts.begin(run)
-        assert isinstance(life, Life)
+            life = attempts.begin_attempt(run)
+        assert isinstance(life, Attempt)
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
             ranks = run_ranks(_load, run.layout.devices, run, life, meeting, folders, timeout=240, joined=False)
@@ -177,21 +177,21 @@ def _cell(loaded: Loaded, saved: Saved, one: Loaded) -> Cell:
     )
 
 
-def _load(rank: int, size: int, run: Run, life: Life, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
+def _load(rank: int, size: int, run: Run, life: Attempt, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
     """On one rank: each checkpoint in turn, and a step from it."""
-    place = Place(rank, size, rank, meeting if size > 1 else "")
+    place = RankInfo(rank, size, rank, meeting if size > 1 else "")
     world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, aside=True)
-    trainer = Trainer(run, life, world, assemble(run, world), Stop())
+    trainer = Trainer(run, life, world, build(run, world), StopSignals())
     try:
         with trainer.loader as loader:
             batch, trainer.loader = next(loader), None  # type: ignore[assignment]
-            return [_try(trainer, batch, folder, Talk(rank, size, world.aside)) for folder in folders]
+            return [_try(trainer, batch, folder, Coordinator(rank, size, world.aside)) for folder in folders]
     finally:
         trainer.saving.close()
         world.close()
 
 
-def _try(trainer: Trainer, batch: Batch, folder: Path, talk: Talk) -> Loaded:
+def _try(trainer: Trainer, batch: Batch, folder: Path, talk: Coordinator) -> Loaded:
     repeated: Any = itertools.repeat(batch)
     trainer.loader, trainer.step = repeated, trainer.life.step
     restore(trainer.engine, folder, talk)

@@ -10,23 +10,23 @@ import pytest
 
 from tests.runs import tiny, train
 from titan.checkpoint import manifest, retention, select
-from titan.checkpoint.manager import Outcome
+from titan.checkpoint.manager import SaveOutcome
 from titan.checkpoint.manifest import Manifest
 from titan.errors import ConfigError
 from titan.training import checkpointing
-from titan.training.checkpointing import Saving
+from titan.training.checkpointing import CheckpointPolicy
 from titan.training.trainer import Trainer
 from titan.weights.formats import open_weights
 
 EVERY = ("checkpoint.every=2", "training.steps=3", "checkpoint.keep=9")
 
 
-def heard(trainer: Trainer) -> list[Outcome]:
+def heard(trainer: Trainer) -> list[SaveOutcome]:
     """What the rank hears of saves from now on."""
-    outcomes: list[Outcome] = []
+    outcomes: list[SaveOutcome] = []
     noted = trainer.saving._noted
 
-    def note(more: list[Outcome]) -> Any:
+    def note(more: list[SaveOutcome]) -> Any:
         outcomes.extend(more)
         return noted(more)
 
@@ -34,7 +34,7 @@ def heard(trainer: Trainer) -> list[Outcome]:
     return outcomes
 
 
-def words(outcomes: list[Outcome]) -> list[tuple[int, str | None, str | None]]:
+def words(outcomes: list[SaveOutcome]) -> list[tuple[int, str | None, str | None]]:
     return [(outcome.step, outcome.error, outcome.after) for outcome in outcomes]
 
 
@@ -63,7 +63,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
 
     monkeypatch.setattr(retention, "prune", unpruned)
 
-    def add(trainer: Trainer) -> list[Outcome]:
+    def add(trainer: Trainer) -> list[SaveOutcome]:
         manager = trainer.saving.manager
         assert manager is not None
 
@@ -90,7 +90,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
 ) -> None:
     run = tiny(tmp_path / "run", *EVERY, f"checkpoint.path={tmp_path}/there", "checkpoint.export=hf")
 
-    def block(trainer: Trainer) -> list[Outcome]:
+    def block(trainer: Trainer) -> list[SaveOutcome]:
         manager = trainer.saving.manager
         assert manager is not None
         copy, write = manager.after
@@ -111,7 +111,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
 
 
 def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(trainer: Trainer) -> list[Outcome]:
+    def refuse(trainer: Trainer) -> list[SaveOutcome]:
         def opened(folder: Path) -> Any:
             if folder.name == "step-2" and trainer.world.place.rank == 1:
                 raise ConfigError("checkpoint.weights=x: can't be read.")
@@ -131,7 +131,7 @@ def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monk
 
 @pytest.mark.parametrize("when", ["start", "ready"])
 def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when: str, tmp_path: Path) -> None:
-    def full(trainer: Trainer) -> list[Outcome]:
+    def full(trainer: Trainer) -> list[SaveOutcome]:
         staging = trainer.saving.manager and trainer.saving.manager.staging
         work = getattr(staging, when)
 
@@ -161,7 +161,7 @@ def test_a_directory_that_not_all_ranks_share_makes_no_checkpoint(
 ) -> None:
     monkeypatch.setattr(checkpointing.time, "sleep", lambda seconds: None)  # type: ignore[attr-defined]
 
-    def apart(trainer: Trainer) -> list[Outcome]:
+    def apart(trainer: Trainer) -> list[SaveOutcome]:
         assert trainer.saving.manager is not None
         if trainer.world.place.rank == 1:
             trainer.saving.manager.directory = tmp_path / "other"
@@ -178,24 +178,24 @@ def test_a_directory_that_not_all_ranks_share_makes_no_checkpoint(
 
 class TestFailuresHeardLate:
     @staticmethod
-    def made(begun: int) -> tuple[Saving, list[str]]:
+    def made(begun: int) -> tuple[CheckpointPolicy, list[str]]:
         told: list[str] = []
-        out = Saving.__new__(Saving)
+        out = CheckpointPolicy.__new__(CheckpointPolicy)
         out.begun_step, out.saved_step, out.retry_at, out.delay = begun, 0, None, 8.0
         out.ending, out.stalled, out.wrong, out.tell = False, 0.0, None, told.append
         return out, told
 
     def test_the_one_under_way_is_not_begun_again(self) -> None:
         late, told = self.made(begun=6)
-        late._noted([Outcome(3, error="full")])
+        late._noted([SaveOutcome(3, error="full")])
         assert (late.begun_step, late.retry_at) == (6, None)
         assert "training goes on, and that of step 6 has begun" in told[0]
 
     def test_in_time_it_is_tried_again_until_one_succeeds(self) -> None:
         saving, told = self.made(begun=3)
-        saving._noted([Outcome(3, error="full")])
+        saving._noted([SaveOutcome(3, error="full")])
         assert (saving.begun_step, saving.delay) == (0, 16.0)
         assert saving.retry_at is not None
         assert "it is tried again in 8 s" in told[0]
-        saving._noted([Outcome(4)])
+        saving._noted([SaveOutcome(4)])
         assert (saving.saved_step, saving.retry_at) == (4, None)

@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint.made import LLAMA, QWEN3, SMALL, hf, meta, native
 from tests.ranks import RankFailed, run_ranks
 from tests.runs import tiny, whole
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.config.settings import plain, show
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
 from titan.run.run import Run
-from titan.training.build import assemble
+from titan.training.build import build
 from titan.weights.formats import Weights, open_weights
 from titan.weights.load import load_weights
 from titan.weights.model_config import check_model
@@ -63,9 +63,9 @@ def run_of(model: Decoder, directory: Path, *layout: str) -> Run:
 
 def load_on(rank: int, size: int, run: Run, path: Path, meeting: str) -> tuple[Mapping[str, Tensor], int, int]:
     """A rank's parameters, whole; how many numbers it has read, and how many it holds."""
-    world = mesh.connect(Place(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 30)
+    world = mesh.connect(RankInfo(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 30)
     try:
-        engine = assemble(run, world)
+        engine = build(run, world)
         weights = Counted(open_weights(path))
         state = dict(engine.named_parameters())
         load_weights(state, weights, no_dist=size == 1)

@@ -14,7 +14,7 @@ from tests.checkpoint.test_manager import stop_at
 from tests.ranks import RankFailed
 from tests.runs import steps, tiny, train
 from titan.checkpoint import manifest, remote
-from titan.checkpoint.coordinator import Talk
+from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import File
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
@@ -76,7 +76,7 @@ class TestCopiesThatWereKilled:
         assert [line["step"] for line in steps(run)] == [1, 2, 3, 4]
 
     def test_files_of_a_copy_that_was_never_complete_go(self, tmp_path: Path) -> None:
-        place, talk = Remote(str(tmp_path / "copies" / "run")), Talk(0, 1)
+        place, talk = Remote(str(tmp_path / "copies" / "run")), Coordinator(0, 1)
         first, second = (complete(tmp_path / f"run/checkpoints/step-{s}", about(s)) for s in (1, 2))
         known = manifest.read(first)
         assert known is not None

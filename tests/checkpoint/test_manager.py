@@ -185,7 +185,7 @@ def test_a_fork_of_another_model_is_refused_before_any_rank_starts(tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"saved with another model: model.ffn is 48 there and 40 here; give the same"
     ):
-        attempts.begin(fork)
+        attempts.begin_attempt(fork)
 
 
 def test_a_fork_goes_on_from_its_parents_checkpoint(tmp_path: Path) -> None:

@@ -83,13 +83,13 @@ def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, 
     with pytest.raises(Damaged, match=said):
         manifest.inspect(bad)
     assert manifest.complete(tmp_path) == [good]
-    found, (note,) = select.newest(tmp_path)
+    found, (note,) = select.latest(tmp_path)
     assert found is not None
     assert (found.path, found.about.step) == (str(good), 9)
     assert note.startswith("checkpoint step-10 is damaged and not used: ")
     with pytest.raises(ConfigError, match=f"checkpoint.resume=.*step-10: the checkpoint is damaged: .*{said}"):
-        select.named(str(bad))
-    assert select.named(str(tmp_path)).path == str(good)
+        select.load_named(str(bad))
+    assert select.load_named(str(tmp_path)).path == str(good)
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_what_does_not_count_is_passed_over(undo: Any, tmp_path: Path) -> None:
     undo(other)
     assert manifest.complete(tmp_path) == [good]
     notes = ("checkpoint step-10 was found damaged, and is not used",) if undo is manifest.set_aside else ()
-    assert select.newest(tmp_path)[1] == notes
+    assert select.latest(tmp_path)[1] == notes
     with pytest.raises(ConfigError, match=r"holds no complete checkpoint|no such directory"):
-        select.named(str(other))
+        select.load_named(str(other))
 
 
 def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_checkpoints_are_in_the_order_of_steps_and_strange_folders_do_not_count(
     (tmp_path / "checkpoints/step-").mkdir()
     assert manifest.complete(tmp_path) == folders
     assert manifest.complete(tmp_path / "nowhere") == []
-    assert select.newest(tmp_path / "nowhere") == (None, ())
+    assert select.latest(tmp_path / "nowhere") == (None, ())
 
 
 def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path: Path) -> None:

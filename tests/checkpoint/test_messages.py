@@ -21,7 +21,7 @@ from tests.checkpoint import messages
 from tests.ranks import run_ranks
 from tests.runs import same, saved, tiny, train
 from titan.checkpoint import manifest, restore
-from titan.checkpoint.coordinator import Talk
+from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.plans import Plans, shared_out
 from titan.checkpoint.staging import Staging
 from titan.checkpoint.writer import Writer
@@ -218,7 +218,7 @@ def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path
     manifest.write(folder, replace(about, files=about.files | more))
     seen = []
     for rank in range(4):
-        talk = Talk.__new__(Talk)
+        talk = Coordinator.__new__(Coordinator)
         talk.rank, talk.size = rank, 4
         with looked_at() as names:
             assert restore._whole(folder, talk, checksums=False) is None

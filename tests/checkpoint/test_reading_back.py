@@ -18,7 +18,7 @@ from tests.dataset.test_tokenizer import byte_level_json
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
 from titan.checkpoint import manager, manifest, restore
-from titan.checkpoint.coordinator import Talk
+from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import Foreign, Reader
 from titan.dataset.tokenizers.base import load_tokenizer
 from titan.errors import ConfigError, RunError
@@ -96,7 +96,7 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
     def compared(rank: int, size: int) -> str | None:
         state = {name: torch.empty(shape) for name, shape in parts[rank].items()}
         try:
-            restore._compare(state, Saved(there), Talk(rank, size))  # type: ignore[arg-type]
+            restore._compare(state, Saved(there), Coordinator(rank, size))  # type: ignore[arg-type]
         except ConfigError as refusal:
             return str(refusal)
         return None
@@ -142,7 +142,7 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
 def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp_path: Path) -> None:
     there = byte_level_json(tmp_path, config)
     (source,) = tmp_path.glob("*.json") if config is None else tmp_path.glob("tokenizer.json")
-    files, name = manager._make(tmp_path / "checkpoints/step-1", str(source))
+    files, name = manager._new_folder(tmp_path / "checkpoints/step-1", str(source))
     copy = load_tokenizer(str(tmp_path / "checkpoints/step-1" / str(name)))
     assert (copy.fingerprint, copy.eos, copy.bos) == (there.fingerprint, there.eos, there.bos)
     manifest.verify(tmp_path / "checkpoints/step-1", files)
@@ -151,7 +151,7 @@ def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp
 
 @pytest.mark.parametrize("name", [None, "titan4k"])
 def test_a_tokenizer_without_a_file_is_told_by_its_name(name: str | None, tmp_path: Path) -> None:
-    assert manager._make(tmp_path / "checkpoints/step-1", name) == ({}, name)
+    assert manager._new_folder(tmp_path / "checkpoints/step-1", name) == ({}, name)
 
 
 def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
 
     byte_level_json(tmp_path)
     monkeypatch.setattr(os, "fsync", fsync)
-    files, _ = manager._make(folder, str(tmp_path / "tokenizer.json"))
+    files, _ = manager._new_folder(folder, str(tmp_path / "tokenizer.json"))
     assert synced == [(name, False) for name in files]
     synced.clear()
     complete(folder, said(1), {"weights": b"w"})
@@ -177,4 +177,4 @@ def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"parent: holds weights only; start from it with checkpoint.weights=\S+parent\."
     ):
-        attempts.begin(fork)
+        attempts.begin_attempt(fork)

@@ -19,14 +19,14 @@ from tests.checkpoint.made import checkpoint
 from tests.checkpoint.test_saving import flip
 from tests.runs import learned, same, steps, tiny, train
 from titan.checkpoint import manifest, remote, select
-from titan.checkpoint.coordinator import Talk, Unsaved
+from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
 from titan.run import attempts
 from titan.training import checkpointing
 
-ALONE = Talk(0, 1)
+ALONE = Coordinator(0, 1)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +84,7 @@ def test_what_is_copied_counts_and_comes_back(url: str, tmp_path: Path) -> None:
     assert there.index() == {2: 200, 4: 400}
     expected = manifest.read(folder)
     shutil.rmtree(run)
-    found, notes = select.newest(run, url)
+    found, notes = select.latest(run, url)
     assert found is not None
     assert (found.about, notes) == (expected, ())
     back = remote.fetched(there, 4, run, ALONE)
@@ -117,7 +117,7 @@ def test_a_manifest_is_written_last_so_that_half_a_copy_does_not_count(
     with pytest.raises(Exception, match="Input/output error"):
         copied(url, tmp_path / "run", 4)
     shutil.rmtree(tmp_path / "run")
-    found, _ = select.newest(tmp_path / "run", url)
+    found, _ = select.latest(tmp_path / "run", url)
     assert found is not None
     assert found.about.step == 2
 
@@ -141,7 +141,7 @@ def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_pa
 )
 def test_a_url_without_a_checkpoint_is_refused(path: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint.resume={path}: .*{said}"):
-        select.named(path)
+        select.load_named(path)
 
 
 def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(tmp_path: Path) -> None:
@@ -150,9 +150,9 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
     pytest.importorskip("aiohttp")
     with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*mend that, or give"):
-        select.newest(tmp_path / "run", nobody)
+        select.latest(tmp_path / "run", nobody)
     checkpoint(tmp_path / "run", 3)
-    found, (note,) = select.newest(tmp_path / "run", nobody)
+    found, (note,) = select.latest(tmp_path / "run", nobody)
     assert found is not None
     assert found.about.step == 3
     assert "can't be read" in note
@@ -176,7 +176,7 @@ class TestRuns:
         seen = train(again)[0]
         assert same(seen.last, last)
         assert learned(again) == learned(whole)[5:]
-        assert [document["life"] for document in attempts.read_lives(tmp_path / "run")] == [1, 2]
+        assert [document["life"] for document in attempts.read_attempts(tmp_path / "run")] == [1, 2]
         assert Remote(f"{bucket}/run").index().keys() == {6, 8}
 
     def test_a_fork_of_a_copy(self, bucket: str, tmp_path: Path) -> None:
@@ -284,7 +284,9 @@ def test_an_index_that_was_tampered_with_removes_nothing_elsewhere(values: dict[
     (there / "step-777").mkdir(parents=True)
     victim.write_text("precious")
     (there / "index.json").write_text(json.dumps(BEFORE | values))
-    with pytest.raises(Unsaved, match=r"index.json is no index \(.*\); remove it, and the next save makes it anew"):
+    with pytest.raises(
+        CoordinationError, match=r"index.json is no index \(.*\); remove it, and the next save makes it anew"
+    ):
         copied(str(tmp_path / "elsewhere"), tmp_path / "run", 1)
     assert victim.read_text() == "precious"
 
@@ -323,9 +325,9 @@ def test_a_host_that_is_down_is_told_in_a_sentence(url: str, tmp_path: Path) -> 
         with pytest.raises(
             ConfigError, match=r"^checkpoint.path=\S+: can't be (read|used) \(.*\)(, and there is no|;)"
         ):
-            attempts.begin(run)
+            attempts.begin_attempt(run)
         checkpoint(tmp_path / "old", 1)
         if "sftp" not in url or find_spec("paramiko"):
-            found, notes = select.newest(tmp_path / "old", place)
+            found, notes = select.latest(tmp_path / "old", place)
             assert found is not None
             assert re.search(r"^checkpoint.path=\S+ can't be read \(.*\)$", notes[0])

@@ -239,7 +239,7 @@ class TestOnDemand:
 
             def touch(bad: torch.Tensor) -> None:
                 if trainer.step == 3 and trainer.world.speaks:
-                    (tmp_path / checkpointing.ASKED).touch()
+                    (tmp_path / checkpointing.SAVE_FILE).touch()
                 update(bad)
 
             trainer._update = touch  # type: ignore[method-assign]
@@ -249,7 +249,7 @@ class TestOnDemand:
         first, last = (int(f.name[5:]) for f in manifest.complete(tmp_path))
         assert 3 < first <= 5
         assert last == 9
-        assert not (tmp_path / checkpointing.ASKED).exists()
+        assert not (tmp_path / checkpointing.SAVE_FILE).exists()
 
 
 class TestDamage:

@@ -20,7 +20,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.remote import Remote, of
 from titan.errors import ConfigError
 from titan.run import attempts
-from titan.run.attempts import Finished
+from titan.run.attempts import FinishedRun
 from titan.weights.formats import open_weights
 
 
@@ -34,7 +34,7 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_is_refused_each_time(layout:
         train(run)
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"step-3 was found damaged, and is not used; and there is no other"):
-            attempts.begin(run)
+            attempts.begin_attempt(run)
 
 
 class TestErrorsThatPass:
@@ -97,30 +97,30 @@ class TestRunsOfTheSameName:
         capfd.readouterr()
         Path(second.directory).mkdir(parents=True)
         with pytest.raises(ConfigError, match=r"checkpoint.path=.*: holds another experiment"):
-            attempts.begin(second)
+            attempts.begin_attempt(second)
         assert not (tmp_path / "b" / "x" / "run.yaml").exists()
         index = tmp_path / "copies" / "x" / "index.json"
         kept = index.read_text()
         index.unlink()
         (tmp_path / "copies" / "x" / "run.yaml").unlink()
-        attempts.begin(second)
+        attempts.begin_attempt(second)
         index.write_text(kept)
         with pytest.raises(
             ConfigError, match=r"has copies of another run of the same name, at .*copies/x; give another"
         ):
-            attempts.begin(second)
+            attempts.begin_attempt(second)
 
 
 def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) -> None:
     plain = tiny(tmp_path / "runs" / "x", "metrics.validation_tokens=64")
     train(plain)
-    assert isinstance(attempts.begin(plain), Finished)
+    assert isinstance(attempts.begin_attempt(plain), FinishedRun)
     owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "metrics.validation_tokens=64"]
     run = tiny(tmp_path / "runs" / "x", *owing)
     assert train(run)[0].code == 0
     assert Remote(f"{tmp_path}/copies/x").index().keys() == {3}
     assert (manifest.folder_of(tmp_path / "runs" / "x", 3) / "hf" / "config.json").is_file()
-    assert isinstance(attempts.begin(run), Finished)
+    assert isinstance(attempts.begin_attempt(run), FinishedRun)
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
 
 
@@ -133,12 +133,12 @@ class TestParentsThatGoOn:
         train(parent)
         run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        attempts.begin(run)  # and is killed before it saves
+        attempts.begin_attempt(run)  # and is killed before it saves
         train(tiny(tmp_path / "parent", "checkpoint.keep=9", "training.steps=4"))
         with pytest.raises(
             ConfigError, match=r"checkpoint.weights=.*: are not the weights that the run in .* started from"
         ):
-            attempts.begin(run)
+            attempts.begin_attempt(run)
         named = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent/checkpoints/step-3")
         first = {n: t for n, t in train(named)[0].first.items() if n.startswith("model.")}
         assert same(first, self.weights(parent, 3))
@@ -147,8 +147,8 @@ class TestParentsThatGoOn:
         train(tiny(tmp_path / "parent", "checkpoint.keep=9"))
         run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        life = attempts.begin(run)
-        assert isinstance(life, attempts.Life)
+        life = attempts.begin_attempt(run)
+        assert isinstance(life, attempts.Attempt)
         assert life.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
 
     def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
@@ -165,13 +165,13 @@ class TestParentsThatGoOn:
             train(tiny(tmp_path / name, f"training.seed={seed}"))
         train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/a"))
         with pytest.raises(ConfigError, match="are not the weights that the run in"):
-            attempts.begin(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
+            attempts.begin_attempt(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/b", "training.steps=5"))
 
     def test_a_parent_that_retires_the_checkpoint_meanwhile_does_not_matter(self, tmp_path: Path) -> None:
         parent = tiny(tmp_path / "parent")
         last = train(parent)[0].last
         fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=4")
-        begin = attempts.begin
+        begin = attempts.begin_attempt
 
         def late(*args: Any) -> Any:
             life = begin(*args)
@@ -188,7 +188,7 @@ def test_checkpoints_without_their_run_are_not_taken_up(tmp_path: Path) -> None:
     train(run, stop_at(2))
     (tmp_path / "run.yaml").unlink()
     with pytest.raises(ConfigError, match=r"holds checkpoints, and no run.yaml that says of which run"):
-        attempts.begin(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
+        attempts.begin_attempt(tiny(tmp_path, "training.steps=6", "optimizer.lr=5e-2"))
 
 
 def test_run_yaml_has_a_document_a_life_whatever_happens(tmp_path: Path) -> None:
@@ -228,9 +228,9 @@ class TestWhatAUserDoes:
         refused = tiny(tmp_path / "fork", *fork, "optimizer=sgd", layout=layout)
         if layout == "single":
             with pytest.raises(ConfigError, match="with another model or optimizer"):
-                start.here(refused)
+                start.run_local(refused)
         else:
-            assert start.here(refused) == 2
+            assert start.run_local(refused) == 2
             assert "with another model or optimizer" in capfd.readouterr().err
         assert not (tmp_path / "fork").exists()
 
@@ -239,20 +239,20 @@ class TestWhatAUserDoes:
         (folder,) = manifest.complete(tmp_path)
         flip(folder / "__0_0.distcp")
         with pytest.raises(ConfigError, match="and there is no other"):
-            start.here(tiny(tmp_path, "training.steps=5"))
-        assert [document["config"]["training"]["steps"] for document in attempts.read_lives(tmp_path)] == [3]
+            start.run_local(tiny(tmp_path, "training.steps=5"))
+        assert [document["config"]["training"]["steps"] for document in attempts.read_attempts(tmp_path)] == [3]
 
     def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
         run = tiny(tmp_path)
         Path(run.directory).mkdir(exist_ok=True)
-        life = attempts.begin(run)
-        assert isinstance(life, attempts.Life)
+        life = attempts.begin_attempt(run)
+        assert isinstance(life, attempts.Attempt)
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "life": 1}) + "\n")
-        attempts.withdraw(run, life)
-        assert [document["life"] for document in attempts.read_lives(tmp_path)] == [1]
+        attempts.withdraw_attempt(run, life)
+        assert [document["life"] for document in attempts.read_attempts(tmp_path)] == [1]
         (tmp_path / "metrics.jsonl").unlink()
-        attempts.withdraw(run, life)
-        assert attempts.read_lives(tmp_path) == []
+        attempts.withdraw_attempt(run, life)
+        assert attempts.read_attempts(tmp_path) == []
 
     def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         train(tiny(tmp_path, "checkpoint.every=2"))

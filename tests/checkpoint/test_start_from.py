@@ -49,7 +49,7 @@ def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, p
         assert bits_equal(rank.first, open_weights(folder))
         assert not any(value.any() for name, value in rank.first.items() if name.endswith(("exp_avg", "exp_avg_sq")))
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
-    document = attempts.read_lives(tmp_path)[0]
+    document = attempts.read_attempts(tmp_path)[0]
     assert document["parent"].startswith("weights:")
     assert document["science"]["parent"] == document["parent"]
     assert document["kind"] == "start"
@@ -68,8 +68,8 @@ def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> No
 def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent: Run, tmp_path: Path) -> None:
     def science(path: object, name: str) -> str:
         (tmp_path / name).mkdir()
-        life = attempts.begin(tiny(tmp_path / name, tied(parent), f"checkpoint.weights={path}"))
-        assert isinstance(life, attempts.Life)
+        life = attempts.begin_attempt(tiny(tmp_path / name, tied(parent), f"checkpoint.weights={path}"))
+        assert isinstance(life, attempts.Attempt)
         return life.ids.science
 
     (folder,) = manifest.complete(Path(parent.directory))
@@ -102,7 +102,7 @@ def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, par
     more = [setting.format(folder=folder) for setting in settings]
     run = tiny(tmp_path, tied(parent), f"checkpoint.weights={folder}", "training.steps=9", *more)
     with pytest.raises(ConfigError, match=rf"checkpoint.weights=\S+: .*{said}"):
-        attempts.begin(run)
+        attempts.begin_attempt(run)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -27,7 +27,7 @@ from titan.dataset.loader import (
     fixed_rows,
     row_hash,
 )
-from titan.dataset.mixture import BLOCK, Mix, Rows, Stage
+from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences
 from titan.dataset.shards import Corpus, open_corpus
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
@@ -64,14 +64,14 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> list[Corpus]:
     return [*seen, open_corpus(folder)]
 
 
-def alone(corpus: Corpus, **more: Any) -> Mix:
-    return Mix((Rows("one", corpus, SEQ_LEN, 9, **more),), (Stage(0, (BLOCK,)),))
+def alone(corpus: Corpus, **more: Any) -> RowMixture:
+    return RowMixture((TokenSequences("one", corpus, SEQ_LEN, 9, **more),), (MixturePhase(0, (BLOCK,)),))
 
 
-def both(corpus: Corpus, small: Corpus) -> Mix:
+def both(corpus: Corpus, small: Corpus) -> RowMixture:
     """Two stages of a mixture, with rows left out in both."""
-    rows = tuple(Rows(str(c.digest), c, SEQ_LEN, 9) for c in (corpus, small))
-    return Mix(rows, (Stage(0, (7000, 3000)), Stage(23, (2000, 8000))), ((3, 5), (20, 31)), seed=9)
+    rows = tuple(TokenSequences(str(c.digest), c, SEQ_LEN, 9) for c in (corpus, small))
+    return RowMixture(rows, (MixturePhase(0, (7000, 3000)), MixturePhase(23, (2000, 8000))), ((3, 5), (20, 31)), seed=9)
 
 
 def plan(rows: int, *grow: tuple[int, int]) -> Training:
@@ -81,7 +81,7 @@ def plan(rows: int, *grow: tuple[int, int]) -> Training:
 
 
 def read(
-    mix: Mix, training: Training, share: DataShard, steps: int, microbatches: int = 1, step: int = 1, **more: Any
+    mix: RowMixture, training: Training, share: DataShard, steps: int, microbatches: int = 1, step: int = 1, **more: Any
 ) -> list[Batch]:
     """The batches of one rank from `step` on."""
     shape = Shape(microbatches, -(-share.slots(training.rows) // microbatches), SEQ_LEN)
@@ -103,7 +103,7 @@ def rows_of(batch: Batch) -> list[list[int]]:
 
 LIVES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=3)
 GROW = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=2)
-KINDS: dict[str, Callable[[Corpus, Corpus], Mix]] = {
+KINDS: dict[str, Callable[[Corpus, Corpus], RowMixture]] = {
     "alone": lambda corpus, small: alone(corpus),
     "blocks": lambda corpus, small: alone(corpus, block=5),
     "windows": lambda corpus, small: alone(corpus, window=11),
@@ -133,13 +133,17 @@ def test_every_row_once_in_order_while_data_are_prepared(
         every_row_once(mixed_live(stages[-1], small), lambda: mixed_live(stages[next(seen)], small), n, grow, lives)
 
 
-def mixed_live(corpus: Corpus, small: Corpus) -> Mix:
-    rows = (Rows("live", corpus, SEQ_LEN, 9, window=6), Rows("small", small, SEQ_LEN, 9))
-    return Mix(rows, (Stage(0, (BLOCK, 0)), Stage(11, (6000, 4000))), seed=9)
+def mixed_live(corpus: Corpus, small: Corpus) -> RowMixture:
+    rows = (TokenSequences("live", corpus, SEQ_LEN, 9, window=6), TokenSequences("small", small, SEQ_LEN, 9))
+    return RowMixture(rows, (MixturePhase(0, (BLOCK, 0)), MixturePhase(11, (6000, 4000))), seed=9)
 
 
 def every_row_once(
-    mix: Mix, anew: Callable[[], Mix], n: int, grow: list[tuple[int, int]], lives: list[tuple[int, int, int]]
+    mix: RowMixture,
+    anew: Callable[[], RowMixture],
+    n: int,
+    grow: list[tuple[int, int]],
+    lives: list[tuple[int, int, int]],
 ) -> None:
     """Lives one after the other against the plain definition; `anew` gives each rank its rows."""
     at, pairs = 0, []

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.dataset.folders import counting, finish, publish, write
 from titan.dataset import mixture as module
-from titan.dataset.mixture import BLOCK, Mix, Rows, Stage, pattern, quotas
-from titan.dataset.permutation import Order
+from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences, block_counts, pattern
+from titan.dataset.permutation import Permutation
 from titan.dataset.shards import Corpus
 from titan.errors import ConfigError, RunError
 
@@ -30,12 +30,14 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[Corpus]:
 
 
 def shares(weights: tuple[int, ...]) -> tuple[int, ...]:
-    return quotas({str(k): weight for k, weight in enumerate(weights)}, ["0", "1", "2"], "weights")
+    return block_counts({str(k): weight for k, weight in enumerate(weights)}, ["0", "1", "2"], "weights")
 
 
-def mixture(corpora: list[Corpus], stages: list[tuple[int, tuple[int, ...]]], **more: Any) -> Mix:
-    rows = tuple(Rows(str(k), corpus, SEQ_LEN, 5) for k, corpus in enumerate(corpora))
-    return Mix(rows, tuple(Stage(first, shares(weights)) for first, weights in stages), **{"seed": 5} | more)
+def mixture(corpora: list[Corpus], stages: list[tuple[int, tuple[int, ...]]], **more: Any) -> RowMixture:
+    rows = tuple(TokenSequences(str(k), corpus, SEQ_LEN, 5) for k, corpus in enumerate(corpora))
+    return RowMixture(
+        rows, tuple(MixturePhase(first, shares(weights)) for first, weights in stages), **{"seed": 5} | more
+    )
 
 
 STAGES = st.lists(st.tuples(st.integers(1, 3000), QUOTAS), max_size=3)
@@ -62,7 +64,7 @@ def test_each_source_is_read_in_its_order_without_a_gap(
         which, rows = (np.concatenate(p) for p in zip(*map(mix.locate, np.split(numbers, sorted(cuts))), strict=True))
         for k, size in enumerate(SIZES):
             mine = rows[which == k]
-            assert mine.tolist() == Order(size, 5).rows_at(np.arange(mine.size)).tolist()
+            assert mine.tolist() == Permutation(size, 5).rows_at(np.arange(mine.size)).tolist()
             assert mix.reads(4000)[k] == mine.size
 
 
@@ -122,7 +124,7 @@ def test_skipped_rows_are_left_out_and_all_others_read(
     ],
 )
 def test_quotas(weights: dict[str, float], expected: tuple[int, ...]) -> None:
-    assert quotas(weights, ["a", "b", "c"], "w") == expected
+    assert block_counts(weights, ["a", "b", "c"], "w") == expected
 
 
 @pytest.mark.parametrize(
@@ -137,12 +139,12 @@ def test_quotas(weights: dict[str, float], expected: tuple[int, ...]) -> None:
 )
 def test_weights_that_can_not_be(weights: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        quotas(weights, ["a", "b", "c"], "dataset.weights")
+        block_counts(weights, ["a", "b", "c"], "dataset.weights")
 
 
 def test_the_fingerprint_tells_the_past_only(corpora: list[Corpus]) -> None:
     """What comes later may change; what was read may not, however it is said."""
-    plain = Mix((Rows("x", corpora[0], SEQ_LEN, 5),), (Stage(0, (BLOCK,)),))
+    plain = RowMixture((TokenSequences("x", corpora[0], SEQ_LEN, 5),), (MixturePhase(0, (BLOCK,)),))
     only = mixture(corpora, [(0, (1, 0, 0))])
     later = mixture(corpora, [(0, (1, 0, 0)), (50, (1, 1, 0))])
     skipped = mixture(corpora, [(0, (1, 0, 0))], skip=((40, 45),))
@@ -164,10 +166,10 @@ def test_names_order_and_others_do_not_matter(
     names = ["x", "y", "z"]
     one = mixture(corpora, [(0, weights)])
     shares_of = dict(zip("012", shares(weights), strict=True))
-    first = [Rows(names[k], corpora[k], SEQ_LEN, 5) for k in order]
-    extra = [Rows("extra", corpora[0], SEQ_LEN, 5, window=3)] if unused else []
-    stages = (Stage(0, (*(0 for _ in extra), *(shares_of[str(k)] for k in order))),)
-    other = Mix((*extra, *first), stages, seed=5)
+    first = [TokenSequences(names[k], corpora[k], SEQ_LEN, 5) for k in order]
+    extra = [TokenSequences("extra", corpora[0], SEQ_LEN, 5, window=3)] if unused else []
+    stages = (MixturePhase(0, (*(0 for _ in extra), *(shares_of[str(k)] for k in order))),)
+    other = RowMixture((*extra, *first), stages, seed=5)
     numbers = np.arange(400)
     (a, rows), (b, other_rows) = one.locate(numbers), other.locate(numbers)
     assert rows.tolist() == other_rows.tolist()
@@ -176,14 +178,17 @@ def test_names_order_and_others_do_not_matter(
 
 
 def test_a_window_that_was_just_filled_is_as_it_stays() -> None:
-    assert Order(8, 0, 1, 8).rows_at(np.arange(8)).tolist() == Order(24, 0, 1, 8).rows_at(np.arange(8)).tolist()
+    assert (
+        Permutation(8, 0, 1, 8).rows_at(np.arange(8)).tolist()
+        == Permutation(24, 0, 1, 8).rows_at(np.arange(8)).tolist()
+    )
 
 
 def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
     """Windows of four rows: a row is there as soon as its window is, and is the same row as at the end."""
     units = [counting(20, start=20 * i) for i in range(5)]
-    whole = Rows("x", write(tmp_path / "whole", units), SEQ_LEN, 5, window=4)
-    rows = Rows("x", write(tmp_path / "live", units, done=0), SEQ_LEN, 5, window=4)
+    whole = TokenSequences("x", write(tmp_path / "whole", units), SEQ_LEN, 5, window=4)
+    rows = TokenSequences("x", write(tmp_path / "live", units, done=0), SEQ_LEN, 5, window=4)
     done: list[int] = []
     told: list[str] = []
 
@@ -213,13 +218,13 @@ def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
 def test_what_a_stream_turns_out_to_be(epochs: float | None, seq_len: int, words: str, tmp_path: Path) -> None:
     """What is checked beforehand, of data that are complete."""
     units = [counting(50), counting(50, start=50)]
-    rows = Rows("x", write(tmp_path / "c", units, done=1), seq_len, 5, window=2, epochs=epochs)
+    rows = TokenSequences("x", write(tmp_path / "c", units, done=1), seq_len, 5, window=2, epochs=epochs)
     finish(tmp_path / "c", [publish(tmp_path / "c", number, unit) for number, unit in enumerate(units)])
     with pytest.raises(RunError, match=words):
         rows.at(np.array([31]), lambda line: None)
 
 
 def test_rows_that_are_not_there_are_refused_without_anyone_to_wait(tmp_path: Path) -> None:
-    rows = Rows("x", write(tmp_path / "c", [counting(50), counting(50)], done=1), SEQ_LEN, 5, window=2)
+    rows = TokenSequences("x", write(tmp_path / "c", [counting(50), counting(50)], done=1), SEQ_LEN, 5, window=2)
     with pytest.raises(ConfigError, match="1 of 2 units, 50 tokens, are there; wait"):
         rows.at(np.array([16]))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.dataset.folders import counting, write
 from titan.dataset import remote
-from titan.dataset.corpora import mixed, opened, ready
+from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import Dataset, Prepared, Synthetic, Text
 from titan.dataset.shards import open_corpus
@@ -38,7 +38,7 @@ def dataset(there: Path, **more: object) -> Prepared:
 
 
 def test_files_come_when_they_are_read(there: Path) -> None:
-    (folder,) = ready(dataset(there)).values()
+    (folder,) = prepare_corpora(dataset(there)).values()
     corpus = open_corpus(folder)
     assert shards_here(Path(folder)) == []
     assert corpus.train.read(49_990, 20).tolist() == [i % 2**16 for i in range(49_990, 50_010)]
@@ -51,7 +51,8 @@ def test_files_come_when_they_are_read(there: Path) -> None:
 def test_the_rows_are_those_of_the_folder_itself(there: Path) -> None:
     training = Training(seq_len=64, global_batch=640)
     near, far = (
-        mixed(data, training, opened(ready(data))) for data in (Prepared(path=str(there)), dataset(there, block=20))
+        build_mixture(data, training, open_corpora(prepare_corpora(data)))
+        for data in (Prepared(path=str(there)), dataset(there, block=20))
     )
     assert near.sources[0].corpus.digest == far.sources[0].corpus.digest
     numbers = np.arange(50)
@@ -62,7 +63,7 @@ def test_the_rows_are_those_of_the_folder_itself(there: Path) -> None:
 
 def test_the_cache_keeps_what_it_may(there: Path) -> None:
     """250 kB: two shards, of which the one that came first goes when the next one comes."""
-    (folder,) = ready(dataset(there, keep_gib=250e3 / 2**30)).values()
+    (folder,) = prepare_corpora(dataset(there, keep_gib=250e3 / 2**30)).values()
     corpus = open_corpus(folder)
     for number, token in enumerate((5, 50_005, 100_005, 150_005)):
         assert corpus.train.read(token, 1) == [token % 2**16]
@@ -74,7 +75,7 @@ def test_the_cache_keeps_what_it_may(there: Path) -> None:
 
 
 def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> None:
-    (folder,) = ready(dataset(there)).values()
+    (folder,) = prepare_corpora(dataset(there)).values()
     (there / "train-00002.tokens").unlink()
     with pytest.raises(
         RunError, match=r"there/train-00002.tokens: can't be fetched \(.*\); mend the connection"
@@ -93,7 +94,7 @@ def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> N
 )
 def test_an_address_without_data_is_refused(url: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words) as refusal:
-        ready(Prepared(path=url, cache=str(tmp_path)))
+        prepare_corpora(Prepared(path=url, cache=str(tmp_path)))
     assert f"dataset.path={url}" in str(refusal.value)
 
 
@@ -113,7 +114,7 @@ def test_what_was_prepared_is_read_elsewhere(kind: str, tmp_path: Path) -> None:
     folder = prepare(data)
     shutil.move(folder, tmp_path / "bucket")
     far = Prepared(path=f"file://{tmp_path}/bucket", cache=str(tmp_path / "other"))
-    corpus = opened(ready(far))["data"]
+    corpus = open_corpora(prepare_corpora(far))["data"]
     assert corpus.train.read(0, 100).tolist() == open_corpus(tmp_path / "bucket").train.read(0, 100).tolist()
     if kind != "tokens":
         shutil.rmtree(tmp_path / "bucket")
@@ -121,24 +122,24 @@ def test_what_was_prepared_is_read_elsewhere(kind: str, tmp_path: Path) -> None:
 
 
 def test_another_corpus_at_the_same_place_is_another_one(there: Path) -> None:
-    first = opened(ready(dataset(there)))["data"]
+    first = open_corpora(prepare_corpora(dataset(there)))["data"]
     assert first.train.read(5, 1) == [5]
     shutil.rmtree(there)
     write(there, [counting(1000, start=7)], vocab_size=2**16, digest="e")
-    second = opened(ready(dataset(there)))["data"]
+    second = open_corpora(prepare_corpora(dataset(there)))["data"]
     assert (second.digest, second.train.read(5, 1)) == ("e", [12])
     assert second.folder != first.folder
 
 
 def test_a_file_that_was_cut_here_is_fetched_again(there: Path) -> None:
-    (folder,) = ready(dataset(there)).values()
+    (folder,) = prepare_corpora(dataset(there)).values()
     open_corpus(folder).train.read(5, 1)
     os.truncate(Path(folder) / "train-00000.tokens", 40)
     assert open_corpus(folder).train.read(40_000, 1) == [40_000]
 
 
 def test_what_was_removed_to_make_room_is_closed(there: Path) -> None:
-    (folder,) = ready(dataset(there, keep_gib=120e3 / 2**30)).values()
+    (folder,) = prepare_corpora(dataset(there, keep_gib=120e3 / 2**30)).values()
     corpus = open_corpus(folder)
     for token in (5, 50_005, 100_005, 150_005):
         corpus.train.read(token, 1)
@@ -147,14 +148,14 @@ def test_what_was_removed_to_make_room_is_closed(there: Path) -> None:
 
 
 def test_another_machine_begins_with_nothing(there: Path) -> None:
-    folders = ready(dataset(there))
+    folders = prepare_corpora(dataset(there))
     for folder in folders.values():
         shutil.rmtree(folder)
-    assert opened(folders, dataset(there))["data"].train.read(5, 1) == [5]
+    assert open_corpora(folders, dataset(there))["data"].train.read(5, 1) == [5]
 
 
 def test_errors_of_a_protocols_own_kind_are_a_sentence(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder,) = ready(dataset(there)).values()
+    (folder,) = prepare_corpora(dataset(there)).values()
 
     class NoCredentialsError(Exception):
         pass
@@ -179,7 +180,7 @@ def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no prepared data there"):
-        ready(Prepared(path=str(tmp_path)))
+        prepare_corpora(Prepared(path=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", ["../../../victim", "/victim", "..", "a::b"])
@@ -190,13 +191,13 @@ def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, 
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"tokenizer": {**content["tokenizer"], "file": name}}))
     with pytest.raises(ConfigError, match=r"dataset.path=\S+: no prepared data can be read there .*no file of its own"):
-        ready(dataset(there))
+        prepare_corpora(dataset(there))
     assert victim.read_text() == "precious"
 
 
 @pytest.mark.parametrize("text", ["null", "{}", '{"url": 1, "keep_gib": null}', '{"url": "x", "keep_gib": "y"}', "["])
 def test_a_damaged_note_of_where_shards_come_from_is_told(text: str, there: Path) -> None:
-    (folder,) = ready(dataset(there)).values()
+    (folder,) = prepare_corpora(dataset(there)).values()
     (Path(folder) / remote.ORIGIN).write_text(text)
     with pytest.raises(RunError, match=r"origin.json: is damaged \(.*\); remove its folder, and resume"):
         open_corpus(folder).train.read(0, 1)

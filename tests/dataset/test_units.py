@@ -73,7 +73,7 @@ def test_stale_claims(tmp_path: Path, owner: dict[str, object], seconds: float, 
         owner = owner | {"pid": dead()}
     claim = claimed(tmp_path / "unit-00000.claim", **owner)
     age(claim, seconds)
-    assert leases.stale(claim) is stale
+    assert leases.is_stale(claim) is stale
     assert leases.acquire(claim) is stale
     assert (json.loads(claim.read_text())["pid"] == os.getpid()) or not stale
     assert [f.name for f in tmp_path.iterdir()] == ["unit-00000.claim"]
@@ -125,9 +125,9 @@ def test_a_receipt_of_other_types_is_none(values: dict[str, object], read: bool,
 def test_touching_keeps_a_claim(tmp_path: Path) -> None:
     claim = claimed(tmp_path / "x.claim", machine="another")
     age(claim, 601)
-    leases.touch(claim)
-    assert not leases.stale(claim)
-    leases.touch(tmp_path / "gone")
+    leases.refresh(claim)
+    assert not leases.is_stale(claim)
+    leases.refresh(tmp_path / "gone")
 
 
 def test_sweeping_takes_what_the_dead_left(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_sweeping_takes_what_the_dead_left(tmp_path: Path) -> None:
         age(tmp_path / name, seconds)
     (tmp_path / f".plan.json.{me}.{gone}.abcd").touch()
     claimed(tmp_path / "unit-00000.claim", pid=gone)
-    leases.sweep(tmp_path)
+    leases.remove_leftovers(tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == [
         ".hashes",
         f".unit-00002.{me}.{os.getpid()}.abcd",

@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tests.ranks import run_ranks
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training.build import assemble
+from titan.training.build import build
 
 
 @dataclass
@@ -139,7 +139,7 @@ def traced(run: Run, rank: int = 0, device: str = "cpu") -> dict[str, Peak]:
 
 def _traced(_: int, __: int, run: Run, rank: int, device: str) -> dict[str, Peak]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    engine = assemble(run, dataclasses.replace(_world(run, rank), memory=lambda: fake))
+    engine = build(run, dataclasses.replace(_world(run, rank), memory=lambda: fake))
     shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
     live, peaks = Live(), {}
     with ExitStack() as stack:
@@ -164,7 +164,7 @@ def _traced(_: int, __: int, run: Run, rank: int, device: str) -> dict[str, Peak
 
 def _world(run: Run, rank: int) -> mesh.World:
     size = run.layout.devices
-    place, device = Place(rank, size, rank % 8, ""), torch.device("cpu")
+    place, device = RankInfo(rank, size, rank % 8, ""), torch.device("cpu")
     if size == 1:
         return mesh.World(place, run.layout, device)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.generation.test_decode import continued, prompts, tiny, tokens
 from tests.model.test_parity import SMALL
 from tests.ranks import run_ranks
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.generation.decode import Decoding, Row, Rules
 from titan.model import init_weights
 from titan.model.schema import Decoder, Llama, Qwen3
@@ -25,7 +25,7 @@ from titan.training import build as assemble
 from titan.weights.load import load_weights
 
 CPU = torch.device("cpu")
-ALONE = World(Place(), Layout(), CPU)
+ALONE = World(RankInfo(), Layout(), CPU)
 FP32, BF16 = Precision("fp32"), Precision("bf16")
 
 
@@ -56,7 +56,7 @@ def weights_of(model: Any) -> InMemory:
 
 
 def made(weights: InMemory, precision: Precision, world: World) -> Any:
-    model = assemble.for_generation(weights.model, precision, world)
+    model = assemble.build_for_generation(weights.model, precision, world)
     load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1)
     return model
 
@@ -83,7 +83,7 @@ def test_in_fp32_it_is_the_same_model() -> None:
 
 def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperature: float) -> Any:
     layout = Layout(tensor=size)
-    world = mesh.lay_out(Place(rank, size, rank), layout, CPU)
+    world = mesh.lay_out(RankInfo(rank, size, rank), layout, CPU)
     model = made(weights, precision, world)
     rows = [Row(prompt, sample) for prompt in prompts() for sample in range(2)]
     rules = Rules(temperature=temperature, max_tokens=40)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import run_rank
 from titan.errors import ConfigError, RunError
 
@@ -87,7 +87,7 @@ ACTIONS: dict[str, Callable[[Path, int], int]] = {
 }
 
 
-def act(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:
+def act(payload: Any, place: RankInfo, tell: Callable[[BaseException], int]) -> int:
     folder, words = payload
     if words[place.rank] == "tells":
         return tells(Path(folder), place.rank, tell)

@@ -72,7 +72,7 @@ def test_what_is_the_same_is_found_out_once(launched: Callable[..., Any], monkey
     def look(loader: Any, config: Any, overrides: Sequence[Sequence[str]]) -> int:
         for name, (owner, method) in zip(asked, counted, strict=True):
             monkeypatch.setattr(owner, method, counting(name, getattr(owner, method)))
-        return len(trials.choose(loader, config, overrides, 0, False))
+        return len(trials.expand_trials(loader, config, overrides, 0, False))
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +103,7 @@ def test_composing_tells_how_far_it_is(
     for name, value in (("LOOK_SECONDS", 0.0), ("SAY_SECONDS", 0.0), ("MANY", many)):
         monkeypatch.setattr(trials, name, value)
     monkeypatch.setattr(trials.sys.stderr, "isatty", lambda: terminal)
-    launched(lambda *given: trials.choose(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
+    launched(lambda *given: trials.expand_trials(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
     said = capsys.readouterr().err
     assert said.count("of 3 points are composed and checked") == lines
     assert said.endswith("\r\x1b[K") or not terminal

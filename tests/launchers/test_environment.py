@@ -15,7 +15,7 @@ from titan import generate
 from titan import train as training
 from titan.bench import command
 from titan.cluster.environment import ALLOCATOR, before_torch
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 
 GROWS = "expandable_segments:True"
 
@@ -57,8 +57,8 @@ def _help(main: Callable[[list[str]], int]) -> Callable[[Path, pytest.MonkeyPatc
 
 
 def _follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.place, "found", lambda env: Place(1, 2))
-    monkeypatch.setattr("launchers.start.follow", lambda place: 0)
+    monkeypatch.setattr(training.place, "found", lambda env: RankInfo(1, 2))
+    monkeypatch.setattr("launchers.start.run_worker", lambda place: 0)
     assert training.main([]) == 0
 
 

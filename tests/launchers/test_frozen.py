@@ -82,7 +82,7 @@ def test_what_other_code_left_is_refused(
 def test_a_grid_that_goes_on_writes_its_points_anew(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run")
     (tmp_path / "a.pickle").write_bytes(b"of older code")
-    file = trials.freeze(trials.Chosen("a", (), run), tmp_path)
+    file = trials.pickle_run(trials.Trial("a", (), run), tmp_path)
     assert file == tmp_path / "a.pickle" and frozen.read(file) == run
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from launchers.slurm.lanes import Lanes
-from titan.sweep.ledger import Point, State
+from titan.sweep.ledger import State, TrialState
 
 
-def point(jobs: str, lane: int | None, state: State = "running") -> Point:
-    return Point(jobs, "", (), state, jobs=tuple(jobs.split()), lane=lane)
+def point(jobs: str, lane: int | None, state: State = "running") -> TrialState:
+    return TrialState(jobs, "", (), state, jobs=tuple(jobs.split()), lane=lane)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ def point(jobs: str, lane: int | None, state: State = "running") -> Point:
         pytest.param(1, [point("1", 0, "failed"), point("", None, "planned")], [None, "x0"], id="ended"),
     ],
 )
-def test_what_comes_after_what(count: int, there: list[Point], expected: list[str | None]) -> None:
+def test_what_comes_after_what(count: int, there: list[TrialState], expected: list[str | None]) -> None:
     lanes, found = Lanes(count, there), []
     for number in range(len(expected)):
         lane, after = lanes.take()

@@ -14,16 +14,16 @@ from launchers.slurm import snapshot
 from launchers.slurm import state as standing
 from launchers.slurm.queue import Job
 from launchers.slurm.state import adopt, reconciled
-from launchers.trials import Chosen
+from launchers.trials import Trial
 from titan import status
 from titan.run import identity
 from titan.run.compose import composed
 from titan.run.result import is_locked
 from titan.sweep import job_exit, ledger
-from titan.sweep.ledger import Asked, Point
+from titan.sweep.ledger import SweepSpec, TrialState
 
 
-def noted(root: Path, *events: dict[str, Any]) -> Point:
+def noted(root: Path, *events: dict[str, Any]) -> TrialState:
     """The only point of a sweep with these events."""
     ledger.add(
         root, {"event": "point", "id": "a", "directory": "p", "overrides": ["x=1"], "steps": 3, "devices": 2}, *events
@@ -156,7 +156,7 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_comes_back(tmp_path: Path) -> None:
-    asked = Asked("why?", {"optimizer.lr": ("0.1", "0.2")}, {"optimizer.lr": "0.1"}, 0.05, 3.0)
+    asked = SweepSpec("why?", {"optimizer.lr": ("0.1", "0.2")}, {"optimizer.lr": "0.1"}, 0.05, 3.0)
     ledger.write_asked(tmp_path, asked)
     assert ledger.asked(tmp_path) == asked
 
@@ -217,10 +217,10 @@ def test_a_point_is_found_again_on_other_machines(
     for count in counts:
         run = composed([*NODES, f"cluster.nodes={count}", f"hydra.run.dir={tmp_path}/{count}"], elsewhere=True)
         given = [f"cluster.nodes={count}"] if len(counts) > 1 else []
-        chosen.append(Chosen(grid.known(run, given, ledger.noted(tmp_path)), (), run))
+        chosen.append(Trial(grid.known(run, given, ledger.noted(tmp_path)), (), run))
         if before == ["older"]:
             ledger.add(tmp_path, {k: v for k, v in grid._event(chosen[-1], tmp_path).items() if k != "asked"})
-        grid.enter(tmp_path, chosen, Asked())
+        grid.register_trials(tmp_path, chosen, SweepSpec())
     run = composed([*NODES, *after], elsewhere=True)
     ids = [point.id for point in ledger.noted(tmp_path)]
     name = grid.known(run, varied, ledger.noted(tmp_path))

@@ -15,7 +15,7 @@ import pytest
 from launchers import start
 from launchers.slurm import job
 from tests.launchers.waiting import waited
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.sweep import job_exit
 
@@ -44,7 +44,7 @@ def test_rank_0_writes_into_the_file_that_is_there(before: str | None, tmp_path:
     told: list[tuple[str, str]] = []
     waiting = threading.Thread(target=lambda: told.append(start._told(file)))
     waiting.start()
-    store = start._meet_at(file, Place(0, 2))
+    store = start._meet_at(file, RankInfo(0, 2))
     waiting.join(10)
     assert told == [(store.host, str(store.port))]
     assert inode in (None, file.stat().st_ino)
@@ -78,7 +78,7 @@ def test_rank_0_may_have_a_connection_of_each_rank(
 
 def new(life: Path, rank: int, text: str) -> None:
     os.environ["SLURM_NODEID"] = str(rank // 2)
-    job._leave(life, rank, text, 1)
+    job._write_error(life, rank, text, 1)
 
 
 def old(life: Path, rank: int, text: str) -> None:
@@ -95,7 +95,7 @@ def test_errors_are_found_where_ranks_leave_them(
         leave(tmp_path / "7.1", rank, f"ValueError: {rank}")
     assert job_exit.error(tmp_path, "7.1") == "rank 2: ValueError: 2"
     assert job_exit.error(tmp_path, "7.0") is None
-    assert job_exit.newest(tmp_path, "7") == "7.1"
+    assert job_exit.latest_attempt(tmp_path, "7") == "7.1"
     if leave is new:
         assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for a life"
         assert sorted(f.name for f in (tmp_path / "7.1").iterdir()) == ["1", "5"], "one folder for a node in it"

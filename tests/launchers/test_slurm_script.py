@@ -22,7 +22,7 @@ from titan.errors import EXIT_REQUEUE, ConfigError
 from titan.run.compose import composed
 from titan.run.run import Run
 from titan.sweep import job_exit
-from titan.training.signals import Stop
+from titan.training.signals import StopSignals
 
 
 def job(*overrides: str) -> Run:
@@ -160,7 +160,7 @@ def test_the_signal_before_preemption_is_one_for_sbatch_script_and_ranks(
     assert f"case $code in {code}) code={EXIT_REQUEUE}" in script
     assert script.rindex(f"export {PREEMPT}={name}\n") > script.rfind("export SUBMITIT_PREEMPT_SIGNAL=USR1\n") - 1
     monkeypatch.setenv(PREEMPT, name)
-    with Stop(scheduled=True) as stop:
+    with StopSignals(scheduled=True) as stop:
         signal.raise_signal(signal.Signals[f"SIG{name}"])
         assert stop.asked and stop.again
 
@@ -238,7 +238,7 @@ def test_how_a_job_s_end_is_judged(
     done = ran(tmp_path / "with space", job("cluster.requeues=3"), ranks, state, restarts)
     assert (done["code"], done["again"]) == (code, again)
     assert (tmp_path / "requeued").exists() == again
-    end = job_exit.last(tmp_path / "with space", "9")
+    end = job_exit.last_exit(tmp_path / "with space", "9")
     assert end is not None and end.stopped == (code in (EXIT_REQUEUE, 130))
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.machines import detector
 from tests.runs import tiny
 from titan.cluster import devices
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
@@ -28,7 +28,7 @@ from titan.model.layers import CausalAttention, attend, document_mask
 from titan.model.schema import Llama
 from titan.parallelism import mesh
 from titan.run.compose import composed
-from titan.training.build import assemble
+from titan.training.build import build as assemble
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 EXACT = 1e-5  # law 3
@@ -241,7 +241,7 @@ def test_no_kernel_that_can_is_said() -> None:
 )
 def test_the_kernel_is_said(overrides: list[str], line: str, tmp_path: Path) -> None:
     run = tiny(tmp_path, *overrides)
-    assert line in assemble(run, mesh.connect(Place(), run.layout, "cpu", 30)).notes
+    assert line in assemble(run, mesh.connect(RankInfo(), run.layout, "cpu", 30)).notes
 
 
 RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_documents=true"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.pipeline.runtime import Plan, link
 from titan.parallelism.schema import Layout
@@ -76,7 +76,7 @@ def store_traffic(size: int) -> tuple[int, int]:
 
 def now(layout: Layout, rank: int) -> None:
     """Make the groups as titan does."""
-    world = mesh.lay_out(Place(rank, layout.devices, rank % 8), layout, torch.device("cpu"))
+    world = mesh.lay_out(RankInfo(rank, layout.devices, rank % 8), layout, torch.device("cpu"))
     group = world.group("pipeline")
     if group is not None:
         owners = tuple(range(layout.pipeline)) * 2

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.model import init_weights
 from titan.model.schema import Llama
 from titan.parallelism import data, mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.parallelism.schema import Layout
-from titan.training.train_step import Accumulate, Engine, Stage
+from titan.training.train_step import GradAccumulation, Stage, TrainStep
 
 CONFIG = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32)
 TIED = Llama(dim=16, layers=2, heads=2, kv_heads=1, ffn=24, vocab=32, tied=True)
@@ -30,7 +30,7 @@ def batch(count: int) -> tuple[Tensor, Tensor]:
     return tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
 
 
-def build(config: Llama, wrap: str) -> Engine:
+def build(config: Llama, wrap: str) -> TrainStep:
     """The model of `config`, under the data parallelism `wrap` of all ranks: none, ddp, hsdp, fsdp, or fsdp that keeps
     whole gradients, or weights."""
     with torch.device("meta"):
@@ -46,9 +46,9 @@ def build(config: Llama, wrap: str) -> Engine:
         wrapped = data.replicate(
             stage, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
         )
-    world = mesh.World(Place(), Layout(), torch.device("cpu"))
-    return Engine(
-        (stage,), Accumulate(stage, wrapped, wrap == "fsdp-whole"), torch.optim.SGD(model.parameters()), world
+    world = mesh.World(RankInfo(), Layout(), torch.device("cpu"))
+    return TrainStep(
+        (stage,), GradAccumulation(stage, wrapped, wrap == "fsdp-whole"), torch.optim.SGD(model.parameters()), world
     )
 
 
@@ -109,7 +109,7 @@ def test_part_undoes_what_an_evaluation_gathered(config: Llama) -> None:
 )
 def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) -> None:
     def joined(rank: int, size: int) -> Any:
-        world = mesh.connect(Place(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 30)
+        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 30)
         try:
             ones = world.sum(torch.ones(2))
             return world.share.rank, world.share.ranks, world.speaks, ones.tolist(), world.gather(rank * 2)
@@ -123,7 +123,7 @@ def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) ->
 
 
 def test_one_rank_needs_nobody() -> None:
-    world = mesh.connect(Place(), Layout(), "cpu", 30)
+    world = mesh.connect(RankInfo(), Layout(), "cpu", 30)
     assert (world.mesh, world.share.rank, world.share.ranks, world.speaks) == (None, 0, 1, True)
     assert world.gather("a") == ["a"]
     assert world.sum(torch.tensor(3.0)) == 3

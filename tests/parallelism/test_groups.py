@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.parallelism.groups import LAYOUTS, count, now, store_traffic
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism import mesh
 from titan.parallelism.pipeline.runtime import Pipeline, Plan, link, linked, neighbours
@@ -73,7 +73,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
     at = [layout.coordinates(rank) for rank in range(layout.devices)]
     for rank in range(layout.devices):
         fake(rank, layout.devices)
-        world = mesh.lay_out(Place(rank, layout.devices, rank), layout, CPU)
+        world = mesh.lay_out(RankInfo(rank, layout.devices, rank), layout, CPU)
 
         def along(*names: str, here: dict[str, int] = at[rank]) -> list[int]:
             fixed = here.keys() - set(names)
@@ -241,7 +241,7 @@ def test_every_group_has_the_runs_timeout(tmp_path: Path) -> None:
     layout = Layout(pipeline=2, shard=2, tensor=2)
 
     def joined(rank: int, size: int) -> tuple[list[float], list[float]]:
-        world = mesh.connect(Place(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 77, aside=True)
+        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 77, aside=True)
         group = world.group("pipeline")
         assert group is not None
         link(plan("GPipe", (0, 1)), group, world.timeout)

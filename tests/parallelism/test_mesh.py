@@ -8,7 +8,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.runs import tiny, train
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.schema import Layout
 
@@ -16,7 +16,7 @@ from titan.parallelism.schema import Layout
 @pytest.mark.parametrize("aside", [False, True])
 def test_a_group_beside_trainings_is_made_where_it_is_asked_for(aside: bool, tmp_path: Path) -> None:
     def joined(rank: int, size: int) -> bool:
-        place = Place(rank, size, rank, f"file://{tmp_path}/meeting")
+        place = RankInfo(rank, size, rank, f"file://{tmp_path}/meeting")
         world = mesh.connect(place, Layout(replicate=2), "cpu", 30, aside=aside)
         try:
             return world.aside is not None

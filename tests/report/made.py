@@ -20,7 +20,7 @@ from titan.run import identity
 from titan.run.compose import composed
 from titan.run.run import Run, as_config
 from titan.sweep import ledger
-from titan.sweep.ledger import Asked
+from titan.sweep.ledger import SweepSpec
 from titan.training.lr_schedule import lr_factor
 
 BEGAN = 1_760_000_000
@@ -143,7 +143,7 @@ def _give_up(directory: Path, bad: int) -> None:
     (directory / "log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {said}\n")
 
 
-def swept(directory: Path, asked: Asked, points: Mapping[str, tuple[str, ...]], *events: Mapping[str, Any]) -> None:
+def swept(directory: Path, asked: SweepSpec, points: Mapping[str, tuple[str, ...]], *events: Mapping[str, Any]) -> None:
     """Make a directory a sweep's.
 
     Args:

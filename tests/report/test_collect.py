@@ -15,7 +15,7 @@ from tests.report.made import BEGAN, Life, Story, made, read_lines, swept, write
 from titan.errors import ConfigError
 from titan.report import columns
 from titan.report.collect import collect
-from titan.sweep.ledger import Asked
+from titan.sweep.ledger import SweepSpec
 
 HALF = Story(lives=(Life(0, 20),))
 
@@ -118,7 +118,7 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
         {"event": "sent", "jobs": {"q": ["7_1"]}},
         {"event": "unsent", "points": ["f"], "reason": "no such partition"},
     ]
-    swept(tmp_path, Asked(question="?"), {n: (f"parallelism={layout}",) for n, layout in layouts.items()}, *events)
+    swept(tmp_path, SweepSpec(question="?"), {n: (f"parallelism={layout}",) for n, layout in layouts.items()}, *events)
     found = collect([tmp_path])
     assert [(r.directory.name, r.state, r.reason) for r in found.runs] == [
         ("a", "finished", None),
@@ -129,11 +129,11 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
         ("parallelism=cp", "planned", "has not been started"),
         ("parallelism=ddp", "failed", "no such partition"),
     ]
-    assert found.sweeps == ((tmp_path, Asked(question="?")),)
+    assert found.sweeps == ((tmp_path, SweepSpec(question="?")),)
 
 
 def test_a_sweep_of_which_nothing_has_begun_is_no_mistake(tmp_path: Path) -> None:
-    swept(tmp_path, Asked(), {"p": ("x=1",)})
+    swept(tmp_path, SweepSpec(), {"p": ("x=1",)})
     assert len(collect([tmp_path]).failed) == 1
 
 

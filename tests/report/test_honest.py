@@ -18,7 +18,7 @@ from titan.report.comparison import Options, compare
 from titan.report.findings import Arm
 from titan.report.render import sentences, svg, table
 from titan.sweep import job_exit
-from titan.sweep.ledger import Asked
+from titan.sweep.ledger import SweepSpec
 
 S = Story()
 SINGLE, FSDP = "parallelism=single", "parallelism=fsdp"
@@ -168,7 +168,7 @@ def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: P
 
 
 def test_points_that_have_not_begun_are_no_failures(tmp_path: Path) -> None:
-    swept(tmp_path, Asked("?"), {"a": ("optimizer.lr=1000000000.0",), "b": ("optimizer.lr=0.1",)})
+    swept(tmp_path, SweepSpec("?"), {"a": ("optimizer.lr=1000000000.0",), "b": ("optimizer.lr=0.1",)})
     found = compare([tmp_path])
     assert sentences.lead(found) == ["No run has figures.", "2 trials without figures yet."]
     assert found.failed[0].label == "optimizer.lr=1e9"
@@ -190,7 +190,7 @@ def test_an_execution_setting_that_an_older_titan_lacked_splits_no_arm(tmp_path:
 
 
 def test_a_sweeps_baseline_that_fits_several_arms_is_said(tmp_path: Path) -> None:
-    asked = Asked(baseline={"parallelism": "single"})
+    asked = SweepSpec(baseline={"parallelism": "single"})
     for name, rate in (("a", "1e-3"), ("b", "3e-3")):
         made(tmp_path / name, S, SINGLE, f"optimizer.lr={rate}")
     swept(tmp_path, asked, {"a": (SINGLE, "optimizer.lr=1e-3"), "b": (SINGLE, "optimizer.lr=3e-3")})
@@ -249,4 +249,4 @@ def test_values_in_short(value: Any, text: str) -> None:
     ],
 )
 def test_reasons_begin_with_no_time(line: str, text: str) -> None:
-    assert job_exit.untimed(line) == text
+    assert job_exit.strip_timestamp(line) == text

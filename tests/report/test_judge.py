@@ -10,7 +10,7 @@ import pytest
 from tests.report.made import H200, Life, Story, made, swept
 from titan.errors import ConfigError
 from titan.report.comparison import Options, compare
-from titan.sweep.ledger import Asked
+from titan.sweep.ledger import SweepSpec
 
 S = Story()
 SINGLE, FSDP = "parallelism=single", "parallelism=fsdp"
@@ -110,7 +110,7 @@ def test_how_many_seeds_the_margin_takes_is_told(tmp_path: Path) -> None:
 def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> None:
     made(tmp_path / "a", S, SINGLE)
     made(tmp_path / "b", S, FSDP)
-    asked = Asked("which layout?", {"parallelism": ("single", "fsdp")}, {"parallelism": "fsdp"}, 0.5, 3.2)
+    asked = SweepSpec("which layout?", {"parallelism": ("single", "fsdp")}, {"parallelism": "fsdp"}, 0.5, 3.2)
     swept(tmp_path, asked, {"a": (SINGLE,), "b": (FSDP,), "c": ("parallelism=tp",)})
     found = compare([tmp_path])
     assert (found.title, found.question, found.margin, found.target) == (tmp_path.name, "which layout?", 0.5, 3.2)
@@ -122,21 +122,21 @@ def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> No
 
 def test_a_sweeps_baseline_without_figures_is_replaced_and_that_is_said(tmp_path: Path) -> None:
     made(tmp_path / "a", S, SINGLE)
-    swept(tmp_path, Asked(baseline={"parallelism": "tp"}), {"a": (SINGLE,), "b": ("parallelism=tp",)})
+    swept(tmp_path, SweepSpec(baseline={"parallelism": "tp"}), {"a": (SINGLE,), "b": ("parallelism=tp",)})
     assert any("the sweep's baseline (parallelism=tp) has no figures" in note for note in compare([tmp_path]).notes)
 
 
 def test_of_several_sweeps_none_asks(tmp_path: Path) -> None:
     for name in ("one", "two"):
         made(tmp_path / name / "a", S, SINGLE)
-        swept(tmp_path / name, Asked("?", margin=0.5), {"a": (SINGLE,)})
+        swept(tmp_path / name, SweepSpec("?", margin=0.5), {"a": (SINGLE,)})
     found = compare([tmp_path / "one", tmp_path / "two"])
     assert (found.question, found.margin, len(found.arms), len(found.arms[0].runs)) == (None, 0.02, 1, 2)
     assert any("several sweeps" in note for note in found.notes)
 
 
 def test_failures_only(tmp_path: Path) -> None:
-    swept(tmp_path, Asked(), {"a": ("x=1",)}, {"event": "ended", "id": "a", "code": 2, "reason": "refused"})
+    swept(tmp_path, SweepSpec(), {"a": ("x=1",)}, {"event": "ended", "id": "a", "code": 2, "reason": "refused"})
     found = compare([tmp_path])
     assert (found.arms, found.failed[0].reason) == ((), "refused")
 

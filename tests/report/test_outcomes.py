@@ -16,7 +16,7 @@ from titan.report.findings import Arm, Comparison, Outcomes
 from titan.report.render import sentences, table
 from titan.report.render.table_data import answer, columns
 from titan.report.render.varied import settings
-from titan.sweep.ledger import Asked
+from titan.sweep.ledger import SweepSpec
 
 S = Story()
 WD = "optimizer.weight_decay=0.2"
@@ -127,7 +127,7 @@ def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> N
     for seed in range(2):
         made(tmp_path / f"a{seed}", replace(S, seed=seed), WD)
     points = {f"a{seed}": (WD, f"training.seed={seed}") for seed in range(4)}
-    swept(tmp_path, Asked(), points, {"event": "ended", "id": "a3", "code": 1, "reason": "no node was free"})
+    swept(tmp_path, SweepSpec(), points, {"event": "ended", "id": "a3", "code": 1, "reason": "no node was free"})
     found = compare([tmp_path])
     assert found.arms[0].outcomes == Outcomes(ended=2, failed=1, waiting=1)
     assert any(

@@ -21,7 +21,7 @@ from tests.runs import TINY, learned, tiny, train
 from tests.slurm.cluster import Slurm
 from titan.metrics.plot import read_lines
 from titan.sweep import ledger
-from titan.sweep.ledger import Point
+from titan.sweep.ledger import TrialState
 
 LAUNCH = ["hydra/launcher=slurm", "hydra.launcher.poll_seconds=0.5", "metrics.sample_tokens=0"]
 HARM = ["modules=[tests]", "optimizer._target_=tests.slurm.faults.Harmful"]
@@ -38,13 +38,13 @@ def titan(folder: Path, *arguments: str, module: str = "titan.train", env: dict[
     return done.returncode, done.stdout, done.stderr
 
 
-def points(folder: Path, name: str) -> dict[str, Point]:
+def points(folder: Path, name: str) -> dict[str, TrialState]:
     sweep = standing(folder / "runs" / name)
     assert sweep is not None
     return {" ".join(point.overrides): point for point in sweep.points}
 
 
-def one(folder: Path, name: str) -> Point:
+def one(folder: Path, name: str) -> TrialState:
     (point,) = points(folder, name).values()
     return point
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from titan.compile.schema import Compile
 from titan.dataset.loader import Loader, Shape
-from titan.dataset.mixture import Mix
+from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.model import init_weights, loss
 from titan.parallelism.data_shard import DataShard
@@ -26,7 +26,9 @@ class BareLoop:
     Fused optimizer, torch's own clipping and compiling, rows preloaded on the device, no reading of results in between.
     """
 
-    def __init__(self, run: Run, mix: Mix, device: torch.device, preloaded: int = 8, autocast: bool = False) -> None:
+    def __init__(
+        self, run: Run, mix: RowMixture, device: torch.device, preloaded: int = 8, autocast: bool = False
+    ) -> None:
         """Build the loop.
 
         Args:
@@ -76,7 +78,7 @@ class BareLoop:
             self.step += 1
 
 
-def _preload(run: Run, mix: Mix, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
+def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> list[tuple[Tensor, Tensor]]:
     shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
     with Loader(mix, run.training, DataShard(0, 1), shape) as loader:
         batches = [torch.from_numpy(next(loader).fields[:2]).to(device).long() for _ in range(count)]

@@ -259,11 +259,11 @@ def _ceilings(run: Run) -> dict[str, float]:
 
 def _loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
     """Tokens/s through the loader, against the fastest training above."""
-    from titan.dataset.corpora import mixed, opened, ready
+    from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
     from titan.dataset.loader import Loader, Shape
     from titan.parallelism.data_shard import DataShard
 
-    mix = mixed(run.dataset, run.training, opened(ready(run.dataset)))
+    mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
     steps = max(20, 2_000_000 // run.training.global_batch)
     shape = Shape(run.microbatches, run.microbatch_rows, run.training.seq_len)
     with Loader(mix, run.training, DataShard(0, 1), shape) as loader:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from titan.bench.bare_loop import seconds
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.generation.decode import Decoding, Row, Rules
 from titan.model import init_weights
 from titan.parallelism import mesh
 from titan.run.run import Run
 from titan.training import build
-from titan.training.sample import continuation
+from titan.training.sample import sample_continuation
 
 PROMPT = 16
 """Tokens of each prompt."""
@@ -39,8 +39,8 @@ def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> l
     Returns:
         For each length the median tokens/s, and the ratio of the first two round by round.
     """
-    world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
-    model = build.for_generation(run.model, run.precision, world)
+    world = mesh.connect(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
+    model = build.build_for_generation(run.model, run.precision, world)
     init_weights.materialise(model, model.initial(), 0, world.device)
     together = f"{ROWS} rows together"
     print(f"\n{'new tokens':>10} {'anew, tokens/s':>15} {'cache, tokens/s':>16} {'ratio':>6} {together:>18}")
@@ -75,4 +75,4 @@ def _anew(model: Any, device: torch.device, length: int) -> None:
         row = torch.tensor([tokens], device=device)
         return model.head(model(row))[0, -1].float()  # type: ignore[no-any-return]
 
-    continuation(logits, list(range(PROMPT)), length, window=PROMPT + length, vocab=model.config.vocab, seed=0)
+    sample_continuation(logits, list(range(PROMPT)), length, window=PROMPT + length, vocab=model.config.vocab, seed=0)

@@ -26,7 +26,7 @@ from titan.errors import ConfigError
 from titan.estimate.roofline import Limit, limit, rates
 from titan.run import attempts, compose
 from titan.run.run import Run
-from titan.training.signals import Stop
+from titan.training.signals import StopSignals
 
 if TYPE_CHECKING:
     from titan.bench.bare_loop import BareLoop
@@ -193,9 +193,9 @@ def _side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Callabl
             yield ours.loop
         return
     from titan.bench.bare_loop import BareLoop
-    from titan.dataset.corpora import mixed, opened, ready
+    from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 
-    mix = mixed(run.dataset, run.training, opened(ready(run.dataset)))
+    mix = build_mixture(run.dataset, run.training, open_corpora(prepare_corpora(run.dataset)))
     yield BareLoop(run, mix, device, autocast=autocast).steps
 
 
@@ -203,19 +203,19 @@ def _side(side: Side, run: Run, device: Any, autocast: bool) -> Iterator[Callabl
 def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]]]:
     """titan's own trainer for one device, recording as always, and what makes a case's bare loop on the same data."""
     from titan.bench.bare_loop import BareLoop
-    from titan.cluster.rank_info import Place
+    from titan.cluster.rank_info import RankInfo
     from titan.parallelism import mesh
     from titan.training import recording
-    from titan.training.build import assemble
+    from titan.training.build import build
     from titan.training.trainer import Trainer
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
-        life = attempts.begin(run)
-        if isinstance(life, attempts.Finished):
+        life = attempts.begin_attempt(run)
+        if isinstance(life, attempts.FinishedRun):
             raise ConfigError(f"{folder} holds a finished run; empty it.")
-        world = mesh.connect(Place(), run.layout, run.machine.device, run.cluster.timeout)
-        ours = Trainer(run, life, world, assemble(run, world), Stop())
+        world = mesh.connect(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
+        ours = Trainer(run, life, world, build(run, world), StopSignals())
         with recording.recorder(run, life, print) as recorder, ours.loader:
             ours.recorder = recorder
             yield ours, lambda case: BareLoop(_bare(run, case), ours.mix, world.device, autocast=case.autocast)

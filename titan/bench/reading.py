@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from titan.dataset.corpora import mixed, opened, ready
+from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.loader import Loader, Shape
-from titan.dataset.mixture import Mix
-from titan.dataset.permutation import Order
+from titan.dataset.mixture import RowMixture
+from titan.dataset.permutation import Permutation
 from titan.dataset.schema import Synthetic
 from titan.parallelism.data_shard import DataShard
 from titan.training.schema import Training
@@ -36,11 +36,11 @@ def reading(place: Path, megatokens: int, rounds: int) -> list[dict[str, float]]
         rounds: how often.
     """
     data = Synthetic(tokens=megatokens * 10**6, vocab=4096, cache=str(place / "reading"), validation=0)
-    folders = opened(ready(data))
+    folders = open_corpora(prepare_corpora(data))
     found = []
     for seq_len in SEQ_LENS:
         training = Training(seq_len=seq_len, global_batch=BATCH)
-        mix = mixed(data, training, folders)
+        mix = build_mixture(data, training, folders)
         steps = mix.sources[0].split.tokens // BATCH - 1
         taken: dict[str, list[float]] = {"loader": [], "numpy": []}
         for number in range(rounds):
@@ -60,7 +60,7 @@ def reading(place: Path, megatokens: int, rounds: int) -> list[dict[str, float]]
 
 def order() -> dict[str, float]:
     """Indices a second, whether an epoch is a permutation, and whether residues of place and row are independent."""
-    rows = Order(CHECKED, 1)
+    rows = Permutation(CHECKED, 1)
     start = time.perf_counter()
     got = np.concatenate([rows.rows_at(np.arange(i, i + 10_000)) for i in range(0, CHECKED, 10_000)])
     rate = CHECKED / (time.perf_counter() - start)
@@ -86,14 +86,14 @@ def _seconds(work: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _loader(mix: Mix, training: Training, steps: int) -> None:
+def _loader(mix: RowMixture, training: Training, steps: int) -> None:
     shape = Shape(1, training.rows, training.seq_len)
     with Loader(mix, training, DataShard(0, 1), shape) as loader:
         for _ in range(steps):
             next(loader)
 
 
-def _numpy(mix: Mix, training: Training, steps: int) -> None:
+def _numpy(mix: RowMixture, training: Training, steps: int) -> None:
     """Read the same rows from maps of the files into an array of the same type: tokens and targets, nothing else."""
     split, length = mix.sources[0].split, training.seq_len
     maps = [np.memmap(shard.path.with_suffix(".tokens"), split.dtype, mode="r") for shard in split.shards]

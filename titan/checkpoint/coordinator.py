@@ -24,7 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Unsaved(Exception):
+class CoordinationError(Exception):
     """Something that all ranks do together failed on one of them; every rank raises it, with the same words.
 
     Attributes:
@@ -38,12 +38,12 @@ class Unsaved(Exception):
 
 
 @contextmanager
-def doing(what: str) -> Iterator[None]:
+def describing(what: str) -> Iterator[None]:
     """Within it, what fails is said to have failed while doing `what`."""
     try:
         yield
-    except Unsaved as error:
-        raise Unsaved(f"{what}: {error}", error.damaged, error.refused) from error
+    except CoordinationError as error:
+        raise CoordinationError(f"{what}: {error}", error.damaged, error.refused) from error
 
 
 class _Error(NamedTuple):
@@ -53,12 +53,14 @@ class _Error(NamedTuple):
     damaged: bool
     refused: bool
 
-    def named(self, rank: int | None) -> Unsaved:
+    def named(self, rank: int | None) -> CoordinationError:
         """The error that every rank raises; `rank` is where it happened."""
-        return Unsaved(self.words if rank is None else f"rank {rank}: {self.words}", self.damaged, self.refused)
+        return CoordinationError(
+            self.words if rank is None else f"rank {rank}: {self.words}", self.damaged, self.refused
+        )
 
 
-class Talk:
+class Coordinator:
     """The ranks' words about checkpoints, from one rank."""
 
     def __init__(self, rank: int, size: int, exchange: Exchange | None = None) -> None:
@@ -148,10 +150,12 @@ class Talk:
         except ConnectionError as error:
             return error
 
-    def _answer(self, conclude: Callable[[], tuple[Any, Unsaved | _Error | None]], dealt: bool = False) -> Any:
+    def _answer(
+        self, conclude: Callable[[], tuple[Any, CoordinationError | _Error | None]], dealt: bool = False
+    ) -> Any:
         """What `conclude` gives on rank 0, which alone calls it, to all, or `dealt` to each its own; or its error."""
         result: Any = None
-        error: Unsaved | _Error | None = None
+        error: CoordinationError | _Error | None = None
         if self.rank == 0:
             result, error = conclude()
         if isinstance(error, _Error):
@@ -162,7 +166,7 @@ class Talk:
         else:
             result, failure = self.tell((result, failure))
         if failure:
-            raise Unsaved(*failure)
+            raise CoordinationError(*failure)
         return result
 
     def _dealt(self, answers: list[Any]) -> Any:
@@ -179,10 +183,10 @@ class Talk:
 
 def _concluded(
     messages: list[bytes] | ConnectionError | None, conclude: Callable[[list[Any]], R]
-) -> tuple[R | None, Unsaved | _Error | None]:
+) -> tuple[R | None, CoordinationError | _Error | None]:
     """What follows from all ranks' messages; the first rank's error, where there is any."""
     if isinstance(messages, ConnectionError):
-        return None, Unsaved(str(messages))
+        return None, CoordinationError(str(messages))
     known = {message: _unpacked(message) for message in messages or ()}  # what replicas hold is read and kept once
     parts = [known[message] for message in messages or ()]
     for rank, (_, error) in enumerate(parts):
@@ -209,7 +213,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, _Error | None]:
     try:
         return work(), None
     except (Exception, CheckpointException) as error:  # which is no Exception
-        damaged = isinstance(error, Damaged) or (isinstance(error, Unsaved) and error.damaged)
+        damaged = isinstance(error, Damaged) or (isinstance(error, CoordinationError) and error.damaged)
         return None, _Error(reason(error), damaged, isinstance(error, ConfigError))
 
 
@@ -218,7 +222,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(first)}" if len(error.failures) > 1 or rank else reason(first)
-    if isinstance(error, (Damaged, ConfigError, Unsaved)):
+    if isinstance(error, (Damaged, ConfigError, CoordinationError)):
         return str(error)
     cause: BaseException | None = error
     while cause is not None:  # torch's file writer raises an error of its own from the system's

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint import manifest, retention
-from titan.checkpoint.coordinator import Talk, Unsaved, reason
+from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.plans import Part, Places, Plans, Proposal
 from titan.checkpoint.schema import Checkpoint
@@ -45,7 +45,7 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a 
 Copied = tuple[dict[str, File], str | None]
 """A tokenizer's files in a folder by name, and what the tokenizer is called there."""
 CopyTokenizer = Callable[[str | None, Path], Copied]
-After = Callable[[Path, Manifest], None]
+PostSaveHook = Callable[[Path, Manifest], None]
 """What is done with a checkpoint once it counts; all ranks call it together, and raise `Unsaved` together.
 
 The manifest names all files on rank 0; on the others it need not name more than those that the rank has written.
@@ -54,7 +54,7 @@ Between two things that it says to the other ranks, nothing may fail on one rank
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save went.
 
     Attributes:
@@ -86,8 +86,8 @@ class _Job:
         self.unstaged: Exception | None = None
         self.written, self.ended = threading.Event(), threading.Event()
 
-    def outcome(self) -> Outcome:
-        return Outcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after)
+    def outcome(self) -> SaveOutcome:
+        return SaveOutcome(self.step, self.stall, self.seconds, self.bytes, self.error, self.after)
 
 
 class Manager:
@@ -98,9 +98,9 @@ class Manager:
         directory: Path,
         how: Checkpoint,
         trained: TrainState,
-        talk: Talk,
+        talk: Coordinator,
         copy_tokenizer: CopyTokenizer,
-        after: tuple[After, ...] = (),
+        after: tuple[PostSaveHook, ...] = (),
     ) -> None:
         """Take what is to be saved and where; nothing is written yet.
 
@@ -117,7 +117,7 @@ class Manager:
         self.jobs: list[_Job] = []
         self.plans = Plans(talk.rank)
         self.staging = Staging(trained.device) if how.mode == "async" else None
-        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _on, (trained.device,))
+        self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _set_device, (trained.device,))
 
     def save(self, about: Manifest, tokenizer: str | None = None) -> None:
         """Begin to save the state, and wait for it where that is asked for; all ranks call it together.
@@ -155,13 +155,13 @@ class Manager:
             with _stalled(self.jobs[-1]):
                 self.staging.done()
 
-    def news(self) -> list[Outcome]:
+    def news(self) -> list[SaveOutcome]:
         """How the saves went that have ended since the last call."""
         ended = [job for job in self.jobs if job.ended.is_set()]
         self.jobs = [job for job in self.jobs if job not in ended]
         return [job.outcome() for job in ended]
 
-    def finish(self) -> list[Outcome]:
+    def finish(self) -> list[SaveOutcome]:
         """Wait for what is under way; then as `news`. All ranks call it together: afterwards any may end."""
         for job in self.jobs:
             with _stalled(job):
@@ -207,7 +207,7 @@ class Manager:
         folder = manifest.folder_of(self.directory, job.step)
         job.written.set()
         try:
-            job.after = self._follow(folder, self.talk.each(lambda: _needed(folder, self.talk.rank == 0)))
+            job.after = self._follow(folder, self.talk.each(lambda: _complete_manifest(folder, self.talk.rank == 0)))
         except BaseException as error:
             job.after = reason(error)
         job.ended.set()
@@ -224,8 +224,8 @@ class Manager:
         Returns:
             What went wrong, the same on all ranks; None where nothing did.
         """
-        wrong = [_wrong(lambda: self.talk.here(self._prune))]
-        wrong += [_wrong(partial(after, folder, about)) for after in self.after]
+        wrong = [_error_of(lambda: self.talk.here(self._prune))]
+        wrong += [_error_of(partial(after, folder, about)) for after in self.after]
         mine = [words for words in wrong if words]
         try:
             return self.talk.collect(lambda: mine, _joined) if self.after else self.talk.tell(_joined([mine]))
@@ -252,7 +252,7 @@ class _Save:
         self.folder, self.state, self.about, self.copy_tokenizer = folder, state, about, copy_tokenizer
         self.plans, self.ready, self.writer = plans, ready, Writer(folder)
 
-    def work(self, talk: Talk) -> tuple[Manifest, int]:
+    def work(self, talk: Coordinator) -> tuple[Manifest, int]:
         """Save, all ranks together.
 
         Returns:
@@ -264,7 +264,7 @@ class _Save:
         self.plans.accept(talk.deal(self._propose, self._settle))
         try:
             name, size = talk.collect(self._write, self._conclude)
-        except Unsaved as error:
+        except CoordinationError as error:
             if error.damaged:
                 self._take_back()
             raise
@@ -275,7 +275,7 @@ class _Save:
         return self.plans.propose(self.state)
 
     def _settle(self, proposals: list[Proposal]) -> list[Part]:
-        files, name = _make(self.folder, self.copy_tokenizer)
+        files, name = _new_folder(self.folder, self.copy_tokenizer)
         self.about = replace(self.about, files=files, tokenizer=name)
         return self.plans.settle(proposals)
 
@@ -291,7 +291,7 @@ class _Save:
         self.plans.conclude(self.writer, [places for places, _ in written])
         files = [self.about.files, *(files for _, files in written), self.writer.files]
         self.about = replace(self.about, files={name: file for part in files for name, file in part.items()})
-        _look(self.folder, self.about)
+        _check_visible(self.folder, self.about)
         manifest.write(self.folder, self.about)
         return self.about.tokenizer, sum(file.bytes for file in self.about.files.values())
 
@@ -308,7 +308,7 @@ def _joined(wrong: list[list[str]]) -> str | None:
     return "; ".join(dict.fromkeys(words for rank in wrong for words in rank)) or None
 
 
-def _on(device: torch.device) -> None:
+def _set_device(device: torch.device) -> None:
     """Let a thread use the rank's GPU: which one is current is a matter of each thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -323,7 +323,7 @@ def _stalled(job: _Job) -> Iterator[None]:
         job.stall += time.monotonic() - began
 
 
-def _wrong(work: Callable[[], object]) -> str | None:
+def _error_of(work: Callable[[], object]) -> str | None:
     """Do something; what went wrong, if anything did."""
     try:
         work()
@@ -332,7 +332,7 @@ def _wrong(work: Callable[[], object]) -> str | None:
     return None
 
 
-def _make(folder: Path, copy_tokenizer: Callable[[Path], Copied]) -> Copied:
+def _new_folder(folder: Path, copy_tokenizer: Callable[[Path], Copied]) -> Copied:
     """A new, empty folder for a checkpoint, with the tokenizer's files where it has some.
 
     Returns:
@@ -346,14 +346,14 @@ def _make(folder: Path, copy_tokenizer: Callable[[Path], Copied]) -> Copied:
     return copy_tokenizer(folder)
 
 
-def _look(folder: Path, about: Manifest) -> None:
+def _check_visible(folder: Path, about: Manifest) -> None:
     try:
         manifest.sizes(folder, about.files)
     except Damaged as error:
         raise Damaged(f"{error}: all ranks must see the run's directory, {folder.parent.parent}") from error
 
 
-def _needed(folder: Path, look: bool) -> Manifest:
+def _complete_manifest(folder: Path, look: bool) -> Manifest:
     """The manifest of a checkpoint that counts; `look` at its files too, which one rank does for all."""
     found = manifest.inspect(folder) if look else manifest.load(folder)
     if found is None:

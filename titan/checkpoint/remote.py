@@ -27,7 +27,7 @@ from titan.errors import ConfigError
 from titan.files.untrusted import check, file_name, parse_object, shown
 
 if TYPE_CHECKING:
-    from titan.checkpoint.coordinator import Talk
+    from titan.checkpoint.coordinator import Coordinator
 
 T = TypeVar("T")
 INDEX = "index.json"
@@ -269,20 +269,20 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def copying(how: Checkpoint, path: str, directory: str, talk: Talk) -> Callable[[Path, Manifest], None]:
-    """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.After`."""
-    from titan.checkpoint.coordinator import doing  # which needs torch
+def copying(how: Checkpoint, path: str, directory: str, talk: Coordinator) -> Callable[[Path, Manifest], None]:
+    """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.PostSaveHook`."""
+    from titan.checkpoint.coordinator import describing  # which needs torch
 
     remote = of(path, directory)
 
     def copy(folder: Path, about: Manifest) -> None:
-        with doing(f"the copy to {remote.url}"):
+        with describing(f"the copy to {remote.url}"):
             _copy(remote, folder, about, how, talk)
 
     return copy
 
 
-def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, talk: Talk) -> None:
+def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, talk: Coordinator) -> None:
     mine = manifest.share(about.files, talk.rank, talk.size)
     talk.first(lambda: remote.begin(about))
     talk.each(lambda: remote.upload(folder, mine))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import manifest
-from titan.checkpoint.coordinator import Talk, Unsaved, reason
+from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
 from titan.checkpoint.manifest import Damaged, File
 from titan.checkpoint.reader import METADATA, Foreign, Reader
 from titan.checkpoint.state import TrainState, train_state_dict
@@ -22,7 +22,7 @@ from titan.config.settings import show
 from titan.errors import ConfigError, RunError
 
 
-def damage(folder: Path, talk: Talk, checksums: bool) -> str | None:
+def damage(folder: Path, talk: Coordinator, checksums: bool) -> str | None:
     """What is wrong with a checkpoint; None when it is whole. All ranks call it together, and get the same.
 
     One that has been retired since it was chosen is as good, as long as it is there.
@@ -62,7 +62,7 @@ def _judged(folder: Path, found: Sequence[_Wrong | None]) -> _Wrong | None:
     return first if words is None else _Wrong(words)
 
 
-def _whole(folder: Path, talk: Talk, checksums: bool) -> _Wrong | None:
+def _whole(folder: Path, talk: Coordinator, checksums: bool) -> _Wrong | None:
     """What is wrong with this rank's share of the files; rank 0 looks at the sizes of all."""
     try:
         found = manifest.load(folder) or manifest.load(folder, manifest.RETIRED)
@@ -94,7 +94,7 @@ def _readable(folder: Path, listed: Mapping[str, File]) -> str | None:
     return f"{manifest.NAME} does not list {missing[0]}" if missing else None
 
 
-def restore(trained: TrainState, folder: Path, talk: Talk) -> None:
+def restore(trained: TrainState, folder: Path, talk: Coordinator) -> None:
     """Load model and optimizer; all ranks call it together.
 
     The optimizer must have its state already (`titan.checkpoint.state.init_optimizer_state`).
@@ -107,7 +107,7 @@ def restore(trained: TrainState, folder: Path, talk: Talk) -> None:
     try:
         _compare(state, reader, talk)
         talk.each(lambda: load(state, storage_reader=reader, no_dist=True))  # each rank plans for itself what it reads
-    except (Unsaved, OSError, RuntimeError) as error:
+    except (CoordinationError, OSError, RuntimeError) as error:
         raise RunError(
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
             "one before it."
@@ -116,7 +116,7 @@ def restore(trained: TrainState, folder: Path, talk: Talk) -> None:
         trained.twins.align(trained.optimizer)
 
 
-def _compare(state: Mapping[str, Tensor], reader: Reader, talk: Talk) -> None:
+def _compare(state: Mapping[str, Tensor], reader: Reader, talk: Coordinator) -> None:
     """Refuse a checkpoint of another model or optimizer: a fork may ask for one. All ranks raise the same.
 
     Each rank compares what it holds, so that of names only those travel that are not as they should be.

@@ -35,7 +35,7 @@ class Candidate:
         return f"{self.about.science_id}@{self.about.step}"
 
 
-def newest(
+def latest(
     directory: Path, elsewhere: str | None = None, run_id: str | None = None
 ) -> tuple[Candidate | None, tuple[str, ...]]:
     """The last complete checkpoint of the run in `directory`, and what is to be said of others.
@@ -70,7 +70,7 @@ def newest(
     return here, notes
 
 
-def owed(how: Checkpoint, directory: Path, step: int) -> bool:
+def post_save_pending(how: Checkpoint, directory: Path, step: int) -> bool:
     """Whether what was to follow a checkpoint in the run's directory is not done: its export, or the copy elsewhere.
 
     Where it can't be told, it is not.
@@ -129,21 +129,21 @@ def _of_run(about: Manifest | None, run_id: str | None) -> Manifest | None:
     return about
 
 
-def named(path: str, setting: str = "checkpoint.resume") -> Candidate:
+def load_named(path: str, setting: str = "checkpoint.resume") -> Candidate:
     """The checkpoint that `setting=path` means: one of them, or the last complete one of a run; a folder or a URL.
 
     Raises:
         ConfigError: when there is none.
     """
-    return _named_elsewhere(path, setting) if is_url(path) else _named_here(path, setting)
+    return _load_elsewhere(path, setting) if is_url(path) else _load_here(path, setting)
 
 
-def _named_here(path: str, setting: str) -> Candidate:
+def _load_here(path: str, setting: str) -> Candidate:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"{setting}={path}: there is no such directory; correct the path.")
     if (folder / INDEX).is_file():  # copies, in a folder
-        return _named_elsewhere(str(folder), setting)
+        return _load_elsewhere(str(folder), setting)
     try:
         about = manifest.inspect(folder)
     except Damaged as damage:
@@ -157,7 +157,7 @@ def _named_here(path: str, setting: str) -> Candidate:
     return replace(last, notes=notes)
 
 
-def _named_elsewhere(url: str, setting: str) -> Candidate:
+def _load_elsewhere(url: str, setting: str) -> Candidate:
     parent, _, name = url.rstrip("/").rpartition("/")
     try:
         if name.startswith("step-") and name[5:].isdigit():

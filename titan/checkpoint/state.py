@@ -25,7 +25,7 @@ class TrainState(Protocol):
 
     @property
     def twins(self) -> Any:
-        """A tied weight of which the rank has one of two, or both: `titan.parallelism.pipeline.runtime.Twins`; or
+        """A tied weight of which the rank has one of two, or both: `titan.parallelism.pipeline.runtime.TiedWeights`; or
         None."""
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One rank's place among all.
 
     Attributes:
@@ -27,17 +27,17 @@ class Place:
     scheduled: bool = False
 
 
-def found(env: Mapping[str, str]) -> Place | None:
+def from_environment(env: Mapping[str, str]) -> RankInfo | None:
     """The place that torchrun or srun gave this process, or None when it was started alone.
 
     torchrun sets RANK, LOCAL_RANK and WORLD_SIZE. srun sets SLURM_PROCID and SLURM_STEP_NUM_TASKS for each task of a
     step; the shell of a batch script or an allocation has no step of several tasks and counts as alone.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys():
-        return Place(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), "env://")
+        return RankInfo(int(env["RANK"]), int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", 0)), "env://")
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1 and "SLURM_PROCID" in env:
         size, local = int(env["SLURM_STEP_NUM_TASKS"]), int(env.get("SLURM_LOCALID", 0))
-        return Place(int(env["SLURM_PROCID"]), size, local, f"tcp://{_slurm_address(env)}")
+        return RankInfo(int(env["SLURM_PROCID"]), size, local, f"tcp://{_slurm_address(env)}")
     return None
 
 

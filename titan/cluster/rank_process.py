@@ -16,12 +16,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.console import output
 from titan.console.text import safe_lines
 from titan.errors import ConfigError, RunError, machine_error
 
-Body = Callable[[Any, Place, Callable[[BaseException], int]], int]
+Body = Callable[[Any, RankInfo, Callable[[BaseException], int]], int]
 """What a rank does: with its payload, its place, and what it may tell of an error before it puts things in order."""
 
 

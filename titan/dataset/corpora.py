@@ -7,7 +7,7 @@ from pathlib import Path
 
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
-from titan.dataset.mixture import BLOCK, Mix, Rows, Stage, quotas
+from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences, block_counts
 from titan.dataset.preprocess.prepare import cache_folder, plan, prepare
 from titan.dataset.schema import Dataset, Mixture, Prepared
 from titan.dataset.shards import Corpus, open_corpus
@@ -19,7 +19,7 @@ Folders = Mapping[str, str]
 Corpora = Mapping[str, Corpus]
 
 
-def ready(dataset: Dataset, progress: Callable[[str], None] | None = None) -> dict[str, str]:
+def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = None) -> dict[str, str]:
     """The folders of what `dataset` consists of, prepared now where they are not yet; with `stream` begun only.
 
     Raises:
@@ -27,17 +27,17 @@ def ready(dataset: Dataset, progress: Callable[[str], None] | None = None) -> di
     """
     folders = {}
     for name, part in dataset.corpora().items():
-        folder = _ready(part, dataset.stream, progress)
+        folder = _prepare(part, dataset.stream, progress)
         check = not (isinstance(part, Prepared) and "://" in part.path)
         _check(open_corpus(folder, partial=dataset.stream, check=check))
         folders[name] = str(folder)
-    _check_tokenizers(opened(folders))
+    _check_tokenizers(open_corpora(folders))
     return folders
 
 
-def _ready(part: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
+def _prepare(part: Dataset, stream: bool, progress: Callable[[str], None] | None) -> Path:
     if isinstance(part, Prepared):
-        return _there(part)
+        return _prepared_folder(part)
     if not stream:
         return prepare(part, progress)
     folder = plan(part)
@@ -47,7 +47,7 @@ def _ready(part: Dataset, stream: bool, progress: Callable[[str], None] | None) 
     return folder
 
 
-def _there(part: Prepared) -> Path:
+def _prepared_folder(part: Prepared) -> Path:
     if "://" in part.path:
         return remote.mirror(part.path, cache_folder(part), part.keep_gib)
     folder = Path(part.path).expanduser().resolve()
@@ -75,7 +75,7 @@ def _check_tokenizers(corpora: Corpora) -> None:
         )
 
 
-def opened(folders: Folders, dataset: Dataset | None = None) -> dict[str, Corpus]:
+def open_corpora(folders: Folders, dataset: Dataset | None = None) -> dict[str, Corpus]:
     """The corpora of `folders`, as far as they are prepared.
 
     Args:
@@ -89,11 +89,11 @@ def opened(folders: Folders, dataset: Dataset | None = None) -> dict[str, Corpus
         if isinstance(part, Prepared) and "://" in part.path:
             remote.know(part.path)
         if isinstance(part, Prepared) and not Path(folder).exists():
-            _there(part)
+            _prepared_folder(part)
     return {name: open_corpus(folder, partial=True) for name, folder in folders.items()}
 
 
-def mixed(dataset: Dataset, training: Training, corpora: Corpora) -> Mix:
+def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> RowMixture:
     """All rows that a run may read.
 
     Args:
@@ -105,18 +105,18 @@ def mixed(dataset: Dataset, training: Training, corpora: Corpora) -> Mix:
         ConfigError: for weights that can't be.
     """
     parts = dataset.corpora()
-    rows = tuple(_rows(name, part, training, corpora[name]) for name, part in parts.items())
-    return Mix(rows, _stages(dataset, training, list(parts)), _skip(dataset), training.seed)
+    rows = tuple(_sequences(name, part, training, corpora[name]) for name, part in parts.items())
+    return RowMixture(rows, _phases(dataset, training, list(parts)), _skip(dataset), training.seed)
 
 
-def data_digest(mix: Mix) -> str:
+def data_digest(mix: RowMixture) -> str:
     """The identity of all corpora of a run and of the order in which each is read."""
     if len(mix.sources) == 1:
         return mix.sources[0].corpus.digest
     return content_digest({rows.name: rows.identity for rows in mix.sources})
 
 
-def check_epochs(dataset: Dataset, training: Training, mix: Mix) -> None:
+def check_epochs(dataset: Dataset, training: Training, mix: RowMixture) -> None:
     """Refuse to read a corpus more often than it may be.
 
     Raises:
@@ -134,18 +134,18 @@ def check_epochs(dataset: Dataset, training: Training, mix: Mix) -> None:
             )
 
 
-def _rows(name: str, part: Dataset, training: Training, corpus: Corpus) -> Rows:
+def _sequences(name: str, part: Dataset, training: Training, corpus: Corpus) -> TokenSequences:
     window = None if part.window is None else max(1, part.window // training.seq_len)
-    return Rows(name, corpus, training.seq_len, training.seed, part.block, window, part.epochs)
+    return TokenSequences(name, corpus, training.seq_len, training.seed, part.block, window, part.epochs)
 
 
-def _stages(dataset: Dataset, training: Training, names: list[str]) -> tuple[Stage, ...]:
+def _phases(dataset: Dataset, training: Training, names: list[str]) -> tuple[MixturePhase, ...]:
     if not isinstance(dataset, Mixture):
-        return (Stage(0, (BLOCK,)),)
-    found = [Stage(0, quotas(dataset.weights, names, "dataset.weights"))]
+        return (MixturePhase(0, (BLOCK,)),)
+    found = [MixturePhase(0, block_counts(dataset.weights, names, "dataset.weights"))]
     for tokens, weights in sorted((dataset.stages or {}).items()):
-        shares = quotas(weights, names, f"dataset.stages at {tokens}")
-        found.append(Stage(-(-tokens // training.seq_len), shares))
+        shares = block_counts(weights, names, f"dataset.stages at {tokens}")
+        found.append(MixturePhase(-(-tokens // training.seq_len), shares))
     return tuple(found)
 
 

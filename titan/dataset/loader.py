@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.mixture import Mix
+from titan.dataset.mixture import RowMixture
 from titan.dataset.shards import Split
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
@@ -162,7 +162,7 @@ class Loader:
 
     def __init__(
         self,
-        mix: Mix,
+        mix: RowMixture,
         training: Training,
         share: DataShard,
         shape: Shape,

@@ -21,7 +21,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.permutation import GOLDEN, Order, mix
+from titan.dataset.permutation import GOLDEN, Permutation, hash64
 from titan.dataset.shards import Corpus, Split
 from titan.errors import ConfigError, RunError
 
@@ -33,7 +33,7 @@ Wait = Callable[[str], None]
 
 
 @dataclass
-class Rows:
+class TokenSequences:
     """The rows of a corpus in their order; of one that is being prepared, those that are there.
 
     Attributes:
@@ -67,7 +67,7 @@ class Rows:
             if self.corpus.complete:
                 self._check_enough(index)
         rows = self.split.rows(self.seq_len)
-        return Order(max(1, rows), self.seed, self.block, self.window).rows_at(index)
+        return Permutation(max(1, rows), self.seed, self.block, self.window).rows_at(index)
 
     def _check_enough(self, index: NDArray[np.int64]) -> None:
         """What could not be checked before the corpus was complete."""
@@ -105,7 +105,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Stage:
+class MixturePhase:
     """From row number `first` on, each block holds `quotas[k]` rows of corpus k; together `BLOCK`."""
 
     first: int
@@ -113,7 +113,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Mix:
+class RowMixture:
     """All rows that a run may read.
 
     Attributes:
@@ -123,8 +123,8 @@ class Mix:
         seed: of the mixture.
     """
 
-    sources: tuple[Rows, ...]
-    stages: tuple[Stage, ...]
+    sources: tuple[TokenSequences, ...]
+    stages: tuple[MixturePhase, ...]
     skip: tuple[tuple[int, int], ...] = ()
     seed: int = 0
 
@@ -249,14 +249,16 @@ def pattern(
     stand in the order of these places.
     """
     place = np.array([(seed * 3 + stage * GOLDEN + block + 1) % 2**64], dtype=np.uint64)
-    starts = (mix(mix(place) ^ mix(np.array(keys, dtype=np.uint64))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    starts = (hash64(hash64(place) ^ hash64(np.array(keys, dtype=np.uint64))) >> np.uint64(11)).astype(
+        np.float64
+    ) * 2.0**-53
     sources = np.repeat(np.arange(len(quotas)), quotas)
     ranks = np.concatenate([np.arange(quota) for quota in quotas])
     order = np.argsort((ranks + starts[sources]) / np.array(quotas)[sources], kind="stable")
     return sources[order], ranks[order]
 
 
-def quotas(weights: Mapping[str, float], names: Sequence[str], setting: str) -> tuple[int, ...]:
+def block_counts(weights: Mapping[str, float], names: Sequence[str], setting: str) -> tuple[int, ...]:
     """Rows of a block for each of `names`, in proportion to their weights, by largest remainder.
 
     Raises:

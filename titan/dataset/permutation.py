@@ -31,7 +31,7 @@ _WINDOW, _INNER = 0x57494E444F57, 0x424C4F434B
 """What sets apart the keys of a window, and those inside of a block."""
 
 
-def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014, with Stafford's constants "Mix13"), elementwise.
 
     A bijection of the 64-bit numbers in which each bit of the input flips each bit of the output about half the time.
@@ -42,7 +42,7 @@ def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class Order:
+class Permutation:
     """The order of the epochs of `rows` rows under `seed`.
 
     Attributes:
@@ -115,19 +115,19 @@ class Order:
 
     def _key(self, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """The key of each index's epoch: [n]."""
-        seed = mix(np.array([(self.seed + GOLDEN) & _MASK], dtype=np.uint64))
+        seed = hash64(np.array([(self.seed + GOLDEN) & _MASK], dtype=np.uint64))
         return _keyed(seed, epoch)
 
 
 def _keyed(key: NDArray[np.uint64], number: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Another key for each number."""
-    return mix(key ^ mix(number + np.uint64(1)))
+    return hash64(key ^ hash64(number + np.uint64(1)))
 
 
 def _permute(x: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
     """The permutation of [0, size) that each `key` stands for: encrypt, and again where the result lies outside."""
     steps = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)
-    keys = mix(key[None, :] + steps[:, None])
+    keys = hash64(key[None, :] + steps[:, None])
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     out = _feistel(x, keys, half)
     outside = np.flatnonzero(out >= np.uint64(size))
@@ -141,7 +141,7 @@ def _feistel(x: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDAr
     """A keyed bijection of the numbers of 2 * `half` bits."""
     left, right = x >> np.uint64(half), x & np.uint64((1 << half) - 1)
     for key in keys:
-        left, right = right, left ^ (mix(right ^ key) >> np.uint64(64 - half))
+        left, right = right, left ^ (hash64(right ^ key) >> np.uint64(64 - half))
     return (left << np.uint64(half)) | right
 
 
@@ -155,7 +155,8 @@ def check_state(state: Mapping[str, Any], fingerprint: Callable[[int], str]) -> 
 
     Args:
         state: what a checkpoint kept.
-        fingerprint: gives what decides the first so many rows of this run; see `titan.dataset.mixture.Mix.fingerprint`.
+        fingerprint: gives what decides the first so many rows of this run; see
+            `titan.dataset.mixture.RowMixture.fingerprint`.
 
     Raises:
         ConfigError: when it was written under another version of the order or for other data.

@@ -17,7 +17,7 @@ from typing import Any
 from titan.console.text import redact
 from titan.dataset.documents import content_digest
 from titan.errors import ConfigError, RunError
-from titan.files.leases import sweep, temporary
+from titan.files.leases import remove_leftovers, temporary
 from titan.files.untrusted import check, file_name, parse_object
 
 ORIGIN = "origin.json"
@@ -46,7 +46,7 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
         content = parse_object(manifest)
         folder = cache / "remote" / content_digest(redact(url), content["digest"])[:20]
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
+        remove_leftovers(folder)
         _write(folder / ORIGIN, [json.dumps({"url": redact(url), "keep_gib": keep_gib}).encode()])
         tokenizer = content["tokenizer"].get("file")
         for name in ("token_bytes.npy", *([file_name(tokenizer)] if tokenizer else [])):

@@ -267,17 +267,17 @@ class Mixture(Dataset):
         self._check_weights()
 
     def _check_weights(self) -> None:
-        from titan.dataset.mixture import quotas  # only now: most runs have none
+        from titan.dataset.mixture import block_counts  # only now: most runs have none
 
         if not self.sources:
             raise ConfigError("dataset.sources={}: there is nothing to mix; add +dataset@dataset.sources.NAME=CHOICE.")
-        quotas(self.weights, list(self.sources), "dataset.weights")
+        block_counts(self.weights, list(self.sources), "dataset.weights")
         for tokens, weights in (self.stages or {}).items():
             if tokens < 1:
                 raise ConfigError(
                     f"dataset.stages={show(self.stages)}: begins at {tokens}; give a number of tokens above 0."
                 )
-            quotas(weights, list(self.sources), f"dataset.stages at {tokens}")
+            block_counts(weights, list(self.sources), f"dataset.stages at {tokens}")
 
 
 COMMON = ("tokenizer", "mask_documents", "validation", "cache", "prefetch", "skip", "workers", "stream")

@@ -263,7 +263,7 @@ class Corpus:
     def _worked_on(self) -> bool:
         """Whether anyone, on any machine, works on a unit: claims are touched every few seconds."""
         with contextlib.suppress(OSError):
-            held = (claim for claim in self.folder.glob("*.claim") if not leases.stale(claim))
+            held = (claim for claim in self.folder.glob("*.claim") if not leases.is_stale(claim))
             return any(time.time() - claim.stat().st_mtime < _FRESH_SECONDS for claim in held)
         return False
 

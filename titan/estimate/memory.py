@@ -20,7 +20,7 @@ from titan.model.activations import Block, Head, Share
 from titan.parallelism.pipeline.arithmetic import read_csv
 from titan.parallelism.pipeline.schedules import Action, actions_of, order
 from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers, stages_each
-from titan.precision.schema import Cut
+from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder
@@ -108,10 +108,10 @@ def rank_rows(recipe: Recipe, layout: Layout) -> int:
     return math.ceil(recipe.training.rows / layout.data_ranks)
 
 
-def cut(parallelism: Parallelism, layout: Layout) -> Cut:
+def cut(parallelism: Parallelism, layout: Layout) -> WeightSharding:
     """How a layout cuts weights."""
     sharded = 1 if layout.copies else layout.sharded
-    return Cut(layout.tensor, sharded, again=isinstance(parallelism.reshard, int))
+    return WeightSharding(layout.tensor, sharded, again=isinstance(parallelism.reshard, int))
 
 
 def largest(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
@@ -199,7 +199,7 @@ def _replayed(actions: list[Action]) -> Iterator[State]:
 
 
 @lru_cache(256)
-def _used(model: Decoder, precision: Precision, how: Cut) -> tuple[float, float]:
+def _used(model: Decoder, precision: Precision, how: WeightSharding) -> tuple[float, float]:
     """Bytes of the weights in use of one block, and of the head, on one of the ranks that share each product."""
     products, last = model.products(), f"layers.{model.layers - 1}."
     of_block = {name: product for name, product in products.items() if name.startswith(last)}

@@ -42,20 +42,20 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{machine()}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
-def sweep(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files and folders of processes that are gone, and their claims."""
     for left in folder.glob(".*.*.*.*"):
         _, owner, pid, _ = left.name.rsplit(".", 3)
         if pid.isdigit() and _gone(owner, int(pid), left):
             _remove(left)
     for claim in folder.glob("*.claim"):
-        if stale(claim):
+        if is_stale(claim):
             _break(claim)
 
 
 def acquire(claim: Path) -> bool:
     """Take `claim`, also one that is stale; False when someone else holds it."""
-    if claim.exists() and stale(claim):
+    if claim.exists() and is_stale(claim):
         _break(claim)
     try:
         handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
@@ -73,13 +73,13 @@ def release(claim: Path) -> None:
         claim.unlink(missing_ok=True)
 
 
-def touch(claim: Path) -> None:
+def refresh(claim: Path) -> None:
     """Say that `claim` is still held."""
     with contextlib.suppress(OSError):
         os.utime(claim)
 
 
-def stale(claim: Path) -> bool:
+def is_stale(claim: Path) -> bool:
     """Whether no one works on it any more; a claim that is gone counts as stale."""
     owner = _read(claim)
     return _gone(str(owner.get("machine", "")), int(owner.get("pid", 0)), claim)
@@ -92,7 +92,7 @@ def holder(claim: Path) -> str:
 
 
 def _gone(owner: str, pid: int, path: Path) -> bool:
-    if owner == machine() and pid and not alive(pid):
+    if owner == machine() and pid and not is_alive(pid):
         return True
     try:
         return time.time() - max(entry.stat().st_mtime for entry in _entries(path)) > STALE_SECONDS
@@ -100,7 +100,7 @@ def _gone(owner: str, pid: int, path: Path) -> bool:
         return True
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether there is such a process, other than one that has ended and whose parent hasn't looked yet."""
     try:
         os.kill(pid, 0)
@@ -134,7 +134,7 @@ def _break(claim: Path) -> None:
     aside = temporary(claim)
     with contextlib.suppress(FileNotFoundError):
         claim.rename(aside)
-        if not stale(aside):  # a new one, made since it was looked at: give it back
+        if not is_stale(aside):  # a new one, made since it was looked at: give it back
             with contextlib.suppress(FileExistsError):
                 os.link(aside, claim)
         aside.unlink(missing_ok=True)

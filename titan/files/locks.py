@@ -15,7 +15,7 @@ _LACKING = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
 """What a file system without locks answers: Lustre without its mount option, for example."""
 
 
-def opened(file: Path) -> int:
+def open_lock(file: Path) -> int:
     """A descriptor of a file that is to be locked, made where there is none; a link is not followed.
 
     Raises:
@@ -29,7 +29,7 @@ def opened(file: Path) -> int:
     return descriptor
 
 
-def take(descriptor: int, label: str, patience: float | None = None) -> None:
+def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
     """Lock an open file.
 
     Args:
@@ -62,7 +62,7 @@ def _lacking(label: str, error: OSError) -> str:
     )
 
 
-def held(file: Path) -> bool:
+def is_locked(file: Path) -> bool:
     """Whether a process of this machine, or of any that shares locks with it, has locked a file."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

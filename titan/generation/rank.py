@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import run
 from titan.console import output
 
 
-def work(payload: Any, place: Place, tell: Callable[[BaseException], int]) -> int:
+def work(payload: Any, place: RankInfo, tell: Callable[[BaseException], int]) -> int:
     """Generate: the payload is the job."""
     from titan.generation.worker import work as generate
 

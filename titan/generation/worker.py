@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
 from titan.errors import RunError
 from titan.generation.decode import Decoding, Row, Rules
@@ -27,7 +27,7 @@ TIMEOUT = 1800.0
 """Seconds after which ranks that wait for each other give up."""
 
 
-def work(job: Job, place: Place) -> int:
+def work(job: Job, place: RankInfo) -> int:
     """Generate as one of the job's ranks; rank 0 shows the results.
 
     Returns:
@@ -55,7 +55,7 @@ def work(job: Job, place: Place) -> int:
 def _model(job: Job, world: World) -> Any:
     """The model, or this rank's part of it, with its weights."""
     weights = open_weights(job.path, "from")
-    model = build.for_generation(weights.model, job.precision, world)
+    model = build.build_for_generation(weights.model, job.precision, world)
     load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1, setting="from")
     return model
 

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
 
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
 from titan.parallelism.exchange import PATIENCE, Exchange
@@ -52,7 +52,7 @@ class World:
         memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
 
-    place: Place
+    place: RankInfo
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
@@ -150,7 +150,7 @@ class World:
             dist.destroy_process_group()
 
 
-def _device(place: Place, device_type: str) -> torch.device:
+def _device(place: RankInfo, device_type: str) -> torch.device:
     """This rank's device; where the launcher shows each rank its own GPU only, that one."""
     if device_type != "cuda":
         _keep_freed_memory()
@@ -191,7 +191,7 @@ def release(device: torch.device) -> None:
 
 
 def connect(
-    place: Place, layout: Layout, device_type: str, timeout: float, store: Any = None, aside: bool = False
+    place: RankInfo, layout: Layout, device_type: str, timeout: float, store: Any = None, aside: bool = False
 ) -> World:
     """Join the process group, where there is more than one rank, and lay out the mesh.
 
@@ -223,7 +223,7 @@ def connect(
     return replace(world, aside=Exchange(met_at, place.rank, place.size, patience))
 
 
-def lay_out(place: Place, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
+def lay_out(place: RankInfo, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
     """The world of a rank whose process group is there already; all ranks call it together.
 
     Args:

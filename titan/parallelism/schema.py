@@ -78,7 +78,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Staging:
+class StagePlan:
     """The stages of a pipeline; without one there is a single stage.
 
     Attributes:

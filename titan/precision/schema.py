@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from titan.model.schema import Product
 
-SMALL = {"float8": 16, "float8_rowwise": 16, "float8_rowwise_hp": 16, "mxfp8": 32}
+QUANT_BLOCK = {"float8": 16, "float8_rowwise": 16, "float8_rowwise_hp": 16, "mxfp8": 32}
 """For each way to compute a product in eight bits, of what its sizes must be multiples: what the kernels take
 (`torch._scaled_mm`), or the numbers that share a scale (OCP Microscaling Formats, version 1.0)."""
 CAPABILITY = {"float8": 8.9, "float8_rowwise": 8.9, "float8_rowwise_hp": 8.9, "mxfp8": 10.0}
@@ -35,7 +35,7 @@ HARDWARE = {
 }
 
 
-class Choice(NamedTuple):
+class Selection(NamedTuple):
     """Which products are computed in eight bits, and of the others why not."""
 
     taken: tuple[str, ...]
@@ -49,7 +49,7 @@ class Choice(NamedTuple):
         )
 
 
-class Cut(NamedTuple):
+class WeightSharding(NamedTuple):
     """How weights are cut.
 
     Attributes:
@@ -126,7 +126,7 @@ class Precision:
         words += [f"products in {self.products}{', emulated' * self.emulate}"] * self.small
         return ", ".join(words)
 
-    def choose(self, products: Mapping[str, Product], tensor: int = 1) -> Choice:
+    def choose(self, products: Mapping[str, Product], tensor: int = 1) -> Selection:
         """Which products are computed in eight bits.
 
         Args:
@@ -134,12 +134,12 @@ class Precision:
             tensor: ranks that share each product.
         """
         if not self.small:
-            return Choice((), {})
+            return Selection((), {})
         reasons = {name: self._why_not(name, product.part(tensor)) for name, product in products.items()}
         left = {name: why for name, why in reasons.items() if why}
-        return Choice(tuple(name for name in products if name not in left), left)
+        return Selection(tuple(name for name in products if name not in left), left)
 
-    def gathered(self, products: Mapping[str, Product], cut: Cut) -> tuple[str, ...]:
+    def gathered(self, products: Mapping[str, Product], cut: WeightSharding) -> tuple[str, ...]:
         """The products whose weights FSDP gathers in float8, not in `compute`.
 
         Those in float8 with one scale, whose weights the ranks share evenly; but not the head, which is gathered alone,
@@ -150,7 +150,7 @@ class Precision:
         taken = (name for name in self.choose(products, cut.tensor).taken if name != "head")
         return tuple(name for name in taken if products[name].part(cut.tensor).outputs % cut.sharded == 0)
 
-    def used_bytes(self, products: Mapping[str, Product], cut: Cut) -> int:
+    def used_bytes(self, products: Mapping[str, Product], cut: WeightSharding) -> int:
         """Bytes of all products' weights while they are used, beside those kept: as FSDP gathers them, or as cast.
 
         In float8 with one scale a weight that is not gathered is rounded where it is multiplied, and nothing is kept.
@@ -165,7 +165,7 @@ class Precision:
         """Why a product stays in `compute`; None where it does not."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return "precision.skip"
-        sizes, multiple = (product.inputs, product.outputs), SMALL[self.products]
+        sizes, multiple = (product.inputs, product.outputs), QUANT_BLOCK[self.products]
         if min(sizes) < self.smallest:
             return f"{min(sizes)} is below precision.smallest"
         odd = [size for size in sizes if size % multiple]

@@ -23,10 +23,10 @@ from titan.files.untrusted import parse_object, read
 from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
-from titan.run.attempts import read_lives
+from titan.run.attempts import read_attempts
 from titan.run.result import is_locked, read_result
 from titan.sweep import job_exit, ledger
-from titan.sweep.ledger import Asked, Point
+from titan.sweep.ledger import SweepSpec, TrialState
 
 ESSENTIAL = (
     "ids.science", "ids.group", "ids.execution", "ids.code", "config.training.steps", "config.training.seq_len",
@@ -120,7 +120,7 @@ class Collected:
 
     runs: tuple[Raw, ...]
     failed: tuple[Failed, ...]
-    sweeps: tuple[tuple[Path, Asked], ...]
+    sweeps: tuple[tuple[Path, SweepSpec], ...]
     damage: tuple[str, ...] = ()
 
 
@@ -128,7 +128,7 @@ class Collected:
 class _Found:
     runs: dict[Path, Raw] = field(default_factory=dict)
     failed: dict[Path, Failed] = field(default_factory=dict)
-    sweeps: dict[Path, Asked] = field(default_factory=dict)
+    sweeps: dict[Path, SweepSpec] = field(default_factory=dict)
     damage: list[str] = field(default_factory=list)
 
     def known(self, directory: Path) -> bool:
@@ -193,7 +193,7 @@ def _children(directory: Path) -> Iterator[Path]:
     yield from (directory / name for name in names)
 
 
-def _take(directory: Path, found: _Found, point: Point | None) -> None:
+def _take(directory: Path, found: _Found, point: TrialState | None) -> None:
     if found.known(directory):
         return
     run = _read(directory, point)
@@ -203,11 +203,11 @@ def _take(directory: Path, found: _Found, point: Point | None) -> None:
         found.failed[directory] = run
 
 
-def _read(directory: Path, point: Point | None) -> Raw | Failed:
+def _read(directory: Path, point: TrialState | None) -> Raw | Failed:
     """A run; or why there is none."""
     label = safe(" ".join(map(_typed, point.overrides)) if point else directory.name)
     try:
-        documents = tuple(read_lives(directory)) if (directory / "run.yaml").is_file() else ()
+        documents = tuple(read_attempts(directory)) if (directory / "run.yaml").is_file() else ()
     except ConfigError as refusal:
         return Failed(label, str(directory), "failed", str(refusal), _overrides(point))
     if not documents:
@@ -233,7 +233,7 @@ def _read(directory: Path, point: Point | None) -> Raw | Failed:
     return Raw(directory, documents, metrics, result, about, state, reason, overrides, named, damaged)
 
 
-def _overrides(point: Point | None) -> tuple[str, ...]:
+def _overrides(point: TrialState | None) -> tuple[str, ...]:
     return point.overrides if point else ()
 
 
@@ -264,12 +264,12 @@ def _lacking(documents: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _reason(point: Point | None) -> str | None:
+def _reason(point: TrialState | None) -> str | None:
     """What a ledger says of a point's end."""
-    return job_exit.untimed(point.reason) if point and point.reason else None
+    return job_exit.strip_timestamp(point.reason) if point and point.reason else None
 
 
-def _nothing(state: State, point: Point | None) -> str:
+def _nothing(state: State, point: TrialState | None) -> str:
     if state == "queued":
         return f"waits in the queue as job {point.job}" if point and point.job else "waits in the queue"
     return {"planned": "has not been started", "running": "has not begun its first life yet"}.get(
@@ -278,7 +278,7 @@ def _nothing(state: State, point: Point | None) -> str:
 
 
 def _state(
-    directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], point: Point | None, steps: Steps
+    directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], point: TrialState | None, steps: Steps
 ) -> tuple[State, str | None]:
     """How a run stands: its own files first, then what a ledger says."""
     wanted = int(last["config"]["training"]["steps"])

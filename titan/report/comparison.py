@@ -17,7 +17,7 @@ from titan.report.lr_tuning import Tuned
 from titan.report.quality import hour_axis
 from titan.report.runs import Member, member
 from titan.report.variants import Group
-from titan.sweep.ledger import Asked
+from titan.sweep.ledger import SweepSpec
 
 ENDED_BADLY = ("failed", "stopped")
 
@@ -83,7 +83,7 @@ class Variant:
     missing: tuple[Failed, ...] = ()
 
 
-def _variants(found: Collected, asked: Asked, options: Options) -> list[Variant]:
+def _variants(found: Collected, asked: SweepSpec, options: Options) -> list[Variant]:
     """All arms, the baseline first: of several learning rates of it the one that is best."""
     begun = [raw for raw in found.runs if len(raw.metrics.steps) or divergence.gave_up(raw)]
     groups, alongside = arms.grouped(begun), sharing.shared(found.runs)
@@ -104,9 +104,9 @@ def _missing(group: Group, failed: Sequence[Failed]) -> tuple[Failed, ...]:
     return tuple(trial for trial in failed if trial.overrides and outcomes.recipe(trial.overrides) in recipes)
 
 
-def _asked(found: Collected, options: Options) -> Asked:
+def _asked(found: Collected, options: Options) -> SweepSpec:
     """What the only sweep asks, with what the user says instead."""
-    asked = found.sweeps[0][1] if len(found.sweeps) == 1 else Asked()
+    asked = found.sweeps[0][1] if len(found.sweeps) == 1 else SweepSpec()
     if options.margin is not None:
         asked = replace(asked, margin=options.margin)
     return replace(asked, target=options.target) if options.target is not None else asked
@@ -123,7 +123,7 @@ def _members(group: Group, groups: Sequence[Group], alongside: Collection[Path])
     return [member(raw, label, raw.directory in alongside) for raw, label in zip(group.runs, labels, strict=True)]
 
 
-def _judged(variants: Sequence[Variant], asked: Asked) -> list[Arm]:
+def _judged(variants: Sequence[Variant], asked: SweepSpec) -> list[Arm]:
     """All arms, the baseline first."""
     if not variants:
         return []
@@ -139,7 +139,7 @@ def _ordered(made: Sequence[Arm]) -> tuple[Arm, ...]:
     return (*made[:1], *(made[i] for i in ranking.order(made) if i))
 
 
-def _arm(variant: Variant, variants: Sequence[Variant], judged: tuple[Quality, ...], asked: Asked) -> Arm:
+def _arm(variant: Variant, variants: Sequence[Variant], judged: tuple[Quality, ...], asked: SweepSpec) -> Arm:
     group, own, baseline = variant.group, variant.members, variants[0].members
     first = variant is variants[0]
     rates, theirs = (speed.rates([m.raw for m in side]) for side in (own, baseline))
@@ -333,7 +333,7 @@ def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Fail
     return tuple(out)
 
 
-def _notes(variants: Sequence[Variant], found: Collected, options: Options, asked: Asked) -> tuple[str, ...]:
+def _notes(variants: Sequence[Variant], found: Collected, options: Options, asked: SweepSpec) -> tuple[str, ...]:
     """What holds for the whole."""
     groups, every = [v.group for v in variants], [m for v in variants for m in v.members]
     notes = [*found.damage, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.damage)]
@@ -353,7 +353,7 @@ def _notes(variants: Sequence[Variant], found: Collected, options: Options, aske
     return (*notes, *(_seeds(variants[0].members, asked.margin) if groups else []))
 
 
-def _of_baseline(variants: Sequence[Variant], options: Options, asked: Asked) -> list[str]:
+def _of_baseline(variants: Sequence[Variant], options: Options, asked: SweepSpec) -> list[str]:
     """How the baseline was found, where that is not plain."""
     first, groups = variants[0], [v.group for v in variants]
     notes = []

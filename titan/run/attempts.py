@@ -28,7 +28,7 @@ from titan.checkpoint.select import Candidate
 from titan.config.settings import show
 from titan.console.text import redacted
 from titan.dataset import corpora
-from titan.dataset.mixture import Mix
+from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.files import untrusted
 from titan.run import identity
@@ -51,7 +51,7 @@ _MORE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Life:
+class Attempt:
     """One execution of a run, between start or resume and its end.
 
     Attributes:
@@ -82,25 +82,25 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRun:
     """The run in the directory has done all its steps."""
 
     directory: str
     result: Mapping[str, Any]
 
 
-def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Finished:
+def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> Attempt | FinishedRun:
     """Prepare the data, decide what the directory means, and record the life that begins.
 
     Raises:
         ConfigError: when the data can't be used, or the directory holds something else.
     """
-    folders = corpora.ready(run.dataset, progress)
-    mix = corpora.mixed(run.dataset, run.training, corpora.opened(folders))
+    folders = corpora.prepare_corpora(run.dataset, progress)
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     check_data(run, mix)
     directory = Path(run.directory)
-    lives = read_lives(directory) or _lives_elsewhere(run)
-    last, notes = select.newest(directory, run.checkpoint.path, lives[-1]["run_id"] if lives else None)
+    lives = read_attempts(directory) or _attempts_elsewhere(run)
+    last, notes = select.latest(directory, run.checkpoint.path, lives[-1]["run_id"] if lives else None)
     if last and not lives:
         raise ConfigError(
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
@@ -109,19 +109,19 @@ def begin(run: Run, progress: Callable[[str], None] | None = None) -> Life | Fin
     begins = parent(run, lives, mix, own=last is not None)
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
     if lives:
-        _compare(run, lives[-1], science, mix, last)
+        _check_same_experiment(run, lives[-1], science, mix, last)
         result, wrong = read_result(directory, _sciences(lives))
         done = result.get("finished") and result["step"] == run.training.steps
-        if done and not (last and select.owed(run.checkpoint, directory, last.about.step)):
-            return Finished(run.directory, result)
+        if done and not (last and select.post_save_pending(run.checkpoint, directory, last.about.step)):
+            return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
-        notes += (*_gone(lives[-1], result, last), *([wrong] if wrong else []))
-    life = replace(_life(run, lives, identity.ids(run, science), mix, folders, begins, last), notes=notes)
+        notes += (*_missing_steps(lives[-1], result, last), *([wrong] if wrong else []))
+    life = replace(_attempt(run, lives, identity.ids(run, science), mix, folders, begins, last), notes=notes)
     _record(run, life, science, lives)
     return life
 
 
-def without(run: Run, life: Life, wrong: str) -> Life:
+def use_previous_checkpoint(run: Run, life: Attempt, wrong: str) -> Attempt:
     """The life that begins one checkpoint earlier, since the one that it named is damaged; run.yaml says so too.
 
     Args:
@@ -141,14 +141,14 @@ def without(run: Run, life: Life, wrong: str) -> Life:
         _forget(of(run.checkpoint.path, run.directory), life.step, f"checkpoint.path={run.checkpoint.path}")
     else:
         manifest.set_aside(Path(damaged))
-    lives = read_lives(directory)
-    last, more = select.newest(directory, run.checkpoint.path, life.run_id)
+    lives = read_attempts(directory)
+    last, more = select.latest(directory, run.checkpoint.path, life.run_id)
     notes = (*life.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}")
     notes += tuple(note for note in more if note not in notes and f" {Path(damaged).name} " not in note)
     if last and last.path == damaged:
         raise ConfigError(f"hydra.run.dir={directory}: {notes[-1]}, and can't be set aside; remove it or move it away.")
     _check_last(run, {}, last, notes)
-    mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(life.corpora, run.dataset))
     found = last or parent(run, lives, mix, own=False).checkpoint
     step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
     life = replace(life, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
@@ -166,11 +166,11 @@ def _forget(copies: Remote, step: int, setting: str) -> None:
         ) from error
 
 
-def withdraw(run: Run, life: Life) -> None:
+def withdraw_attempt(run: Run, life: Attempt) -> None:
     """Take back a life that was refused before its first step, so that the same name may be used otherwise."""
     directory = Path(run.directory)
-    earlier = [document for document in read_lives(directory) if document["life"] != life.number]
-    if _told(directory, life):
+    earlier = [document for document in read_attempts(directory) if document["life"] != life.number]
+    if _has_records(directory, life):
         return
     if earlier:
         with contextlib.suppress(OSError):  # on a full disk it stays
@@ -179,7 +179,7 @@ def withdraw(run: Run, life: Life) -> None:
     _clear(run)
 
 
-def _told(directory: Path, life: Life) -> bool:
+def _has_records(directory: Path, life: Attempt) -> bool:
     """Whether the metrics end with something of a life, so that it was more than a beginning."""
     try:
         return (directory / "metrics.jsonl").read_bytes().rstrip().endswith(b'"life": %d}' % life.number)
@@ -187,7 +187,7 @@ def _told(directory: Path, life: Life) -> bool:
         return False
 
 
-def read_lives(directory: Path) -> list[dict[str, Any]]:
+def read_attempts(directory: Path) -> list[dict[str, Any]]:
     """The documents of `run.yaml`, one a life; empty where no run began.
 
     Raises:
@@ -252,7 +252,7 @@ def _unreadable(label: str, why: str) -> ConfigError:
     return ConfigError(f"{label}: run.yaml can't be read ({why}); mend it, or choose another name to start again.")
 
 
-def check_data(run: Run, mix: Mix) -> None:
+def check_data(run: Run, mix: RowMixture) -> None:
     """Refuse data that the model or the batch can't use.
 
     Raises:
@@ -283,7 +283,7 @@ def check_directory(run: Run, own_job: bool) -> None:
     Raises:
         ConfigError: when it holds no run, another experiment, one with more steps, or a process is running in it.
     """
-    before = read_lives(Path(run.directory))
+    before = read_attempts(Path(run.directory))
     if not own_job and is_locked(Path(run.directory)):
         raise ConfigError(
             f"hydra.run.dir={run.directory}: a process is running in it; wait for it, or choose another name."
@@ -291,10 +291,10 @@ def check_directory(run: Run, own_job: bool) -> None:
     if before:
         science = {k: v for k, v in identity.settings_of(run, science=True).items() if not _of_data(k)}
         old = {k: v for k, v in before[-1]["science"].items() if not _of_data(k)}
-        _refuse_other(
+        _reject_other(
             run, before[-1], science, sorted(k for k in old.keys() | science.keys() if _differ(k, old, science))
         )
-        _refuse_fewer(run, int(before[-1]["config"]["training"]["steps"]))
+        _reject_fewer_steps(run, int(before[-1]["config"]["training"]["steps"]))
 
 
 def _of_data(key: str) -> bool:
@@ -306,9 +306,9 @@ def _differ(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return key != "training.steps" and old.get(key, _DEFAULT) != new.get(key, _DEFAULT)
 
 
-def finished(run: Run) -> Finished:
+def finished_run(run: Run) -> FinishedRun:
     """What the finished run in a directory came to."""
-    return Finished(run.directory, read_result(Path(run.directory))[0])
+    return FinishedRun(run.directory, read_result(Path(run.directory))[0])
 
 
 def _sciences(lives: list[dict[str, Any]]) -> set[str]:
@@ -316,7 +316,7 @@ def _sciences(lives: list[dict[str, Any]]) -> set[str]:
     return {document["ids"]["science"] for document in lives}
 
 
-def _lives_elsewhere(run: Run) -> list[dict[str, Any]]:
+def _attempts_elsewhere(run: Run) -> list[dict[str, Any]]:
     """The documents of a run whose directory is gone, or on another machine, from where its checkpoints are copied."""
     if run.checkpoint.path is None:
         return []
@@ -352,13 +352,15 @@ def _check_last(run: Run, result: Mapping[str, Any], last: Candidate | None, not
         )
 
 
-def _gone(before: Mapping[str, Any], result: Mapping[str, Any], last: Candidate | None) -> tuple[str, ...]:
+def _missing_steps(before: Mapping[str, Any], result: Mapping[str, Any], last: Candidate | None) -> tuple[str, ...]:
     """What is to be said where a run had checkpoints and has none any more."""
     done = max(int(before.get("from_step", 0)), int(result.get("step", 0)) if result.get("checkpoint") else 0)
     return (f"there is no checkpoint any more of a run that had got to step {done}",) if done and last is None else ()
 
 
-def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: Mix, saved: Candidate | None) -> None:
+def _check_same_experiment(
+    run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix: RowMixture, saved: Candidate | None
+) -> None:
     """Refuse to go on with a run as another one.
 
     More steps are a continuation. So is what changes only the rows after those that the last checkpoint has read: a
@@ -367,11 +369,11 @@ def _compare(run: Run, last: Mapping[str, Any], science: Mapping[str, Any], mix:
     old, new = dict(last["science"]), dict(science)
     differ = sorted(k for k in old.keys() | new.keys() if _differ(k, old, new))
     if differ and not (saved and _later(run, differ, mix, saved.about)):
-        _refuse_other(run, last, new, differ)
-    _refuse_fewer(run, int(last["config"]["training"]["steps"]))
+        _reject_other(run, last, new, differ)
+    _reject_fewer_steps(run, int(last["config"]["training"]["steps"]))
 
 
-def _refuse_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
+def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
     """Refuse another experiment, naming the settings that differ, where there are any."""
     if differ:
         before, now = {**flat(last["config"]), **last["science"]}, {**flat(as_config(run)), **new}
@@ -379,7 +381,7 @@ def _refuse_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], dif
         raise ConfigError(f"{_place(run)}: holds another experiment ({what}); choose another name for this one.")
 
 
-def _refuse_fewer(run: Run, steps: int) -> None:
+def _reject_fewer_steps(run: Run, steps: int) -> None:
     """Refuse fewer steps than the run was to do before."""
     if run.training.steps < steps:
         raise ConfigError(
@@ -394,7 +396,7 @@ def _place(run: Run) -> str:
     return f"checkpoint.path={run.checkpoint.path}"
 
 
-def _later(run: Run, differ: list[str], mix: Mix, saved: Manifest) -> bool:
+def _later(run: Run, differ: list[str], mix: RowMixture, saved: Manifest) -> bool:
     """Whether what differs concerns rows only that the last checkpoint has not read."""
     order_only = [k for k in differ if k in ("dataset", "data", "training.grow") or k.startswith("dataset.")]
     if order_only != differ or "dataset.mask_documents" in differ:
@@ -416,25 +418,25 @@ def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
-def _life(
+def _attempt(
     run: Run,
     lives: list[dict[str, Any]],
     ids: Ids,
-    mix: Mix,
+    mix: RowMixture,
     folders: corpora.Folders,
     begins: Parent,
     last: Candidate | None,
-) -> Life:
+) -> Attempt:
     found = last or begins.checkpoint
     step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
     more = bool(lives) and ids.science != lives[-1]["ids"]["science"]
     kind = "continuation" if more else "resume" if lives else "fork" if found else "start"
     run_id = lives[0]["run_id"] if lives else uuid.uuid4().hex[:12]
     path, weights = (found.path, None) if found else (None, begins.weights)
-    return Life(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, begins.id, weights)
+    return Attempt(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, begins.id, weights)
 
 
-def _record(run: Run, life: Life, science: Mapping[str, Any], lives: list[dict[str, Any]]) -> None:
+def _record(run: Run, life: Attempt, science: Mapping[str, Any], lives: list[dict[str, Any]]) -> None:
     """Write what this life is: a document in run.yaml, Hydra's own files, the environment."""
     directory = Path(run.directory)
     document = {
@@ -476,9 +478,9 @@ def _clear(run: Run) -> None:
         shutil.rmtree(directory / name, ignore_errors=True)
 
 
-def _correct(directory: Path, life: Life) -> None:
+def _correct(directory: Path, life: Attempt) -> None:
     """Let the last document of run.yaml say where the life really begins."""
-    *earlier, document = read_lives(directory)
+    *earlier, document = read_attempts(directory)
     changed = redacted({"from_step": life.step, "notes": list(life.notes)})
     try:
         _write(directory, [*earlier, document | changed])

@@ -13,8 +13,8 @@ from titan.config.settings import nearest, show
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.model.schema import Llama
-from titan.parallelism.pipeline.stage_plan import staging
-from titan.precision.schema import CAPABILITY, HARDWARE, SMALL
+from titan.parallelism.pipeline.stage_plan import plan_stages
+from titan.precision.schema import CAPABILITY, HARDWARE, QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _check_growth(run: Run) -> None:
         rows = math.ceil(phase.rows / run.layout.data_ranks)
         count = math.ceil(rows / run.microbatch_rows)
         try:
-            staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
+            plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
         except ConfigError as refusal:
             raise ConfigError(
                 f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
@@ -127,7 +127,7 @@ def _check_products(run: Run) -> None:
                 f"precision.skip={show(how.skip)}: no product of the model is called {pattern}; names are such as "
                 f"{next(iter(products))} and head{nearest(pattern, products)}"
             )
-    choice, multiple = how.choose(products, run.layout.tensor), SMALL[how.products]
+    choice, multiple = how.choose(products, run.layout.tensor), QUANT_BLOCK[how.products]
     if not choice.taken:
         raise ConfigError(
             f"precision.products={how.products}: no product of the model is left for it: {choice.left_alone()}; "

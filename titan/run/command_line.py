@@ -159,10 +159,10 @@ def _earlier(word: str, args: argparse.Namespace) -> list[str]:
 
 def _last_life(where: str, word: str) -> dict[str, Any]:
     """The last document of a run's run.yaml."""
-    from titan.run.attempts import read_lives  # only now: other command lines need not wait for what reads data
+    from titan.run.attempts import read_attempts  # only now: other command lines need not wait for what reads data
 
     directory = Path(where)
-    if where.strip() and (directory / "run.yaml").is_file() and (lives := read_lives(directory)):
+    if where.strip() and (directory / "run.yaml").is_file() and (lives := read_attempts(directory)):
         return lives[-1]
     grid = where.strip() and (directory / "multirun.yaml").is_file()
     hint = "it holds a grid: give its own command again" if grid else "give the directory of one, such as runs/NAME"

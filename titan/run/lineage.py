@@ -17,7 +17,7 @@ from titan.checkpoint.select import Candidate
 from titan.config.settings import show
 from titan.console.text import redacted
 from titan.dataset import permutation
-from titan.dataset.mixture import Mix
+from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run.run import Run, as_model
 
@@ -37,7 +37,7 @@ class Parent:
     weights: str | None = None
 
 
-def parent(run: Run, lives: list[dict[str, Any]], mix: Mix, own: bool) -> Parent:
+def parent(run: Run, lives: list[dict[str, Any]], mix: RowMixture, own: bool) -> Parent:
     """What `run` starts from.
 
     Args:
@@ -58,9 +58,9 @@ def parent(run: Run, lives: list[dict[str, Any]], mix: Mix, own: bool) -> Parent
     if recorded and own and _unchanged(run, lives[-1]):
         return Parent(str(recorded))
     if weights:
-        return _given(run, weights, recorded)
+        return _from_weights(run, weights, recorded)
     if resume:
-        return _forked(run, resume, recorded) if recorded else _fork(run, resume, mix)
+        return _recorded_fork(run, resume, recorded) if recorded else _fork(run, resume, mix)
     return Parent()
 
 
@@ -70,8 +70,8 @@ def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
     return all(redacted(getattr(run.checkpoint, name)) == redacted(before.get(name)) for name in ("resume", "weights"))
 
 
-def _fork(run: Run, resume: str, mix: Mix) -> Parent:
-    found = select.named(resume)
+def _fork(run: Run, resume: str, mix: RowMixture) -> Parent:
+    found = select.load_named(resume)
     check_resumable(found.about, resume)
     _check_model(run, found)
     rows_read(run, mix, found.about)
@@ -83,12 +83,12 @@ def _fork(run: Run, resume: str, mix: Mix) -> Parent:
     return Parent(found.id, found)
 
 
-def _forked(run: Run, resume: str, recorded: str) -> Parent:
+def _recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
     """The checkpoint that a fork started from; its run may have gone on since."""
     step = recorded.rpartition("@")[2]
     for place in (resume, f"{resume}/checkpoints/step-{step}", f"{resume}/step-{step}"):
         with contextlib.suppress(ConfigError):
-            if (found := select.named(place)).id == recorded:
+            if (found := select.load_named(place)).id == recorded:
                 return Parent(recorded, found)
     raise ConfigError(
         f"checkpoint.resume={resume}: step {step}, which the fork in {run.directory} started from, is not there; "
@@ -96,7 +96,7 @@ def _forked(run: Run, resume: str, recorded: str) -> Parent:
     )
 
 
-def _given(run: Run, path: str, recorded: str | None) -> Parent:
+def _from_weights(run: Run, path: str, recorded: str | None) -> Parent:
     """Given weights, once it is sure that they fit the model, and are those that the first life began with."""
     from titan.weights.formats import digest_of, open_weights
     from titan.weights.model_config import check_model
@@ -123,7 +123,7 @@ def _check_model(run: Run, found: Candidate) -> None:
         )
 
 
-def rows_read(run: Run, mix: Mix, saved: Manifest) -> int:
+def rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     """How many rows a checkpoint has read, when this run would have read the same ones.
 
     Raises:

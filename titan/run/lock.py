@@ -32,7 +32,7 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
     fresh = not (directory / ".lock").exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = locks.opened(directory / ".lock")
+        lock = locks.open_lock(directory / ".lock")
     except OSError as error:
         _remove(new)
         raise _unwritable(directory, error) from error
@@ -53,7 +53,7 @@ def _hold(lock: int, directory: Path, patience: float) -> None:
         ConfigError: when another process holds it, or it can't be locked.
     """
     try:
-        locks.take(lock, f"hydra.run.dir={directory}", patience)
+        locks.acquire(lock, f"hydra.run.dir={directory}", patience)
     except BlockingIOError:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
         raise ConfigError(

@@ -11,7 +11,7 @@ from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.errors import ConfigError
 from titan.estimate import fit
-from titan.parallelism.pipeline.stage_plan import staging
+from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
 from titan.run.compile_scope import choose_scope
@@ -69,7 +69,7 @@ def resolve(
         machine=machine,
         layout=layout,
         microbatches=microbatches,
-        staging=staging(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, microbatches),
+        staging=plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, microbatches),
         directory=directory,
         choices=choices or {},
         overrides=overrides,
@@ -89,7 +89,7 @@ def moved(run: Run, machine: Machine) -> Run:
         ConfigError: when it does not fit.
     """
     count = _microbatches(run, run.layout, machine)
-    stages = staging(run.parallelism, run.layout, run.model, run.training.seq_len, count)
+    stages = plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
     here = dataclasses.replace(run, machine=machine, microbatches=count, staging=stages)
     here = _scoped(here) if here.compile_why else here
     checks.check(here, started=True)

@@ -61,4 +61,4 @@ _RESULT: dict[str, Any] = {
 
 def is_locked(run: Path) -> bool:
     """Whether a process of this machine, or of any that shares locks with it, is running in a directory."""
-    return locks.held(run / ".lock")
+    return locks.is_locked(run / ".lock")

@@ -15,8 +15,8 @@ from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
 from titan.estimate import fit
-from titan.parallelism.schema import Layout, Staging
-from titan.precision.schema import Cut
+from titan.parallelism.schema import Layout, StagePlan
+from titan.precision.schema import WeightSharding
 from titan.run.schema import Recipe
 
 
@@ -40,7 +40,7 @@ class Run(Recipe):
     machine: Machine
     layout: Layout
     microbatches: int
-    staging: Staging
+    staging: StagePlan
     compile_why: str = ""
     directory: str
     choices: Mapping[str, str] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Run(Recipe):
     options: tuple[str, ...] = ()
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> WeightSharding:
         """How weights are cut."""
         return fit.cut(self.parallelism, self.layout)
 

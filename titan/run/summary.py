@@ -14,11 +14,11 @@ from titan.estimate import fit
 from titan.run.run import Run
 
 if TYPE_CHECKING:
-    from titan.dataset.mixture import Mix
-    from titan.run.attempts import Finished, Life
+    from titan.dataset.mixture import RowMixture
+    from titan.run.attempts import Attempt, FinishedRun
 
 
-def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
+def show_run(run: Run, life: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
     """Say what was composed, and what was `applied` to the model in which order, before the first step."""
     t, chosen = run.training, run.choices
     memory = fit.demand(run, run.layout, run.microbatches, run.machine.device).gib
@@ -42,7 +42,7 @@ def show_run(run: Run, life: Life, mix: Mix, applied: Sequence[str]) -> None:
     )
 
 
-def _data(run: Run, mix: Mix) -> dict[str, str]:
+def _data(run: Run, mix: RowMixture) -> dict[str, str]:
     """What is read: a line, or where sources are mixed a line each."""
     training, chosen = run.training, run.choices.get("dataset", "")
     reads = mix.reads(training.rows_before(training.steps + 1))
@@ -169,7 +169,7 @@ def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
     return {"  held out": ", ".join(parts)} if parts else {}
 
 
-def show_finished(finished: Finished) -> None:
+def show_finished(finished: FinishedRun) -> None:
     """Say that there is nothing to do, and what came out when it was done."""
     result = finished.result
     print(f"{short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
@@ -189,7 +189,7 @@ def next_command(run: Run, result: Mapping[str, Any]) -> str:
     return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
 
 
-def _life(life: Life) -> str:
+def _life(life: Attempt) -> str:
     if life.kind == "start":
         return "new"
     origin = f" of {life.parent}" if life.kind == "fork" else ""

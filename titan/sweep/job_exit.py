@@ -24,7 +24,7 @@ TERMINATING = "Terminating StepId"
 
 
 @dataclass(frozen=True)
-class End:
+class JobExit:
     """How one life of a job ended.
 
     Attributes:
@@ -42,19 +42,19 @@ class End:
     reason: str
 
 
-def last(folder: Path, job: str) -> End | None:
+def last_exit(folder: Path, job: str) -> JobExit | None:
     """How the last life of a job ended that has; None: none has."""
     ends = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
-    return _end(folder, job, max(ends), ends[max(ends)]) if ends else None
+    return _exit(folder, job, max(ends), ends[max(ends)]) if ends else None
 
 
-def newest(folder: Path, job: str) -> str:
+def latest_attempt(folder: Path, job: str) -> str:
     """The newest life of a job of which there is a word, as `JOB.LIFE`."""
     lives = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*"))
     return f"{job}.{max((int(life) for life in lives if life.isdecimal()), default=0)}"
 
 
-def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
+def _exit(folder: Path, job: str, life: int, file: Path) -> JobExit | None:
     try:
         content = untrusted.parse_object(untrusted.read(file))
         for name, kind in (("code", int), ("again", bool | int), ("state", str)):
@@ -65,7 +65,7 @@ def _end(folder: Path, job: str, life: int, file: Path) -> End | None:
         return None
     stopped = code in (EXIT_REQUEUE, 130) or state not in ("", "RUNNING")
     reason = _reason(folder, f"{job}.{life}", code, state, content.get("why", ""))
-    return End(life, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
+    return JobExit(life, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
 
 
 def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
@@ -89,7 +89,7 @@ def error(folder: Path, life: str) -> str | None:
     if killed := before or (after if first is None or first.get("lost") else None):
         return killed
     if first is None:
-        return _words(folder, life)
+        return _last_line(folder, life)
     return f"rank {first['rank']}: {str(first['text']).strip().splitlines()[-1]}"
 
 
@@ -128,7 +128,7 @@ def _signalled(text: str) -> str | None:
     return f"rank {rank} on {node}: {how.lower()}{memory}"
 
 
-def _words(folder: Path, life: str) -> str | None:
+def _last_line(folder: Path, life: str) -> str | None:
     """The last line that a task or the batch script left, where no rank came far enough to tell of an error."""
     job = life.rpartition(".")[0]
     for file in [*_of_ranks(folder, life, "out"), folder / f"{life}.out", folder / f"{job}.out"]:
@@ -137,11 +137,11 @@ def _words(folder: Path, life: str) -> str | None:
         except OSError:
             continue
         if lines:
-            return untimed(lines[-1].strip())
+            return strip_timestamp(lines[-1].strip())
     return None
 
 
-def untimed(line: str) -> str:
+def strip_timestamp(line: str) -> str:
     """A log's line without the date and time that it begins with."""
     return _TIME.sub("", line)
 

@@ -37,7 +37,7 @@ UNCONFIRMED = "its submission is not confirmed yet"
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepSpec:
     """What a sweep is for: the content of `sweep.yaml`.
 
     Attributes:
@@ -56,7 +56,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Point:
+class TrialState:
     """A point of the grid and how it stands.
 
     Attributes:
@@ -91,16 +91,16 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepState:
     """What a sweep's directory says, and what is wrong with that."""
 
     directory: Path
-    asked: Asked
-    points: tuple[Point, ...]
+    asked: SweepSpec
+    points: tuple[TrialState, ...]
     notes: tuple[str, ...] = ()
 
 
-def read(directory: Path) -> Sweep | None:
+def read(directory: Path) -> SweepState | None:
     """The sweep in `directory`, as its ledger and its runs' directories tell, without asking Slurm; None: no sweep.
 
     What was handed to Slurm and has not told of its end counts as queued, or running where its run's lock is held.
@@ -108,26 +108,26 @@ def read(directory: Path) -> Sweep | None:
     if not (directory / LEDGER).is_file():
         return None
     points = tuple(_standing(directory, point) for point in noted(directory))
-    return Sweep(directory, asked(directory), points, tuple(_wrong(directory)))
+    return SweepState(directory, asked(directory), points, tuple(_wrong(directory)))
 
 
-def noted(directory: Path) -> list[Point]:
+def noted(directory: Path) -> list[TrialState]:
     """The points as the ledger alone has them."""
-    points: dict[str, Point] = {}
+    points: dict[str, TrialState] = {}
     for event in events(directory):
         _take(points, event, directory)
     return list(points.values())
 
 
-def asked(directory: Path) -> Asked:
+def asked(directory: Path) -> SweepSpec:
     """The content of `sweep.yaml`; empty where there is none."""
     try:
         return _asked(directory)
     except (OSError, ValueError):  # `read` says so
-        return Asked()
+        return SweepSpec()
 
 
-def _asked(directory: Path) -> Asked:
+def _asked(directory: Path) -> SweepSpec:
     """As `asked`.
 
     Raises:
@@ -141,7 +141,7 @@ def _asked(directory: Path) -> Asked:
     axes = {k: tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
     baseline = {k: str(v) for k, v in (content.get("baseline") or {}).items()}
     margin = content.get("margin")
-    return Asked(content.get("question"), axes, baseline, 0.02 if margin is None else margin, content.get("target"))
+    return SweepSpec(content.get("question"), axes, baseline, 0.02 if margin is None else margin, content.get("target"))
 
 
 _ASKED: dict[str, Any] = {
@@ -154,7 +154,7 @@ _ASKED: dict[str, Any] = {
 """What `sweep.yaml` holds, by the types of its values."""
 
 
-def write_asked(directory: Path, content: Asked) -> None:
+def write_asked(directory: Path, content: SweepSpec) -> None:
     """Write `sweep.yaml`."""
     plain = {
         "question": content.question,
@@ -184,7 +184,7 @@ def add(directory: Path, *lines: Mapping[str, Any]) -> None:
     """Add events to the ledger, in one write."""
     text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
     with (directory / LEDGER).open("a+b", buffering=0) as file:
-        locks.take(file.fileno(), f"hydra.sweep.dir={directory}")
+        locks.acquire(file.fileno(), f"hydra.sweep.dir={directory}")
         file.seek(0, 2)
         if file.tell():  # a line that a kill cut short ends here
             file.seek(-1, 2)
@@ -251,20 +251,20 @@ def _wrong(directory: Path) -> Iterator[str]:
 def alone(directory: Path) -> Iterator[None]:
     """Let one launcher at a time hand points of a sweep on; another one waits."""
     directory.mkdir(parents=True, exist_ok=True)
-    lock = locks.opened(directory / f".{LEDGER}.lock")
+    lock = locks.open_lock(directory / f".{LEDGER}.lock")
     try:
-        locks.take(lock, f"hydra.sweep.dir={directory}")
+        locks.acquire(lock, f"hydra.sweep.dir={directory}")
         yield
     finally:
         os.close(lock)
 
 
-def _take(points: dict[str, Point], event: Mapping[str, Any], directory: Path) -> None:
+def _take(points: dict[str, TrialState], event: Mapping[str, Any], directory: Path) -> None:
     """Let one event change what is known of the points."""
     kind = event.get("event")
     if kind == "point":
         where = os.path.abspath(directory / event["directory"])
-        point = points.get(event["id"], Point(event["id"], where, tuple(event["overrides"]), "planned"))
+        point = points.get(event["id"], TrialState(event["id"], where, tuple(event["overrides"]), "planned"))
         told = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
         points[point.id] = replace(point, **told)
         return
@@ -294,7 +294,7 @@ def _concerned(event: Mapping[str, Any]) -> Iterable[str]:
     return list(event.get("jobs", ())) or list(event.get("points", ())) or [str(event.get("id"))]
 
 
-def _standing(directory: Path, point: Point) -> Point:
+def _standing(directory: Path, point: TrialState) -> TrialState:
     """The point as its run's directory and its job's last words have it."""
     run = Path(point.directory)
     if is_finished(run, point.steps):
@@ -308,11 +308,11 @@ def _standing(directory: Path, point: Point) -> Point:
     return point
 
 
-def _of_job(directory: Path, point: Point) -> Point:
+def _of_job(directory: Path, point: TrialState) -> TrialState:
     """What a job that is not finished has said of itself: it runs, has ended, or is to be begun again."""
     job = last_job(directory, point)
     point = replace(point, job=job)
-    end = job_exit.last(directory / SLURM, job)
+    end = job_exit.last_exit(directory / SLURM, job)
     if end is None or end.again:
         running = is_locked(Path(point.directory))
         return replace(
@@ -321,7 +321,7 @@ def _of_job(directory: Path, point: Point) -> Point:
     return replace(point, state="stopped" if end.stopped else "failed", reason=end.reason)
 
 
-def last_job(directory: Path, point: Point) -> str:
+def last_job(directory: Path, point: TrialState) -> str:
     """The job of a point's chain that has spoken last, or else the first."""
-    spoken = [job for job in point.jobs if job_exit.last(directory / SLURM, job) is not None]
+    spoken = [job for job in point.jobs if job_exit.last_exit(directory / SLURM, job) is not None]
     return spoken[-1] if spoken else str(point.job)

@@ -20,18 +20,18 @@ from titan.model import attention, init_weights, loss
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_kernels, data, tensor
 from titan.parallelism.mesh import World
-from titan.parallelism.pipeline.runtime import Pipeline, Plan, Twins, link
+from titan.parallelism.pipeline.runtime import Pipeline, Plan, TiedWeights, link
 from titan.parallelism.schema import Parallelism
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.run import Run
-from titan.training.train_step import Accumulate, Engine, Runner, Stage
+from titan.training.train_step import GradAccumulation, MicrobatchRunner, Stage, TrainStep
 
 Note = Callable[[str], None]
 
 
-def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
+def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
     """Build what trains `run` on this rank.
 
     Args:
@@ -45,11 +45,11 @@ def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
         notes.append(line)
         log(line)
 
-    stages = _split(run, world, note)
+    stages = _build_stages(run, world, note)
     initial = [stage.model.initial() for stage in stages.values()]
     for stage in stages.values():
         _transform(stage, run, world)
-    _tell(run, world, note)
+    _log_layout(run, world, note)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, how in zip(stages.values(), initial, strict=True):
         with world.memory():
@@ -58,20 +58,20 @@ def assemble(run: Run, world: World, log: Note = lambda line: None) -> Engine:
     if told := run.optimizer.describe():
         note(f"optimizer: {told}")
     note(f"initial weights from seed {run.training.seed} on {device}")
-    return Engine(
+    return TrainStep(
         stages=tuple(stages.values()),
         runner=_runner(stages, run, world),
         optimizer=run.optimizer.build(named for stage in stages.values() for named in stage.named()),
         world=world,
         scales=_scales(stages, run, world),
-        places=_places(run, world),
-        twins=_twins(stages, run, world),
+        places=_token_positions(run, world),
+        twins=_tied_weights(stages, run, world),
         multiple=run.parallelism.multiple(run.layout),
         notes=tuple(notes),
     )
 
 
-def _split(run: Run, world: World, note: Note) -> dict[int, Stage]:
+def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
     """This rank's stages by their number, on meta."""
     staging, stages = run.staging, {}
     for number in staging.mine(world.coordinate("pipeline")):
@@ -91,7 +91,9 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     model, how = stage.model, run.parallelism
     taken = run.precision.choose(run.model.products(), run.layout.tensor).taken
     sharding = _sharding(world)
-    _compute(model, run.precision, how, world, taken, run.training.loss_chunk, sharded=sharding is not None)
+    _apply_precision_and_tensor(
+        model, run.precision, how, world, taken, run.training.loss_chunk, sharded=sharding is not None
+    )
     attention.apply(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
         context.apply(model, how.context_method, world.context, how.balance, _kernel(run, world))
@@ -124,7 +126,7 @@ def _scales(stages: dict[int, Stage], run: Run, world: World) -> low_precision.S
     return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
 
-def _compute(
+def _apply_precision_and_tensor(
     model: Any,
     how: Precision,
     parallelism: Parallelism,
@@ -154,7 +156,7 @@ def _compute(
         tensor.apply(model, mesh, sequence=sequence, loss=parts, chunk=chunk)
 
 
-def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
+def build_for_generation(schema: Decoder, how: Precision, world: World) -> Any:
     """A whole model, or this tensor rank's part of it, that computes without gradients.
 
     Its parameters are in the type to compute in; they have memory, and no values yet.
@@ -166,7 +168,7 @@ def for_generation(schema: Decoder, how: Precision, world: World) -> Any:
     """
     with torch.device("meta"):
         model = schema.build().to(how.dtype)
-    _compute(model, how, Parallelism(sequence_parallel=False, loss_parallel=False), world)
+    _apply_precision_and_tensor(model, how, Parallelism(sequence_parallel=False, loss_parallel=False), world)
     with world.memory():
         init_weights.allocate(model, world.device)
     return model.requires_grad_(False)
@@ -182,7 +184,7 @@ def _kernel(run: Run, world: World) -> str:
     model, dtype, cut = run.model, run.precision.dtype, run.layout.tensor
     shape = (model.heads // cut, model.kv_heads // cut, model.head_size)
     try:
-        if choice == "flex" or _puts_together(run, world):
+        if choice == "flex" or _attends_by_blocks(run, world):
             return context_kernels.choose(choice, shape, dtype, device, documents)
         return attention.chosen(shape, dtype, device, attention.kernels(choice, device), documents)
     except attention.NoKernel as error:
@@ -193,7 +195,7 @@ def _kernel(run: Run, world: World) -> str:
         ) from error
 
 
-def _puts_together(run: Run, world: World) -> bool:
+def _attends_by_blocks(run: Run, world: World) -> bool:
     """Whether attention is put together from blocks of keys, for which a kernel has to give more than its output."""
     method = run.parallelism.context_method
     return world.context is not None and (
@@ -206,7 +208,7 @@ def _attention(run: Run, world: World) -> str:
     kernel = _kernel(run, world)
     if kernel == "flex":
         return f"flex, in blocks of {attention.BLOCK} tokens"
-    if kernel == "math" and _puts_together(run, world):
+    if kernel == "math" and _attends_by_blocks(run, world):
         return "the formula" + (", which keeps documents apart" if run.dataset.mask_documents else "")
     named = f"torch's {kernel} kernel for {world.device.type.upper()}"
     return f"{named}, documents by a mask of tokens by tokens" if run.dataset.mask_documents else named
@@ -217,12 +219,12 @@ def _sharding(world: World) -> Any:
     return None if world.layout.copies else world.dimensions("replicate", "shard")
 
 
-def _tell(run: Run, world: World, note: Note) -> None:
+def _log_layout(run: Run, world: World, note: Note) -> None:
     """Say what was applied, in its order."""
     how, layout = run.parallelism, run.layout
     note(f"precision {run.precision.describe()}")
     if run.precision.small:
-        _tell_small(run, world, note)
+        _log_low_precision(run, world, note)
     if layout.tensor > 1:
         sequence = "with" if how.sequence_parallel else "without"
         of = "parts" if how.loss_parallel or run.training.loss_chunk else "whole rows"
@@ -242,7 +244,7 @@ def _tell(run: Run, world: World, note: Note) -> None:
         note(f"copied on {layout.replicate} ranks")
 
 
-def _tell_small(run: Run, world: World, note: Note) -> None:
+def _log_low_precision(run: Run, world: World, note: Note) -> None:
     """Say which products are computed in eight bits, and which weights are gathered so."""
     how, products = run.precision, run.model.products()
     choice, gathered = how.choose(products, run.layout.tensor), how.gathered(products, run.cut)
@@ -253,7 +255,7 @@ def _tell_small(run: Run, world: World, note: Note) -> None:
         note(f"weights{of} gathered in {'float8' if gathered else how.compute}")
 
 
-def _runner(stages: dict[int, Stage], run: Run, world: World) -> Runner:
+def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunner:
     """What takes micro-batches through the stages."""
     if run.staging.count > 1:
         group = world.group("pipeline")
@@ -264,7 +266,7 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> Runner:
     stage: nn.Module = stages[0]
     copies = world.dimensions("replicate")
     wrapped = data.replicate(stage, copies) if world.layout.copies and copies is not None else stage
-    return Accumulate(stage, wrapped, run.parallelism.accumulates_whole(run.layout))
+    return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout))
 
 
 def _plan(run: Run) -> Plan:
@@ -280,7 +282,7 @@ def _plan(run: Run) -> Plan:
     )
 
 
-def _places(run: Run, world: World) -> Any:
+def _token_positions(run: Run, world: World) -> Any:
     if world.context is None:
         return None
     size, rank = run.layout.context, world.coordinate("context")
@@ -292,7 +294,7 @@ def _places(run: Run, world: World) -> Any:
     return places
 
 
-def _twins(stages: dict[int, Stage], run: Run, world: World) -> Twins | None:
+def _tied_weights(stages: dict[int, Stage], run: Run, world: World) -> TiedWeights | None:
     """The two copies of a tied weight, for the ranks that have one of them."""
     staging, group = run.staging, world.group("pipeline")
     if not run.model.tied or group is None:
@@ -303,6 +305,6 @@ def _twins(stages: dict[int, Stage], run: Run, world: World) -> Twins | None:
     other = staging.owners[-1] if first is not None else staging.owners[0]
     if first is None and last is None:
         return None
-    twins = Twins(first, last, group, other, world.device)
+    twins = TiedWeights(first, last, group, other, world.device)
     twins.greet()
     return twins

@@ -14,22 +14,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.checkpoint import remote
-from titan.checkpoint.coordinator import Talk, doing
-from titan.checkpoint.manager import After, Manager, Outcome
+from titan.checkpoint.coordinator import Coordinator, describing
+from titan.checkpoint.manager import Manager, PostSaveHook, SaveOutcome
 from titan.checkpoint.manifest import Manifest
-from titan.checkpoint.select import owed
+from titan.checkpoint.select import post_save_pending
 from titan.dataset import permutation
-from titan.dataset.mixture import Mix
+from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.run.attempts import Life
+from titan.run.attempts import Attempt
 from titan.run.run import Run, as_model
-from titan.training.train_step import Engine
+from titan.training.train_step import TrainStep
 from titan.weights import export, tokenizer_files
 from titan.weights.formats import open_weights
 
 log = logging.getLogger("titan")
 
-ASKED = "save"
+SAVE_FILE = "save"
 """A file of this name in the run's directory asks for a checkpoint; it is removed when one is made."""
 RETRY_SECONDS, LONGEST_SECONDS = 10.0, 600.0
 """How long after a save that failed the next one is tried; twice as long each time, up to the longest."""
@@ -37,14 +37,16 @@ ATTEMPTS = 3
 """How often the last save is tried."""
 META_BYTES = 20e9
 """About how large a file in Meta's format may be: it is held in memory while it is written."""
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 """How often the directory is looked at for a file that asks for a checkpoint."""
 
 
-class Saving:
+class CheckpointPolicy:
     """A life's checkpoints, seen from one rank."""
 
-    def __init__(self, run: Run, life: Life, engine: Engine, mix: Mix, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: Run, life: Attempt, engine: TrainStep, mix: RowMixture, tell: Callable[[str], None]
+    ) -> None:
         """Take what is saved; nothing is written yet.
 
         Args:
@@ -55,9 +57,16 @@ class Saving:
         """
         self.run, self.life, self.mix, self.tell = run, life, mix, tell
         world = engine.world
-        talk = Talk(world.place.rank, world.place.size, world.aside)
+        talk = Coordinator(world.place.rank, world.place.size, world.aside)
         self.speaks, self.off = world.speaks, run.checkpoint.mode == "off"
-        how = (Path(run.directory), run.checkpoint, engine, talk, tokenizer_files.copy_listed, _after(run, talk))
+        how = (
+            Path(run.directory),
+            run.checkpoint,
+            engine,
+            talk,
+            tokenizer_files.copy_listed,
+            _post_save_hooks(run, talk),
+        )
         self.manager = None if self.off else Manager(*how)
         self.tokenizer = _tokenizer(mix)
         self.saved_step = self.begun_step = life.step
@@ -73,7 +82,9 @@ class Saving:
         All ranks call it together.
         """
         run, step = self.run, self.life.step
-        if self.manager and self.manager.talk.first(lambda: owed(run.checkpoint, Path(run.directory), step)):
+        if self.manager and self.manager.talk.first(
+            lambda: post_save_pending(run.checkpoint, Path(run.directory), step)
+        ):
             self.manager.repeat(step)
 
     def due(self) -> bool:
@@ -85,10 +96,10 @@ class Saving:
         return timed or (self.retry_at is not None and now >= self.retry_at) or self._asked(now)
 
     def _asked(self, now: float) -> bool:
-        if now - self.looked_at < LOOK_SECONDS:
+        if now - self.looked_at < POLL_SECONDS:
             return False
         self.looked_at = now
-        return (Path(self.run.directory) / ASKED).exists()
+        return (Path(self.run.directory) / SAVE_FILE).exists()
 
     def save(self, step: int, rows: int) -> None:
         """Save the state after `step` updates and `rows` rows; all ranks call it together."""
@@ -97,7 +108,7 @@ class Saving:
         self.begun_step, self.saved_at, self.retry_at = step, time.monotonic(), None
         if self.speaks:
             with contextlib.suppress(OSError):
-                (Path(self.run.directory) / ASKED).unlink()
+                (Path(self.run.directory) / SAVE_FILE).unlink()
         self.manager.save(self._about(step, rows), self.tokenizer)
 
     def unchanged(self) -> None:
@@ -155,7 +166,7 @@ class Saving:
         if self.manager is not None:
             self.manager.close()
 
-    def _noted(self, outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    def _noted(self, outcomes: list[SaveOutcome]) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
         for outcome in outcomes:
             self.stalled += outcome.stall
@@ -171,7 +182,7 @@ class Saving:
             records += [_record(outcome)] if outcome.bytes else []
         return records
 
-    def _failed(self, outcome: Outcome) -> None:
+    def _failed(self, outcome: SaveOutcome) -> None:
         late = outcome.step < self.begun_step  # heard of once a later one is under way
         again = f"that of step {self.begun_step} has begun" if late else f"it is tried again in {self.delay:.0f} s"
         more = "" if self.ending else f"; training goes on, and {again}"
@@ -197,24 +208,24 @@ class Saving:
         )
 
 
-def _tokenizer(mix: Mix) -> str | None:
+def _tokenizer(mix: RowMixture) -> str | None:
     """The tokenizer's file or name; looked for once, since the data may be out of reach for a moment later."""
     corpus = mix.sources[0].corpus
     return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
 
 
-def _after(run: Run, talk: Talk) -> tuple[After, ...]:
+def _post_save_hooks(run: Run, talk: Coordinator) -> tuple[PostSaveHook, ...]:
     """What follows each save."""
     how = run.checkpoint
     copies = (remote.copying(how, how.path, run.directory, talk),) if how.path else ()  # first: it is what may be lost
-    return (*copies, _exporting(how.export, how.export_dtype, talk)) if how.export else copies
+    return (*copies, _export_hook(how.export, how.export_dtype, talk)) if how.export else copies
 
 
-def _exporting(format: Literal["hf", "meta"], dtype: str, talk: Talk) -> After:
+def _export_hook(format: Literal["hf", "meta"], dtype: str, talk: Coordinator) -> PostSaveHook:
     """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
 
     def write(folder: Path, about: Manifest) -> None:
-        with doing(f"the export to {folder / format}"):
+        with describing(f"the export to {folder / format}"):
             weights, out = talk.each(lambda: open_weights(folder)), folder / format
             how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
             talk.first(lambda: out.mkdir(exist_ok=True))
@@ -232,7 +243,7 @@ def _meta_ranks(model: Any) -> int:
     return ranks
 
 
-def _record(outcome: Outcome) -> dict[str, Any]:
+def _record(outcome: SaveOutcome) -> dict[str, Any]:
     return {
         "checkpoint_step": outcome.step,
         "checkpoint_seconds": outcome.seconds,

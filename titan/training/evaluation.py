@@ -12,20 +12,20 @@ import torch
 from numpy.typing import NDArray
 
 from titan.dataset.loader import IGNORED, TARGETS, Reader, fixed_rows
-from titan.dataset.mixture import Mix
-from titan.dataset.mixture import Rows as Source
+from titan.dataset.mixture import RowMixture
+from titan.dataset.mixture import TokenSequences as Source
 from titan.errors import RunError
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
-from titan.training.train_step import Engine
+from titan.training.train_step import TrainStep
 
 _POLL_SECONDS = 0.5
 _TELL_POLLS = 40
 
 
 @dataclass(frozen=True)
-class Held:
+class EvalSet:
     """The fixed rows of one source.
 
     Attributes:
@@ -39,9 +39,9 @@ class Held:
     bytes: int
 
 
-def held_out(
-    run: Run, world: World, mix: Mix, tell: Callable[[str], None], stopped: Callable[[], bool]
-) -> dict[str, Held]:
+def eval_sets(
+    run: Run, world: World, mix: RowMixture, tell: Callable[[str], None], stopped: Callable[[], bool]
+) -> dict[str, EvalSet]:
     """The fixed rows of each source that has any: `metrics.validation_tokens` of each.
 
     While a source is being prepared this waits until they are there, so that they are the same as afterwards.
@@ -65,11 +65,11 @@ def held_out(
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
             rows = Microbatches(*torch.from_numpy(_own(run, world, fields)).to(world.device).long())
-            found[source.name] = Held(rows, targets.size, int(corpus.token_bytes[targets].sum()))
+            found[source.name] = EvalSet(rows, targets.size, int(corpus.token_bytes[targets].sum()))
     return found
 
 
-def measure(engine: Engine, world: World, held: Mapping[str, Held]) -> dict[str, float]:
+def evaluate(engine: TrainStep, world: World, held: Mapping[str, EvalSet]) -> dict[str, float]:
     """The mean loss of a token and bits a byte, over all sources and, where there are several, of each; all ranks call
     it together."""
     losses = {name: world.sum(engine.evaluate(part.rows).double()).item() for name, part in held.items()}
@@ -79,14 +79,14 @@ def measure(engine: Engine, world: World, held: Mapping[str, Held]) -> dict[str,
     return found
 
 
-def _figures(suffix: str, loss: float, parts: list[Held]) -> dict[str, float]:
+def _figures(suffix: str, loss: float, parts: list[EvalSet]) -> dict[str, float]:
     figures = {f"validation_loss{suffix}": loss / sum(part.count for part in parts)}
     if text_bytes := sum(part.bytes for part in parts):
         figures[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
     return figures
 
 
-class Interrupted(Exception):
+class StopRequested(Exception):
     """A signal came before training had begun."""
 
 
@@ -94,9 +94,9 @@ def _wait(
     source: Source, count: int, patience: float, tell: Callable[[str], None], stopped: Callable[[], bool]
 ) -> None:
     polls, began = 0, time.monotonic()
-    while _lacks(source, count):
+    while _is_missing(source, count):
         if stopped():
-            raise Interrupted
+            raise StopRequested
         done, units = source.corpus.units
         line = f"held-out rows of {source.name}: {done} of {units} units are prepared"
         if time.monotonic() - began > patience:
@@ -109,7 +109,7 @@ def _wait(
         source.corpus = source.corpus.again()
 
 
-def _lacks(source: Source, count: int) -> bool:
+def _is_missing(source: Source, count: int) -> bool:
     corpus = source.corpus
     return corpus.held_out and not corpus.complete and corpus.validation.rows(source.seq_len) < count
 

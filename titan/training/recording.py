@@ -8,11 +8,11 @@ from pathlib import Path
 from titan.cluster.devices import peak_tflops
 from titan.metrics.recorder import Recorder, Speed
 from titan.metrics.trackers import open_trackers
-from titan.run.attempts import Life
+from titan.run.attempts import Attempt
 from titan.run.run import Run, as_config
 
 
-def recorder(run: Run, life: Life, warn: Callable[[str], None]) -> Recorder:
+def recorder(run: Run, life: Attempt, warn: Callable[[str], None]) -> Recorder:
     """What writes the records of this attempt, here and to trackers."""
     directory = Path(run.directory)
     trackers = open_trackers(

@@ -11,7 +11,7 @@ from titan.model import sampling
 
 
 @torch.no_grad()
-def continuation(
+def sample_continuation(
     logits: Callable[[list[int]], Tensor],
     start: list[int],
     count: int,

@@ -10,7 +10,7 @@ from titan.console import output
 from titan.errors import EXIT_REQUEUE
 
 
-class Stop:
+class StopSignals:
     """Remembers that a signal asked this rank to stop; the second one ends it at once. A context manager.
 
     Under a scheduler `preempt_signal` asks it to save and end with the exit code `AGAIN`, and SIGTERM may come several
@@ -24,7 +24,7 @@ class Stop:
         self.alone, self.scheduled = alone, scheduled
         self.preempt = preempt_signal(os.environ) if scheduled else None
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignals:
         numbers = [*stopping(), *([self.preempt] if self.preempt else [])]
         self.old = {number: signal.signal(number, self._note) for number in numbers}
         return self
@@ -44,6 +44,6 @@ class Stop:
             output.note(STOPPING)
 
 
-def code(again: bool) -> int:
+def exit_code_of_stop(again: bool) -> int:
     """The exit code of a rank that a signal ended."""
     return EXIT_REQUEUE if again else 130

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan.parallelism import data, grad_norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
-from titan.parallelism.pipeline.runtime import Twins
+from titan.parallelism.pipeline.runtime import TiedWeights
 from titan.precision.low_precision import Scales
 
 
@@ -48,7 +48,7 @@ class Stage(nn.Module):
         return ((self.model.aliases.get(name, name), p) for name, p in self.model.named_parameters())
 
 
-class Runner(Protocol):
+class MicrobatchRunner(Protocol):
     """How micro-batches go through the stages of this rank."""
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
@@ -58,7 +58,7 @@ class Runner(Protocol):
         """Forward only: what the last stage gives, a micro-batch each; nothing where it is elsewhere."""
 
 
-class Accumulate:
+class GradAccumulation:
     """One stage, micro-batch after micro-batch; gradients are complete after the last."""
 
     def __init__(self, stage: nn.Module, wrapped: nn.Module, whole: bool = False) -> None:
@@ -81,7 +81,7 @@ class Accumulate:
 
 
 @dataclass(frozen=True)
-class Engine:
+class TrainStep:
     """What computes a step on this rank.
 
     Attributes:
@@ -91,18 +91,19 @@ class Engine:
         world: the ranks.
         scales: to be updated after the weights are, where some are gathered in float8.
         places: this rank's places of a row, int64 on its device, for its length; None where ranks have whole rows.
-        twins: a tied weight of which this rank has one of two, or both; see `titan.parallelism.pipeline.runtime.Twins`.
+        twins: a tied weight of which this rank has one of two, or both; see
+            `titan.parallelism.pipeline.runtime.TiedWeights`.
         multiple: rows have to be a multiple of so many tokens.
         notes: what was applied to the model, in order.
     """
 
     stages: tuple[Stage, ...]
-    runner: Runner
+    runner: MicrobatchRunner
     optimizer: torch.optim.Optimizer
     world: World
     scales: Scales | None = None
     places: Callable[[int], Tensor] | None = None
-    twins: Twins | None = None
+    twins: TiedWeights | None = None
     multiple: int = 1
     notes: tuple[str, ...] = ()
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint import manifest, retention
-from titan.checkpoint.coordinator import Talk
+from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.restore import restore
 from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
@@ -37,15 +37,15 @@ from titan.parallelism import grad_norm
 from titan.parallelism.mesh import World, release
 from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
-from titan.run.attempts import Life
+from titan.run.attempts import Attempt
 from titan.run.run import Run
 from titan.training import recording
-from titan.training.checkpointing import Saving
-from titan.training.evaluation import Held, held_out, measure
+from titan.training.checkpointing import CheckpointPolicy
+from titan.training.evaluation import EvalSet, eval_sets, evaluate
 from titan.training.lr_schedule import lr_factor
-from titan.training.sample import continuation
-from titan.training.signals import code
-from titan.training.train_step import Engine
+from titan.training.sample import sample_continuation
+from titan.training.signals import exit_code_of_stop
+from titan.training.train_step import TrainStep
 from titan.weights.start import start_from_weights
 
 log = logging.getLogger("titan")
@@ -57,17 +57,17 @@ PIECES, PIECE = 4, 1 << 16
 """A 64-bit hash travels as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
 
 
-class Stoppable(Protocol):
+class StopSource(Protocol):
     """What tells the trainer that a signal came."""
 
     asked: bool
     again: bool
 
 
-class Clock:
+class StepTimer:
     """Times a step on its device: from the end of the step before, where nothing came between, to its own end."""
 
-    def __init__(self, device: torch.device, before: Clock | None) -> None:
+    def __init__(self, device: torch.device, before: StepTimer | None) -> None:
         self.on_gpu = device.type == "cuda"
         self.start: Any = before.end if before else self._now()
         self.end: Any = None
@@ -96,7 +96,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Sent:
+class InFlightStep:
     """A step that was started and whose figures are still on their way."""
 
     step: int
@@ -104,7 +104,7 @@ class Sent:
     lr: float
     local_loss: Tensor
     figures: Tensor
-    clock: Clock
+    clock: StepTimer
 
     def read(self) -> list[float]:
         """The step's vector and its norm, once the device has them."""
@@ -116,7 +116,7 @@ class Sent:
 class Trainer:
     """Trains one life of a run on one rank."""
 
-    def __init__(self, run: Run, life: Life, world: World, engine: Engine, stop: Stoppable) -> None:
+    def __init__(self, run: Run, life: Attempt, world: World, engine: TrainStep, stop: StopSource) -> None:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
@@ -130,9 +130,9 @@ class Trainer:
         self.step, self.rows = life.step, life.rows
         init_optimizer_state(engine.optimizer)
         self.speed = recording.speed(run)
-        self.mix = corpora.mixed(run.dataset, run.training, corpora.opened(life.corpora, run.dataset))
+        self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(life.corpora, run.dataset))
         self.partial = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
-        self.saving = Saving(run, life, engine, self.mix, self._warn)
+        self.saving = CheckpointPolicy(run, life, engine, self.mix, self._warn)
         self.stopping = self.again = self.due = False
         self.bad = 0
         self.seconds: deque[float] = deque(maxlen=1000)
@@ -141,7 +141,7 @@ class Trainer:
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, EvalSet] = {}
         self.allowed = world.timeout
         self.loader = self._loader()
 
@@ -161,11 +161,11 @@ class Trainer:
             self.recorder = recording.recorder(self.run, self.life, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.speaks else None
-            self.held = held_out(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
+            self.held = eval_sets(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
             with _collected_at_steps():
                 self.loop()
         self._finish(began)
-        return code(self.again) if self.stopping else 0
+        return exit_code_of_stop(self.again) if self.stopping else 0
 
     def close(self) -> None:
         """End what runs beside training, a save once it is done."""
@@ -179,7 +179,7 @@ class Trainer:
         if self.world.speaks:
             retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
         place = self.world.place
-        talk = Talk(place.rank, place.size, self.world.aside)
+        talk = Coordinator(place.rank, place.size, self.world.aside)
         if self.life.checkpoint:
             restore(self.engine, Path(self.life.checkpoint), talk)
             self.saving.make_up()
@@ -189,7 +189,7 @@ class Trainer:
     def loop(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""
         last = self.run.training.steps if steps is None else self.step + steps
-        sent: Sent | None = None
+        sent: InFlightStep | None = None
         while self.step < last and not self.stopping:
             self._allow(self._step_timeout())
             new = self._step(sent.clock if sent else None)
@@ -217,9 +217,9 @@ class Trainer:
             self.world.set_timeout(seconds, meet=seconds < self.allowed)
             self.allowed = seconds
 
-    def _step(self, before: Clock | None = None) -> Sent:
+    def _step(self, before: StepTimer | None = None) -> InFlightStep:
         """Start one update on the device; `before` is the clock of the step that it follows without a break."""
-        clock, self.step = Clock(self.world.device, before), self.step + 1
+        clock, self.step = StepTimer(self.world.device, before), self.step + 1
         batch = next(self.loader)
         lr = self.run.optimizer.lr * lr_factor(self.run.training, self.step)
         for group in self.engine.optimizer.param_groups:
@@ -270,15 +270,15 @@ class Trainer:
             self.engine.scales.update()
         optimizer.zero_grad(set_to_none=True)
 
-    def _send(self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, clock: Clock) -> Sent:
+    def _send(self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, clock: StepTimer) -> InFlightStep:
         """Start the copy of a step's figures to the host."""
         if self.world.device.type == "cuda":
             host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
             figures = host.copy_(figures, non_blocking=True)
         clock.stop()
-        return Sent(self.step, batch, lr, loss, figures, clock)
+        return InFlightStep(self.step, batch, lr, loss, figures, clock)
 
-    def _settle(self, sent: Sent) -> None:
+    def _settle(self, sent: InFlightStep) -> None:
         """Read a step's figures, act on them and write them down."""
         *figures, size = sent.read()
         seconds = sent.clock.seconds()
@@ -300,7 +300,9 @@ class Trainer:
         if self.progress:
             self.progress.step(sent.step, loss, self._tokens(sent) / seconds)
 
-    def _record(self, sent: Sent, loss: float, size: float, seconds: float, figures: list[float]) -> dict[str, Any]:
+    def _record(
+        self, sent: InFlightStep, loss: float, size: float, seconds: float, figures: list[float]
+    ) -> dict[str, Any]:
         batch_hash = sum(int(piece) << (16 * i) for i, piece in enumerate(figures[HASH:])) % 2**64
         return {
             "step": sent.step,
@@ -317,11 +319,11 @@ class Trainer:
             "batch_hash": f"{batch_hash:016x}",
         }
 
-    def _tokens(self, sent: Sent) -> int:
+    def _tokens(self, sent: InFlightStep) -> int:
         """Tokens of a step."""
         return self.run.training.phase(sent.step).rows * self.run.training.seq_len
 
-    def _judge(self, sent: Sent, loss: float, size: float) -> None:
+    def _judge(self, sent: InFlightStep, loss: float, size: float) -> None:
         """Report a step whose loss or gradients were not finite; give up after some in a row.
 
         Raises:
@@ -358,7 +360,7 @@ class Trainer:
         if self.progress:
             self.progress.say(line)
 
-    def _between(self, sent: Sent, last: int) -> Sent | None:
+    def _between(self, sent: InFlightStep, last: int) -> InFlightStep | None:
         """What is due after a step: validation, a checkpoint, garbage. What is settled for it, is None."""
         step, run = self.step, self.run
         every = run.metrics.validate_every
@@ -382,7 +384,7 @@ class Trainer:
         if not self.held:
             return
         release(self.world.device)
-        self.validation = measure(self.engine, self.world, self.held)
+        self.validation = evaluate(self.engine, self.world, self.held)
         if self.recorder:
             tokens_read = self.rows * self.run.training.seq_len
             self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation})
@@ -472,7 +474,7 @@ class Trainer:
         split = corpus.validation if corpus.validation.rows(seq_len) else corpus.train
         tokenizer = load_tokenizer(corpus.tokenizer_path)
         start = [int(t) for t in split.read(0, min(16, seq_len // 2))]
-        tokens = continuation(
+        tokens = sample_continuation(
             self.engine.logits,
             start,
             count,

@@ -12,27 +12,31 @@ from typing import Any
 import torch
 
 from titan.checkpoint import manifest
-from titan.checkpoint.coordinator import Talk, Unsaved
+from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote, fetched, is_url, of
 from titan.checkpoint.restore import damage
-from titan.cluster.rank_info import Place
+from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines
 from titan.debug.switches import set_switches
 from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
-from titan.run.attempts import Life, without
+from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
-from titan.training.build import assemble
-from titan.training.evaluation import Interrupted
-from titan.training.signals import Stop, code
+from titan.training.build import build
+from titan.training.evaluation import StopRequested
+from titan.training.signals import StopSignals, exit_code_of_stop
 from titan.training.trainer import Trainer
 
 log = logging.getLogger("titan")
 
 
 def work(
-    run: Run, life: Life, place: Place, store: Any = None, failed: Callable[[Exception], object] = lambda error: None
+    run: Run,
+    life: Attempt,
+    place: RankInfo,
+    store: Any = None,
+    failed: Callable[[Exception], object] = lambda error: None,
 ) -> int:
     """Train `run` as one of its ranks.
 
@@ -51,22 +55,22 @@ def work(
     """
     _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
     set_switches(run.debug)
-    with Stop(place.size == 1, place.scheduled) as stop:
+    with StopSignals(place.size == 1, place.scheduled) as stop:
         world = mesh.connect(
-            place, run.layout, run.machine.device, run.cluster.timeout, store, _speaks_aside(run, life)
+            place, run.layout, run.machine.device, run.cluster.timeout, store, _needs_exchange(run, life)
         )
         try:
-            life = _settled(run, life, world)
+            life = _resolve_checkpoint(run, life, world)
             log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
-            engine = assemble(run, world, log.info)
+            engine = build(run, world, log.info)
             ended = _trained(Trainer(run, life, world, engine, stop), failed)
-        except Interrupted:
-            return code(stop.again)
+        except StopRequested:
+            return exit_code_of_stop(stop.again)
         except Exception as error:
             if stop.asked and _of_the_compiler(error):
                 log.warning("stopped while compiling: the signal ended the compiler too")
-                return code(stop.again)
-            plain = _plain(run, error)
+                return exit_code_of_stop(stop.again)
+            plain = _user_error(run, error)
             if plain is error:
                 raise
             raise plain from error
@@ -79,16 +83,16 @@ def _trained(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
     """Train, and close what the trainer has opened; of an error tell first."""
     try:
         return trainer.train()
-    except Interrupted:
+    except StopRequested:
         raise
     except Exception as error:
-        failed(_plain(trainer.run, error))
+        failed(_user_error(trainer.run, error))
         raise
     finally:
         trainer.close()
 
 
-def _plain(run: Run, error: Exception) -> Exception:
+def _user_error(run: Run, error: Exception) -> Exception:
     """An error as a sentence, where it is the user's to act on."""
     if isinstance(error, torch.OutOfMemoryError):
         return RunError(_out_of_memory(run, error))
@@ -110,32 +114,32 @@ def _of_the_compiler(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
-def _speaks_aside(run: Run, life: Life) -> bool:
+def _needs_exchange(run: Run, life: Attempt) -> bool:
     """Whether the ranks have anything to say of checkpoints."""
     return run.checkpoint.mode != "off" or bool(life.checkpoint or life.weights)
 
 
-def _settled(run: Run, life: Life, world: World) -> Life:
+def _resolve_checkpoint(run: Run, life: Attempt, world: World) -> Attempt:
     """The life, from a checkpoint whose content is whole: the one that it names, or the complete one before it.
 
     Raises:
         ConfigError: when there is none.
     """
-    talk = Talk(world.place.rank, world.place.size, world.aside)
-    _check_given(run, life, talk)
+    talk = Coordinator(world.place.rank, world.place.size, world.aside)
+    _check_init_weights(run, life, talk)
     while life.checkpoint:
         folder, wrong = _fetched(run, life, talk)
         wrong = wrong or damage(folder, talk, run.checkpoint.verify)
         if wrong is None:
             return replace(life, checkpoint=str(folder))
-        word = talk.tell(_earlier(run, life, wrong) if talk.rank == 0 else None)
-        if not isinstance(word, Life):
+        word = talk.tell(_previous_attempt(run, life, wrong) if talk.rank == 0 else None)
+        if not isinstance(word, Attempt):
             raise ConfigError(str(word))
         life = word
     return life
 
 
-def _check_given(run: Run, life: Life, talk: Talk) -> None:
+def _check_init_weights(run: Run, life: Attempt, talk: Coordinator) -> None:
     """Refuse given weights whose checksums differ, where they are a checkpoint's."""
     if life.weights is None or not talk.tell((Path(life.weights) / manifest.NAME).is_file()):
         return
@@ -143,7 +147,7 @@ def _check_given(run: Run, life: Life, talk: Talk) -> None:
         raise ConfigError(f"checkpoint.weights={run.checkpoint.weights}: is damaged: {wrong}; give another one.")
 
 
-def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
+def _fetched(run: Run, life: Attempt, talk: Coordinator) -> tuple[Path, str | None]:
     """The folder of the life's checkpoint, brought here where it is elsewhere; and what is damaged in it.
 
     Raises:
@@ -156,15 +160,15 @@ def _fetched(run: Run, life: Life, talk: Talk) -> tuple[Path, str | None]:
         return Path(url), None
     try:
         return fetched(Remote(parent), life.step, Path(run.directory), talk), None
-    except Unsaved as error:
+    except CoordinationError as error:
         if error.damaged:
             return Path(run.directory), str(error)
         raise RunError(f"{url} could not be fetched ({error}); mend that, and give the same command again.") from error
 
 
-def _earlier(run: Run, life: Life, wrong: str) -> Life | str:
+def _previous_attempt(run: Run, life: Attempt, wrong: str) -> Attempt | str:
     try:
-        return without(run, life, wrong)
+        return use_previous_checkpoint(run, life, wrong)
     except (ConfigError, OSError) as error:
         return str(error)
 

@@ -68,11 +68,11 @@ def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
     """
     from titan.weights.hf import HuggingFace
     from titan.weights.meta import Meta
-    from titan.weights.titan_format import Native
+    from titan.weights.titan_format import TitanFormat
 
     found = origin.find(path, setting)
     if found.kind == "titan":
-        return Native(found.folder, found.label)
+        return TitanFormat(found.folder, found.label)
     return (Meta if found.kind == "meta" else HuggingFace)(found.folder, found.label)
 
 

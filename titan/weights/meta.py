@@ -35,7 +35,7 @@ TURNED = ("attention.wq.weight", "attention.wk.weight")
 _UNKNOWN = ("moe_args", "vision_chunk_size", "quantization_args", "lora_args")
 
 
-class Cut(NamedTuple):
+class SplitTensor(NamedTuple):
     """A tensor in parts: along which dimension (None: one part is all of it), and the distinct parts in order."""
 
     dim: int | None
@@ -126,17 +126,17 @@ def _take(part: Tensor, places: Sequence[tuple[int, int]], head: int | None) -> 
     return part[(slice(None), *(slice(*place) for place in rest))][neighbours(first, last, head)]
 
 
-def _cut(parts: Sequence[Tensor], whole: tuple[int, ...]) -> Cut:
+def _cut(parts: Sequence[Tensor], whole: tuple[int, ...]) -> SplitTensor:
     """How a tensor of the shape `whole` is cut into these parts; an impossible cut shows in `Cut.shape`."""
     shape, count = tuple(parts[0].shape), len(parts)
     different = [dim for dim, size in enumerate(shape) if dim < len(whole) and size != whole[dim]]
     if not different or len(shape) != len(whole) or any(tuple(part.shape) != shape for part in parts):
-        return Cut(None, (parts[0],))
+        return SplitTensor(None, (parts[0],))
     dim = different[0]
     times, rest = divmod(shape[dim] * count, whole[dim])  # above 1: that many files have the same heads
     if rest or times < 1 or count % times:
-        return Cut(dim, tuple(parts))
-    return Cut(dim, tuple(parts[::times]))
+        return SplitTensor(dim, tuple(parts))
+    return SplitTensor(dim, tuple(parts[::times]))
 
 
 def _files(folder: Path, label: str) -> list[Path]:

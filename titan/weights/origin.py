@@ -91,7 +91,7 @@ def find(path: str | Path, setting: str = "checkpoint.weights") -> Origin:
         what = "is a file; give the folder that it lies in, or" if folder.exists() else "there is no such directory;"
         raise ConfigError(f"{label}: {what} correct the path.")
     if any((folder / name).exists() for name in (manifest.NAME, "checkpoints", INDEX)):
-        return Origin("titan", _last(select.named(str(path), setting)), label)
+        return Origin("titan", _last(select.load_named(str(path), setting)), label)
     if any(folder.glob("consolidated.*.pth")) or (folder / "params.json").exists():
         return Origin("meta", str(folder), label)
     if any(folder.glob("*.safetensors*")) or (folder / "config.json").exists():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from titan.checkpoint.coordinator import Talk, Unsaved
+from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.state import TrainState
 from titan.errors import ConfigError, RunError
 from titan.weights.formats import open_weights
 from titan.weights.load import load_weights
 
 
-def start_from_weights(state: TrainState, path: str, talk: Talk) -> None:
+def start_from_weights(state: TrainState, path: str, talk: Coordinator) -> None:
     """Load given weights, of any format, and leave the optimizer as new; all ranks call it together.
 
     Raises:
@@ -18,7 +18,7 @@ def start_from_weights(state: TrainState, path: str, talk: Talk) -> None:
     parameters = {name: parameter.detach() for name, parameter in state.named_parameters()}
     try:
         talk.each(lambda: load_weights(parameters, open_weights(path), no_dist=True))
-    except Unsaved as error:
+    except CoordinationError as error:
         raise (ConfigError if error.refused else RunError)(str(error)) from error
     if state.twins is not None:
         state.twins.align(state.optimizer)

@@ -21,7 +21,7 @@ PREFIX = "model."
 """What the names of parameters begin with; the optimizer's tensors have another."""
 
 
-class Native:
+class TitanFormat:
     """The weights in a titan checkpoint; see `titan.weights.formats.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:

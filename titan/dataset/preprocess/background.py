@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from titan.dataset.corpora import Folders, opened
+from titan.dataset.corpora import Folders, open_corpora
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import write_json
 from titan.dataset.schema import Dataset
@@ -36,7 +36,7 @@ def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterato
         folders: where its corpora lie.
         log: the file for what the preparation says.
     """
-    left = [part for name, part in dataset.corpora().items() if not opened(folders)[name].complete]
+    left = [part for name, part in dataset.corpora().items() if not open_corpora(folders)[name].complete]
     if not left:
         yield
         return
@@ -62,7 +62,7 @@ def _tell_failure(process: BaseProcess, ended: threading.Event, folders: Folders
     while process.is_alive():
         if ended.wait(WATCH_SECONDS):
             return
-    for corpus in opened(folders).values():
+    for corpus in open_corpora(folders).values():
         failed = corpus.folder / "failed.json"
         if not corpus.complete and not failed.exists():
             code = process.exitcode or 0

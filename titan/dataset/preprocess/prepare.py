@@ -148,7 +148,7 @@ class _Task:
         """Make what is left, then the manifest; leave a word for others when that is refused."""
         failed = self.folder / "failed.json"
         failed.unlink(missing_ok=True)
-        leases.sweep(self.folder)
+        leases.remove_leftovers(self.folder)
         try:
             self._make()
             if not (self.folder / "manifest.json").is_file():
@@ -165,7 +165,7 @@ class _Task:
         job = None
         while left := self.left():
             self.meter.begin(left)
-            held = {u for u in left if (c := claim_file(self.folder, u)).exists() and not leases.stale(c)}
+            held = {u for u in left if (c := claim_file(self.folder, u)).exists() and not leases.is_stale(c)}
             free = [unit for unit in left if unit not in held]
             if free:
                 processes = self._processes(len(free))

@@ -92,7 +92,7 @@ def _touched(claim: Path) -> Iterator[None]:
 
     def touch() -> None:
         while not ended.wait(leases.TOUCH_SECONDS):
-            leases.touch(claim)
+            leases.refresh(claim)
 
     thread = threading.Thread(target=touch, daemon=True)
     thread.start()
@@ -121,7 +121,7 @@ def _started(job: Job, units: Sequence[int], processes: int) -> Iterator[dict[Co
     finally:
         _end(list(children.values()))
         with contextlib.suppress(OSError):
-            leases.sweep(job.folder)
+            leases.remove_leftovers(job.folder)
 
 
 def _end(children: Sequence[SpawnProcess]) -> None:

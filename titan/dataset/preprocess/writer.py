@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from titan.dataset.permutation import Order
+from titan.dataset.permutation import Permutation
 from titan.files import leases
 from titan.files.untrusted import parse_json
 
@@ -91,7 +91,7 @@ class SplitWriter:
 
     def _flush(self) -> None:
         count = len(self._held)
-        order = Order(count, seed_of(self.seed, self._chunks)).rows_at(np.arange(count)).tolist()
+        order = Permutation(count, seed_of(self.seed, self._chunks)).rows_at(np.arange(count)).tolist()
         sizes = np.array([self._held[d].size for d in order], dtype=np.uint64)
         tokens = np.concatenate([self._held[d] for d in order]).astype(self.dtype, copy=False)
         self._write("tokens", tokens)

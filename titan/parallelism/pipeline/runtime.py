@@ -139,7 +139,7 @@ class Pipeline:
         self._schedules: dict[int, Any] = {}
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """One step of the schedule; see `titan.training.train_step.Runner`."""
+        """One step of the schedule; see `titan.training.train_step.MicrobatchRunner`."""
         self.scale = scale
         self.losses.clear()
         tokens, targets = rows.tokens.flatten(0, 1), _flat(rows.targets)
@@ -151,7 +151,7 @@ class Pipeline:
         return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
-        """Micro-batch after micro-batch through all stages; see `titan.training.train_step.Runner`."""
+        """Micro-batch after micro-batch through all stages; see `titan.training.train_step.MicrobatchRunner`."""
         out = []
         for i in range(len(rows.tokens)):
             x, targets, positions, documents = rows.at(i)
@@ -217,7 +217,7 @@ class Pipeline:
             kind: Any = get_schedule_class(plan.schedule)
             schedule = kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, **common)
         if hasattr(schedule, "_warmup_p2p"):  # since torch 2.13
-            schedule._warmup_p2p = _told
+            schedule._warmup_p2p = _describe
         return schedule
 
     def _stage(self, number: int, module: nn.Module) -> PipelineStage:
@@ -293,7 +293,7 @@ def linked(op: dist.P2POp, links: Links) -> dist.P2POp:
 
 
 @dataclass(frozen=True)
-class Twins:
+class TiedWeights:
     """A tied weight at both ends of a pipeline: two copies that start the same, get the same gradient, and stay so.
 
     Attributes:
@@ -344,7 +344,7 @@ class Twins:
                 optimizer.state[self.last][key].copy_(value)
 
 
-def _told(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
+def _describe(stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
     """In place of the vote that torch's schedules take on whether all stages know their shapes: they do.
 
     The vote needs messages with values, which a simulation has not. That it connects neighbours, `Pipeline` has done,

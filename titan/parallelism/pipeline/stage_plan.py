@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.parallelism.pipeline import arithmetic
-from titan.parallelism.schema import Layout, Parallelism, Staging
+from titan.parallelism.schema import Layout, Parallelism, StagePlan
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder
@@ -40,7 +40,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
     return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, each, n))]
 
 
-def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int, microbatches: int) -> Staging:
+def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int, microbatches: int) -> StagePlan:
     """The stages of a layout.
 
     With `split=balanced` a stage's cost is the floating-point operations of its blocks and, for the last, of the head:
@@ -62,10 +62,10 @@ def staging(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: i
         )
     layers = tuple((part.start, part.stop) for part in _layers(parallelism, model, seq_len, count))
     if table is not None:
-        return Staging(schedule, layers, table.owners, table.splits_backward, table.idle)
+        return StagePlan(schedule, layers, table.owners, table.splits_backward, table.idle)
     owners = tuple(arithmetic.placement(schedule, ranks, count))
     idle = arithmetic.idle_share(schedule, ranks, count // ranks, microbatches)
-    return Staging(schedule, layers, owners, arithmetic.facts(schedule).splits_backward, idle)
+    return StagePlan(schedule, layers, owners, arithmetic.facts(schedule).splits_backward, idle)
 
 
 @lru_cache(256)
@@ -92,7 +92,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
     return arithmetic.facts(parallelism.schedule).splits_backward
 
 
-def _alone(parallelism: Parallelism, layers: int) -> Staging:
+def _alone(parallelism: Parallelism, layers: int) -> StagePlan:
     """One stage that has all layers; what is said of others is refused."""
     if not _custom(parallelism):
         arithmetic.facts(parallelism.schedule)
@@ -102,7 +102,7 @@ def _alone(parallelism: Parallelism, layers: int) -> Staging:
         raise ConfigError(
             f"parallelism.{said}={value}: there is one stage without a pipeline; give parallelism=pp too."
         )
-    return Staging("", ((0, layers),), (0,))
+    return StagePlan("", ((0, layers),), (0,))
 
 
 def _layers(parallelism: Parallelism, model: Decoder, seq_len: int, count: int) -> list[range]:
