@@ -49,15 +49,15 @@ def run_local(run: Run, apart: bool = False) -> int:
         The exit code.
     """
     with within(run.cluster.environment), locked(Path(run.directory)):
-        for attempt in range(run.cluster.restarts + 1):
-            life = _begin(run)
-            if isinstance(life, attempts.FinishedRun):
-                summary.show_finished(life)
+        for restart in range(run.cluster.restarts + 1):
+            attempt = _begin(run)
+            if isinstance(attempt, attempts.FinishedRun):
+                summary.show_finished(attempt)
                 return 0
-            code = _lived(run, life, partial(_ranks, run, life, apart or run.cluster.restarts > 0))
-            if code != 1 or attempt == run.cluster.restarts:
+            code = _lived(run, attempt, partial(_ranks, run, attempt, apart or run.cluster.restarts > 0))
+            if code != 1 or restart == run.cluster.restarts:
                 return code
-            log_line(Path(run.directory), f"restart {attempt + 1} of {run.cluster.restarts}")
+            log_line(Path(run.directory), f"restart {restart + 1} of {run.cluster.restarts}")
     return 1
 
 
@@ -66,87 +66,88 @@ def _begin(run: Run) -> attempts.Attempt | attempts.FinishedRun:
         return attempts.begin_attempt(run, show)
 
 
-def _lived(run: Run, life: attempts.Attempt, train: Callable[[], int]) -> int:
-    """Train, with the data that are prepared meanwhile; a life that is refused before its first step is taken back."""
+def _lived(run: Run, attempt: attempts.Attempt, train: Callable[[], int]) -> int:
+    """Train, with the data that are prepared meanwhile; an attempt that is refused before its first step is taken
+    back."""
     try:
-        with _data(run, life):
+        with _data(run, attempt):
             code = train()
     except ConfigError:
-        attempts.withdraw_attempt(run, life)
+        attempts.withdraw_attempt(run, attempt)
         raise
     if code == 2:
-        attempts.withdraw_attempt(run, life)
+        attempts.withdraw_attempt(run, attempt)
     return code
 
 
-def _data(run: Run, life: attempts.Attempt) -> AbstractContextManager[None]:
+def _data(run: Run, attempt: attempts.Attempt) -> AbstractContextManager[None]:
     """Within it, data that a run reads while they are prepared are prepared."""
     if not run.dataset.stream:
         return nullcontext()
     from titan.dataset.preprocess.background import prepared_meanwhile
 
-    return prepared_meanwhile(run.dataset, life.corpora, Path(run.directory) / "log" / "prepare.log")
+    return prepared_meanwhile(run.dataset, attempt.corpora, Path(run.directory) / "log" / "prepare.log")
 
 
-def _ranks(run: Run, life: attempts.Attempt, apart: bool) -> int:
+def _ranks(run: Run, attempt: attempts.Attempt, apart: bool) -> int:
     if run.layout.devices > 1 or apart:
-        return run_ranks((run, life), run.layout.devices, Path(run.directory))
+        return run_ranks((run, attempt), run.layout.devices, Path(run.directory))
     from titan.training.worker import work
 
-    return work(run, life, RankInfo())
+    return work(run, attempt, RankInfo())
 
 
-def run_rank0(run: Run, place: RankInfo) -> int:
+def run_rank0(run: Run, rank_info: RankInfo) -> int:
     """Rank 0 under torchrun or srun: decide, tell the other ranks, train."""
     from titan.training.worker import work
 
-    store = _meet(place)
+    store = _meet(rank_info)
     try:
-        patience = LOST_SECONDS if place.scheduled else 2.0
+        patience = LOST_SECONDS if rank_info.scheduled else 2.0
         with within(run.cluster.environment), locked(Path(run.directory), patience):
-            life = _begin(run)
-            if isinstance(life, attempts.FinishedRun):
-                summary.show_finished(life)
-                _send(store, place, 0)
+            attempt = _begin(run)
+            if isinstance(attempt, attempts.FinishedRun):
+                summary.show_finished(attempt)
+                _send(store, rank_info, 0)
                 return 0
-            _send(store, place, (run, life))
-            return _lived(run, life, partial(_guarded, store, place, run, life, work))
+            _send(store, rank_info, (run, attempt))
+            return _lived(run, attempt, partial(_guarded, store, rank_info, run, attempt, work))
     except BaseException as error:
-        _send(store, place, 2 if isinstance(error, ConfigError) else 1)
+        _send(store, rank_info, 2 if isinstance(error, ConfigError) else 1)
         raise
 
 
-def dismiss(place: RankInfo, code: int) -> None:
+def dismiss(rank_info: RankInfo, code: int) -> None:
     """Rank 0 under torchrun or srun, when there is nothing to run: let the other ranks end with `code`."""
-    _send(_meet(place), place, code)
+    _send(_meet(rank_info), rank_info, code)
 
 
-def run_worker(place: RankInfo) -> int:
+def run_worker(rank_info: RankInfo) -> int:
     """Any other rank under torchrun or srun: wait for rank 0's word, then train or end."""
     from titan.training.worker import work
 
-    store = _meet(place)
+    store = _meet(rank_info)
     store.set_timeout(PREPARING)
     word = pickle.loads(store.get("titan/word"))
     store.set_timeout(MEETING)
     store.add("titan/read", 1)
     if isinstance(word, int):
         return word
-    run, life = word
+    run, attempt = word
     with within(run.cluster.environment):
-        return _guarded(store, place, run, life, work)
+        return _guarded(store, rank_info, run, attempt, work)
 
 
-def _guarded(store: Any, place: RankInfo, run: Run, life: attempts.Attempt, work: Any) -> int:
+def _guarded(store: Any, rank_info: RankInfo, run: Run, attempt: attempts.Attempt, work: Any) -> int:
     """Train; of an error that several ranks see, only the first to fail speaks."""
     first: list[bool] = []
     try:
-        return int(work(run, life, place, store, lambda error: first.append(_first(store))))
+        return int(work(run, attempt, rank_info, store, lambda error: first.append(_first(store))))
     except Exception as error:
         if not (first[0] if first else _first(store)):
             return 2 if isinstance(error, ConfigError) else 1
         if not isinstance(error, (ConfigError, RunError)) and not machine_error(error):
-            print(f"titan: rank {place.rank} failed:", file=sys.stderr)
+            print(f"titan: rank {rank_info.rank} failed:", file=sys.stderr)
         raise
 
 
@@ -158,34 +159,34 @@ def _first(store: Any) -> bool:
         return False
 
 
-def _send(store: Any, place: RankInfo, word: Any) -> None:
+def _send(store: Any, rank_info: RankInfo, word: Any) -> None:
     """Leave rank 0's word, and stay until all have read it: the store may live in this process."""
     if not store.check(["titan/word"]):
         store.set("titan/word", pickle.dumps(word))
     if isinstance(word, int):
         deadline = time.monotonic() + 60
-        while store.add("titan/read", 0) < place.size - 1 and time.monotonic() < deadline:
+        while store.add("titan/read", 0) < rank_info.world_size - 1 and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
-def _meet(place: RankInfo) -> Any:
+def _meet(rank_info: RankInfo) -> Any:
     """The store that all ranks share."""
     from torch.distributed import HashStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
-    url = place.rendezvous
+    url = rank_info.init_method
     if not url:
         return HashStore()
     if url.startswith("meet://"):
-        return _meet_at(Path(url.removeprefix("meet://")), place)
+        return _meet_at(Path(url.removeprefix("meet://")), rank_info)
     if url.startswith("tcp://"):
-        _allow_connections(place.size if place.rank == 0 else 0)
-        url = f"{url}?rank={place.rank}&world_size={place.size}"
+        _allow_connections(rank_info.world_size if rank_info.rank == 0 else 0)
+        url = f"{url}?rank={rank_info.rank}&world_size={rank_info.world_size}"
     store, _, _ = next(rendezvous(url, timeout=MEETING))
     return store
 
 
-def _meet_at(file: Path, place: RankInfo) -> Any:
+def _meet_at(file: Path, rank_info: RankInfo) -> Any:
     """The store of rank 0, which listens at a port that is free and says so in a file: no two jobs can collide.
 
     The file is written in place: where it is there before the ranks start, no shared folder's client takes it for
@@ -196,8 +197,8 @@ def _meet_at(file: Path, place: RankInfo) -> Any:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    if place.rank == 0:
-        _allow_connections(place.size)
+    if rank_info.rank == 0:
+        _allow_connections(rank_info.world_size)
         host = _own_name()
         store = TCPStore(host, 0, is_master=True, timeout=MEETING, wait_for_workers=False)
         file.parent.mkdir(parents=True, exist_ok=True)

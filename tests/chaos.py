@@ -44,7 +44,7 @@ from titan.run.run import Run
 EVERY = 4
 """Steps between checkpoints."""
 LONG = 120.0
-"""Seconds after which a run that shows no sign of life is given up."""
+"""Seconds after which a run that shows no sign of attempt is given up."""
 EXACT = 1e-5
 """Law 3's bound in fp32."""
 PLAIN = ("dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64")
@@ -67,8 +67,8 @@ class Plan:
     """A run that is to be killed.
 
     Attributes:
-        settings: the science, and what else stays the same in all lives.
-        layouts: of the lives, in turn.
+        settings: the science, and what else stays the same in all attempts.
+        layouts: of the attempts, in turn.
         copied: checkpoints are copied to a second folder.
         restarts: the run is not started again by us, but by itself.
     """
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def moves(self) -> bool:
-        """Whether lives have different layouts."""
+        """Whether attempts have different layouts."""
         return len(self.layouts) > 1
 
 
@@ -94,7 +94,7 @@ PLANS = {
     "ddp 2": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["ddp2"])),
     "fsdp 2, copied": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["fsdp2"]), copied=True),
     "fsdp 2, restarts itself": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["fsdp2"]), restarts=True),
-    "another layout each life": Plan(
+    "another layout each attempt": Plan(
         (*MIXED, *MOVING), _layouts(LAYOUTS["single"], FSDP3, LAYOUTS["ddp2"], TENSOR, PIPELINE, CONTEXT)
     ),
 }
@@ -106,7 +106,7 @@ class Report:
 
     Attributes:
         kills, during: how many, and how many of them left half a checkpoint.
-        lives: of the run.
+        attempts: of the run.
         resumed: how many of them began from a checkpoint.
         checkpoints: steps of which a checkpoint was complete.
         again: steps that were done again.
@@ -119,7 +119,7 @@ class Report:
     name: str
     kills: int = 0
     during: int = 0
-    lives: int = 0
+    attempts: int = 0
     resumed: int = 0
     checkpoints: int = 0
     again: int = 0
@@ -130,13 +130,13 @@ class Report:
 
     def row(self) -> str:
         """As a line of the table."""
-        figures = f"{self.kills} ({self.during}) | {self.lives} ({self.resumed}) | {self.checkpoints} | {self.again}"
+        figures = f"{self.kills} ({self.during}) | {self.attempts} ({self.resumed}) | {self.checkpoints} | {self.again}"
         differences = f"{self.loss:.0e} | {self.later:.0e}"
         return f"| {self.name} | {figures} | {differences} | {'; '.join(self.wrong) or 'holds'} | {self.seconds:.0f} |"
 
 
 HEADER = (
-    "| run | kills (in a save) | lives (resumed) | checkpoints | steps done again | first step of a life | any step | "
+    "| run | kills (in a save) | attempts (resumed) | checkpoints | steps done again | first step of an attempt | any step | "
     "| s |\n|" + " --- |" * 9
 )
 
@@ -170,7 +170,7 @@ class Chaos:
         return self.report
 
     def _in_many(self) -> None:
-        """Each life is a process that we start."""
+        """Each attempt is a process that we start."""
         while not self.report.wrong:
             with self._started() as process:
                 if not self._struck(process):
@@ -183,8 +183,8 @@ class Chaos:
         with self._started(f"cluster.restarts={self.kills}") as process:
             while self._struck(process):
                 self._witness(verify=False)
-                lives = self._lives()
-                until(lambda lives=lives: self._lives() > lives or process.poll() is not None, "the restart")
+                attempts = self._lives()
+                until(lambda attempts=attempts: self._lives() > attempts or process.poll() is not None, "the restart")
             self._ended(process)
 
     def _started(self, *more: str) -> Any:
@@ -225,7 +225,7 @@ class Chaos:
         return self.dice.choice(choices)
 
     def _begun(self, process: subprocess.Popen[str], early: bool) -> bool:
-        """Wait for the life's first steps, or for less; for ranks where only ranks are killed."""
+        """Wait for the attempt's first steps, or for less; for ranks where only ranks are killed."""
         if early and not self.plan.restarts:
             return _passed(process, self.dice.uniform(1.0, 5.0))
         if early:
@@ -242,7 +242,7 @@ class Chaos:
     def _in_save(self, process: subprocess.Popen[str]) -> bool:
         """When a checkpoint's folder has appeared, and its manifest has not; a little later.
 
-        Not always in the life's first save: a run that never gets further would prove little.
+        Not always in the attempt's first save: a run that never gets further would prove little.
         """
         enough = self._newest() + EVERY * self.dice.randrange(4)
         seen = _waited(process, lambda: any(int(name[5:]) > enough for name, _ in self._half()))
@@ -307,11 +307,11 @@ class Chaos:
         lines = [json.loads(text) for text in (self.directory / "metrics.jsonl").read_text().splitlines()]
         told, expected = [line for line in lines if "loss" in line], steps(one)
         report, last = self.report, steps(mine)
-        report.lives = self._lives()
+        report.attempts = self._lives()
         report.resumed = sum(begun["from_step"] > 0 for begun in read_attempts(self.directory))
         report.checkpoints = len({line["checkpoint_step"] for line in lines if "checkpoint_step" in line})
         report.again = len(told) - len(last)
-        firsts = {line["life"]: line for line in reversed(told)}.values()
+        firsts = {line["attempt"]: line for line in reversed(told)}.values()
         report.loss = max(_apart(line, expected) for line in (firsts if self.plan.moves else told))
         report.later = max(_apart(line, expected) for line in told)
         if report.loss > (EXACT if self.plan.moves else 0):
@@ -379,7 +379,7 @@ def _waited(process: subprocess.Popen[str], true: Callable[[], Any]) -> bool:
         if process.poll() is not None:
             return False
         if time.monotonic() > deadline:
-            raise TimeoutError("the run shows no sign of life")
+            raise TimeoutError("the run shows no sign of attempt")
         time.sleep(0.001)
     return process.poll() is None
 
@@ -422,7 +422,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reports.append(report)
     total = Report(
         "all",
-        *(sum(getattr(r, f) for r in reports) for f in ("kills", "during", "lives", "resumed", "checkpoints", "again")),
+        *(
+            sum(getattr(r, f) for r in reports)
+            for f in ("kills", "during", "attempts", "resumed", "checkpoints", "again")
+        ),
     )
     total.seconds, total.loss = sum(r.seconds for r in reports), max(r.loss for r in reports)
     total.later, total.wrong = max(r.later for r in reports), [f"{r.name}: {w}" for r in reports for w in r.wrong]

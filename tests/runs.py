@@ -1,4 +1,4 @@
-"""Tiny runs, trained for one life by forked ranks, and what the ranks saw."""
+"""Tiny runs, trained for one attempt by forked ranks, and what the ranks saw."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Seen:
-    """What one rank saw of a life.
+    """What one rank saw of an attempt.
 
     Attributes:
         code: what the trainer returned; None after a failure.
@@ -97,7 +97,7 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
 
 
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:
-    """Begin a life of `run` and train it by forked ranks, which go through `titan.training.worker.work`.
+    """Begin an attempt of `run` and train it by forked ranks, which go through `titan.training.worker.work`.
 
     Args:
         run: the run.
@@ -108,28 +108,30 @@ def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: flo
         What each rank saw.
     """
     with locked(Path(run.directory)):
-        life = attempts.begin_attempt(run)
-        assert isinstance(life, Attempt), "the run has finished already"
+        attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, Attempt), "the run has finished already"
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
-            return run_ranks(_rank, run.layout.devices, run, life, meeting, before, timeout=timeout, joined=False)
+            return run_ranks(_rank, run.layout.devices, run, attempt, meeting, before, timeout=timeout, joined=False)
 
 
-def _rank(rank: int, size: int, run: Run, life: Attempt, meeting: str, before: Callable[[Trainer], Any] | None) -> Seen:
+def _rank(
+    rank: int, size: int, run: Run, attempt: Attempt, meeting: str, before: Callable[[Trainer], Any] | None
+) -> Seen:
     gc.freeze()  # what comes from the parent is not for this process to collect
     seen = Seen()
 
     class Watched(Trainer):
         def train(self) -> int:
             seen.extra = before(self) if before else None
-            self.engine.optimizer.register_step_pre_hook(lambda *_: _look(seen, self))
+            self.train_step.optimizer.register_step_pre_hook(lambda *_: _look(seen, self))
             code = super().train()
-            seen.last = whole(train_state_dict(self.engine))
+            seen.last = whole(train_state_dict(self.train_step))
             return code
 
     try:
         with patch.object(worker, "Trainer", Watched):
-            seen.code = worker.work(run, life, RankInfo(rank, size, rank, meeting if size > 1 else ""))
+            seen.code = worker.work(run, attempt, RankInfo(rank, size, rank, meeting if size > 1 else ""))
     except RunError as failure:
         seen.failure = str(failure)
     return seen
@@ -137,8 +139,8 @@ def _rank(rank: int, size: int, run: Run, life: Attempt, meeting: str, before: C
 
 def _look(seen: Seen, trainer: Trainer) -> None:
     if not seen.first:
-        seen.first = whole(train_state_dict(trainer.engine))
-        gradients = {n: p.grad for n, p in trainer.engine.named_parameters() if p.grad is not None}
+        seen.first = whole(train_state_dict(trainer.train_step))
+        gradients = {n: p.grad for n, p in trainer.train_step.named_parameters() if p.grad is not None}
         seen.gradients = whole(gradients)
 
 
@@ -179,7 +181,7 @@ def steps(run: Run) -> list[dict[str, Any]]:
 
 
 def learned(run: Run) -> list[tuple[Any, ...]]:
-    """What each step's line says of learning: nothing of time, memory and lives."""
+    """What each step's line says of learning: nothing of time, memory and attempts."""
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "rows", "batch_hash")
     return [tuple(map(str, (line[key] for key in keys))) for line in steps(run)]
 

@@ -1,4 +1,4 @@
-"""Assembly: from a recipe and a world to what trains, and the engine that comes out."""
+"""Assembly: from a recipe and a world to what trains, and the train_step that comes out."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ TECHNIQUES = [
 
 @pytest.mark.parametrize("settings", TECHNIQUES)
 def test_techniques_keep_names_types_and_the_optimizers_parameters(settings: list[str], tmp_path: Path) -> None:
-    engine, plain = built(tiny(tmp_path, *settings)), built(tiny(tmp_path))
-    named, expected = dict(engine.named_parameters()), dict(plain.named_parameters())
+    train_step, plain = built(tiny(tmp_path, *settings)), built(tiny(tmp_path))
+    named, expected = dict(train_step.named_parameters()), dict(plain.named_parameters())
     assert named.keys() == expected.keys()
     assert all(torch.equal(named[n], expected[n]) for n in named)
     assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in named.values())
-    managed = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    managed = [p for group in train_step.optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in managed} == {id(p) for p in named.values()}
 
 
 def named_on(rank: int, size: int, run: Run, meeting: str) -> list[tuple[str, tuple[int, ...], str]]:
     world = mesh.connect(RankInfo(rank, size, rank, meeting), run.layout, "cpu", 30)
     try:
-        engine = build(run, world)
-        managed = {id(p) for group in engine.optimizer.param_groups for p in group["params"]}
-        assert managed == {id(p) for p in engine.parameters()}
-        return [(n, tuple(p.shape), str(p.dtype)) for n, p in engine.named_parameters()]
+        train_step = build(run, world)
+        managed = {id(p) for group in train_step.optimizer.param_groups for p in group["params"]}
+        assert managed == {id(p) for p in train_step.parameters()}
+        return [(n, tuple(p.shape), str(p.dtype)) for n, p in train_step.named_parameters()]
     finally:
         world.close()
 
@@ -99,28 +99,28 @@ def test_rows_of_weight_zero_count_for_nothing(tmp_path: Path) -> None:
     run = tiny(tmp_path)
     (tokens, targets), empty = batch(1, 3), torch.full((1, 2, 16), IGNORED)
     padded = torch.cat([tokens, torch.zeros_like(empty)], 1), torch.cat([targets, empty], 1)
-    without, engine, alone = built(run), built(run), built(run)
-    loss, other = without.backward(Microbatches(tokens, targets), 1.0), engine.backward(Microbatches(*padded), 1.0)
+    without, train_step, alone = built(run), built(run), built(run)
+    loss, other = without.backward(Microbatches(tokens, targets), 1.0), train_step.backward(Microbatches(*padded), 1.0)
     assert other.item() == pytest.approx(loss.item(), rel=1e-6)
-    for gradient, expected in zip(engine.gradients(), without.gradients(), strict=True):
+    for gradient, expected in zip(train_step.gradients(), without.gradients(), strict=True):
         assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert alone.backward(Microbatches(torch.zeros_like(empty), empty), 1.0) == 0
     assert all(not g.any() for g in alone.gradients())
 
 
 def test_evaluation_leaves_no_gradient(tmp_path: Path) -> None:
-    engine: Any = built(tiny(tmp_path))
-    assert not engine.evaluate(Microbatches(*batch(1, 2))).requires_grad
-    assert engine.gradients() == []
+    train_step: Any = built(tiny(tmp_path))
+    assert not train_step.evaluate(Microbatches(*batch(1, 2))).requires_grad
+    assert train_step.gradients() == []
 
 
 @pytest.mark.parametrize(("memory", "times"), [("none", 1), ("full", 2)])
 def test_full_checkpointing_computes_each_block_again(memory: str, times: int, tmp_path: Path) -> None:
-    engine = built(tiny(tmp_path, f"memory={memory}"))
+    train_step = built(tiny(tmp_path, f"memory={memory}"))
     calls: list[int] = []
-    for number, block in enumerate(engine.stages[0].model.blocks()):
+    for number, block in enumerate(train_step.stages[0].model.blocks()):
         block.attention.register_forward_hook(lambda *_, number=number: calls.append(number))
-    engine.backward(Microbatches(*batch(1, 2)), 1.0)
+    train_step.backward(Microbatches(*batch(1, 2)), 1.0)
     assert sorted(calls) == sorted([0, 1] * times)
 
 

@@ -45,7 +45,7 @@ def ran(*words: str) -> list[Run]:
 
 
 def begun(*words: str) -> Run:
-    """A run of which a life has begun, as far as its directory knows."""
+    """A run of which an attempt has begun, as far as its directory knows."""
     (run,) = ran(*TINY, *words)
     Path(run.directory).mkdir(parents=True)
     attempts.begin_attempt(run)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.report import shown
-from tests.report.made import Life, Story, made
+from tests.report.made import Attempt, Story, made
 from titan import compare
 from titan.report import comparison
 from titan.report.findings import Comparison
@@ -49,7 +49,7 @@ def test_runs_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for seed in (0, 1):
         made(tmp_path / f"runs/single-{seed}", Story(seed=seed), "parallelism=single")
         made(tmp_path / f"runs/fsdp-{seed}", Story(seed=seed, seconds=0.2), "parallelism=fsdp")
-    made(tmp_path / "runs/open", Story(seed=2, lives=(Life(0, 10),)), "parallelism=fsdp")
+    made(tmp_path / "runs/open", Story(seed=2, attempts=(Attempt(0, 10),)), "parallelism=fsdp")
     assert compare.main([f"{tmp_path}/runs", "baseline=parallelism=single", f"to={tmp_path}/x.csv"]) == 0
     screen = capsys.readouterr().out
     assert "parallelism=fsdp must learn what the baseline learns: it does." in " ".join(screen.split())

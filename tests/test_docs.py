@@ -78,12 +78,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus" / "a.txt").write_text(text)
     (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three four five six seven"}\n' * 300)
     (folder / "mine.csv").write_text(schedule())
-    with gzip.open(folder / "talk.jsonl.gz", "wt") as file:
+    with gzip.open(folder / "coordinator.jsonl.gz", "wt") as file:
         talks = (
             [{"role": "user", "content": f"Twice {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
             for i in range(200)
         )
-        file.writelines(json.dumps({"messages": talk}) + "\n" for talk in talks)
+        file.writelines(json.dumps({"messages": coordinator}) + "\n" for coordinator in talks)
     made.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made.LLAMA)
     made.meta(folder / "llama", made.LLAMA, 2)
     assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0

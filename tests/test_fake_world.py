@@ -61,15 +61,15 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = mesh.lay_out(RankInfo(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
-    engine = build(run, dataclasses.replace(world, memory=lambda: fake))
+    train_step = build(run, dataclasses.replace(world, memory=lambda: fake))
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
     with fake, Products() as products:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-        engine.backward(Microbatches(tokens, targets), 1.0)
-        engine.norm()
-        engine.optimizer.step()
-    length = shape[-1] if engine.places is None else len(engine.places(shape[-1]))
-    return Simulated(products.flops, sum(p.numel() for p in engine.parameters()), length)
+        train_step.backward(Microbatches(tokens, targets), 1.0)
+        train_step.norm()
+        train_step.optimizer.step()
+    length = shape[-1] if train_step.places is None else len(train_step.places(shape[-1]))
+    return Simulated(products.flops, sum(p.numel() for p in train_step.parameters()), length)
 
 
 @pytest.fixture

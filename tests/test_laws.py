@@ -113,7 +113,7 @@ def test_law_3_one_device_and_many_learn_the_same(layout: str, changes: tuple[st
 
 
 def test_the_gradients_are_those_of_the_mean_loss_of_a_token(runs: Runs) -> None:
-    """Against autograd on the whole batch, without engine, loader and trainer."""
+    """Against autograd on the whole batch, without train_step, loader and trainer."""
     run, (seen,) = runs("single")
     with torch.device("meta"):
         model: Any = run.model.build()
@@ -193,13 +193,13 @@ def test_layouts_in_bf16_differ_only_by_the_order_of_sums(layout: str, runs: Run
 
 
 def test_law_2_holds_across_a_resume_with_another_number_of_ranks(tmp_path: Path) -> None:
-    from tests.checkpoint.test_manager import in_two_lives
+    from tests.checkpoint.test_manager import in_two_attempts
 
     settings = ["training.steps=6", "optimizer=sgd"]
     whole = tiny(tmp_path / "whole", *settings)
     train(whole)
     before, after = (tiny(tmp_path / "parts", *settings, layout=layout) for layout in ("fsdp2", "ddp3"))
-    in_two_lives(before, after)
+    in_two_attempts(before, after)
     for line, wanted in zip(steps(after), steps(whole), strict=True):
         assert [line[k] for k in ("rows", "batch_hash", "tokens")] == [
             wanted[k] for k in ("rows", "batch_hash", "tokens")

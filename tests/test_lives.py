@@ -54,10 +54,10 @@ def tiny(*overrides: str, name: str = "x") -> Run:
 
 
 def lived(run: Run) -> Attempt:
-    """The life that begins."""
-    life = begin_attempt(run)
-    assert isinstance(life, Attempt)
-    return life
+    """The attempt that begins."""
+    attempt = begin_attempt(run)
+    assert isinstance(attempt, Attempt)
+    return attempt
 
 
 def finish(run: Run) -> None:
@@ -67,10 +67,10 @@ def finish(run: Run) -> None:
 
 
 def test_start() -> None:
-    life = lived(tiny())
-    assert (life.number, life.kind, life.checkpoint, life.step, life.rows) == (1, "start", None, 0, 0)
-    assert life.parent is None
-    assert open_corpus(life.corpora["data"]).train.tokens > 0
+    attempt = lived(tiny())
+    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step, attempt.rows) == (1, "start", None, 0, 0)
+    assert attempt.parent is None
+    assert open_corpus(attempt.corpora["data"]).train.tokens > 0
 
 
 def test_life_without_a_checkpoint_starts_again() -> None:
@@ -85,9 +85,9 @@ def test_resume_from_the_last_checkpoint() -> None:
     lived(run)
     save_of(run, 1)
     last = save_of(run, 2)
-    life = lived(tiny())
-    assert (life.number, life.kind, life.checkpoint, life.step) == (2, "resume", str(last), 2)
-    assert life.rows == 2 * run.training.rows
+    attempt = lived(tiny())
+    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "resume", str(last), 2)
+    assert attempt.rows == 2 * run.training.rows
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_resume_with_another_execution(override: str) -> None:
     run = tiny()
     first = lived(run)
     save_of(run, 2)
-    life = lived(tiny(override))
-    assert (life.kind, life.step, life.run_id) == ("resume", 2, first.run_id)
-    assert life.ids.science == first.ids.science
-    assert life.ids.execution != first.ids.execution
+    attempt = lived(tiny(override))
+    assert (attempt.kind, attempt.step, attempt.run_id) == ("resume", 2, first.run_id)
+    assert attempt.ids.science == first.ids.science
+    assert attempt.ids.execution != first.ids.execution
 
 
 def test_finished() -> None:
@@ -130,10 +130,10 @@ def test_continuation() -> None:
     first = lived(run)
     last = save_of(run, 3)
     finish(run)
-    life = lived(tiny("training.steps=5"))
-    assert (life.number, life.kind, life.checkpoint, life.step) == (2, "continuation", str(last), 3)
-    assert life.run_id == first.run_id
-    assert life.ids.science != first.ids.science
+    attempt = lived(tiny("training.steps=5"))
+    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "continuation", str(last), 3)
+    assert attempt.run_id == first.run_id
+    assert attempt.ids.science != first.ids.science
 
 
 def test_continuation_is_resumed_under_its_own_steps() -> None:
@@ -161,9 +161,9 @@ def test_fork(what: str) -> None:
     lived(parent)
     folder = save_of(parent, 2, science="abcdef")
     path = parent.directory if what == "run" else folder
-    life = lived(tiny(f"checkpoint.resume={path}", "optimizer.lr=0.5"))
-    assert (life.number, life.kind, life.parent, life.checkpoint) == (1, "fork", "abcdef@2", str(folder))
-    assert (life.step, life.rows) == (2, 2 * parent.training.rows)
+    attempt = lived(tiny(f"checkpoint.resume={path}", "optimizer.lr=0.5"))
+    assert (attempt.number, attempt.kind, attempt.parent, attempt.checkpoint) == (1, "fork", "abcdef@2", str(folder))
+    assert (attempt.step, attempt.rows) == (2, 2 * parent.training.rows)
 
 
 def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> None:
@@ -174,8 +174,13 @@ def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> No
     first = lived(fork)
     own = save_of(fork, 2)
     (folder / "weights").unlink()
-    life = lived(fork)
-    assert (life.kind, life.checkpoint, life.parent, life.ids) == ("resume", str(own), "abcdef@1", first.ids)
+    attempt = lived(fork)
+    assert (attempt.kind, attempt.checkpoint, attempt.parent, attempt.ids) == (
+        "resume",
+        str(own),
+        "abcdef@1",
+        first.ids,
+    )
 
 
 def test_fork_is_another_experiment_than_a_fresh_run() -> None:
@@ -203,9 +208,9 @@ def test_lives_are_recorded_as_documents() -> None:
     directory = Path(tiny().directory)
     documents = list(yaml.safe_load_all((directory / "run.yaml").read_text()))
     assert documents == read_attempts(directory)
-    assert [d["life"] for d in documents] == [1, 2]
+    assert [d["attempt"] for d in documents] == [1, 2]
     assert [d["kind"] for d in documents] == ["start", "resume"]
-    assert [d["ids"] for d in documents] == [dataclasses.asdict(life.ids) for life in (first, second)]
+    assert [d["ids"] for d in documents] == [dataclasses.asdict(attempt.ids) for attempt in (first, second)]
     assert [d["choices"]["parallelism"] for d in documents] == ["single", "fsdp"]
     assert [d["layout"]["shard"] for d in documents] == [1, 2]
     assert documents[1]["config"]["optimizer"]["lr"] == 0.001
@@ -265,8 +270,8 @@ def test_damaged_checkpoint_is_passed_over_on_resume() -> None:
     lived(run)
     good, bad = save_of(run, 1), save_of(run, 2)
     (bad / "weights").write_bytes(b"w")
-    life = lived(run)
-    assert (life.checkpoint, life.step) == (str(good), 1)
+    attempt = lived(run)
+    assert (attempt.checkpoint, attempt.step) == (str(good), 1)
 
 
 # Faults of the machine, and what somebody else may leave

@@ -169,7 +169,7 @@ def test_what_ranks_gather_is_gathered_again_and_what_they_sum_is_kept() -> None
     assert answers == ["PREFER_RECOMPUTE", "MUST_SAVE", "MUST_SAVE"]
 
 
-def talk(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
+def coordinator(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh, found = init_device_mesh("cpu", (size,)), {}
@@ -190,7 +190,7 @@ def talk(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
 
 
 def test_what_ranks_said_is_not_said_again_selectively() -> None:
-    for found in run_ranks(talk, 2):
+    for found in run_ranks(coordinator, 2):
         said = {mode: count for mode, (count, _) in found.items()}
         assert said["none"] == said["selective"] < said["full"]
         assert same(found["selective"][1], found["none"][1])

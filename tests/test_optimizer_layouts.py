@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.test_manager import in_two_lives
+from tests.checkpoint.test_manager import in_two_attempts
 from tests.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
 from tests.test_trainer import poison
 
@@ -106,7 +106,7 @@ def test_a_checkpoint_goes_on_in_another_layout(kind: str, before: str, after: s
     """The state is taken up to the bit; on the same layout the run is as if it had not been stopped."""
     settings = ("model.kv_heads=2", *KINDS[kind], "training.steps=5")
     one, two = (tiny(tmp_path / "parts", *settings, *LAYOUTS[layout]) for layout in (before, after))
-    first, second = in_two_lives(one, two)
+    first, second = in_two_attempts(one, two)
     assert same(second[0].first, first[0].last)
     whole = tiny(tmp_path / "whole", *settings, *LAYOUTS[before])
     last = train(whole)[0].last

@@ -288,20 +288,20 @@ class TestGathering:
     def test_backward_keeps_no_weight_in_fp32(self, gather: str, tmp_path: Path) -> None:
         def watch(trainer: Trainer) -> list[str]:
             kept: list[str] = []
-            shapes = {tuple(p.shape) for p in trainer.engine.parameters() if p.dim() > 1}
+            shapes = {tuple(p.shape) for p in trainer.train_step.parameters() if p.dim() > 1}
 
             def pack(tensor: Tensor) -> Tensor:
                 if tuple(tensor.shape) in shapes or tuple(tensor.shape[::-1]) in shapes:
                     kept.append(str(tensor.dtype))
                 return tensor
 
-            backward = trainer.engine.runner.backward
+            backward = trainer.train_step.runner.backward
 
             def hooked(*args: Any) -> Tensor:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     return backward(*args)
 
-            trainer.engine.runner.backward = hooked  # type: ignore[method-assign]
+            trainer.train_step.runner.backward = hooked  # type: ignore[method-assign]
             return kept
 
         how = ("precision=float8", f"precision.float8_gather={gather}", "model.ffn=160", "model.vocab=80")
@@ -319,7 +319,7 @@ class TestGathering:
             right: list[bool] = []
 
             def look(*_: Any) -> None:
-                for parameter in trainer.engine.scales.parameters:  # type: ignore[union-attr]
+                for parameter in trainer.train_step.scales.parameters:  # type: ignore[union-attr]
                     part: Any = parameter._local_tensor  # type: ignore[attr-defined]
                     largest = stored_whole(parameter).abs().max()
                     right.append(
@@ -327,8 +327,8 @@ class TestGathering:
                         and bool(part._precomputed_scale == (448 / largest.double()).float())
                     )
 
-            update = trainer.engine.scales.update  # type: ignore[union-attr]
-            trainer.engine.scales.update = lambda: (update(), look())  # type: ignore[method-assign,union-attr,assignment,return-value]
+            update = trainer.train_step.scales.update  # type: ignore[union-attr]
+            trainer.train_step.scales.update = lambda: (update(), look())  # type: ignore[method-assign,union-attr,assignment,return-value]
             return right
 
         seen = train(tiny(tmp_path, *SHAPE, "precision=float8", *LAYOUTS["fsdp"]), watch)
@@ -338,7 +338,7 @@ class TestGathering:
     def test_what_travels(self, gather: str, bytes_: int, tmp_path: Path) -> None:
         def watch(trainer: Trainer) -> list[int]:
             sizes: list[int] = []
-            stage = trainer.engine.stages[0]
+            stage = trainer.train_step.stages[0]
             weight = stage.model.layers["0"].feed_forward.w1
             weight.register_forward_hook(lambda module, *_: sizes.append(_data(module.weight).element_size()))
             return sizes

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.test_manager import in_two_lives
+from tests.checkpoint.test_manager import in_two_attempts
 from tests.runs import LAYOUTS, TINY, learned, mix_of, save_of, steps, tiny, train
 from titan.dataset.loader import IGNORED, row_hash
 from titan.errors import ConfigError
@@ -68,8 +68,8 @@ def expected_rows(run: Run) -> list[tuple[list[int], str]]:
 def test_mixtures_stages_and_growth_go_on_under_any_layout(before: str, after: str, tmp_path: Path) -> None:
     settings = ["training.steps=6", "optimizer=sgd", *STAGES]
     runs = [mixture(tmp_path / "run", *settings, layout=layout) for layout in (before, after)]
-    in_two_lives(*runs)
-    assert [line["life"] for line in steps(runs[1])] == [1, 1, 1, 2, 2, 2]
+    in_two_attempts(*runs)
+    assert [line["attempt"] for line in steps(runs[1])] == [1, 1, 1, 2, 2, 2]
     assert rows_of(runs[1]) == expected_rows(runs[1])
     assert [line["tokens"] for line in steps(runs[1])] == [128, 256, 448, 640, 832, 1024]
     whole = mixture(tmp_path / "whole", *settings)
@@ -103,8 +103,8 @@ def test_what_is_still_to_be_read_may_change(change: list[str], tmp_path: Path) 
     run = mixture(tmp_path / "run", "training.steps=6")
     lived(run)
     save_of(run, 3)
-    life = lived(mixture(tmp_path / "run", "training.steps=6", *change))
-    assert (life.kind, life.step, life.rows) == ("continuation", 3, 24)
+    attempt = lived(mixture(tmp_path / "run", "training.steps=6", *change))
+    assert (attempt.kind, attempt.step, attempt.rows) == ("continuation", 3, 24)
 
 
 @pytest.mark.parametrize(("change", "words"), EARLIER)
@@ -119,9 +119,9 @@ def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) ->
 
 def lived(run: Run) -> attempts.Attempt:
     Path(run.directory).mkdir(parents=True, exist_ok=True)
-    life = attempts.begin_attempt(run)
-    assert isinstance(life, attempts.Attempt)
-    return life
+    attempt = attempts.begin_attempt(run)
+    assert isinstance(attempt, attempts.Attempt)
+    return attempt
 
 
 def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def run_of(folder: Path) -> Run:
 
 
 def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Path) -> None:
-    """Its first life is killed when it has to wait for data; the second one has other ranks."""
+    """Its first attempt is killed when it has to wait for data; the second one has other ranks."""
     cache = {**os.environ, "TITAN_CACHE": str(tmp_path / "live")}
     live = command(tmp_path, "dataset.stream=true", f"hydra.run.dir={tmp_path}/live-run")
     with subprocess.Popen(live, env=cache, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -294,7 +294,7 @@ def test_a_signal_ends_a_run_that_waits_and_costs_nothing(layout: str, tmp_path:
     assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-3"]
     (tmp_path / "gate").touch()
     subprocess.run(live, env=env, check=True, stdout=subprocess.DEVNULL)
-    assert [line["life"] for line in steps(run)] == [1] * 3 + [2] * 9
+    assert [line["attempt"] for line in steps(run)] == [1] * 3 + [2] * 9
     assert rows_of(run)[3][0] == [24, 31]
 
 

@@ -486,7 +486,7 @@ def test_directory_in_use() -> None:
 
 
 def begun(*overrides: str) -> Run:
-    """A run whose first life has begun, as far as its directory knows."""
+    """A run whose first attempt has begun, as far as its directory knows."""
     run = tiny(*overrides)
     Path(run.directory).mkdir(parents=True)
     attempts.begin_attempt(run)

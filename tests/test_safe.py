@@ -129,12 +129,12 @@ def run_of(secret: str, folder: Path, *more: str) -> Run:
 def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(SECRET, laptop)
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(corpora.prepare_corpora(run.dataset)))
-    life = attempts.Attempt(
+    attempt = attempts.Attempt(
         1, "id", identity.ids(run, {}), {}, None, 0, 0, "start", notes=(f"copy to {run.checkpoint.resume}",)
     )
     Path(run.directory).mkdir(parents=True)
-    attempts._record(run, life, {}, [])
-    summary.show_run(run, life, mix, ())
+    attempts._record(run, attempt, {}, [])
+    summary.show_run(run, attempt, mix, ())
     assert SECRET in str(run.checkpoint.resume)
     assert not [name for name, text in files_of(laptop).items() if SECRET in text]
     document = yaml.safe_load((Path(run.directory) / "run.yaml").read_text())
@@ -155,9 +155,9 @@ def test_a_run_resumes_when_its_url_is_given_again(laptop: Path) -> None:
     for secret in (SECRET, OTHER):
         run = composed([*TINY, "name=x", f"checkpoint.path='{address(secret, laptop)}'"])
         Path(run.directory).mkdir(parents=True, exist_ok=True)
-        life = attempts.begin_attempt(run)
-        assert isinstance(life, attempts.Attempt)
-        kinds.append((life.kind, life.ids.execution))
+        attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, attempts.Attempt)
+        kinds.append((attempt.kind, attempt.ids.execution))
     assert kinds == [("start", kinds[0][1]), ("resume", kinds[0][1])]
     assert not [name for name, text in files_of(laptop / "runs").items() if SECRET in text or OTHER in text]
 

@@ -55,9 +55,9 @@ def test_a_damaged_result_is_told_and_the_run_goes_on(harm: Any, said: str, tmp_
     save_of(run, 2)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3}))
     harm(tmp_path / "result.json")
-    life = attempts.begin_attempt(run)
-    assert isinstance(life, attempts.Attempt) and life.step == 2
-    assert re.search(f"^result.json is damaged and not used: .*{said}", life.notes[0])
+    attempt = attempts.begin_attempt(run)
+    assert isinstance(attempt, attempts.Attempt) and attempt.step == 2
+    assert re.search(f"^result.json is damaged and not used: .*{said}", attempt.notes[0])
     assert not is_finished(tmp_path)
 
 
@@ -65,13 +65,13 @@ def test_a_result_of_another_run_is_told(tmp_path: Path) -> None:
     run = tiny(tmp_path)
     attempts.begin_attempt(run)
     (tmp_path / "result.json").write_text(json.dumps({"finished": True, "step": 3, "science_id": "other"}))
-    life = attempts.begin_attempt(run)
-    assert isinstance(life, attempts.Attempt)
-    assert life.notes == ("result.json is of another run ('other') and not used",)
+    attempt = attempts.begin_attempt(run)
+    assert isinstance(attempt, attempts.Attempt)
+    assert attempt.notes == ("result.json is of another run ('other') and not used",)
 
 
 LIVES: list[Any] = [
-    pytest.param(lambda d: d.update(life=None), "life is None", id="life-null"),
+    pytest.param(lambda d: d.update(attempt=None), "attempt is None", id="attempt-null"),
     pytest.param(lambda d: d.update(science=[1]), "science is a list", id="science-a-list"),
     pytest.param(lambda d: d["ids"].update(science=None), "ids.science is None", id="id-null"),
     pytest.param(lambda d: d["config"].update(training=None), "config.training is None", id="training-null"),
@@ -111,7 +111,7 @@ def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
 
 LINES = [
     "null", DEEP, '{"step": null, "loss": 1}', '{"step": "4", "loss": 1}', '{"step": 1e300, "loss": 1}', "\0",
-    '{"step": 4, "loss": "low"}', '{"step": 4, "loss": 1, "life": "x"}', '{"step": 4, "validation_loss": []}',
+    '{"step": 4, "loss": "low"}', '{"step": 4, "loss": 1, "attempt": "x"}', '{"step": 4, "validation_loss": []}',
 ]  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_lines_of_other_types_are_left_out_and_told(tmp_path: Path, capsys: pyte
     said = " ".join(capsys.readouterr().out.split())
     assert f"0: {len(LINES)} lines are damaged or cut short in metrics.jsonl, and not used" in said
     kept = [record for record in plot.read_lines(metrics) if record not in clean]
-    assert kept == [{"step": 4, "loss": 1, "life": "x"}]
+    assert kept == [{"step": 4, "loss": 1, "attempt": "x"}]
     assert plot.curve(plot.read_lines(metrics), "loss").steps == plot.curve([*clean, *kept], "loss").steps
 
 

@@ -26,7 +26,7 @@ from titan.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Poisoned(TrainStep):
-    """An engine whose steps in `bad` fail on one rank, and that keeps the state before each step."""
+    """An train_step whose steps in `bad` fail on one rank, and that keeps the state before each step."""
 
     rank: int = 0
     bad: frozenset[int] = frozenset()
@@ -46,12 +46,18 @@ def poison(bad: set[int], rank: int, loss_only: bool) -> Callable[[Trainer], lis
     """For `train`: let these steps fail on that rank; gives the states before each step."""
 
     def before(trainer: Trainer) -> list[Tensors]:
-        engine = trainer.engine
-        mine = frozenset(bad if trainer.world.place.rank == rank else ())
-        trainer.engine = Poisoned(
-            engine.stages, engine.runner, engine.optimizer, engine.world, rank=rank, bad=mine, loss_only=loss_only
+        train_step = trainer.train_step
+        mine = frozenset(bad if trainer.world.rank_info.rank == rank else ())
+        trainer.train_step = Poisoned(
+            train_step.stages,
+            train_step.runner,
+            train_step.optimizer,
+            train_step.world,
+            rank=rank,
+            bad=mine,
+            loss_only=loss_only,
         )
-        return trainer.engine.states
+        return trainer.train_step.states
 
     return before
 
@@ -124,7 +130,7 @@ def test_a_first_stop_ends_the_life_and_the_next_one_finishes(tmp_path: Path) ->
     assert "validation_loss" not in result
     assert train(run)[0].code == 0
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["finished"], result["step"], result["life"]) == (True, 5, 2)
+    assert (result["finished"], result["step"], result["attempt"]) == (True, 5, 2)
     assert result["first_loss"] == steps(run)[0]["loss"]
     assert result["last_loss"] == steps(run)[-1]["loss"]
     assert result["validation_loss"] > 0

@@ -75,7 +75,7 @@ def test_a_norm_over_any_mix_of_meshes() -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-def talk(rank: int, world: int) -> list[tuple[type, bool]]:
+def coordinator(rank: int, world: int) -> list[tuple[type, bool]]:
     """The types of what collectives give, and whether a gradient came back through them."""
     group = dist.group.WORLD
     assert group is not None
@@ -96,7 +96,7 @@ def talk(rank: int, world: int) -> list[tuple[type, bool]]:
 
 def test_collectives_give_plain_tensors() -> None:
     """One that is still under way, in a compiled block, would give wrong gradients without a word."""
-    for found in run_ranks(talk, 2):
+    for found in run_ranks(coordinator, 2):
         assert found == [(Tensor, True)] * 5
 
 

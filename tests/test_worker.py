@@ -93,8 +93,8 @@ def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: P
 def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", layout="ddp2")
     with locked(Path(run.directory)):
-        life = attempts.begin_attempt(run)
-        assert isinstance(life, Attempt)
+        attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, Attempt)
 
         def rank(number: int, size: int) -> tuple[str, list[bool], bool]:
             def fail(*arguments: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> 
             calls = destroyed()
             worker.assemble = fail  # type: ignore[assignment]
             try:
-                worker.work(run, life, worker.Place(number, size, number, f"file://{tmp_path}/meeting"))
+                worker.work(run, attempt, worker.Place(number, size, number, f"file://{tmp_path}/meeting"))
             except RunError as failure:
                 return str(failure), calls, dist.is_initialized()
             return "", calls, False

@@ -75,7 +75,7 @@ def _range(text: str) -> range:
 
 
 def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
-    """What a run chose in its last life, with other settings on top."""
+    """What a run chose in its last attempt, with other settings on top."""
     if directory is None:
         return compose.recipe(overrides)
     if not (Path(directory) / "run.yaml").is_file():

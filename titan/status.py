@@ -20,6 +20,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.console.text import safe
 from titan.errors import ConfigError, exit_code
+from titan.files.former import renamed
 from titan.files.untrusted import check, parse_object, read
 from titan.run.result import is_finished, is_locked
 from titan.sweep.ledger import ENDED, State, SweepSpec, SweepState, TrialState
@@ -106,7 +107,7 @@ def lines(sweep: SweepState, width: int) -> list[str]:
     said = ", ".join(f"{counts[state]} {state}" for state in order)
     what = "run" if [p.directory for p in sweep.points] == [str(sweep.directory)] else "point"
     head = [f"{sweep.directory}: {len(sweep.points)} {what}{'s' * (len(sweep.points) != 1)}: {said}"]
-    rows = [("point", "state", "step", "loss", "tokens/s", "job", "lives"), *(_row(point) for point in sweep.points)]
+    rows = [("point", "state", "step", "loss", "tokens/s", "job", "attempts"), *(_row(point) for point in sweep.points)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -127,8 +128,8 @@ def _row(point: TrialState) -> tuple[str, ...]:
     step = f"{last.get('step') or 0:,}/{point.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
-    lives = str(last.get("life", "")) if last else ""
-    return _name(point), point.state, step, loss, rate, point.job or "", lives
+    attempts = str(last.get("attempt", "")) if last else ""
+    return _name(point), point.state, step, loss, rate, point.job or "", attempts
 
 
 def _name(point: TrialState) -> str:
@@ -147,7 +148,7 @@ def _last_step(metrics: Path) -> dict[str, Any]:
         return {}
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
-            record = parse_object(line)
+            record = renamed(parse_object(line))
             for name, kind in _STEP.items():
                 check(record.get(name), kind | None, name)
             if "loss" in record:
@@ -155,7 +156,7 @@ def _last_step(metrics: Path) -> dict[str, Any]:
     return {}
 
 
-_STEP: dict[str, Any] = {"step": int, "loss": float, "tokens_per_second": float, "life": int}
+_STEP: dict[str, Any] = {"step": int, "loss": float, "tokens_per_second": float, "attempt": int}
 
 
 def cli() -> None:

@@ -44,7 +44,7 @@ def _lead(argv: Sequence[str] | None, mine: rank_info.RankInfo) -> int:
         led.append(run)
         return start.run_rank0(run, mine)
 
-    code = command(argv, job, ranks=mine.size)
+    code = command(argv, job, ranks=mine.world_size)
     if not led:
         start.dismiss(mine, code)
     return code

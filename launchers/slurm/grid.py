@@ -318,7 +318,7 @@ class Grid:
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
         cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
         print(
-            f"{len(todo)} points; device-hours: {cost} for each life of a job. Nothing was submitted.",
+            f"{len(todo)} points; device-hours: {cost} for each attempt of a job. Nothing was submitted.",
             flush=True,
         )
         return [0] * len(self.points)

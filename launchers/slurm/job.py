@@ -1,9 +1,9 @@
-"""What a Slurm job runs: `python -m launchers.slurm.job LIST LIFE`, as one task a rank, or one task a node.
+"""What a Slurm job runs: `python -m launchers.slurm.job LIST ATTEMPT`, as one task a rank, or one task a node.
 
 The batch script (`launchers.slurm.script`) starts it under srun. LIST names the points that a job array has, by the
-index of its task; LIFE is where this life of the job leaves its words (`titan.sweep.job_exit`). A rank finds its place
-in Slurm's environment, sends its output to its own log in the run's directory, and joins the others through the file
-LIFE/meet. A node's program starts a rank for each of its devices and hands Slurm's signals on to them.
+index of its task; ATTEMPT is where this attempt of the job leaves its words (`titan.sweep.job_exit`). A rank finds its
+place in Slurm's environment, sends its output to its own log in the run's directory, and joins the others through the
+file ATTEMPT/meet. A node's program starts a rank for each of its devices and hands Slurm's signals on to them.
 """
 
 from __future__ import annotations
@@ -49,38 +49,38 @@ class StopBeforeStart(KeyboardInterrupt):
 def main(arguments: list[str]) -> int:
     """Be what Slurm's environment says: a rank, or the program of a node that starts its ranks; gives its exit code."""
     _listen()
-    file, life = Path(arguments[0]), Path(arguments[1])
+    file, attempt = Path(arguments[0]), Path(arguments[1])
     listed = json.loads(file.read_text())
     point = listed["points"][int(os.environ.get("SLURM_ARRAY_TASK_ID", 0))]
     ranks = int(listed["ranks_per_node"])
     if listed["tasks"] == "node" and "TITAN_LOCAL_RANK" not in os.environ:
         return _node(arguments, ranks)
-    place = _place(os.environ, ranks, life)
+    rank_info = _place(os.environ, ranks, attempt)
     _share_cores(ranks)
     before_torch(os.environ)
     try:
-        run = _run(Path(point), place)
-        _tell_of_restart(run, place, life)
-        return _said(life, _train(run, place))
+        run = _run(Path(point), rank_info)
+        _tell_of_restart(run, rank_info, attempt)
+        return _said(attempt, _train(run, rank_info))
     except StopBeforeStart as told:
         if told.again:  # srun's own exit code may be that of a rank that it ended for this one's
-            _mark(life / "again")
+            _mark(attempt / "again")
         return exit_code_of_stop(told.again)
     except ConfigError as refusal:
-        return _write_error(life, place.rank, str(refusal), 2)
+        return _write_error(attempt, rank_info.rank, str(refusal), 2)
     except RunError as failure:
-        return _write_error(life, place.rank, str(failure), 1)
+        return _write_error(attempt, rank_info.rank, str(failure), 1)
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        return _write_error(life, place.rank, machine_error(error) or safe_lines(traceback.format_exc()), 1)
+        return _write_error(attempt, rank_info.rank, machine_error(error) or safe_lines(traceback.format_exc()), 1)
 
 
-def _said(life: Path, exit_code: int) -> int:
+def _said(attempt: Path, exit_code: int) -> int:
     """Leave word that this rank was told to end, and end well: srun would end the ranks that are not as far."""
     if exit_code not in (EXIT_REQUEUE, 130):
         return exit_code
-    _mark(life / ("again" if exit_code == EXIT_REQUEUE else "stop"))
+    _mark(attempt / ("again" if exit_code == EXIT_REQUEUE else "stop"))
     return 0
 
 
@@ -106,29 +106,29 @@ def _share_cores(ranks: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(cores))))
 
 
-def _place(env: Mapping[str, str], ranks: int, life: Path) -> RankInfo:
+def _place(env: Mapping[str, str], ranks: int, attempt: Path) -> RankInfo:
     """This rank's place: Slurm's own where a task is a rank, else that of its node and of the rank on it."""
     nodes = int(env.get("SLURM_STEP_NUM_NODES", 1))
     local = int(env.get("TITAN_LOCAL_RANK", env.get("SLURM_LOCALID", 0)))
     rank = int(env.get("SLURM_NODEID", 0)) * ranks + local
     size = nodes * ranks
-    return RankInfo(rank, size, local, f"meet://{life}/meet" if size > 1 else "", scheduled=True)
+    return RankInfo(rank, size, local, f"meet://{attempt}/meet" if size > 1 else "", scheduled=True)
 
 
-def _run(point: Path, place: RankInfo) -> Run:
+def _run(point: Path, rank_info: RankInfo) -> Run:
     """The frozen run, on the machine that the job has got; from here on this rank writes into its own log."""
     run = frozen.read(point)
-    log = Path(run.directory) / "log" / f"rank-{place.rank}.log"
+    log = Path(run.directory) / "log" / f"rank-{rank_info.rank}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     _write_to(log)
-    if place.rank > 0:
+    if rank_info.rank > 0:
         return run
     return moved(run, devices.detect(run.cluster.device))
 
 
-def _tell_of_restart(run: Run, place: RankInfo, life: Path) -> None:
+def _tell_of_restart(run: Run, rank_info: RankInfo, attempt: Path) -> None:
     """Say in the run's `log/launcher.log` why this job was started again after a failure."""
-    end = job_exit.last_exit(life.parent, life.name.rpartition(".")[0]) if place.rank == 0 else None
+    end = job_exit.last_exit(attempt.parent, attempt.name.rpartition(".")[0]) if rank_info.rank == 0 else None
     if end and end.again and not end.stopped:
         log_line(Path(run.directory), end.reason)
 
@@ -142,18 +142,18 @@ def _write_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _train(run: Run, place: RankInfo) -> int:
+def _train(run: Run, rank_info: RankInfo) -> int:
     from launchers import start
 
     if int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name that resolves to nothing would stop gloo
-    return start.run_rank0(run, place) if place.rank == 0 else start.run_worker(place)
+    return start.run_rank0(run, rank_info) if rank_info.rank == 0 else start.run_worker(rank_info)
 
 
-def _write_error(life: Path, rank: int, text: str, exit_code: int, killed: bool = False) -> int:
+def _write_error(attempt: Path, rank: int, text: str, exit_code: int, killed: bool = False) -> int:
     """Leave a rank's error where `titan.sweep.job_exit` looks for it, and in its log."""
     print(f"titan: {text}", file=sys.stderr)
-    file = life / os.environ.get("SLURM_NODEID", "0") / f"{rank}.error"
+    file = attempt / os.environ.get("SLURM_NODEID", "0") / f"{rank}.error"
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(f"{file}.tmp")
     # in the order in which the batch script reads them
@@ -187,11 +187,13 @@ def _node(arguments: list[str], count: int) -> int:
     return max(p.returncode if p.returncode >= 0 else 128 - p.returncode for p in ranks.processes)
 
 
-def _tell_of_signal(life: Path, rank: int, returned: int) -> None:
+def _tell_of_signal(attempt: Path, rank: int, returned: int) -> None:
     """Leave word of a rank that a signal has killed, and that could not do so itself."""
     if returned < 0:
         name = signal.Signals(-returned).name
-        _write_error(life, rank, f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 1, killed=True)
+        _write_error(
+            attempt, rank, f"killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}", 1, killed=True
+        )
 
 
 def run(arguments: list[str]) -> NoReturn:

@@ -4,7 +4,7 @@ The script runs on the job's first node, outside of any container. It starts the
 ended decides: done or failed, it ends likewise; told by Slurm to save and end (`titan.errors.EXIT_REQUEUE`), it puts
 the job back into the queue, `cluster.requeues` times at most, or leaves the rest to the next job of the chain. After a
 failure it does the same `cluster.restarts` times at most, and excludes the node that failed. Its last act is to leave
-`JOB.LIFE.end` beside itself.
+`JOB.ATTEMPT.end` beside itself.
 """
 
 from __future__ import annotations
@@ -59,42 +59,42 @@ BEFORE = r"""
 set +e +u +o pipefail
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
-life=$folder/$job.${SLURM_RESTART_COUNT:-0}
+attempt=$folder/$job.${SLURM_RESTART_COUNT:-0}
 record=${chain:-$folder/$job}.restarts
 [ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && rm -f "$record"
 restarted=$(cat "$record" 2>/dev/null | wc -l)
 note='' told='' without=''
 end() {
   printf '{"code": %d, "again": %s, "state": "%s", "why": "%s", "note": "%s"}\n' \
-    "$code" "$1" "$state" "$2" "$note" > "$life.end.tmp"
-  mv "$life.end.tmp" "$life.end"
-  rm -f "$life/meet"
-  find "$life" "$life.out" -empty -delete 2>/dev/null
+    "$code" "$1" "$state" "$2" "$note" > "$attempt.end.tmp"
+  mv "$attempt.end.tmp" "$attempt.end"
+  rm -f "$attempt/meet"
+  find "$attempt" "$attempt.out" -empty -delete 2>/dev/null
 }
-rm -rf "$life" "$life".*
+rm -rf "$attempt" "$attempt".*
 [ -n "$chain" ] && [ -e "$chain" ] && exit 0
 if [ "${SLURM_RESTART_COUNT:-0}" -gt $((requeues + restarted)) ]; then
   code=AGAIN; state=RUNNING
   end false "started again more often than cluster.requeues=$requeues allows"; exit $code
 fi
-mkdir -p "$life" && (cd "$life" && seq 0 $((${SLURM_JOB_NUM_NODES:-1} - 1)) | xargs mkdir -p && : > meet)
+mkdir -p "$attempt" && (cd "$attempt" && seq 0 $((${SLURM_JOB_NUM_NODES:-1} - 1)) | xargs mkdir -p && : > meet)
 trap : TERM
 """
 """What precedes the ranks: among others a folder for the words of each node's ranks, since one for all would have
 thousands of files, and an empty file for rank 0's address: where it is missed once, a shared folder's client may go on
 missing it for a while. An element of an array goes by that name, since its own number may be the whole array's.
-Files of this life can only be those of another job that had the same number. The site's own lines may have set the
+Files of this attempt can only be those of another job that had the same number. The site's own lines may have set the
 shell to end at the first error. `$record` has a line for each restart after a failure: the step of the last checkpoint
 then; these restarts do not count as requeues."""
 AFTER = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
 case $code in TOLD) code=AGAIN ;; 143) code=130 ;; esac
-if [ -e "$life/again" ]; then
+if [ -e "$attempt/again" ]; then
   code=AGAIN
-elif compgen -G "$life/*/*.error" >/dev/null || grep -qsE ": (DIED)" "$life.out"; then
+elif compgen -G "$attempt/*/*.error" >/dev/null || grep -qsE ": (DIED)" "$attempt.out"; then
   case $code in AGAIN | 130) code=1 ;; esac
-elif [ -e "$life/stop" ]; then
+elif [ -e "$attempt/stop" ]; then
   code=130
 fi
 saved() {
@@ -102,10 +102,10 @@ saved() {
   (cd "$run/checkpoints" && ls -d step-*/manifest.json) 2>/dev/null | tr -dc '0-9\n' | sort -n | tail -n 1
 }
 killed() {
-  sed -nE "$1 s/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p" "$life.out"
+  sed -nE "$1 s/.*error: ([^ :]+): tasks? [^:]*: (DIED).*/\1/p; s/.* failed on node ([^ :]+):.*/\1/p" "$attempt.out"
 }
 raised() {
-  cat "$life"/*/*.error | sort -k4,4r -k6,6n |
+  cat "$attempt"/*/*.error | sort -k4,4r -k6,6n |
     sed -nE 's/^\{"lost": '"$1"', "killed": [a-z]+, "time": [0-9.]+, "node": "([^"]+)".*/\1/p'
 }
 failed_node() {
@@ -143,10 +143,9 @@ if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 13
     again
   fi
   exit AGAIN
-fi
-case $code in 0 | 130 | AGAIN) may=0 ;; *) may=$restarts ;; esac
-grep -qsE '^\{"lost": [a-z]+, "killed": [a-z]+, "time": [0-9.]+, "node": "[^"]*", "code": 2,' "$life"/*/*.error && may=0
-if [ "$may" -gt 0 ] && [ "${state:-RUNNING}" = RUNNING ]; then
+fi case $code in 0 | 130 | AGAIN) may=0 ;; *) may=$restarts ;; esac grep -qsE '^\{"lost": [a-z]+, "killed": [a-z]+,
+"time": [0-9.]+, "node": "[^"]*", "code": 2,' "$attempt"/*/*.error && may=0 if [ "$may" -gt 0 ] && [ "${state:-RUNNING}"
+= RUNNING ]; then
   step=$(saved)
   if [ "$restarted" -ge "$restarts" ]; then
     note="cluster.restarts=$restarts is used up"
@@ -178,7 +177,7 @@ After a failure that is no refusal (exit code 2), a job is started again where `
 time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that failed
 first (see `titan.sweep.job_exit.error`) is excluded, unless Slurm says that the other nodes can't take the job. Slurm
 lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long enough,
-since the credential of its last life has to expire first.
+since the credential of its last attempt has to expire first.
 """
 
 
@@ -300,7 +299,7 @@ def _own(shape: Shape, work: Work) -> list[str]:
 
 
 def _srun(shape: Shape, work: Work) -> str:
-    """The line that starts the ranks; what srun itself has to say goes into a file of this life."""
+    """The line that starts the ranks; what srun itself has to say goes into a file of this attempt."""
     cluster = shape.cluster
     python = cluster.python or sys.executable
     per_task = _cores(shape)
@@ -308,7 +307,7 @@ def _srun(shape: Shape, work: Work) -> str:
     words += [f"--cpus-per-task={per_task}"] if per_task else []  # since Slurm 22.05 srun does not take it from sbatch
     words += [*_pyxis(shape), *cluster.srun]
     inner = [*_apptainer(shape, work), python, "-u", "-m", "launchers.slurm.job", str(work.list)]
-    return f'{shlex.join(words)} --output="$life/%n/%t.out" {shlex.join(inner)} "$life" 2>>"$life.out"'
+    return f'{shlex.join(words)} --output="$attempt/%n/%t.out" {shlex.join(inner)} "$attempt" 2>>"$attempt.out"'
 
 
 def _pyxis(shape: Shape) -> list[str]:

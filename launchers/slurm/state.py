@@ -60,9 +60,9 @@ def reconciled(directory: Path, point: TrialState, known: dict[str, Job]) -> Tri
         return point
     last = known.get(point.job or "")
     state, reason = OVER.get(last.state, ("failed", None)) if last else ("failed", FORGOTTEN)
-    life = job_exit.last_exit(directory / ledger.SLURM, str(point.job))
-    if life is not None and life.again:
-        state, reason = "stopped", f"{life.reason}, and not begun again"
+    attempt = job_exit.last_exit(directory / ledger.SLURM, str(point.job))
+    if attempt is not None and attempt.again:
+        state, reason = "stopped", f"{attempt.reason}, and not begun again"
     if reason is None:
         folder = directory / ledger.SLURM
         reason = job_exit.error(folder, job_exit.latest_attempt(folder, str(point.job))) or "ended without a word"

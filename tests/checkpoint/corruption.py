@@ -194,11 +194,11 @@ def outcome(damage: Damage, origin: Made) -> Found:
 
 
 def _began(scene: Scene) -> int | None:
-    """From which step the second life began; None when there was none."""
+    """From which step the second attempt began; None when there was none."""
     try:
         documents = [d for d in yaml.safe_load_all((scene.directory / "run.yaml").read_text()) if d]
         document = documents[-1]
-        return int(document["from_step"]) if document["life"] > 1 else None
+        return int(document["from_step"]) if document["attempt"] > 1 else None
     except (OSError, TypeError, KeyError, yaml.YAMLError):
         return None
 
@@ -428,7 +428,7 @@ def _files() -> Iterator[Damage]:
 def _manifests() -> Iterator[Damage]:
     """What happens to a manifest."""
     none = _said(f"{MANIFEST} is no manifest")
-    yield Damage("manifest deleted", lambda s: (s.last / MANIFEST).unlink(), "life 2, resume from step 2")
+    yield Damage("manifest deleted", lambda s: (s.last / MANIFEST).unlink(), "attempt 2, resume from step 2")
     yield Damage("manifest cut in half", lambda s: cut(s.last / MANIFEST), none)
     yield Damage("manifest empty", lambda s: (s.last / MANIFEST).write_bytes(b""), none)
     yield Damage("manifest not UTF-8", lambda s: (s.last / MANIFEST).write_bytes(b"\xff\xfe{}"), none)
@@ -463,8 +463,8 @@ def _manifests() -> Iterator[Damage]:
 def _folders() -> Iterator[Damage]:
     """What happens to folders."""
     none = "there is no checkpoint any more of a run that had got to step 4"
-    yield Damage("checkpoint removed", lambda s: shutil.rmtree(s.last), "life 2, resume from step 2")
-    yield Damage("checkpoint a file", lambda s: replaced(s.last), "life 2, resume from step 2")
+    yield Damage("checkpoint removed", lambda s: shutil.rmtree(s.last), "attempt 2, resume from step 2")
+    yield Damage("checkpoint a file", lambda s: replaced(s.last), "attempt 2, resume from step 2")
     yield Damage("all checkpoints removed", lambda s: shutil.rmtree(s.last.parent), none, 0)
     yield Damage(
         "all checkpoints a file",
@@ -507,7 +507,7 @@ def _traps() -> Iterator[Damage]:
 def _remotes() -> Iterator[Damage]:
     """What happens to the copies elsewhere."""
     gone = lambda scene: shutil.rmtree(scene.last.parent)
-    yield Damage("here all removed, copies whole", gone, "life 2, resume from step 4", 4, remote=URL)
+    yield Damage("here all removed, copies whole", gone, "attempt 2, resume from step 4", 4, remote=URL)
     yield Damage(
         "here the last damaged, copies whole", lambda s: cut(s.last / DATA), _said(f"{DATA} {SIZE}"), 4, remote=URL
     )
@@ -541,7 +541,7 @@ def _remotes() -> Iterator[Damage]:
         yield Damage(
             f"copies' index {title}", lambda s, h=harm: h(s.remote / "index.json"), unread, 4, remote=URL, code=1
         )
-    yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), "life 2, resume from step 4", 4, remote=URL)
+    yield Damage("copies removed", lambda s: shutil.rmtree(s.remote), "attempt 2, resume from step 4", 4, remote=URL)
     yield Damage(
         "here all removed, copies' index garbage",
         lambda s: (gone(s), (s.remote / "index.json").write_bytes(b"[]")),
@@ -554,13 +554,13 @@ def _remotes() -> Iterator[Damage]:
 
 def _others() -> Iterator[Damage]:
     """What happens to other files of a run, and while it saves."""
-    lives = "hydra.run.dir=.*run.yaml can't be read .*; mend it, or choose another name"
+    attempts = "hydra.run.dir=.*run.yaml can't be read .*; mend it, or choose another name"
     for title, harm in (
         ("cut in half", cut),
         ("not YAML", lambda f: f.write_text("a: [")),
         ("text", lambda f: f.write_text("x")),
     ):
-        yield Damage(f"run.yaml {title}", lambda s, h=harm: h(s.directory / "run.yaml"), lives, None, code=2)
+        yield Damage(f"run.yaml {title}", lambda s, h=harm: h(s.directory / "run.yaml"), attempts, None, code=2)
     yield Damage("metrics.jsonl cut", lambda s: append(s.directory / "metrics.jsonl"), "resume from step 4", 4)
     yield Damage("result.json garbage", lambda s: cut(s.directory / "result.json"), "resume from step 4", 4)
     full = "the last checkpoint, of step 6, could not be saved in 3 attempts; mend what stands above"

@@ -129,11 +129,11 @@ class Table:
         )
         folders = [self.save(row).folder for row in rows]
         with locked(Path(run.directory)):
-            life = attempts.begin_attempt(run)
-        assert isinstance(life, Attempt)
+            attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, Attempt)
         with tempfile.TemporaryDirectory() as folder:
             meeting = f"file://{folder}/meeting"
-            ranks = run_ranks(_load, run.layout.devices, run, life, meeting, folders, timeout=240, joined=False)
+            ranks = run_ranks(_load, run.layout.devices, run, attempt, meeting, folders, timeout=240, joined=False)
         return {row: _together([rank[i] for rank in ranks]) for i, row in enumerate(rows)}
 
     def cells(self, layout: str, rows: Sequence[str]) -> dict[str, Cell]:
@@ -177,11 +177,11 @@ def _cell(loaded: Loaded, saved: Saved, one: Loaded) -> Cell:
     )
 
 
-def _load(rank: int, size: int, run: Run, life: Attempt, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
+def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
     """On one rank: each checkpoint in turn, and a step from it."""
     place = RankInfo(rank, size, rank, meeting if size > 1 else "")
     world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, aside=True)
-    trainer = Trainer(run, life, world, build(run, world), StopSignals())
+    trainer = Trainer(run, attempt, world, build(run, world), StopSignals())
     try:
         with trainer.loader as loader:
             batch, trainer.loader = next(loader), None  # type: ignore[assignment]
@@ -191,13 +191,13 @@ def _load(rank: int, size: int, run: Run, life: Attempt, meeting: str, folders: 
         world.close()
 
 
-def _try(trainer: Trainer, batch: Batch, folder: Path, talk: Coordinator) -> Loaded:
-    repeated: Any = itertools.repeat(batch)
-    trainer.loader, trainer.step = repeated, trainer.life.step
-    restore(trainer.engine, folder, talk)
-    state = whole(train_state_dict(trainer.engine))
+def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> Loaded:
+    repeated: Any = itertools.rerun_post_save(batch)
+    trainer.loader, trainer.step = repeated, trainer.attempt.step
+    restore(trainer.train_step, folder, coordinator)
+    state = whole(train_state_dict(trainer.train_step))
     *figures, norm = trainer._step().read()
-    after = weights(whole(train_state_dict(trainer.engine)))
+    after = weights(whole(train_state_dict(trainer.train_step)))
     return Loaded(state, figures[LOSS] / figures[VALID], norm, after)
 
 

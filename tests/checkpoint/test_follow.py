@@ -43,7 +43,7 @@ def fails_at(step: int, error: Exception, rank: int = 1) -> Callable[[Trainer], 
 
     def made(trainer: Trainer) -> Callable[[Path, Manifest], None]:
         def after(folder: Path, about: Manifest) -> None:
-            if about.step == step and trainer.world.place.rank == rank:
+            if about.step == step and trainer.world.rank_info.rank == rank:
                 raise error
 
         return after
@@ -68,7 +68,7 @@ def test_what_follows_is_done_whatever_became_of_the_rest_and_all_ranks_hear_of_
         assert manager is not None
 
         def note(folder: Path, about: Manifest) -> None:
-            manager.talk.each(lambda: (folder / "note").touch())
+            manager.coordinator.run_all(lambda: (folder / "note").touch())
 
         manager.after = (
             fails_at(2, ConfigError("x=1: no."))(trainer),
@@ -113,7 +113,7 @@ def test_a_copy_elsewhere_comes_before_an_export_and_a_failed_one_does_not_stop_
 def test_weights_that_one_rank_can_not_open_are_told_by_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(trainer: Trainer) -> list[SaveOutcome]:
         def opened(folder: Path) -> Any:
-            if folder.name == "step-2" and trainer.world.place.rank == 1:
+            if folder.name == "step-2" and trainer.world.rank_info.rank == 1:
                 raise ConfigError("checkpoint.weights=x: can't be read.")
             return open_weights(folder)
 
@@ -136,7 +136,7 @@ def test_a_rank_without_memory_for_its_copy_fails_the_save_and_not_the_run(when:
         work = getattr(staging, when)
 
         def fail(*args: Any) -> Any:
-            if trainer.saving.begun_step == 2 and trainer.world.place.rank == 1:  # a thread asks, maybe in step 3
+            if trainer.saving.begun_step == 2 and trainer.world.rank_info.rank == 1:  # a thread asks, maybe in step 3
                 raise RuntimeError("no pinned memory")
             return work(*args)
 
@@ -163,7 +163,7 @@ def test_a_directory_that_not_all_ranks_share_makes_no_checkpoint(
 
     def apart(trainer: Trainer) -> list[SaveOutcome]:
         assert trainer.saving.manager is not None
-        if trainer.world.place.rank == 1:
+        if trainer.world.rank_info.rank == 1:
             trainer.saving.manager.directory = tmp_path / "other"
         return heard(trainer)
 
@@ -187,15 +187,15 @@ class TestFailuresHeardLate:
 
     def test_the_one_under_way_is_not_begun_again(self) -> None:
         late, told = self.made(begun=6)
-        late._noted([SaveOutcome(3, error="full")])
+        late._record_outcomes([SaveOutcome(3, error="full")])
         assert (late.begun_step, late.retry_at) == (6, None)
         assert "training goes on, and that of step 6 has begun" in told[0]
 
     def test_in_time_it_is_tried_again_until_one_succeeds(self) -> None:
         saving, told = self.made(begun=3)
-        saving._noted([SaveOutcome(3, error="full")])
+        saving._record_outcomes([SaveOutcome(3, error="full")])
         assert (saving.begun_step, saving.delay) == (0, 16.0)
         assert saving.retry_at is not None
         assert "it is tried again in 8 s" in told[0]
-        saving._noted([SaveOutcome(4)])
+        saving._record_outcomes([SaveOutcome(4)])
         assert (saving.saved_step, saving.retry_at) == (4, None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.layouts import EXACT, KINDS, LAYOUTS, Table
-from tests.checkpoint.test_manager import in_two_lives
+from tests.checkpoint.test_manager import in_two_attempts
 from tests.matrix import MODEL, Outcome
 from tests.runs import difference, tiny, train, weights
 
@@ -62,7 +62,7 @@ def test_any_layout_resumes_what_another_saved(before: str, after: str, tied: bo
     one = tiny(tmp_path / "one", *settings)
     expected = Outcome(one, train(one), 0).merged("last")
     runs = [tiny(tmp_path / "parts", *settings, *LAYOUTS[layout]) for layout in (before, after)]
-    first, second = (Outcome(run, seen, 0) for run, seen in zip(runs, in_two_lives(*runs), strict=True))
+    first, second = (Outcome(run, seen, 0) for run, seen in zip(runs, in_two_attempts(*runs), strict=True))
     saved, loaded = first.merged("last"), second.merged("first")
     assert saved.keys() == loaded.keys() == expected.keys()
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)

@@ -65,16 +65,20 @@ def load_on(rank: int, size: int, run: Run, path: Path, meeting: str) -> tuple[M
     """A rank's parameters, whole; how many numbers it has read, and how many it holds."""
     world = mesh.connect(RankInfo(rank, size, rank, meeting if size > 1 else ""), run.layout, "cpu", 30)
     try:
-        engine = build(run, world)
+        train_step = build(run, world)
         weights = Counted(open_weights(path))
-        state = dict(engine.named_parameters())
+        state = dict(train_step.named_parameters())
         load_weights(state, weights, no_dist=size == 1)
-        if engine.twins is not None:
-            engine.twins.align(engine.optimizer)
+        if train_step.tied_weights is not None:
+            train_step.tied_weights.align(train_step.optimizer)
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in state.values())
-        aliases = {name for stage in engine.stages for name in stage.model.aliases}
-        twins = {n: p for stage in engine.stages for n, p in stage.model.named_parameters() if n in aliases}
-        return whole(dict(state)) | {f"twin.{n}": p for n, p in whole(dict(twins)).items()}, weights.numbers, held
+        aliases = {name for stage in train_step.stages for name in stage.model.aliases}
+        tied_weights = {n: p for stage in train_step.stages for n, p in stage.model.named_parameters() if n in aliases}
+        return (
+            whole(dict(state)) | {f"twin.{n}": p for n, p in whole(dict(tied_weights)).items()},
+            weights.numbers,
+            held,
+        )
     finally:
         world.close()
 

@@ -76,13 +76,13 @@ class TestCopiesThatWereKilled:
         assert [line["step"] for line in steps(run)] == [1, 2, 3, 4]
 
     def test_files_of_a_copy_that_was_never_complete_go(self, tmp_path: Path) -> None:
-        place, talk = Remote(str(tmp_path / "copies" / "run")), Coordinator(0, 1)
+        place, coordinator = Remote(str(tmp_path / "copies" / "run")), Coordinator(0, 1)
         first, second = (complete(tmp_path / f"run/checkpoints/step-{s}", about(s)) for s in (1, 2))
         known = manifest.read(first)
         assert known is not None
         place.begin(known)
         place.upload(first, {"a.distcp": File(9, "")})
-        copy = remote.copying(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), talk)
+        copy = remote.copying(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), coordinator)
         said = manifest.read(second)
         assert said is not None
         copy(second, said)

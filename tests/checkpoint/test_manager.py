@@ -37,7 +37,7 @@ KINDS: list[Optimizer] = [
 
 
 class Killed(Exception):
-    """Ends a life where a kill would."""
+    """Ends an attempt where a kill would."""
 
 
 def stop_at(step: int) -> Any:
@@ -56,11 +56,11 @@ def stop_at(step: int) -> Any:
     return lambda trainer: setattr(trainer, "stop", Stop(trainer))
 
 
-def in_two_lives(before: Run, after: Run) -> list[list[Seen]]:
+def in_two_attempts(before: Run, after: Run) -> list[list[Seen]]:
     """Stop `before` at step 3, and let `after` go on in the same directory."""
-    lives = [train(before, stop_at(2)), train(after)]
-    assert [life[0].code for life in lives] == [130, 0]
-    return lives
+    attempts = [train(before, stop_at(2)), train(after)]
+    assert [attempt[0].code for attempt in attempts] == [130, 0]
+    return attempts
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, 
     whole = tiny(tmp_path / "whole", *settings, layout=layout)
     parts = tiny(tmp_path / "parts", *settings, layout=layout)
     expected = train(whole)[0].last
-    first, second = in_two_lives(parts, parts)
+    first, second = in_two_attempts(parts, parts)
     assert same(second[0].first, first[0].last)
     assert same(second[0].last, expected)
     assert learned(parts) == learned(whole)
-    assert [line["life"] for line in steps(parts)] == [1, 1, 1, 2, 2, 2]
+    assert [line["attempt"] for line in steps(parts)] == [1, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(layout: str, optimizer: str, 
 def test_any_layout_resumes_any_other(before: str, after: str, tied: bool, tmp_path: Path) -> None:
     settings = [f"model.tied={str(tied).lower()}", "training.steps=5"]
     runs = [tiny(tmp_path, *settings, layout=layout) for layout in (before, after)]
-    first, second = in_two_lives(*runs)
+    first, second = in_two_attempts(*runs)
     assert same(saved(runs[0], 3), first[0].last)
     assert all(same(rank.first, first[0].last) for rank in second)
     assert [line["rows"][0] for line in steps(runs[0])] == [0, 8, 16, 24, 32]
@@ -119,7 +119,7 @@ def test_a_kill_costs_what_came_after_the_last_complete_checkpoint(tmp_path: Pat
     seen = train(run)[0]
     assert same(seen.last, expected)
     assert learned(run) == learned(whole)
-    assert [line["life"] for line in steps(run)] == [1, 1, 2, 2, 2, 2]
+    assert [line["attempt"] for line in steps(run)] == [1, 1, 2, 2, 2, 2]
     assert [f.name for f in manifest.complete(tmp_path / "killed")] == ["step-4", "step-6"]
 
 

@@ -1,4 +1,4 @@
-"""What makes a checkpoint complete, and which one a life begins from."""
+"""What makes a checkpoint complete, and which one an attempt begins from."""
 
 from __future__ import annotations
 

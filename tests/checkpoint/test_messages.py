@@ -113,7 +113,7 @@ def test_after_a_save_that_failed_all_plan_anew(tmp_path: Path) -> None:
         write = Plans.write
 
         def fails(plans: Plans, writer: Writer) -> Any:
-            if "step-4" in str(writer.path) and trainer.world.place.rank == 1:
+            if "step-4" in str(writer.path) and trainer.world.rank_info.rank == 1:
                 raise OSError(28, "No space left on device")
             return write(plans, writer)
 
@@ -218,10 +218,10 @@ def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path
     manifest.write(folder, replace(about, files=about.files | more))
     seen = []
     for rank in range(4):
-        talk = Coordinator.__new__(Coordinator)
-        talk.rank, talk.size = rank, 4
+        coordinator = Coordinator.__new__(Coordinator)
+        coordinator.rank, coordinator.world_size = rank, 4
         with looked_at() as names:
-            assert restore._whole(folder, talk, checksums=False) is None
+            assert restore._whole(folder, coordinator, checksums=False) is None
         seen.append(sorted(names))
     assert seen == [sorted({*about.files, *more}), *[[n] for n in sorted({*about.files, *more})[1:]]]
 

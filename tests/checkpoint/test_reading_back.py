@@ -113,7 +113,7 @@ def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> Non
     train(tiny(tmp_path, layout="fsdp2"))
 
     def broken(trainer: Trainer) -> None:
-        if trainer.world.place.rank == 1:
+        if trainer.world.rank_info.rank == 1:
             Reader.read_metadata = _fails  # type: ignore[assignment,method-assign]  # in a rank's process
 
     for rank in train(tiny(tmp_path, "training.steps=4", layout="fsdp2"), broken):

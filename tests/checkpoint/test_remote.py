@@ -176,7 +176,7 @@ class TestRuns:
         seen = train(again)[0]
         assert same(seen.last, last)
         assert learned(again) == learned(whole)[5:]
-        assert [document["life"] for document in attempts.read_attempts(tmp_path / "run")] == [1, 2]
+        assert [document["attempt"] for document in attempts.read_attempts(tmp_path / "run")] == [1, 2]
         assert Remote(f"{bucket}/run").index().keys() == {6, 8}
 
     def test_a_fork_of_a_copy(self, bucket: str, tmp_path: Path) -> None:

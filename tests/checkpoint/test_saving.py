@@ -189,7 +189,7 @@ class TestFailedSaves:
         assert all("the last checkpoint, of step 4, could not be saved in 3 attempts" in str(r.failure) for r in seen)
         assert all("goes on from step 2" in str(r.failure) for r in seen)
         assert train(run)[0].code == 0
-        assert [line["life"] for line in steps(run)] == [1, 1, 2, 2]
+        assert [line["attempt"] for line in steps(run)] == [1, 1, 2, 2]
 
     def test_a_directory_that_vanishes_is_made_again(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         def gone(trainer: Trainer) -> None:
@@ -238,7 +238,7 @@ class TestOnDemand:
             update = trainer._update
 
             def touch(bad: torch.Tensor) -> None:
-                if trainer.step == 3 and trainer.world.speaks:
+                if trainer.step == 3 and trainer.world.is_rank0:
                     (tmp_path / checkpointing.SAVE_FILE).touch()
                 update(bad)
 

@@ -1,4 +1,5 @@
-"""What a later life takes up, after damage, errors that pass, other runs of the same name, and parents that went on."""
+"""What a later attempt takes up, after damage, errors that pass, other runs of the same name, and parents that went
+on."""
 
 from __future__ import annotations
 
@@ -147,9 +148,9 @@ class TestParentsThatGoOn:
         train(tiny(tmp_path / "parent", "checkpoint.keep=9"))
         run = tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent")
         Path(run.directory).mkdir()
-        life = attempts.begin_attempt(run)
-        assert isinstance(life, attempts.Attempt)
-        assert life.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
+        attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, attempts.Attempt)
+        assert attempt.weights == str(tmp_path / "parent" / "checkpoints" / "step-3")
 
     def test_given_weights_that_are_damaged_are_refused(self, tmp_path: Path) -> None:
         train(tiny(tmp_path / "parent"))
@@ -174,9 +175,9 @@ class TestParentsThatGoOn:
         begin = attempts.begin_attempt
 
         def late(*args: Any) -> Any:
-            life = begin(*args)
+            attempt = begin(*args)
             manifest.retire(manifest.folder_of(tmp_path / "parent", 3))
-            return life
+            return attempt
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attempts, "begin", late)
@@ -245,13 +246,13 @@ class TestWhatAUserDoes:
     def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
         run = tiny(tmp_path)
         Path(run.directory).mkdir(exist_ok=True)
-        life = attempts.begin_attempt(run)
-        assert isinstance(life, attempts.Attempt)
-        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "life": 1}) + "\n")
-        attempts.withdraw_attempt(run, life)
-        assert [document["life"] for document in attempts.read_attempts(tmp_path)] == [1]
+        attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, attempts.Attempt)
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "attempt": 1}) + "\n")
+        attempts.withdraw_attempt(run, attempt)
+        assert [document["attempt"] for document in attempts.read_attempts(tmp_path)] == [1]
         (tmp_path / "metrics.jsonl").unlink()
-        attempts.withdraw_attempt(run, life)
+        attempts.withdraw_attempt(run, attempt)
         assert attempts.read_attempts(tmp_path) == []
 
     def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

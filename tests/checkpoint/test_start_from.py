@@ -68,9 +68,9 @@ def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> No
 def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent: Run, tmp_path: Path) -> None:
     def science(path: object, name: str) -> str:
         (tmp_path / name).mkdir()
-        life = attempts.begin_attempt(tiny(tmp_path / name, tied(parent), f"checkpoint.weights={path}"))
-        assert isinstance(life, attempts.Attempt)
-        return life.ids.science
+        attempt = attempts.begin_attempt(tiny(tmp_path / name, tied(parent), f"checkpoint.weights={path}"))
+        assert isinstance(attempt, attempts.Attempt)
+        return attempt.ids.science
 
     (folder,) = manifest.complete(Path(parent.directory))
     shutil.copytree(folder / "hf", tmp_path / "moved")

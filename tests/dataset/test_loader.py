@@ -113,24 +113,24 @@ KINDS: dict[str, Callable[[Corpus, Corpus], RowMixture]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 20), grow=GROW, lives=LIVES)
+@given(n=st.integers(1, 20), grow=GROW, attempts=LIVES)
 def test_every_row_once_in_order_under_any_layout(
-    corpus: Corpus, small: Corpus, kind: str, n: int, grow: list[tuple[int, int]], lives: list[tuple[int, int, int]]
+    corpus: Corpus, small: Corpus, kind: str, n: int, grow: list[tuple[int, int]], attempts: list[tuple[int, int, int]]
 ) -> None:
-    """Each life has its own number of ranks and micro-batches, and begins where the one before ended."""
-    every_row_once(KINDS[kind](corpus, small), lambda: KINDS[kind](corpus, small), n, grow, lives)
+    """Each attempt has its own number of ranks and micro-batches, and begins where the one before ended."""
+    every_row_once(KINDS[kind](corpus, small), lambda: KINDS[kind](corpus, small), n, grow, attempts)
 
 
 @settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 20), grow=GROW, lives=LIVES, done=st.lists(st.integers(0, 3), min_size=9, max_size=9))
+@given(n=st.integers(1, 20), grow=GROW, attempts=LIVES, done=st.lists(st.integers(0, 3), min_size=9, max_size=9))
 def test_every_row_once_in_order_while_data_are_prepared(
-    stages: list[Corpus], small: Corpus, n: int, grow: list[tuple[int, int]], lives: list[Any], done: list[int]
+    stages: list[Corpus], small: Corpus, n: int, grow: list[tuple[int, int]], attempts: list[Any], done: list[int]
 ) -> None:
-    """Each rank of each life has seen another part of the data when it begins."""
+    """Each rank of each attempt has seen another part of the data when it begins."""
     seen = iter(done * 10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader_module, "_POLL_SECONDS", 0.001)
-        every_row_once(mixed_live(stages[-1], small), lambda: mixed_live(stages[next(seen)], small), n, grow, lives)
+        every_row_once(mixed_live(stages[-1], small), lambda: mixed_live(stages[next(seen)], small), n, grow, attempts)
 
 
 def mixed_live(corpus: Corpus, small: Corpus) -> RowMixture:
@@ -143,15 +143,15 @@ def every_row_once(
     anew: Callable[[], RowMixture],
     n: int,
     grow: list[tuple[int, int]],
-    lives: list[tuple[int, int, int]],
+    attempts: list[tuple[int, int, int]],
 ) -> None:
-    """Lives one after the other against the plain definition; `anew` gives each rank its rows."""
+    """Attempts one after the other against the plain definition; `anew` gives each rank its rows."""
     at, pairs = 0, []
     for gap, more in grow:
         at += gap
         pairs.append((at, (pairs[-1][1] if pairs else n) + more))
     training, step, position = plan(n, *pairs), 1, 0
-    for ranks, microbatches, steps in lives:
+    for ranks, microbatches, steps in attempts:
         shares = [read(anew(), training, DataShard(rank, ranks), steps, microbatches, step) for rank in range(ranks)]
         for batches in zip(*shares, strict=True):
             count = training.phase(step).rows

@@ -139,7 +139,7 @@ def traced(run: Run, rank: int = 0, device: str = "cpu") -> dict[str, Peak]:
 
 def _traced(_: int, __: int, run: Run, rank: int, device: str) -> dict[str, Peak]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    engine = build(run, dataclasses.replace(_world(run, rank), memory=lambda: fake))
+    train_step = build(run, dataclasses.replace(_world(run, rank), memory=lambda: fake))
     shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
     live, peaks = Live(), {}
     with ExitStack() as stack:
@@ -148,17 +148,17 @@ def _traced(_: int, __: int, run: Run, rank: int, device: str) -> dict[str, Peak
         stack.enter_context(fake)
         stack.enter_context(_watched(live))
         stack.enter_context(live)
-        live.start((_local(p) for p in engine.parameters()), "weights")
+        live.start((_local(p) for p in train_step.parameters()), "weights")
         for step in range(2):
             live.peak, live.phase = Peak(), f"{step} model"
             tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
             documents = torch.zeros(shape, dtype=torch.int64) if run.dataset.mask_documents else None
-            engine.backward(Microbatches(tokens, targets, documents=documents), 1.0)
+            train_step.backward(Microbatches(tokens, targets, documents=documents), 1.0)
             peaks["model"], live.peak, live.phase = live.peak, Peak(), f"{step} update"
-            engine.norm()
-            engine.optimizer.step()
+            train_step.norm()
+            train_step.optimizer.step()
             peaks["update"] = live.peak
-            engine.optimizer.zero_grad(set_to_none=True)
+            train_step.optimizer.zero_grad(set_to_none=True)
     return peaks
 
 

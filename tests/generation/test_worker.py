@@ -57,7 +57,7 @@ def weights_of(model: Any) -> InMemory:
 
 def made(weights: InMemory, precision: Precision, world: World) -> Any:
     model = assemble.build_for_generation(weights.model, precision, world)
-    load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1)
+    load_weights(dict(model.named_parameters()), weights, no_dist=world.rank_info.world_size == 1)
     return model
 
 

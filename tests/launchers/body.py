@@ -87,11 +87,11 @@ ACTIONS: dict[str, Callable[[Path, int], int]] = {
 }
 
 
-def act(payload: Any, place: RankInfo, tell: Callable[[BaseException], int]) -> int:
+def act(payload: Any, rank_info: RankInfo, tell: Callable[[BaseException], int]) -> int:
     folder, words = payload
-    if words[place.rank] == "tells":
-        return tells(Path(folder), place.rank, tell)
-    return ACTIONS[words[place.rank]](Path(folder), place.rank)
+    if words[rank_info.rank] == "tells":
+        return tells(Path(folder), rank_info.rank, tell)
+    return ACTIONS[words[rank_info.rank]](Path(folder), rank_info.rank)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def _job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_listen", lambda: None)
     monkeypatch.setattr(job, "_run", lambda point, place: None)
     monkeypatch.setattr(job, "_train", lambda run, place: 0)
-    assert job.main([str(folder / "list"), str(folder / "life")]) == 0
+    assert job.main([str(folder / "list"), str(folder / "attempt")]) == 0
 
 
 def _help(main: Callable[[list[str]], int]) -> Callable[[Path, pytest.MonkeyPatch], None]:

@@ -97,13 +97,13 @@ def test_a_point_of_older_code_ends_with_a_sentence(
 
 def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
-    listed, life = tmp_path / "list.json", tmp_path / "life"
-    life.mkdir()
+    listed, attempt = tmp_path / "list.json", tmp_path / "attempt"
+    attempt.mkdir()
     listed.write_text(json.dumps({"points": [str(tmp_path / "a.pickle")], "tasks": "rank", "ranks_per_node": 1}))
     done = subprocess.run(
-        [sys.executable, "-m", "launchers.slurm.job", str(listed), str(life)],
+        [sys.executable, "-m", "launchers.slurm.job", str(listed), str(attempt)],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
-    (file,) = life.rglob("*.error")
+    (file,) = attempt.rglob("*.error")
     error = json.loads(file.read_text())
     assert done.returncode == error["code"] == 2 and "other code of titan" in error["text"]

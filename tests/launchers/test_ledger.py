@@ -243,7 +243,9 @@ def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch:
 def test_status_shows_points_and_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     noted(tmp_path, {"event": "ended", "id": "a", "code": 1, "reason": "rank 3: ValueError: b"})
     (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "metrics.jsonl").write_text('{"step": 2, "loss": 4.5, "tokens_per_second": 1234.5, "life": 2}\n')
+    (tmp_path / "p" / "metrics.jsonl").write_text(
+        '{"step": 2, "loss": 4.5, "tokens_per_second": 1234.5, "attempt": 2}\n'
+    )
     assert status.main([str(tmp_path), "watch=false"]) == 1
     out = capsys.readouterr().out
     assert "1 point: 1 failed" in out and "x=1           failed  2/3   4.5000" in out

@@ -76,14 +76,14 @@ def test_rank_0_may_have_a_connection_of_each_rank(
     assert limited == ([(expected, limits[1])] if isinstance(expected, int) else [])
 
 
-def new(life: Path, rank: int, text: str) -> None:
+def new(attempt: Path, rank: int, text: str) -> None:
     os.environ["SLURM_NODEID"] = str(rank // 2)
-    job._write_error(life, rank, text, 1)
+    job._write_error(attempt, rank, text, 1)
 
 
-def old(life: Path, rank: int, text: str) -> None:
+def old(attempt: Path, rank: int, text: str) -> None:
     content = {"rank": rank, "time": float(rank), "text": text, "code": 1}
-    Path(f"{life}.{rank}.error").write_text(json.dumps(content))
+    Path(f"{attempt}.{rank}.error").write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize("leave", [new, old])
@@ -97,7 +97,7 @@ def test_errors_are_found_where_ranks_leave_them(
     assert job_exit.error(tmp_path, "7.0") is None
     assert job_exit.latest_attempt(tmp_path, "7") == "7.1"
     if leave is new:
-        assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for a life"
+        assert sorted(f.name for f in tmp_path.iterdir()) == ["7.1"], "one folder for an attempt"
         assert sorted(f.name for f in (tmp_path / "7.1").iterdir()) == ["1", "5"], "one folder for a node in it"
 
 

@@ -47,11 +47,11 @@ SRUN = {
         pytest.param({"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None, id="batch-script"),
     ],
 )
-def test_found(env: dict[str, str], place: RankInfo | None) -> None:
-    assert from_environment(env) == place
+def test_found(env: dict[str, str], rank_info: RankInfo | None) -> None:
+    assert from_environment(env) == rank_info
 
 
 def test_srun_without_node_names_meets_here() -> None:
-    place = from_environment(SRUN)
-    assert place is not None
-    assert place.rendezvous == f"tcp://{os.uname().nodename}:21203"
+    rank_info = from_environment(SRUN)
+    assert rank_info is not None
+    assert rank_info.init_method == f"tcp://{os.uname().nodename}:21203"

@@ -204,15 +204,15 @@ def test_containers_and_quoting(tmp_path: Path, overrides: list[str], words: lis
 def test_ranks_find_a_folder_for_each_node_and_an_empty_file_for_rank_0_s_address(tmp_path: Path) -> None:
     """srun makes no folders, and a file that is missed once a shared folder's client may go on missing for a while."""
     folder, run = tmp_path / "with space", job("cluster=cpu", "parallelism=3d", "cluster.nodes=2")
-    there = f'(cd {LIFE}" && find . | sort) > "$HOME/there"; echo x >{LIFE}/1/7.out"; echo x >{LIFE}/meet"'
-    ran(folder, run, f'{there}; touch {LIFE}/0/0.out"; exit 0', nodes=2)
+    there = f'(cd {ATTEMPT}" && find . | sort) > "$HOME/there"; echo x >{ATTEMPT}/1/7.out"; echo x >{ATTEMPT}/meet"'
+    ran(folder, run, f'{there}; touch {ATTEMPT}/0/0.out"; exit 0', nodes=2)
     assert (tmp_path / "there").read_text().split() == [".", "./0", "./1", "./meet"]
     assert f"--output={folder}/9.0/%n/%t.out" in (tmp_path / "said").read_text().splitlines()
     left = sorted(str(f.relative_to(folder)) for f in folder.rglob("*"))
     assert left == ["9.0", "9.0.end", "9.0/1", "9.0/1/7.out"], "what is empty goes, as does the address"
 
 
-LIFE = '"$HOME/with space/9.0'
+ATTEMPT = '"$HOME/with space/9.0'
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,15 @@ LIFE = '"$HOME/with space/9.0'
     [
         pytest.param("exit 0", "RUNNING", 0, 0, False, id="done"),
         pytest.param("exit 1", "RUNNING", 0, 1, False, id="failed"),
-        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 0, EXIT_REQUEUE, True, id="told-to-save-and-end"),
-        pytest.param(f"touch {LIFE}/again\"; exit 137", "RUNNING", 0, EXIT_REQUEUE, True, id="one-killed-for-it"),
-        pytest.param(f"touch {LIFE}/again\"; exit 0", "", 0, EXIT_REQUEUE, True, id="told-and-squeue-silent"),
+        pytest.param(f"touch {ATTEMPT}/again\"; exit 0", "RUNNING", 0, EXIT_REQUEUE, True, id="told-to-save-and-end"),
+        pytest.param(f"touch {ATTEMPT}/again\"; exit 137", "RUNNING", 0, EXIT_REQUEUE, True, id="one-killed-for-it"),
+        pytest.param(f"touch {ATTEMPT}/again\"; exit 0", "", 0, EXIT_REQUEUE, True, id="told-and-squeue-silent"),
         pytest.param("exit 140", "RUNNING", 0, EXIT_REQUEUE, True, id="told-before-it-listened"),
-        pytest.param(f"touch {LIFE}/again\"; exit 0", "RUNNING", 3, EXIT_REQUEUE, False, id="too-often"),
-        pytest.param(f"touch {LIFE}/stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
-        pytest.param(f"touch {LIFE}/stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
+        pytest.param(f"touch {ATTEMPT}/again\"; exit 0", "RUNNING", 3, EXIT_REQUEUE, False, id="too-often"),
+        pytest.param(f"touch {ATTEMPT}/stop\"; exit 0", "RUNNING", 0, 130, True, id="preempted-by-sigterm"),
+        pytest.param(f"touch {ATTEMPT}/stop\"; exit 0", "COMPLETING", 0, 130, False, id="cancelled"),
         pytest.param("exit 143", "", 0, 130, False, id="ended-and-squeue-silent"),
-        pytest.param(f"touch {LIFE}/0/0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended"),
+        pytest.param(f"touch {ATTEMPT}/0/0.error\"; exit 130", "RUNNING", 0, 1, False, id="failed-and-others-ended"),
         pytest.param('echo "srun: error: n1: task 1: Killed" >&2; exit 143', "RUNNING", 0, 1, False, id="killed"),
     ],
 )  # fmt: skip
@@ -244,7 +244,7 @@ def test_how_a_job_s_end_is_judged(
 
 def test_a_chain_leaves_word_for_those_that_follow(tmp_path: Path) -> None:
     run = job("cluster.chain=2")
-    assert ran(tmp_path / "with space", run, f'touch {LIFE}/again"; exit 0')["again"]
+    assert ran(tmp_path / "with space", run, f'touch {ATTEMPT}/again"; exit 0')["again"]
     assert not (tmp_path / "requeued").exists() and not list(tmp_path.glob("*/*.over"))
     assert ran(tmp_path / "with space", run, "exit 0")["code"] == 0
     assert list(tmp_path.glob("*/*.over"))
@@ -256,7 +256,7 @@ def _error(code: int, node: str, time: float = 2.0, lost: bool = False) -> str:
     """A shell command that leaves a rank's error as `launchers.slurm.job` does."""
     content = {"lost": lost, "killed": False, "time": time, "node": node, "code": code, "rank": 0}
     said = json.dumps(content | {"text": 'x "code": 2, y'})
-    return f'echo {shlex.quote(said)} >{LIFE}/0/{code}{node}.error"'
+    return f'echo {shlex.quote(said)} >{ATTEMPT}/0/{code}{node}.error"'
 
 
 KILLED = 'echo "srun: error: n1: task 1: Killed" >&2; exit 137'
@@ -282,7 +282,7 @@ FIRST = f"{_error(1, 'n2')}; {_error(1, 'n3', 1.0)}; {AFTERWARDS}; exit 137"
 def test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on(
     tmp_path: Path, ranks: str, record: str, unfit: str, note: str, node: str | None
 ) -> None:
-    folder, life = tmp_path / "with space", record.count("\n")
+    folder, attempt = tmp_path / "with space", record.count("\n")
     folder.mkdir()
     (tmp_path / "unfit").write_text(unfit)
     for step in (2, 6):
@@ -292,7 +292,7 @@ def test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on(
     (folder / "t.runs").write_text(f"{tmp_path}/run\n")
     (folder / "9.restarts").write_text(record)
     done = ran(
-        folder, job("cluster.restarts=2", "cluster.requeues=0"), ranks, "" if "143" in ranks else "RUNNING", life
+        folder, job("cluster.restarts=2", "cluster.requeues=0"), ranks, "" if "143" in ranks else "RUNNING", attempt
     )
     said = (tmp_path / "scontrol").read_text() if (tmp_path / "scontrol").exists() else ""
     assert done["note"].startswith(note) and done["again"] == note.startswith("restart") == ("requeue 9" in said)
@@ -308,7 +308,7 @@ def ran(
     home = folder.parent
     (home / "bin").mkdir(exist_ok=True)
     folder.mkdir(exist_ok=True)
-    life = folder / f"9.{restarts}"
+    attempt = folder / f"9.{restarts}"
     ranks = ranks.replace("9.0", f"9.{restarts}")
     commands = {
         "srun": f'printf "%s\\n" "$@" > "$HOME/said"; env >> "$HOME/said"; {ranks}',
@@ -326,8 +326,8 @@ def ran(
     script = text(shape(run), work(folder))
     subprocess.run(["bash", "-c", script], env=env, capture_output=True, timeout=30, check=False)
     return (
-        json.loads(life.with_name(f"{life.name}.end").read_text())
-        if life.with_name(f"{life.name}.end").exists()
+        json.loads(attempt.with_name(f"{attempt.name}.end").read_text())
+        if attempt.with_name(f"{attempt.name}.end").exists()
         else {}
     )
 

@@ -78,7 +78,7 @@ def test_a_signal_stops_saves_and_the_same_command_goes_on(layout: str, number: 
         assert ended(process)[0] == 130
     told = steps(tiny(folder))
     assert [line["step"] for line in told] == list(range(1, len(told) + 1))
-    assert next(line["step"] for line in told if line["life"] == 2) == stopped + 1
+    assert next(line["step"] for line in told if line["attempt"] == 2) == stopped + 1
     assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
 
 
@@ -108,7 +108,7 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
     with program(*arguments(folder, "ddp2", *more)) as process:
         until(lambda: manifest.complete(folder) or process.poll() is not None, "a checkpoint")
         kill(descendants(process.pid)[-1])
-        until(lambda: (folder / "run.yaml").read_text().count("life: 2"), "the restart")
+        until(lambda: (folder / "run.yaml").read_text().count("attempt: 2"), "the restart")
         before = lines(folder)
         until(lambda: lines(folder) > before + 3 or process.poll() is not None, "steps after the restart")
         process.send_signal(signal.SIGTERM)
@@ -121,10 +121,10 @@ def test_a_killed_rank_is_named_and_restarted_from_the_checkpoint(tmp_path: Path
         "rank 1 was killed by SIGKILL (out of memory?); see log/rank-1.log",
         "restart 1 of 1",
     ]
-    lives = list(yaml.safe_load_all((folder / "run.yaml").read_text()))[1:]
+    attempts = list(yaml.safe_load_all((folder / "run.yaml").read_text()))[1:]
     told = steps(tiny(folder))
-    assert lives[-1]["from_step"] % 20 == 0 < lives[-1]["from_step"]
-    assert next(line["step"] for line in told if line["life"] == 2) == lives[-1]["from_step"] + 1
+    assert attempts[-1]["from_step"] % 20 == 0 < attempts[-1]["from_step"]
+    assert next(line["step"] for line in told if line["attempt"] == 2) == attempts[-1]["from_step"] + 1
     assert [line["rows"][0] for line in told] == list(range(0, 8 * len(told), 8))
 
 

@@ -17,8 +17,8 @@ LINES: list[dict[str, Any]] = [
     {"step": 2, "tokens": 4096, "loss": 7.0},
     {"step": 2, "tokens": 4096, "validation_loss": 7.5, "bits_per_byte": 2.4},
     {"step": 3, "tokens": 6144, "loss": float("nan")},
-    {"step": 2, "tokens": 4096, "loss": 6.5, "life": 2},
-    {"step": 3, "tokens": 6144, "loss": 6.0, "life": 2},
+    {"step": 2, "tokens": 4096, "loss": 6.5, "attempt": 2},
+    {"step": 3, "tokens": 6144, "loss": 6.0, "attempt": 2},
     {"step": 4, "tokens": 8192, "loss": float("inf")},
 ]
 

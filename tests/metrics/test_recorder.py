@@ -25,10 +25,10 @@ STEP = {
     "step": int, "tokens": int, "loss": float, "grad_norm": float, "lr": float, "step_seconds": float,
     "data_seconds": float, "tokens_per_second": float, "tokens_per_second_per_device": float,
     "tflops_per_device": float, "mfu": float, "memory_gib": float, "rows": list, "valid_tokens": int,
-    "batch_hash": str, "time": float, "life": int,
+    "batch_hash": str, "time": float, "attempt": int,
 }  # fmt: skip
 VALIDATION = {
-    "step": int, "tokens": int, "validation_loss": float, "bits_per_byte": float, "time": float, "life": int,
+    "step": int, "tokens": int, "validation_loss": float, "bits_per_byte": float, "time": float, "attempt": int,
 }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def text_run(folder: Path, layout: str = "single", *more: str) -> Run:
 
 
 SAVED = {
-    "step": int, "life": int, "checkpoint_step": int, "checkpoint_seconds": float, "checkpoint_stall_seconds": float,
+    "step": int, "attempt": int, "checkpoint_step": int, "checkpoint_seconds": float, "checkpoint_stall_seconds": float,
     "checkpoint_gib": float, "time": float,
 }  # fmt: skip
 

@@ -54,12 +54,12 @@ def build(config: Llama, wrap: str) -> TrainStep:
 
 def summed(rank: int, world: int, config: Llama, wrap: str, each: int) -> Any:
     """On each rank: the gradients of its own micro-batches, and how often ranks talked in the backward passes."""
-    engine, (tokens, targets) = build(config, wrap), batch(world * each)
+    train_step, (tokens, targets) = build(config, wrap), batch(world * each)
     mine = slice(rank * each, (rank + 1) * each)
     with torch.profiler.profile() as profile:
-        engine.backward(Microbatches(tokens[mine], targets[mine]), 0.5)
+        train_step.backward(Microbatches(tokens[mine], targets[mine]), 0.5)
     count = {e.key: e.count for e in profile.key_averages()}
-    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in engine.gradients()]
+    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for g in train_step.gradients()]
     return gradients, count.get("c10d::allreduce_", 0), count.get("c10d::_reduce_scatter_base_", 0)
 
 
@@ -90,11 +90,11 @@ def test_gradients_are_summed_over_ranks_and_micro_batches(config: Llama, wrap: 
 
 
 def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
-    engine = build(config, "fsdp")
-    engine.evaluate(Microbatches(*batch(1)))
-    gathered = sum(not isinstance(p, DTensor) for p in engine.parameters())
-    data.part(engine.stages[0])
-    return gathered, sum(not isinstance(p, DTensor) for p in engine.parameters())
+    train_step = build(config, "fsdp")
+    train_step.evaluate(Microbatches(*batch(1)))
+    gathered = sum(not isinstance(p, DTensor) for p in train_step.parameters())
+    data.part(train_step.stages[0])
+    return gathered, sum(not isinstance(p, DTensor) for p in train_step.parameters())
 
 
 @pytest.mark.parametrize("config", [CONFIG, TIED], ids=["untied", "tied"])
@@ -112,7 +112,7 @@ def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) ->
         world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 30)
         try:
             ones = world.sum(torch.ones(2))
-            return world.share.rank, world.share.ranks, world.speaks, ones.tolist(), world.gather(rank * 2)
+            return world.share.rank, world.share.ranks, world.is_rank0, ones.tolist(), world.gather(rank * 2)
         finally:
             world.close()
 
@@ -124,7 +124,7 @@ def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) ->
 
 def test_one_rank_needs_nobody() -> None:
     world = mesh.connect(RankInfo(), Layout(), "cpu", 30)
-    assert (world.mesh, world.share.rank, world.share.ranks, world.speaks) == (None, 0, 1, True)
+    assert (world.mesh, world.share.rank, world.share.ranks, world.is_rank0) == (None, 0, 1, True)
     assert world.gather("a") == ["a"]
     assert world.sum(torch.tensor(3.0)) == 3
     assert world.dimensions("replicate", "shard") is None

@@ -210,9 +210,9 @@ def test_messages_between_stages_go_over_the_links(schedule: str, tmp_path: Path
     )  # fmt: skip
 
     def noting(trainer: Trainer) -> list[tuple[bool, bool]]:
-        runner, seen, real = trainer.engine.runner, [], schedules._batch_p2p
+        runner, seen, real = trainer.train_step.runner, [], schedules._batch_p2p
         assert isinstance(runner, Pipeline)
-        me, other = trainer.world.place.rank, 1 - trainer.world.place.rank
+        me, other = trainer.world.rank_info.rank, 1 - trainer.world.rank_info.rank
 
         def noted(ops: Any, desc: str | None = None) -> Any:
             for op in ops:
@@ -273,7 +273,7 @@ def stalling(places: list[str]) -> Callable[[Trainer], None]:
 
             setattr(trainer, name, method)
 
-        for name in ("_step", "validate", "save") if trainer.world.place.rank == 1 else ():
+        for name in ("_step", "validate", "save") if trainer.world.rank_info.rank == 1 else ():
             slow(name)
 
     return before

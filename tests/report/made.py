@@ -24,19 +24,19 @@ from titan.sweep.ledger import SweepSpec
 from titan.training.lr_schedule import lr_factor
 
 BEGAN = 1_760_000_000
-"""When the first life of every made run began, in seconds since 1970."""
+"""When the first attempt of every made run began, in seconds since 1970."""
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 """The one in C, where there is one."""
 GIVES_UP = 3
 """training.bad_steps of every made run."""
 START, BETWEEN = 20.0, 600.0
-"""Seconds from a life's beginning to its first step, and from its last line to the next life."""
+"""Seconds from an attempt's beginning to its first step, and from its last line to the next attempt."""
 H200 = {"device": "cuda", "name": "NVIDIA H200", "count": 8, "cores": 64, "memory_gib": 140.4, "bf16_fast": True}
 
 
 @dataclass(frozen=True)
-class Life:
-    """A life of a made run: it goes on after `start` and gets to `end`, on the layout that `overrides` ask for."""
+class Attempt:
+    """An attempt of a made run: it goes on after `start` and gets to `end`, on the layout that `overrides` ask for."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ class Story:
     Attributes:
         seed, repeat: of the run.
         steps: wanted.
-        lives: None: one that does all steps.
+        attempts: None: one that does all steps.
         seconds, jitter: of a step: the median, and the standard deviation of its logarithm.
         level: the loss that it comes to.
         noise: standard deviation of a step's loss, which follows from the seed.
@@ -62,20 +62,20 @@ class Story:
         every: steps between validations; 0: only at the end.
         sources: names of the sources of a mixture; what is added to the bits of each.
         ratio: bits a byte for a nat a token.
-        stall: seconds of a checkpoint, of which each life makes one at its end.
+        stall: seconds of a checkpoint, of which each attempt makes one at its end.
         timed: whether lines have times.
         parent, digest: of the science; the data's.
         code: id of the code.
         device: of env.json.
         bad: the step from which on no loss is finite, so that the run gives up; None: all are.
         rises: added to the loss of steps, by their number.
-        host, began: of env.json, and when its first life began after the usual time.
+        host, began: of env.json, and when its first attempt began after the usual time.
     """
 
     seed: int = 0
     repeat: int = 0
     steps: int = 40
-    lives: tuple[Life, ...] | None = None
+    attempts: tuple[Attempt, ...] | None = None
     seconds: float = 0.5
     jitter: float = 0.02
     level: float = 3.0
@@ -117,12 +117,12 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     directory.mkdir(parents=True)
     (directory / ".lock").touch()
     (directory / "env.json").write_text(json.dumps({"device": story.device, "host": story.host}))
-    lives = story.lives or (Life(0, story.steps if story.bad is None else story.bad + GIVES_UP - 2),)
+    attempts = story.attempts or (Attempt(0, story.steps if story.bad is None else story.bad + GIVES_UP - 2),)
     clock, documents, lines = BEGAN + story.began, [], []
-    for number, life in enumerate(lives, 1):
-        run = _run(story, (*overrides, *life.overrides))
-        documents.append(_document(run, story, number, life, clock, (*overrides, *life.overrides)))
-        new = list(_lines(run, story, number, life, clock + START))
+    for number, attempt in enumerate(attempts, 1):
+        run = _run(story, (*overrides, *attempt.overrides))
+        documents.append(_document(run, story, number, attempt, clock, (*overrides, *attempt.overrides)))
+        new = list(_lines(run, story, number, attempt, clock + START))
         lines += new
         clock = (new[-1]["time"] if new else clock + START) + BETWEEN
     (directory / "run.yaml").write_text(
@@ -131,8 +131,8 @@ def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:
     write_lines(directory, lines if story.timed else [{k: v for k, v in x.items() if k != "time"} for x in lines])
     if story.bad is not None:
         _give_up(directory, story.bad)
-    elif lives[-1].end == story.steps:
-        _finish(directory, story, lines, len(lives))
+    elif attempts[-1].end == story.steps:
+        _finish(directory, story, lines, len(attempts))
     return directory
 
 
@@ -174,18 +174,18 @@ def _run(story: Story, overrides: tuple[str, ...]) -> Run:
 
 
 def _document(
-    run: Run, story: Story, number: int, life: Life, began: float, overrides: tuple[str, ...]
+    run: Run, story: Story, number: int, attempt: Attempt, began: float, overrides: tuple[str, ...]
 ) -> dict[str, Any]:
     science = identity.science_of(run, story.digest, None)
     ids = identity.digest(science), identity.digest({k: v for k, v in science.items() if k != "training.seed"})
     return {
-        "life": number,
+        "attempt": number,
         "kind": "resume" if number > 1 else "start",
         "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
         "name": run.name,
         "run_id": "0" * 12,
         "parent": None,
-        "from_step": life.start,
+        "from_step": attempt.start,
         "notes": [],
         "ids": {"science": ids[0], "group": ids[1], "execution": "e" * 12, "code": story.code},
         "overrides": [*overrides, f"training.seed={story.seed}", f"training.steps={story.steps}"],
@@ -197,23 +197,23 @@ def _document(
     }
 
 
-def _lines(run: Run, story: Story, number: int, life: Life, clock: float) -> Iterator[dict[str, Any]]:
-    """The lines of a life, a stall for its checkpoint at the end; `clock`: when its first step begins."""
+def _lines(run: Run, story: Story, number: int, attempt: Attempt, clock: float) -> Iterator[dict[str, Any]]:
+    """The lines of an attempt, a stall for its checkpoint at the end; `clock`: when its first step begins."""
     sound = np.random.default_rng([story.seed, 1]).normal(size=story.steps + 1) * story.noise
     speed = np.random.default_rng([story.seed, story.repeat, number, 2, story.luck]).normal(size=story.steps + 1)
     level = story.level + story.spread * np.random.default_rng([story.seed, 3, story.luck]).normal()
-    for step in range(life.start + 1, life.end + 1):
+    for step in range(attempt.start + 1, attempt.end + 1):
         seconds = story.seconds * math.exp(speed[step] * story.jitter)
         clock += seconds
         loss = level + 2 * math.exp(-5 * step / story.steps) + story.off * max(0, min(1, (step - 5) / 5))
         seen = loss + sound[step] + story.rises.get(step, 0.0)
         seen = None if story.bad is not None and step >= story.bad else seen
-        yield _step(run, story, step, seen, seconds) | {"time": round(clock, 3), "life": number}
+        yield _step(run, story, step, seen, seconds) | {"time": round(clock, 3), "attempt": number}
         if step == story.steps or (story.every and step % story.every == 0):
-            yield _validation(run, story, step, loss) | {"time": round(clock, 3), "life": number}
+            yield _validation(run, story, step, loss) | {"time": round(clock, 3), "attempt": number}
     clock += story.stall
-    saved = {"step": life.end, "checkpoint_step": life.end, "checkpoint_stall_seconds": story.stall}
-    yield saved | {"time": round(clock, 3), "life": number}
+    saved = {"step": attempt.end, "checkpoint_step": attempt.end, "checkpoint_stall_seconds": story.stall}
+    yield saved | {"time": round(clock, 3), "attempt": number}
 
 
 def _step(run: Run, story: Story, step: int, loss: float | None, seconds: float) -> dict[str, Any]:
@@ -246,8 +246,8 @@ def _validation(run: Run, story: Story, step: int, loss: float) -> dict[str, Any
     return {"step": step, "tokens": step * run.training.global_batch, **whole, **parts, **bits}
 
 
-def _finish(directory: Path, story: Story, lines: list[dict[str, Any]], life: int) -> None:
+def _finish(directory: Path, story: Story, lines: list[dict[str, Any]], attempt: int) -> None:
     last = [line for line in lines if "validation_loss" in line][-1]
     final = {k: v for k, v in last.items() if k.startswith(("validation_loss", "bits_per_byte"))}
-    result = {"finished": True, "step": story.steps, "life": life, **final}
+    result = {"finished": True, "step": story.steps, "attempt": attempt, **final}
     (directory / "result.json").write_text(json.dumps(result))

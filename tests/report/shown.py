@@ -87,7 +87,7 @@ def run(label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 
         bits=float(drawn.bits_per_byte[-1]),
         bits_by_source={"code": 0.9, "books": 1.1},
         speed=timed,
-        speed_by_life=() if timed is None else (timed, timed),
+        speed_by_attempt=() if timed is None else (timed, timed),
         cost=Cost(0.75, 0.93, 2, 12.5, 3.25, 0.5, 20),
         curves=drawn,
     )

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.made import BEGAN, Life, Story, made, read_lines, swept, write_lines
+from tests.report.made import BEGAN, Attempt, Story, made, read_lines, swept, write_lines
 from titan.errors import ConfigError
 from titan.report import columns
 from titan.report.collect import collect
 from titan.sweep.ledger import SweepSpec
 
-HALF = Story(lives=(Life(0, 20),))
+HALF = Story(attempts=(Attempt(0, 20),))
 
 
 def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ STATES = [
     pytest.param(Story(), lambda d: None, "finished", None, id="finished"),
     pytest.param(HALF, lambda d: None, "stopped", "it ended without a word", id="killed"),
     pytest.param(
-        HALF, lambda d: _result(d, finished=False, step=20, life=1), "stopped", "a signal ended it", id="signal"
+        HALF, lambda d: _result(d, finished=False, step=20, attempt=1), "stopped", "a signal ended it", id="signal"
     ),
     pytest.param(HALF, lambda d: _said(d, f"{LATE} out of memory"), "failed", "out of memory", id="failed"),
     pytest.param(
@@ -81,11 +81,11 @@ STATES = [
     ),
     pytest.param(HALF, lambda d: _said(d, f"{EARLY} old story"), "stopped", "without a word", id="earlier-failure"),
     pytest.param(
-        Story(lives=(Life(0, 10), Life(10, 20))),
-        lambda d: _result(d, finished=True, step=10, life=1),
+        Story(attempts=(Attempt(0, 10), Attempt(10, 20))),
+        lambda d: _result(d, finished=True, step=10, attempt=1),
         "stopped",
         "without a word",
-        id="continuation-after-a-finished-life",
+        id="continuation-after-a-finished-attempt",
     ),
 ]
 
@@ -164,7 +164,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
 def test_numbers_that_are_null_or_missing_are_nan(tmp_path: Path) -> None:
     write_lines(tmp_path, [{"step": 1, "loss": None, "mfu": None}])
     found = columns.read(tmp_path / "metrics.jsonl").steps
-    assert (list(found.life), list(found.step), list(found.hash)) == ([1], [1], [0])
+    assert (list(found.attempt), list(found.step), list(found.hash)) == ([1], [1], [0])
     assert all(math.isnan(v) for v in (*found.loss, *found.mfu, *found.time))
 
 

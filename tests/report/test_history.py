@@ -1,4 +1,4 @@
-"""What counts of several lives, what they cost, and how fast they were."""
+"""What counts of several attempts, what they cost, and how fast they were."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.report.made import BETWEEN, START, Life, Story, made, read_lines, write_lines
+from tests.report.made import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
 from titan.report import speed
 from titan.report.collect import Raw, collect
 from titan.report.history import History
 from titan.report.runs import member
 
-SEVERAL = Story(lives=(Life(0, 22), Life(15, 30, ("parallelism=fsdp",)), Life(30, 40, ("parallelism=fsdp",))), jitter=0)
+SEVERAL = Story(
+    attempts=(Attempt(0, 22), Attempt(15, 30, ("parallelism=fsdp",)), Attempt(30, 40, ("parallelism=fsdp",))), jitter=0
+)
 """On one device to step 22, of which 7 steps are lost; then on two devices."""
 STEP, STALL = SEVERAL.seconds, SEVERAL.stall
 
@@ -23,29 +25,29 @@ def read(directory: Path, story: Story, *overrides: str) -> Raw:
     return collect([made(directory, story, *overrides)]).runs[0]
 
 
-def test_each_step_counts_once_by_its_last_life(tmp_path: Path) -> None:
+def test_each_step_counts_once_by_its_last_attempt(tmp_path: Path) -> None:
     history = History(read(tmp_path / "run", SEVERAL))
     assert list(history.steps.step) == list(range(1, 41))
-    assert list(history.steps.life) == [1] * 15 + [2] * 15 + [3] * 10
+    assert list(history.steps.attempt) == [1] * 15 + [2] * 15 + [3] * 10
     assert [v["step"] for v in history.validations] == [10, 20, 30, 40]
-    assert {v["step"]: v["life"] for v in history.validations}[20] == 2
+    assert {v["step"]: v["attempt"] for v in history.validations}[20] == 2
 
 
 def test_what_was_lost_and_not_done_again_does_not_count(tmp_path: Path) -> None:
-    history = History(read(tmp_path / "run", Story(lives=(Life(0, 22), Life(15, 18)))))
+    history = History(read(tmp_path / "run", Story(attempts=(Attempt(0, 22), Attempt(15, 18)))))
     assert list(history.steps.step) == list(range(1, 19))
     assert [v["step"] for v in history.validations] == [10]
 
 
 def test_device_hours_are_of_all_lives_each_with_its_devices(tmp_path: Path) -> None:
     cost = History(read(tmp_path / "run", SEVERAL)).cost()
-    lives = [START + count * STEP + STALL for count in (22, 15, 10)]
-    assert cost.device_hours == pytest.approx((lives[0] + 2 * lives[1] + 2 * lives[2]) / 3600, rel=0.01)
-    assert cost.goodput == pytest.approx(40 * STEP / sum(lives), rel=0.01)
-    assert (cost.lives, cost.steps_again, cost.checkpoint_seconds) == (3, 7, 3 * STALL)
+    attempts = [START + count * STEP + STALL for count in (22, 15, 10)]
+    assert cost.device_hours == pytest.approx((attempts[0] + 2 * attempts[1] + 2 * attempts[2]) / 3600, rel=0.01)
+    assert cost.goodput == pytest.approx(40 * STEP / sum(attempts), rel=0.01)
+    assert (cost.attempts, cost.steps_again, cost.checkpoint_seconds) == (3, 7, 3 * STALL)
     assert cost.start_seconds == pytest.approx(3 * START, abs=3)  # run.yaml gives whole seconds
     assert cost.data_seconds == pytest.approx(47 * 0.01 * STEP)
-    assert cost.device_hours < BETWEEN / 3600 / 2  # the time between lives costs nothing
+    assert cost.device_hours < BETWEEN / 3600 / 2  # the time between attempts costs nothing
 
 
 def test_device_hours_of_a_step_hold_stalls_and_lost_steps(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_lines_without_a_time_count_their_steps_seconds(tmp_path: Path) -> None:
 
 
 def test_a_run_that_did_nothing(tmp_path: Path) -> None:
-    raw = read(tmp_path / "run", Story(lives=(Life(0, 20),)))
+    raw = read(tmp_path / "run", Story(attempts=(Attempt(0, 20),)))
     write_lines(raw.directory, [])
     (raw,) = collect([tmp_path / "run"]).runs
     found = member(raw, "it").run
@@ -89,8 +91,8 @@ def test_a_final_validation_that_metrics_lack_is_that_of_the_result(tmp_path: Pa
 
 
 def test_an_unfinished_run_has_no_final_validation(tmp_path: Path) -> None:
-    made(tmp_path / "run", Story(lives=(Life(0, 30),)))
-    said = {"finished": False, "step": 30, "life": 1, "validation_loss": 3.0, "bits_per_byte": 1.0}
+    made(tmp_path / "run", Story(attempts=(Attempt(0, 30),)))
+    said = {"finished": False, "step": 30, "attempt": 1, "validation_loss": 3.0, "bits_per_byte": 1.0}
     (tmp_path / "run/result.json").write_text(json.dumps(said))
     found = member(collect([tmp_path / "run"]).runs[0], "it").run
     assert (found.state, found.decayed, found.validation, found.bits) == ("stopped", False, None, None)
@@ -100,20 +102,20 @@ def test_an_unfinished_run_has_no_final_validation(tmp_path: Path) -> None:
 def test_warm_up_steps_of_each_life_are_not_timed(tmp_path: Path) -> None:
     raw = read(tmp_path / "run", SEVERAL)
     lines = read_lines(raw.directory)
-    for life in (1, 2, 3):
-        for line in [x for x in lines if "loss" in x and x["life"] == life][:3]:
+    for attempt in (1, 2, 3):
+        for line in [x for x in lines if "loss" in x and x["attempt"] == attempt][:3]:
             line["step_seconds"] = 60.0
     write_lines(raw.directory, lines)
     (raw,) = collect([raw.directory]).runs
-    found = speed.of_lives(raw)
+    found = speed.of_attempts(raw)
     assert [s.steps for s in found] == [19, 12, 7]
     assert all(s.step_seconds.p90 == pytest.approx(STEP) for s in found)
     whole = speed.of_run(raw)
-    assert whole is not None and whole.steps == 19  # of the lives with the last layout
+    assert whole is not None and whole.steps == 19  # of the attempts with the last layout
 
 
 def test_a_life_of_warm_up_alone_has_no_speed(tmp_path: Path) -> None:
-    assert speed.of_run(read(tmp_path / "run", Story(lives=(Life(0, 3),)))) is None
+    assert speed.of_run(read(tmp_path / "run", Story(attempts=(Attempt(0, 3),)))) is None
 
 
 def test_both_conventions_of_mfu(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.report import shown
-from tests.report.made import Life, Story, made, read_lines, swept, write_lines
+from tests.report.made import Attempt, Story, made, read_lines, swept, write_lines
 from titan.report.collect import collect, neat
 from titan.report.comparison import Options, compare
 from titan.report.findings import Arm
@@ -51,7 +51,7 @@ def test_runs_done_twice_are_one_pair(tmp_path: Path) -> None:
 
 
 def test_of_a_seed_run_twice_the_run_that_ended_is_paired(tmp_path: Path) -> None:
-    unfinished = replace(S, lives=(Life(0, 10),))
+    unfinished = replace(S, attempts=(Attempt(0, 10),))
     learning = held(tmp_path, [S], FSDP, against=[unfinished, S]).learning
     assert learning is not None and (learning.answer, learning.pairs) == ("yes", 1)
 
@@ -91,13 +91,15 @@ def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_after_such_a_step_says_so(tmp_path: Path) -> None:
-    spoilt(made(tmp_path / "a", replace(S, lives=(Life(0, 20),))), 20, "grad_norm")
+    spoilt(made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20),))), 20, "grad_norm")
     assert collect([tmp_path]).runs[0].reason == "it ended after step 20, which was not finite"
 
 
 def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
     made(tmp_path / "a", S)
-    rewritten(made(tmp_path / "b", replace(S, lives=(Life(0, 20), Life(20, 40)))), 0, config__training__steps=20)
+    rewritten(
+        made(tmp_path / "b", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40)))), 0, config__training__steps=20
+    )
     found = compare([tmp_path])
     assert [arm.label for arm in found.arms] == ["continued_from=no", "continued_from=20"]
     assert not found.arms[1].same_science and found.arms[1].learning is None
@@ -107,7 +109,7 @@ def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
 def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
     made(tmp_path / "a", replace(S, level=2.0))
     for seed in (1, 2):
-        failed = made(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, lives=(Life(0, 10),)))
+        failed = made(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, attempts=(Attempt(0, 10),)))
         (failed / "log").mkdir()
         (failed / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 steps in a row were not finite\n")
     reached = compare([tmp_path], Options(target=2.3)).arms[0].reached
@@ -115,7 +117,7 @@ def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
 
 
 def test_arms_without_any_speed_have_no_note_of_it(tmp_path: Path) -> None:
-    arm = held(tmp_path, [replace(S, lives=(Life(0, 2),))], "optimizer.lr=0.1")
+    arm = held(tmp_path, [replace(S, attempts=(Attempt(0, 2),))], "optimizer.lr=0.1")
     assert arm.speed_ratio is None and not arm.few and not any("speed ratio" in note for note in arm.notes)
 
 
@@ -161,7 +163,12 @@ def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Pat
 def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: Path) -> None:
     made(tmp_path / "a", S)
     for rate in ("1e-3", "1e9"):
-        made(tmp_path / f"b{rate}", replace(S, lives=(Life(0, 20),)), f"optimizer.lr={rate}", "training.bad_steps=2")
+        made(
+            tmp_path / f"b{rate}",
+            replace(S, attempts=(Attempt(0, 20),)),
+            f"optimizer.lr={rate}",
+            "training.bad_steps=2",
+        )
     arms = compare([tmp_path]).arms
     assert all("of its 2 learning rates none has come to an end" in arm.notes for arm in arms[1:])
     assert all(arm.quality for arm in arms[1:])
@@ -198,10 +205,10 @@ def test_a_sweeps_baseline_that_fits_several_arms_is_said(tmp_path: Path) -> Non
 
 
 def test_speed_is_of_the_lives_that_used_memory_as_the_last(tmp_path: Path) -> None:
-    made(tmp_path / "a", replace(S, lives=(Life(0, 20), Life(20, 40, ("memory=full",)))))
+    made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40, ("memory=full",)))))
     (arm,) = compare([tmp_path]).arms
     assert arm.runs[0].speed is not None and arm.runs[0].speed.steps == 17
-    assert any("its layout changed between lives, or its use of memory" in note for note in arm.notes)
+    assert any("its layout changed between attempts, or its use of memory" in note for note in arm.notes)
 
 
 def test_as_many_tokens_of_another_tokenizer_are_another_length_of_text(tmp_path: Path) -> None:

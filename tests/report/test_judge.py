@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.made import H200, Life, Story, made, swept
+from tests.report.made import H200, Attempt, Story, made, swept
 from titan.errors import ConfigError
 from titan.report.comparison import Options, compare
 from titan.sweep.ledger import SweepSpec
@@ -73,10 +73,10 @@ def test_a_speed_of_few_steps_has_no_interval(tmp_path: Path) -> None:
 
 def test_failures_are_listed_with_reasons(tmp_path: Path) -> None:
     made(tmp_path / "good", S, SINGLE)
-    bad = made(tmp_path / "bad", replace(S, lives=(Life(0, 20),)), FSDP)
+    bad = made(tmp_path / "bad", replace(S, attempts=(Attempt(0, 20),)), FSDP)
     (bad / "log").mkdir()
     (bad / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 out of memory in model=x\n")
-    none = made(tmp_path / "none", replace(S, lives=(Life(0, 1),)), "memory=full")
+    none = made(tmp_path / "none", replace(S, attempts=(Attempt(0, 1),)), "memory=full")
     (none / "metrics.jsonl").unlink()
     found = compare([tmp_path])
     assert {(f.label, f.state, f.reason.partition(";")[0]) for f in found.failed} == {
@@ -96,8 +96,8 @@ def test_other_code_is_noted(tmp_path: Path) -> None:
 
 
 def test_a_layout_that_changed_is_noted(tmp_path: Path) -> None:
-    made(tmp_path / "a", replace(S, lives=(Life(0, 20), Life(20, 40, (FSDP,)))))
-    assert any("layout changed between lives" in note for note in compare([tmp_path]).arms[0].notes)
+    made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40, (FSDP,)))))
+    assert any("layout changed between attempts" in note for note in compare([tmp_path]).arms[0].notes)
 
 
 def test_how_many_seeds_the_margin_takes_is_told(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.made import Life, Story, made
+from tests.report.made import Attempt, Story, made
 from titan.report.comparison import Options, compare
 from titan.report.findings import Learning
 
@@ -46,8 +46,12 @@ CASES = [
     pytest.param([S], [replace(S, off=1e-4)], "undecided", "it takes at least 2 pairs", id="one-pair"),
     pytest.param([S], [replace(S, batches=9)], "no", "40 of 40 steps differ, the first is step 1", id="other-batches"),
     pytest.param([S], [replace(S, first_off=1 + 3e-5)], "no", "its loss differs by 3.0e-05", id="first-steps"),
-    pytest.param([S], [replace(S, lives=(Life(0, 30),))], "undecided", "no pair of runs has finished", id="unfinished"),
-    pytest.param([S], [replace(S, lives=(Life(0, 9),), batches=9)], "no", "9 of 9 steps", id="unfinished-and-wrong"),
+    pytest.param(
+        [S], [replace(S, attempts=(Attempt(0, 30),))], "undecided", "no pair of runs has finished", id="unfinished"
+    ),
+    pytest.param(
+        [S], [replace(S, attempts=(Attempt(0, 9),), batches=9)], "no", "9 of 9 steps", id="unfinished-and-wrong"
+    ),
     pytest.param([S], [replace(S, seed=1)], "undecided", "no seed in common", id="no-pair"),
 ]
 
@@ -110,7 +114,7 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
             run = made(tmp_path / f"{name}{seed}", replace(S, seed=seed, off=off * (1 + seed / 9)), layout)
             lines = [x for x in (run / "metrics.jsonl").read_text().splitlines() if "validation_loss" not in x]
             (run / "metrics.jsonl").write_text("\n".join(lines))
-            (run / "result.json").write_text(json.dumps({"finished": True, "step": 40, "life": 1}))
+            (run / "result.json").write_text(json.dumps({"finished": True, "step": 40, "attempt": 1}))
     found = compare([tmp_path]).arms[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text
 

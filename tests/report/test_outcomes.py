@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.made import Life, Story, made, read_lines, swept, write_lines
+from tests.report.made import Attempt, Story, made, read_lines, swept, write_lines
 from titan.report.comparison import Options, compare
 from titan.report.findings import Arm, Comparison, Outcomes
 from titan.report.render import sentences, table
@@ -99,7 +99,7 @@ def test_a_final_validation_that_is_not_finite_is_a_divergence(tmp_path: Path) -
 
 
 def test_a_run_that_gave_up_at_its_first_step_is_counted(tmp_path: Path) -> None:
-    found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, lives=(Life(0, 0),))], (WD,)))
+    found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, attempts=(Attempt(0, 0),))], (WD,)))
     assert found.arms[1].outcomes == Outcomes(diverged=1)
     assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in " ".join(sentences.lead(found))
 
@@ -117,7 +117,7 @@ def test_a_failed_machine_is_no_outcome_of_the_recipe(
     reason: str, outcomes: Outcomes, note: str, tmp_path: Path
 ) -> None:
     made(tmp_path / "a", S)
-    (made(tmp_path / "b", replace(S, seed=1, lives=(Life(0, 30),))) / "log").mkdir()
+    (made(tmp_path / "b", replace(S, seed=1, attempts=(Attempt(0, 30),))) / "log").mkdir()
     (tmp_path / "b/log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {reason}\n")
     (arm,) = compare([tmp_path]).arms
     assert arm.outcomes == outcomes and any(note in each for each in arm.notes)

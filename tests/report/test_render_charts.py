@@ -94,8 +94,8 @@ def test_a_few_steps_that_differ_are_not_called_equal() -> None:
     base = shown.arm("base", baseline=True)
     moved = [replace(run.curves, losses=run.curves.losses + 0.1 * (run.curves.steps == 7)) for run in base.runs]
     runs = tuple(replace(run, curves=curve) for run, curve in zip(base.runs, moved, strict=True))
-    twins = [replace(base, label=f"twin{k}", baseline=False, runs=runs[k:] + base.runs[:k]) for k in (0, 1, 2)]
-    chart = curves.differences(shown.comparison(base, *twins))
+    tied_weights = [replace(base, label=f"twin{k}", baseline=False, runs=runs[k:] + base.runs[:k]) for k in (0, 1, 2)]
+    chart = curves.differences(shown.comparison(base, *tied_weights))
     assert chart is not None and "not drawn: twin2." in chart.caption
 
 

@@ -1,7 +1,8 @@
-"""An optimizer that does harm in a job's first life: $FAULTS says which, as `LR:WORD:RANK,...`, for that learning rate.
+"""An optimizer that does harm in a job's first attempt: $FAULTS says which, as `LR:WORD:RANK,...`, for that learning
+rate.
 
 `slow` makes each step of all ranks take a tenth of a second more, `slower` four; at step 3 `raise` raises and
-`kill` kills the rank. `always` raises in every life.
+`kill` kills the rank. `always` raises in every attempt.
 """
 
 from __future__ import annotations

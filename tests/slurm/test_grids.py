@@ -166,7 +166,7 @@ def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm,
     slurm.run("scontrol", "update", f"JobId={limited}", "TimeLimit=2")  # from its start: so it hears of it at once
     slurm.kill_node(nodes[lost])
     slurm.revive_node(nodes[lost])
-    until(lambda: list((tmp_path / "runs/dis/slurm").glob(f"{limited}.0.end")), "the end of a life", SECONDS)
+    until(lambda: list((tmp_path / "runs/dis/slurm").glob(f"{limited}.0.end")), "the end of an attempt", SECONDS)
     slurm.run("scontrol", "update", f"JobId={limited}", "TimeLimit=60")
     until(
         lambda: all(p.state in ("finished", "stopped") for p in points(tmp_path, "dis").values()), "the ends", SECONDS

@@ -211,12 +211,12 @@ def trainer(run: Run) -> Iterator[tuple[Trainer, Callable[[Case], BareLoop]]]:
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
-        life = attempts.begin_attempt(run)
-        if isinstance(life, attempts.FinishedRun):
+        attempt = attempts.begin_attempt(run)
+        if isinstance(attempt, attempts.FinishedRun):
             raise ConfigError(f"{folder} holds a finished run; empty it.")
         world = mesh.connect(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
-        ours = Trainer(run, life, world, build(run, world), StopSignals())
-        with recording.recorder(run, life, print) as recorder, ours.loader:
+        ours = Trainer(run, attempt, world, build(run, world), StopSignals())
+        with recording.recorder(run, attempt, print) as recorder, ours.loader:
             ours.recorder = recorder
             yield ours, lambda case: BareLoop(_bare(run, case), ours.mix, world.device, autocast=case.autocast)
 

@@ -63,21 +63,21 @@ class _Error(NamedTuple):
 class Coordinator:
     """The ranks' words about checkpoints, from one rank."""
 
-    def __init__(self, rank: int, size: int, exchange: Exchange | None = None) -> None:
-        """Take this rank's number among `size`; `exchange` None makes one over the default group's store."""
-        self.rank, self.size = rank, size
-        if exchange is None and size > 1:
-            exchange = Exchange(dist.distributed_c10d._get_default_store(), rank, size)
+    def __init__(self, rank: int, world_size: int, exchange: Exchange | None = None) -> None:
+        """Take this rank's number among `world_size`; `exchange` None makes one over the default group's store."""
+        self.rank, self.world_size = rank, world_size
+        if exchange is None and world_size > 1:
+            exchange = Exchange(dist.distributed_c10d._get_default_store(), rank, world_size)
         self.exchange = exchange
 
-    def tell(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Rank 0's value, on every rank."""
         if self.exchange is None:
             return value
         message = self.exchange.broadcast(_packed(value) if self.rank == 0 else b"")
         return value if self.rank == 0 else _unpacked(message)
 
-    def first(self, work: Callable[[], T]) -> T:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 alone, and give its result to all.
 
         Raises:
@@ -85,7 +85,7 @@ class Coordinator:
         """
         return self._answer(lambda: _tried(work))  # type: ignore[no-any-return]
 
-    def here(self, work: Callable[[], object]) -> None:
+    def only_on_rank0(self, work: Callable[[], object]) -> None:
         """Do `work` on rank 0 alone, and give nothing to the others.
 
         Raises:
@@ -95,7 +95,7 @@ class Coordinator:
         if error:
             raise error.named(self._mine)
 
-    def each(self, work: Callable[[], T]) -> T:
+    def run_all(self, work: Callable[[], T]) -> T:
         """Do `work` on every rank; each gets its own result, which need not be fit to travel.
 
         Raises:
@@ -105,7 +105,7 @@ class Coordinator:
         self._collected(None, error, _nothing)
         return result  # type: ignore[return-value]
 
-    def collect(self, work: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
+    def gather(self, work: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
         """Do `work` on every rank, `conclude` on rank 0 with all results, by rank, and give what it returns to all.
 
         Raises:
@@ -114,8 +114,8 @@ class Coordinator:
         result, error = _tried(work)
         return self._collected(result, error, conclude)  # type: ignore[no-any-return]
 
-    def deal(self, work: Callable[[], T], conclude: Callable[[list[T]], Sequence[R]]) -> R:
-        """As `collect`, but `conclude` gives a result for each rank, which gets its own only."""
+    def scatter(self, work: Callable[[], T], conclude: Callable[[list[T]], Sequence[R]]) -> R:
+        """As `gather`, but `conclude` gives a result for each rank, which gets its own only."""
         result, error = _tried(work)
         return self._collected(result, error, conclude, dealt=True)  # type: ignore[no-any-return]
 
@@ -132,7 +132,7 @@ class Coordinator:
     @property
     def _mine(self) -> int | None:
         """What this rank's errors are named by: nothing where it is the only one."""
-        return self.rank if self.size > 1 else None
+        return self.rank if self.world_size > 1 else None
 
     def _collected(
         self, result: Any, error: _Error | None, conclude: Callable[[list[Any]], Any], dealt: bool = False
@@ -164,7 +164,7 @@ class Coordinator:
         if dealt:
             result, failure = self._dealt([(None if failure else result[rank], failure) for rank in self._all()])
         else:
-            result, failure = self.tell((result, failure))
+            result, failure = self.broadcast((result, failure))
         if failure:
             raise CoordinationError(*failure)
         return result
@@ -178,7 +178,7 @@ class Coordinator:
 
     def _all(self) -> range:
         """All ranks, on rank 0, which has something for each."""
-        return range(self.size if self.rank == 0 else 0)
+        return range(self.world_size if self.rank == 0 else 0)
 
 
 def _concluded(

@@ -98,7 +98,7 @@ class Manager:
         directory: Path,
         how: Checkpoint,
         trained: TrainState,
-        talk: Coordinator,
+        coordinator: Coordinator,
         copy_tokenizer: CopyTokenizer,
         after: tuple[PostSaveHook, ...] = (),
     ) -> None:
@@ -108,14 +108,20 @@ class Manager:
             directory: the run's.
             how: when and what to keep.
             trained: whose state is saved; its optimizer must have its state already (`init_optimizer_state`).
-            talk: the ranks; nobody else talks while a save is under way.
+            coordinator: the ranks; nobody else talks while a save is under way.
             copy_tokenizer: copies the tokenizer into a checkpoint.
             after: what follows a save.
         """
-        self.directory, self.how, self.trained, self.talk, self.after = directory, how, trained, talk, after
+        self.directory, self.how, self.trained, self.coordinator, self.after = (
+            directory,
+            how,
+            trained,
+            coordinator,
+            after,
+        )
         self.copy_tokenizer = copy_tokenizer
         self.jobs: list[_Job] = []
-        self.plans = Plans(talk.rank)
+        self.plans = Plans(coordinator.rank)
         self.staging = Staging(trained.device) if how.mode == "async" else None
         self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _set_device, (trained.device,))
 
@@ -144,18 +150,18 @@ class Manager:
             job.unstaged = error
             return {}
 
-    def repeat(self, step: int) -> None:
+    def rerun_post_save(self, step: int) -> None:
         """Do again what follows a save, for a checkpoint that counts already; all ranks call it together."""
         self.jobs.append(job := _Job(step))
-        self.thread.submit(self._again, job)
+        self.thread.submit(self._rerun, job)
 
-    def unchanged(self) -> None:
+    def wait_for_staging(self) -> None:
         """Call it before the state changes: waits until a save under way has its copy."""
         if self.staging is not None and self.jobs and not self.jobs[-1].written.is_set():
             with _stalled(self.jobs[-1]):
                 self.staging.done()
 
-    def news(self) -> list[SaveOutcome]:
+    def completed(self) -> list[SaveOutcome]:
         """How the saves went that have ended since the last call."""
         ended = [job for job in self.jobs if job.ended.is_set()]
         self.jobs = [job for job in self.jobs if job not in ended]
@@ -166,13 +172,13 @@ class Manager:
         for job in self.jobs:
             with _stalled(job):
                 job.ended.wait()
-        self.talk.part()
-        return self.news()
+        self.coordinator.part()
+        return self.completed()
 
     def close(self) -> None:
         """End the threads, once what is under way has ended."""
         self.thread.shutdown()
-        self.talk.leave()
+        self.coordinator.leave()
         if self.staging is not None:
             self.staging.close()
 
@@ -184,12 +190,14 @@ class Manager:
         except BaseException as error:  # DCP's own is no Exception
             job.error = reason(error)
             self.plans.forget()
-            if self.talk.rank == 0 and manifest.read(folder) is None:  # else a rank went as it was told of success
+            if (
+                self.coordinator.rank == 0 and manifest.read(folder) is None
+            ):  # else a rank went as it was told of success
                 shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         job.seconds = time.monotonic() - job.began
         job.written.set()
         if job.error is None:
-            job.after = self._follow(folder, about)
+            job.after = self._run_post_save_hooks(folder, about)
         job.ended.set()
 
     def _ready(self, job: _Job) -> None:
@@ -203,11 +211,13 @@ class Manager:
         if self.staging is not None:
             self.staging.ready()
 
-    def _again(self, job: _Job) -> None:
+    def _rerun(self, job: _Job) -> None:
         folder = manifest.folder_of(self.directory, job.step)
         job.written.set()
         try:
-            job.after = self._follow(folder, self.talk.each(lambda: _complete_manifest(folder, self.talk.rank == 0)))
+            job.after = self._run_post_save_hooks(
+                folder, self.coordinator.run_all(lambda: _complete_manifest(folder, self.coordinator.rank == 0))
+            )
         except BaseException as error:
             job.after = reason(error)
         job.ended.set()
@@ -216,21 +226,25 @@ class Manager:
         self, job: _Job, folder: Path, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None
     ) -> tuple[Manifest, int]:
         copy = partial(self.copy_tokenizer, tokenizer)
-        return _Save(folder, state, about, copy, self.plans, partial(self._ready, job)).work(self.talk)
+        return _Save(folder, state, about, copy, self.plans, partial(self._ready, job)).work(self.coordinator)
 
-    def _follow(self, folder: Path, about: Manifest) -> str | None:
+    def _run_post_save_hooks(self, folder: Path, about: Manifest) -> str | None:
         """Let go of old checkpoints, and do what is to follow, each whatever became of the others.
 
         Returns:
             What went wrong, the same on all ranks; None where nothing did.
         """
-        wrong = [_error_of(lambda: self.talk.here(self._prune))]
+        wrong = [_error_of(lambda: self.coordinator.only_on_rank0(self._prune))]
         wrong += [_error_of(partial(after, folder, about)) for after in self.after]
         mine = [words for words in wrong if words]
         try:
-            return self.talk.collect(lambda: mine, _joined) if self.after else self.talk.tell(_joined([mine]))
+            return (
+                self.coordinator.gather(lambda: mine, _join_errors)
+                if self.after
+                else self.coordinator.broadcast(_join_errors([mine]))
+            )
         except Exception as error:  # a rank is gone
-            return _joined([[*mine, reason(error)]])
+            return _join_errors([[*mine, reason(error)]])
 
     def _prune(self) -> None:
         retention.prune(self.directory, self.how.keep, self.how.keep_tokens, self.how.grace)
@@ -252,7 +266,7 @@ class _Save:
         self.folder, self.state, self.about, self.copy_tokenizer = folder, state, about, copy_tokenizer
         self.plans, self.ready, self.writer = plans, ready, Writer(folder)
 
-    def work(self, talk: Coordinator) -> tuple[Manifest, int]:
+    def work(self, coordinator: Coordinator) -> tuple[Manifest, int]:
         """Save, all ranks together.
 
         Returns:
@@ -261,14 +275,16 @@ class _Save:
         Raises:
             Unsaved: on all ranks, when it failed on any.
         """
-        self.plans.accept(talk.deal(self._propose, self._settle))
+        self.plans.accept(coordinator.scatter(self._propose, self._settle))
         try:
-            name, size = talk.collect(self._write, self._conclude)
+            name, size = coordinator.gather(self._write, self._conclude)
         except CoordinationError as error:
             if error.damaged:
-                self._take_back()
+                self._remove_written()
             raise
-        return (self.about if talk.rank == 0 else replace(self.about, files=self.writer.files, tokenizer=name)), size
+        return (
+            self.about if coordinator.rank == 0 else replace(self.about, files=self.writer.files, tokenizer=name)
+        ), size
 
     def _propose(self) -> Proposal:
         self.ready()
@@ -295,7 +311,7 @@ class _Save:
         manifest.write(self.folder, self.about)
         return self.about.tokenizer, sum(file.bytes for file in self.about.files.values())
 
-    def _take_back(self) -> None:
+    def _remove_written(self) -> None:
         """Remove what this rank has written, into a folder that rank 0 does not see."""
         for name in self.writer.files:
             (self.folder / name).unlink(missing_ok=True)
@@ -303,7 +319,7 @@ class _Save:
             self.folder.rmdir()
 
 
-def _joined(wrong: list[list[str]]) -> str | None:
+def _join_errors(wrong: list[list[str]]) -> str | None:
     """All ranks' words on what went wrong, each once."""
     return "; ".join(dict.fromkeys(words for rank in wrong for words in rank)) or None
 

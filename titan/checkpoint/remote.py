@@ -269,7 +269,7 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def copying(how: Checkpoint, path: str, directory: str, talk: Coordinator) -> Callable[[Path, Manifest], None]:
+def copying(how: Checkpoint, path: str, directory: str, coordinator: Coordinator) -> Callable[[Path, Manifest], None]:
     """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.PostSaveHook`."""
     from titan.checkpoint.coordinator import describing  # which needs torch
 
@@ -277,40 +277,40 @@ def copying(how: Checkpoint, path: str, directory: str, talk: Coordinator) -> Ca
 
     def copy(folder: Path, about: Manifest) -> None:
         with describing(f"the copy to {remote.url}"):
-            _copy(remote, folder, about, how, talk)
+            _copy(remote, folder, about, how, coordinator)
 
     return copy
 
 
-def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, talk: Coordinator) -> None:
-    mine = manifest.share(about.files, talk.rank, talk.size)
-    talk.first(lambda: remote.begin(about))
-    talk.each(lambda: remote.upload(folder, mine))
-    gone = talk.first(lambda: _publish(remote, folder, about, how))
-    share = sorted(gone.items())[talk.rank :: talk.size]
-    talk.each(lambda: remote.remove(share))
+def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, coordinator: Coordinator) -> None:
+    mine = manifest.share(about.files, coordinator.rank, coordinator.world_size)
+    coordinator.on_rank0(lambda: remote.begin(about))
+    coordinator.run_all(lambda: remote.upload(folder, mine))
+    gone = coordinator.on_rank0(lambda: _publish(remote, folder, about, how))
+    share = sorted(gone.items())[coordinator.rank :: coordinator.world_size]
+    coordinator.run_all(lambda: remote.remove(share))
     if gone:
-        talk.first(lambda: remote.removed(gone))
+        coordinator.on_rank0(lambda: remote.removed(gone))
 
 
 def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
-    lives = folder.parent.parent / "run.yaml"
-    if lives.is_file():
-        remote.put("run.yaml", lives.read_bytes())
+    attempts = folder.parent.parent / "run.yaml"
+    if attempts.is_file():
+        remote.put("run.yaml", attempts.read_bytes())
     return remote.publish(folder, about, how)
 
 
-def fetched(remote: Remote, step: int, directory: Path, talk: Any) -> Path:
+def fetched(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
     """Bring a checkpoint into the run's directory, where it counts as one of its own; all ranks call it together.
 
     Raises:
         Unsaved: on all ranks, when it can't be read, or is damaged.
     """
     folder = manifest.folder_of(directory, step)
-    about: Manifest = talk.first(lambda: _begin(remote, step, folder))
-    mine = dict(sorted(about.files.items())[talk.rank :: talk.size])
-    talk.each(lambda: remote.fetch(step, folder, mine))
-    talk.first(lambda: manifest.write(folder, about))
+    about: Manifest = coordinator.on_rank0(lambda: _begin(remote, step, folder))
+    mine = dict(sorted(about.files.items())[coordinator.rank :: coordinator.world_size])
+    coordinator.run_all(lambda: remote.fetch(step, folder, mine))
+    coordinator.on_rank0(lambda: manifest.write(folder, about))
     return folder
 
 

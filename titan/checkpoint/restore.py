@@ -1,7 +1,7 @@
 """Load a checkpoint into an assembled run, whatever layout saved it, once its content is known to be whole.
 
 The ranks share the checking of checksums between them. A damaged checkpoint is set aside (its manifest is renamed), so
-that no later life takes it up.
+that no later attempt takes it up.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from titan.config.settings import show
 from titan.errors import ConfigError, RunError
 
 
-def damage(folder: Path, talk: Coordinator, checksums: bool) -> str | None:
+def damage(folder: Path, coordinator: Coordinator, checksums: bool) -> str | None:
     """What is wrong with a checkpoint; None when it is whole. All ranks call it together, and get the same.
 
     One that has been retired since it was chosen is as good, as long as it is there.
 
     Args:
         folder: of the checkpoint, the same for all ranks.
-        talk: the ranks, each of which reads its share of the files.
+        coordinator: the ranks, each of which reads its share of the files.
         checksums: look at the files' content too, not only at their sizes.
 
     Raises:
         RunError: when a rank can't read it for a reason that may pass, or lacks what rank 0 has: that is no damage.
     """
-    wrong = talk.collect(lambda: _whole(folder, talk, checksums), lambda found: _judged(folder, found))
+    wrong = coordinator.gather(lambda: _whole(folder, coordinator, checksums), lambda found: _judged(folder, found))
     if wrong and wrong.passing:
         raise RunError(
             f"the checkpoint {folder} can't be read by {wrong.words}; see that all ranks can, and give the same "
@@ -62,14 +62,14 @@ def _judged(folder: Path, found: Sequence[_Wrong | None]) -> _Wrong | None:
     return first if words is None else _Wrong(words)
 
 
-def _whole(folder: Path, talk: Coordinator, checksums: bool) -> _Wrong | None:
+def _whole(folder: Path, coordinator: Coordinator, checksums: bool) -> _Wrong | None:
     """What is wrong with this rank's share of the files; rank 0 looks at the sizes of all."""
     try:
         found = manifest.load(folder) or manifest.load(folder, manifest.RETIRED)
         if found is None:
             return _Wrong(f"{manifest.NAME} is missing", missing=True)
-        mine = dict(sorted(found.files.items())[talk.rank :: talk.size])
-        manifest.sizes(folder, found.files if talk.rank == 0 else mine)
+        mine = dict(sorted(found.files.items())[coordinator.rank :: coordinator.world_size])
+        manifest.sizes(folder, found.files if coordinator.rank == 0 else mine)
         if checksums:
             manifest.verify(folder, mine)
     except (Damaged, OSError) as error:
@@ -94,7 +94,7 @@ def _readable(folder: Path, listed: Mapping[str, File]) -> str | None:
     return f"{manifest.NAME} does not list {missing[0]}" if missing else None
 
 
-def restore(trained: TrainState, folder: Path, talk: Coordinator) -> None:
+def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> None:
     """Load model and optimizer; all ranks call it together.
 
     The optimizer must have its state already (`titan.checkpoint.state.init_optimizer_state`).
@@ -105,27 +105,29 @@ def restore(trained: TrainState, folder: Path, talk: Coordinator) -> None:
     """
     state, reader = train_state_dict(trained), Reader(folder)
     try:
-        _compare(state, reader, talk)
-        talk.each(lambda: load(state, storage_reader=reader, no_dist=True))  # each rank plans for itself what it reads
+        _compare(state, reader, coordinator)
+        coordinator.run_all(
+            lambda: load(state, storage_reader=reader, no_dist=True)
+        )  # each rank plans for itself what it reads
     except (CoordinationError, OSError, RuntimeError) as error:
         raise RunError(
             f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
             "one before it."
         ) from error
-    if trained.twins is not None:
-        trained.twins.align(trained.optimizer)
+    if trained.tied_weights is not None:
+        trained.tied_weights.align(trained.optimizer)
 
 
-def _compare(state: Mapping[str, Tensor], reader: Reader, talk: Coordinator) -> None:
+def _compare(state: Mapping[str, Tensor], reader: Reader, coordinator: Coordinator) -> None:
     """Refuse a checkpoint of another model or optimizer: a fork may ask for one. All ranks raise the same.
 
     Each rank compares what it holds, so that of names only those travel that are not as they should be.
     """
-    saved: Mapping[str, Any] = talk.each(reader.read_metadata).state_dict_metadata
+    saved: Mapping[str, Any] = coordinator.run_all(reader.read_metadata).state_dict_metadata
     there = {name: tuple(saved[name].size) for name in sorted(saved)}
     mine = {name: tuple(tensor.shape) for name, tensor in state.items()}
     part = _Part({n: shape for n, shape in mine.items() if there.get(n) != shape}, bytes(n in mine for n in there))
-    if words := talk.collect(lambda: part, lambda parts: _differ(there, parts, reader.path)):
+    if words := coordinator.gather(lambda: part, lambda parts: _differ(there, parts, reader.path)):
         raise ConfigError(words)
 
 

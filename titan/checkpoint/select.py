@@ -1,4 +1,4 @@
-"""Which checkpoint a life begins from: the last complete one, here or elsewhere, or the one that is named.
+"""Which checkpoint an attempt begins from: the last complete one, here or elsewhere, or the one that is named.
 
 Only sizes are looked at here; `titan.checkpoint.restore` looks at the content once there are ranks to share that.
 Free of torch.

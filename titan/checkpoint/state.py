@@ -24,7 +24,7 @@ class TrainState(Protocol):
         """The optimizer over their parameters."""
 
     @property
-    def twins(self) -> Any:
+    def tied_weights(self) -> Any:
         """A tied weight of which the rank has one of two, or both: `titan.parallelism.pipeline.runtime.TiedWeights`; or
         None."""
 

@@ -13,17 +13,17 @@ class RankInfo:
     """One rank's place among all.
 
     Attributes:
-        rank, size: this rank and how many there are.
+        rank, world_size: this rank and how many there are.
         local_rank: this rank on its machine.
-        rendezvous: the URL at which the ranks meet (torch's init_method); "meet://FILE" where rank 0 writes into a file
-            that all see at which port it listens; empty for a single rank.
+        init_method: the URL at which the ranks meet (torch's init_method); "meet://FILE" where rank 0 writes into a
+            file that all see at which port it listens; empty for a single rank.
         scheduled: whether a scheduler's signals reach it: see `titan.training.signals`.
     """
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    rendezvous: str = ""
+    init_method: str = ""
     scheduled: bool = False
 
 

@@ -31,11 +31,11 @@ def run_rank(file: str, body: Body) -> int:
     Returns:
         The rank's exit code.
     """
-    payload, place, parent, errors = pickle.loads(Path(file).read_bytes())
+    payload, rank_info, parent, errors = pickle.loads(Path(file).read_bytes())
     die_with(parent)
-    tell = partial(_write_error, Path(errors), place.rank)
+    tell = partial(_write_error, Path(errors), rank_info.rank)
     try:
-        return body(payload, place, tell)
+        return body(payload, rank_info, tell)
     except KeyboardInterrupt:
         return 130
     except output.Lost as lost:

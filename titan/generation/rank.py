@@ -10,13 +10,13 @@ from titan.cluster.rank_process import run
 from titan.console import output
 
 
-def work(payload: Any, place: RankInfo, tell: Callable[[BaseException], int]) -> int:
+def work(payload: Any, rank_info: RankInfo, tell: Callable[[BaseException], int]) -> int:
     """Generate: the payload is the job."""
     from titan.generation.worker import work as generate
 
     if payload.settings.output:
         output.go_on()
-    return generate(payload, place)
+    return generate(payload, rank_info)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ TIMEOUT = 1800.0
 """Seconds after which ranks that wait for each other give up."""
 
 
-def work(job: Job, place: RankInfo) -> int:
+def work(job: Job, rank_info: RankInfo) -> int:
     """Generate as one of the job's ranks; rank 0 shows the results.
 
     Returns:
@@ -36,7 +36,7 @@ def work(job: Job, place: RankInfo) -> int:
     Raises:
         RunError: when it can't go on, in a plain sentence.
     """
-    world = mesh.connect(place, job.layout, job.device, TIMEOUT)
+    world = mesh.connect(rank_info, job.layout, job.device, TIMEOUT)
     tokenizer = None if job.tokenizer is None else load_tokenizer(job.tokenizer)
     try:
         model = _model(job, world)
@@ -47,7 +47,7 @@ def work(job: Job, place: RankInfo) -> int:
         ways = "a smaller batch or chunk, or a larger parallelism.tensor"
         raise RunError(f"out of memory: {first}. Give {ways}.") from error
     world.close()  # at no other end: see titan.training.worker
-    if world.speaks:
+    if world.is_rank0:
         print(f"titan: {clock.line()}", file=sys.stderr)
     return 0
 
@@ -56,7 +56,7 @@ def _model(job: Job, world: World) -> Any:
     """The model, or this rank's part of it, with its weights."""
     weights = open_weights(job.path, "from")
     model = build.build_for_generation(weights.model, job.precision, world)
-    load_weights(dict(model.named_parameters()), weights, no_dist=world.place.size == 1, setting="from")
+    load_weights(dict(model.named_parameters()), weights, no_dist=world.rank_info.world_size == 1, setting="from")
     return model
 
 
@@ -92,7 +92,7 @@ def _rows(job: Job, tokenizer: Tokenizer | None, show: Any) -> Iterator[Row]:
 
 
 def _screen(job: Job, tokenizer: Tokenizer | None, world: World) -> Screen:
-    if not world.speaks:
+    if not world.is_rank0:
         return Nowhere()
     if job.settings.output is not None:
         return JsonLines(Path(job.settings.output).expanduser(), tokenizer)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.console.numbers import short
+from titan.files.former import renamed
 from titan.files.untrusted import check, parse_object, read
 
 SHARE = 0.02  # of the run that one smoothed point averages over
@@ -67,7 +68,7 @@ def _record(line: str) -> dict[str, Any]:
     Raises:
         ValueError: when it is none, or its values are of other types.
     """
-    record = parse_object(line)
+    record = renamed(parse_object(line))
     for name, kind in _KINDS.items():
         check(record.get(name, 0), kind, name)
     return record

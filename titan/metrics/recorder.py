@@ -26,12 +26,12 @@ class Recorder:
 
     def __init__(self, directory: Path, attempt: int, trackers: Trackers, warn: Callable[[str], None]) -> None:
         """Take the run's directory, the number of its attempt, the trackers, and what shows a warning."""
-        self.life, self.trackers = attempt, trackers
+        self.attempt, self.trackers = attempt, trackers
         self.lines = Lines(directory / "metrics.jsonl", warn)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write one record; numbers that are not finite become null, as JSON has none."""
-        record = {**record, "time": round(time.time(), 3), "life": self.life}
+        record = {**record, "time": round(time.time(), 3), "attempt": self.attempt}
         self.lines.write(json.dumps({k: finite(v) for k, v in record.items()}) + "\n")
         self.trackers.log(record)
 
@@ -132,7 +132,7 @@ def peak_resident_gib() -> float:
 
 
 def first_and_last_loss(file: Path) -> tuple[float | None, float | None]:
-    """The run's losses, over all its lives, as metrics.jsonl tells them: the first that is finite, and the last."""
+    """The run's losses, over all its attempts, as metrics.jsonl tells them: the first that is finite, and the last."""
     losses = [record["loss"] for record in read_lines(file) if "loss" in record]
     return next((loss for loss in losses if loss is not None), None), losses[-1] if losses else None
 

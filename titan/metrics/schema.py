@@ -8,7 +8,7 @@ from typing import Literal
 from titan.config.settings import setting
 
 WARM = 3
-"""Steps at the beginning of a life that no figure of speed counts: compilation, first allocations."""
+"""Steps at the beginning of an attempt that no figure of speed counts: compilation, first allocations."""
 
 
 @dataclass(frozen=True, kw_only=True)

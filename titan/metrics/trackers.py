@@ -148,7 +148,7 @@ def open_trackers(
     Args:
         metrics: the settings.
         directory: the run's directory; trackers write to tensorboard/ and wandb/ in it.
-        run_id: the same in every life of a run, so that a resumed run goes on in the same place.
+        run_id: the same in every attempt of a run, so that a resumed run goes on in the same place.
         group_id: shared by the seeds of one experiment.
         name: the run's name, for people.
         config: the resolved settings as plain containers; what looks like a secret is left out.
@@ -191,7 +191,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files for TensorBoard; a resumed life hides the steps that it repeats."""
+    """Event files for TensorBoard; a resumed attempt hides the steps that it repeats."""
 
     def __init__(self, directory: Path) -> None:
         """Check that files can be written; the writer opens with the first record, whose step it needs."""

@@ -52,7 +52,7 @@ class World:
         memory: within what it gives, weights get their memory: a simulation's fake tensors, for example.
     """
 
-    place: RankInfo
+    rank_info: RankInfo
     layout: Layout
     device: torch.device
     mesh: DeviceMesh | None = None
@@ -63,9 +63,9 @@ class World:
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
-    def speaks(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is the rank that writes shared files and the terminal."""
-        return self.place.rank == 0
+        return self.rank_info.rank == 0
 
     @property
     def share(self) -> DataShard:
@@ -85,7 +85,7 @@ class World:
 
     def coordinate(self, name: str) -> int:
         """This rank's place along a dimension of the layout."""
-        return self.layout.coordinates(self.place.rank)[name]
+        return self.layout.coordinates(self.rank_info.rank)[name]
 
     def dimensions(self, *names: str) -> DeviceMesh | None:
         """The part of the weights' mesh with those of `names` that it has; None when it has none of them."""
@@ -108,21 +108,21 @@ class World:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor in place over all ranks."""
-        if self.place.size > 1:
+        if self.rank_info.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the order of ranks."""
-        if self.place.size == 1:
+        if self.rank_info.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.place.size
+        values: list[Any] = [None] * self.rank_info.world_size
         dist.all_gather_object(values, value)
         return values
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if self.place.size > 1:
+        if self.rank_info.world_size > 1:
             dist.barrier()
 
     def set_timeout(self, seconds: float, meet: bool) -> None:
@@ -135,7 +135,7 @@ class World:
             meet: wait for all ranks before: a rank may be late within the old time-out, and the others would start to
                 wait for it with a shorter one. All ranks call it together then.
         """
-        if self.place.size == 1 or dist.get_backend() not in ("nccl", "gloo"):
+        if self.rank_info.world_size == 1 or dist.get_backend() not in ("nccl", "gloo"):
             return
         if meet:
             self.barrier()
@@ -146,21 +146,21 @@ class World:
 
     def close(self) -> None:
         """Leave the process groups, at a normal end only: with NCCL this waits for the other ranks' operations."""
-        if self.place.size > 1 and dist.is_initialized():
+        if self.rank_info.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _device(place: RankInfo, device_type: str) -> torch.device:
+def _device(rank_info: RankInfo, device_type: str) -> torch.device:
     """This rank's device; where the launcher shows each rank its own GPU only, that one."""
     if device_type != "cuda":
         _keep_freed_memory()
         return torch.device(device_type)
-    if place.local_rank >= torch.cuda.device_count() > 1:
+    if rank_info.local_rank >= torch.cuda.device_count() > 1:
         raise RunError(
-            f"there are {torch.cuda.device_count()} GPUs here and more ranks: local rank {place.local_rank} has none; "
+            f"there are {torch.cuda.device_count()} GPUs here and more ranks: local rank {rank_info.local_rank} has none; "
             "start one rank a GPU."
         )
-    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    device = torch.device("cuda", rank_info.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
@@ -191,7 +191,7 @@ def release(device: torch.device) -> None:
 
 
 def connect(
-    place: RankInfo, layout: Layout, device_type: str, timeout: float, store: Any = None, aside: bool = False
+    rank_info: RankInfo, layout: Layout, device_type: str, timeout: float, store: Any = None, aside: bool = False
 ) -> World:
     """Join the process group, where there is more than one rank, and lay out the mesh.
 
@@ -200,30 +200,30 @@ def connect(
         layout: all degrees; their product is the number of ranks.
         device_type: "cpu" or "cuda".
         timeout: seconds after which a collective operation gives up.
-        store: what the ranks have met at already; None to meet at `place.rendezvous`.
+        store: what the ranks have met at already; None to meet at `rank_info.init_method`.
         aside: whether the ranks have messages for each other beside training (`World.aside`).
     """
-    device = _device(place, device_type)
-    if place.size == 1:
-        return World(place, layout, device)
-    meeting = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": place.rendezvous}
+    device = _device(rank_info, device_type)
+    if rank_info.world_size == 1:
+        return World(rank_info, layout, device)
+    meeting = {"store": PrefixStore("titan", store)} if store is not None else {"init_method": rank_info.init_method}
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo",
-        rank=place.rank,
-        world_size=place.size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=timedelta(seconds=timeout),
         device_id=device if device_type == "cuda" else None,
         **meeting,
     )
-    world = lay_out(place, layout, device, timeout)
+    world = lay_out(rank_info, layout, device, timeout)
     if not aside:
         return world
     patience = max(PATIENCE, timedelta(seconds=timeout))
     met_at = dist.distributed_c10d._get_default_store()
-    return replace(world, aside=Exchange(met_at, place.rank, place.size, patience))
+    return replace(world, aside=Exchange(met_at, rank_info.rank, rank_info.world_size, patience))
 
 
-def lay_out(place: RankInfo, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
+def lay_out(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
     """The world of a rank whose process group is there already; all ranks call it together.
 
     Args:
@@ -236,7 +236,7 @@ def lay_out(place: RankInfo, layout: Layout, device: torch.device, timeout: floa
     mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(degrees))
     # Groups of their own, because in the weights' mesh context is a part of shard.
     context = _along(whole, ("context",), timeout) if layout.context > 1 else None
-    world = World(place, layout, device, mesh, context, timeout=timeout)
+    world = World(rank_info, layout, device, mesh, context, timeout=timeout)
     return replace(world, sharers=_sharers(world))
 
 

@@ -64,7 +64,7 @@ class Layout:
         return places
 
     def groups(self, name: str) -> list[range]:
-        """The ranks that talk to each other along a dimension, group by group."""
+        """The ranks that coordinator to each other along a dimension, group by group."""
         names = list(self.degrees())
         step = math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
         width = step * getattr(self, name)

@@ -41,7 +41,7 @@ class Raw:
 
     Attributes:
         directory: where it is.
-        documents: of run.yaml, one a life.
+        documents: of run.yaml, one an attempt.
         metrics: of metrics.jsonl.
         result: of result.json; empty where there is none.
         device: what env.json says of the machine.
@@ -64,12 +64,12 @@ class Raw:
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The document of the last life."""
+        """The document of the last attempt."""
         return self.documents[-1]
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved configuration of the last life."""
+        """The resolved configuration of the last attempt."""
         return dict(self.last["config"])
 
     @cached_property
@@ -84,7 +84,7 @@ class Raw:
 
     @property
     def continued(self) -> tuple[int, ...]:
-        """The numbers of steps that earlier lives were to do, where they differ from the last one's; in order.
+        """The numbers of steps that earlier attempts were to do, where they differ from the last one's; in order.
 
         The learning rate followed their schedules first, so that it learned something else than a run of as many steps.
         """
@@ -98,7 +98,7 @@ class Raw:
 
     @property
     def devices(self) -> int:
-        """How many devices the last life had."""
+        """How many devices the last attempt had."""
         return devices(self.last)
 
     @cached_property
@@ -136,7 +136,7 @@ class _Found:
 
 
 def devices(document: Mapping[str, Any]) -> int:
-    """How many devices the life of a document in run.yaml had."""
+    """How many devices the attempt of a document in run.yaml had."""
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
 
 
@@ -272,7 +272,7 @@ def _reason(point: TrialState | None) -> str | None:
 def _nothing(state: State, point: TrialState | None) -> str:
     if state == "queued":
         return f"waits in the queue as job {point.job}" if point and point.job else "waits in the queue"
-    return {"planned": "has not been started", "running": "has not begun its first life yet"}.get(
+    return {"planned": "has not been started", "running": "has not begun its first attempt yet"}.get(
         state, "left nothing in its directory"
     )
 
@@ -293,8 +293,8 @@ def _state(
 
 
 def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], steps: Steps) -> tuple[State, str]:
-    """How the last life of a run ended that did not finish."""
-    if result.get("life") == last["life"] and result.get("finished") is False:
+    """How the last attempt of a run ended that did not finish."""
+    if result.get("attempt") == last["attempt"] and result.get("finished") is False:
         return "stopped", f"a signal ended it at step {result.get('step')}; the same command goes on with it"
     if told := _told(directory / "log" / "launcher.log", str(last.get("began") or "")):
         return "failed", told
@@ -304,7 +304,7 @@ def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], 
 
 
 def _told(log: Path, began: str) -> str | None:
-    """What the launcher said last, since the life began; of a traceback the first and the last line."""
+    """What the launcher said last, since the attempt began; of a traceback the first and the last line."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -326,7 +326,7 @@ def _seconds(text: str) -> float | None:
 
 
 def began(document: Mapping[str, Any]) -> float | None:
-    """When the life of a document in run.yaml began, in seconds since 1970; None where it does not say."""
+    """When the attempt of a document in run.yaml began, in seconds since 1970; None where it does not say."""
     return _seconds(str(document.get("began") or ""))
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.files.former import renamed
 from titan.report.findings import Numbers
 
 KEYS = (
-    "life", "step", "time", "tokens", "loss", "grad_norm", "step_seconds", "data_seconds",
+    "attempt", "step", "time", "tokens", "loss", "grad_norm", "step_seconds", "data_seconds",
     "tokens_per_second_per_device", "tflops_per_device", "mfu", "memory_gib",
 )  # fmt: skip
 """The keys of a step's line, in the order of the columns of `Steps`."""
@@ -30,7 +31,7 @@ class Steps:
     """Lines that tell of a step; [lines] each, NaN where a line does not say, hash 0 where it has none.
 
     Attributes:
-        life, step: as in metrics.jsonl.
+        attempt, step: as in metrics.jsonl.
         hash: of the batch.
         time, tokens, loss, norm: as in metrics.jsonl; time in seconds since 1970, NaN in old lines.
         seconds, waited: of the step; of it, waiting for data.
@@ -38,7 +39,7 @@ class Steps:
         tflops, mfu, memory: a device's TFLOP/s and their share of its peak; GiB.
     """
 
-    life: NDArray[np.int64]
+    attempt: NDArray[np.int64]
     step: NDArray[np.int64]
     hash: NDArray[np.uint64]
     time: Numbers
@@ -76,7 +77,7 @@ class Metrics:
         steps: the lines of steps, in the order of the file.
         validations: the lines of validations, as they are.
         stalled: seconds that training stood still for checkpoints.
-        last: the time of the last line of each life, where lines have times.
+        last: the time of the last line of each attempt, where lines have times.
         broken: lines that are damaged or cut short, and left out.
     """
 
@@ -100,6 +101,7 @@ class _Reading:
 
     def take(self, records: Sequence[Any]) -> None:
         """Add some lines, all or none: `TypeError` or `ValueError` where values are of the wrong kind."""
+        records = [renamed(record) for record in records]
         if not all(map(_plain, records)):
             raise ValueError("a line is none of a run's")
         known = [r for r in records if "step" in r]
@@ -107,12 +109,12 @@ class _Reading:
         numbers = np.array([tuple(map(r.get, KEYS)) for r in steps], dtype=np.float64).reshape(-1, len(KEYS))
         hashes = array("Q", [int(r.get("batch_hash") or "0", 16) for r in steps])
         stalled = sum(float(r["checkpoint_stall_seconds"]) for r in known if "checkpoint_stall_seconds" in r)
-        times = {int(r.get("life", 1)): float(r["time"]) for r in known if r.get("time") is not None}
+        times = {int(r.get("attempt", 1)): float(r["time"]) for r in known if r.get("time") is not None}
         self.numbers.append(numbers)
         self.hashes.extend(hashes)
         self.stalled += stalled
         self.last |= times
-        self.validations += [{"life": 1} | r for r in known if "validation_loss" in r]
+        self.validations += [{"attempt": 1} | r for r in known if "validation_loss" in r]
 
 
 def read(file: Path) -> Metrics:
@@ -132,10 +134,10 @@ def read(file: Path) -> Metrics:
 
 
 def _plain(record: Any) -> bool:
-    """Whether a line's step and life are numbers that a run can have, and its validation loss is one."""
+    """Whether a line's step and attempt are numbers that a run can have, and its validation loss is one."""
     if not isinstance(record, dict):
         return False
-    counts = (record.get("step", 0), record.get("life", 1))
+    counts = (record.get("step", 0), record.get("attempt", 1))
     loss = record.get("validation_loss")
     return all(type(n) is int and 0 <= n < 2**53 for n in counts) and (loss is None or type(loss) in (int, float))
 
@@ -155,9 +157,9 @@ def _take(reading: _Reading, lines: Sequence[str]) -> None:
 
 def _steps(reading: _Reading) -> Steps:
     table = np.concatenate([np.zeros((0, len(KEYS))), *reading.numbers])
-    life, step, *columns = [np.ascontiguousarray(column) for column in table.T]
+    attempt, step, *columns = [np.ascontiguousarray(column) for column in table.T]
     return Steps(
-        np.nan_to_num(life, nan=1).astype(np.int64),
+        np.nan_to_num(attempt, nan=1).astype(np.int64),
         step.astype(np.int64),
         np.array(reading.hashes, dtype=np.uint64),
         *columns,

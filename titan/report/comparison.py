@@ -235,7 +235,9 @@ def _arm_notes(variant: Variant, first: Variant) -> tuple[str, ...]:
         steps = ", then ".join(f"{number:,}" for number in own[0].raw.continued)
         notes.append(f"continued: its schedule was one of {steps} steps before; it counts as other science")
     if any(len({speed.way(d) for d in m.raw.documents}) > 1 for m in own):
-        notes.append("its layout changed between lives, or its use of memory: its speed is that of the last life's")
+        notes.append(
+            "its layout changed between attempts, or its use of memory: its speed is that of the last attempt's"
+        )
     if shared := [m.run.label for m in own if m.run.shared]:
         notes.append(
             f"{len(shared)} of {len(own)} runs shared a machine with another run at the same time: their times, "

@@ -19,7 +19,7 @@ COLUMNS = (
     "arm", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
     "execution_id", "code_id", "devices", "hardware", "step", "steps", "tokens", "decayed", "loss", "validation_loss",
     "bits_per_byte", "step_seconds", "step_seconds_p10", "step_seconds_p90", "tokens_per_second_per_device",
-    "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "lives",
+    "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "attempts",
     "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again", "diverged", "outlier",
 )  # fmt: skip
 """Of every CSV, in this order; after them come settings as `setting/NAME`, and `bits_per_byte/SOURCE`."""

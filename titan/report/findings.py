@@ -41,7 +41,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast a life, or all lives of a run, went: without the warm-up steps of each life.
+    """How fast an attempt, or all attempts of a run, went: without the warm-up steps of each attempt.
 
     Attributes:
         step_seconds: of a step.
@@ -64,13 +64,13 @@ class Speed:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took, over all its lives.
+    """What a run took, over all its attempts.
 
     Attributes:
-        device_hours: devices times the hours of its lives.
-        goodput: share of the lives' time that went into steps that counted.
-        lives: how many there were.
-        start_seconds: from the beginning of a life to its first step, of all lives.
+        device_hours: devices times the hours of its attempts.
+        goodput: share of the attempts' time that went into steps that counted.
+        attempts: how many there were.
+        start_seconds: from the beginning of an attempt to its first step, of all attempts.
         checkpoint_seconds: training stood still for checkpoints.
         data_seconds: steps waited for data.
         steps_again: steps that were done more than once.
@@ -78,7 +78,7 @@ class Cost:
 
     device_hours: float
     goodput: float | None
-    lives: int
+    attempts: int
     start_seconds: float
     checkpoint_seconds: float
     data_seconds: float
@@ -87,7 +87,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Curves:
-    """A run over time: of each step done the last life's figures, in rising order of steps; [steps] each.
+    """A run over time: of each step done the last attempt's figures, in rising order of steps; [steps] each.
 
     Attributes:
         steps, tokens, losses: of training; a loss that was not finite is NaN.
@@ -122,7 +122,7 @@ class RunFound:
     Attributes:
         label: what tells it from the others, such as "parallelism=fsdp seed=1".
         directory: where it is.
-        science_id, group_id, execution_id, code_id: of its last life.
+        science_id, group_id, execution_id, code_id: of its last attempt.
         seed: training.seed.
         state, reason: how it stands; of a failed one why.
         step, steps: done and wanted.
@@ -133,8 +133,8 @@ class RunFound:
         validation: the final validation loss, in nats a token.
         bits: the final validation in bits a byte.
         bits_by_source: likewise of each source of a mixture.
-        speed: over all lives; None where no step was timed.
-        speed_by_life: of each life that timed any.
+        speed: over all attempts; None where no step was timed.
+        speed_by_attempt: of each attempt that timed any.
         cost: what it took.
         curves: over time.
         repeat: training.repeat: which repeat of the same seed it is.
@@ -165,7 +165,7 @@ class RunFound:
     bits: float | None
     bits_by_source: Mapping[str, float]
     speed: Speed | None
-    speed_by_life: tuple[Speed, ...]
+    speed_by_attempt: tuple[Speed, ...]
     cost: Cost
     curves: Curves
     repeat: int = 0

@@ -1,4 +1,4 @@
-"""A run over its lives: which lines count, what they cost, and the curves."""
+"""A run over its attempts: which lines count, what they cost, and the curves."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Span:
-    """A life in time.
+    """An attempt in time.
 
     Attributes:
-        number: of the life.
+        number: of the attempt.
         devices: that it had.
         start: seconds from its beginning to its first step; 0 where it has none.
         seconds: from its beginning to its last line.
@@ -50,12 +50,12 @@ class History:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The lives in time."""
+        """The attempts in time."""
         return tuple(self._span(document) for document in self.raw.documents)
 
     def _span(self, document: Mapping[str, Any]) -> Span:
-        number = int(document["life"])
-        lines = self._lines.at(self._lines.life == number)
+        number = int(document["attempt"])
+        lines = self._lines.at(self._lines.attempt == number)
         last = self.raw.metrics.last.get(number)
         if last is None or not np.isfinite(lines.time).all():  # lines of before they had a time
             ends = np.cumsum(np.nan_to_num(lines.seconds))
@@ -71,7 +71,7 @@ class History:
         """Device-hours up to the end of each step that counts; [steps]."""
         spent, of_line = 0.0, np.zeros(len(self._lines))
         for span in self.spans:
-            of_line[self._lines.life == span.number] = spent + span.devices * span.ends / HOUR
+            of_line[self._lines.attempt == span.number] = spent + span.devices * span.ends / HOUR
             spent += span.devices * span.seconds / HOUR
         return np.maximum.accumulate(of_line[self._kept]) if len(self._kept) else of_line[self._kept]
 
@@ -90,7 +90,7 @@ class History:
         return Cost(
             device_hours=sum(span.devices * span.seconds for span in self.spans) / HOUR,
             goodput=min(1.0, useful / total) if total else None,
-            lives=len(self.spans),
+            attempts=len(self.spans),
             start_seconds=sum(span.start for span in self.spans),
             checkpoint_seconds=self.raw.metrics.stalled,
             data_seconds=float(np.nansum(self._lines.waited)),
@@ -116,24 +116,28 @@ class History:
         last = {
             int(v["step"]): v
             for v in self.raw.metrics.validations
-            if v["step"] <= self._limits.get(int(v["life"]), math.inf)
+            if v["step"] <= self._limits.get(int(v["attempt"]), math.inf)
         }
         return tuple(last[step] for step in sorted(last))
 
 
 def limits(documents: tuple[Mapping[str, Any], ...]) -> dict[int, float]:
-    """Up to which step each life counts: what a later life began before was lost, and is done again."""
+    """Up to which step each attempt counts: what a later attempt began before was lost, and is done again."""
     out, limit = {}, math.inf
     for document in reversed(documents):
-        out[int(document["life"])] = limit
+        out[int(document["attempt"])] = limit
         limit = min(limit, float(document.get("from_step") or 0))
     return out
 
 
 def _last_of_each(lines: Steps, limits: Mapping[int, float]) -> NDArray[np.int64]:
     """Indices of the last line of each step that counts, in rising order of steps."""
-    most = np.array([limits.get(int(life), math.inf) for life in np.unique(lines.life)])
-    counts = lines.step <= most[np.searchsorted(np.unique(lines.life), lines.life)] if len(lines) else np.zeros(0, bool)
+    most = np.array([limits.get(int(attempt), math.inf) for attempt in np.unique(lines.attempt)])
+    counts = (
+        lines.step <= most[np.searchsorted(np.unique(lines.attempt), lines.attempt)]
+        if len(lines)
+        else np.zeros(0, bool)
+    )
     where = np.flatnonzero(counts)[::-1]
     _, first = np.unique(lines.step[where], return_index=True)
     return where[first]

@@ -37,7 +37,7 @@ def shared(runs: Sequence[Raw]) -> set[Path]:
 
 def _spans(raw: Raw) -> Iterator[_Span]:
     for document in raw.documents if raw.host else ():
-        start, end = began(document), raw.metrics.last.get(int(document["life"]))
+        start, end = began(document), raw.metrics.last.get(int(document["attempt"]))
         if start is not None and end is not None:
             yield _Span(raw.host, start, end, raw.directory)
 

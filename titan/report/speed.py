@@ -1,4 +1,4 @@
-"""How fast runs went: figures of a life and of a run, and the ratio of two arms."""
+"""How fast runs went: figures of an attempt and of a run, and the ratio of two arms."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ from titan.report.statistics import Difference, blocks, paired, welch
 
 
 def timed(raw: Raw) -> dict[int, Steps]:
-    """The lines of each life that count as timed, by its number; lives without any are left out."""
+    """The lines of each attempt that count as timed, by its number; attempts without any are left out."""
     lines = raw.metrics.steps
-    lives = {int(d["life"]): lines.at(np.flatnonzero(lines.life == int(d["life"]))[WARM:]) for d in raw.documents}
-    return {number: steps for number, steps in lives.items() if len(steps)}
+    attempts = {
+        int(d["attempt"]): lines.at(np.flatnonzero(lines.attempt == int(d["attempt"]))[WARM:]) for d in raw.documents
+    }
+    return {number: steps for number, steps in attempts.items() if len(steps)}
 
 
-def of_lives(raw: Raw) -> tuple[Speed, ...]:
-    """The speed of each life that timed steps."""
+def of_attempts(raw: Raw) -> tuple[Speed, ...]:
+    """The speed of each attempt that timed steps."""
     still = attentionless(raw)
     return tuple(_speed(steps, still) for steps in timed(raw).values())
 
 
 def of_run(raw: Raw) -> Speed | None:
-    """The speed over all lives that went the last one's way; None where no step was timed."""
+    """The speed over all attempts that went the last one's way; None where no step was timed."""
     steps = alike(raw)
     return _speed(steps, attentionless(raw)) if len(steps) else None
 
 
 def alike(raw: Raw) -> Steps:
-    """The timed lines of all lives that went the last one's way."""
+    """The timed lines of all attempts that went the last one's way."""
     lines, same = raw.metrics.steps, [d for d in raw.documents if way(d) == way(raw.last)]
-    where = [np.flatnonzero(lines.life == int(d["life"]))[WARM:] for d in same]
+    where = [np.flatnonzero(lines.attempt == int(d["attempt"]))[WARM:] for d in same]
     return lines.at(np.concatenate(where))
 
 
 def way(document: Mapping[str, Any]) -> str:
-    """What decides most of a life's speed, as one text: its layout, micro-batches, use of memory and compilation."""
+    """What decides most of an attempt's speed, as one text: its layout, micro-batches, use of memory and
+    compilation."""
     config = document["config"]
     return repr(
         [document.get(key) for key in ("layout", "microbatches")] + [config.get(k) for k in ("memory", "compile")]

@@ -29,7 +29,7 @@ PATHS = re.compile(r"dataset\.(.*\.)?path")
 RATE = "optimizer.lr"
 TAKEN = ("training.seed", "training.repeat")
 CONTINUED = "training.continued_from"
-"""The fact of how many steps earlier lives were to do, where these were others."""
+"""The fact of how many steps earlier attempts were to do, where these were others."""
 DERIVED = ("devices", "data", "parent")
 """Facts that follow from other ones as a rule, and are shown only where they do not."""
 

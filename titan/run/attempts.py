@@ -1,7 +1,7 @@
-"""A run's directory and its lives: what the directory holds decides what a command does. Free of torch.
+"""A run's directory and its attempts: what the directory holds decides what a command does. Free of torch.
 
 Nothing there: start. An unfinished run: resume it. A finished one: show its summary. More `training.steps`: continue.
-Another science is refused with the settings that differ. `run.yaml` holds a document for each life.
+Another science is refused with the settings that differ. `run.yaml` holds a document for each attempt.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from titan.run.result import is_locked, read_result
 from titan.run.run import Run, as_config
 
 NEEDED: dict[str, Any] = {
-    "life": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
+    "attempt": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
 }  # fmt: skip
-"""What later lives want of a document in run.yaml, by the types of the values."""
+"""What later attempts want of a document in run.yaml, by the types of the values."""
 _MORE: dict[str, Any] = {
     "parent": str | None, "from_step": int | None, "notes": list[str] | None, "overrides": list[str] | None,
     "choices": dict[str, Any] | None, "layout": dict[str, int] | None, "kind": str | None, "name": str | None,
@@ -56,7 +56,7 @@ class Attempt:
 
     Attributes:
         number: 1 for the first.
-        run_id: the same in all lives of a run.
+        run_id: the same in all attempts of a run.
         ids: what identifies science, execution and code.
         corpora: the folder of each prepared corpus, by name.
         checkpoint: the folder or URL to resume from; None to start from the seed, or from `weights`.
@@ -90,7 +90,7 @@ class FinishedRun:
 
 
 def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> Attempt | FinishedRun:
-    """Prepare the data, decide what the directory means, and record the life that begins.
+    """Prepare the data, decide what the directory means, and record the attempt that begins.
 
     Raises:
         ConfigError: when the data can't be used, or the directory holds something else.
@@ -99,61 +99,61 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     check_data(run, mix)
     directory = Path(run.directory)
-    lives = read_attempts(directory) or _attempts_elsewhere(run)
-    last, notes = select.latest(directory, run.checkpoint.path, lives[-1]["run_id"] if lives else None)
-    if last and not lives:
+    attempts = read_attempts(directory) or _attempts_elsewhere(run)
+    last, notes = select.latest(directory, run.checkpoint.path, attempts[-1]["run_id"] if attempts else None)
+    if last and not attempts:
         raise ConfigError(
             f"hydra.run.dir={directory}: holds checkpoints, and no run.yaml that says of which run; bring it back, or "
             "choose another name (checkpoint.resume goes on from them there)."
         )
-    begins = parent(run, lives, mix, own=last is not None)
+    begins = parent(run, attempts, mix, own=last is not None)
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
-    if lives:
-        _check_same_experiment(run, lives[-1], science, mix, last)
-        result, wrong = read_result(directory, _sciences(lives))
+    if attempts:
+        _check_same_experiment(run, attempts[-1], science, mix, last)
+        result, wrong = read_result(directory, _sciences(attempts))
         done = result.get("finished") and result["step"] == run.training.steps
         if done and not (last and select.post_save_pending(run.checkpoint, directory, last.about.step)):
             return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
-        notes += (*_missing_steps(lives[-1], result, last), *([wrong] if wrong else []))
-    life = replace(_attempt(run, lives, identity.ids(run, science), mix, folders, begins, last), notes=notes)
-    _record(run, life, science, lives)
-    return life
+        notes += (*_missing_steps(attempts[-1], result, last), *([wrong] if wrong else []))
+    attempt = replace(_attempt(run, attempts, identity.ids(run, science), mix, folders, begins, last), notes=notes)
+    _record(run, attempt, science, attempts)
+    return attempt
 
 
-def use_previous_checkpoint(run: Run, life: Attempt, wrong: str) -> Attempt:
-    """The life that begins one checkpoint earlier, since the one that it named is damaged; run.yaml says so too.
+def use_previous_checkpoint(run: Run, attempt: Attempt, wrong: str) -> Attempt:
+    """The attempt that begins one checkpoint earlier, since the one that it named is damaged; run.yaml says so too.
 
     Args:
         run: the run.
-        life: as it was to be.
+        attempt: as it was to be.
         wrong: what is wrong with its checkpoint.
 
     Raises:
         ConfigError: when there is none before it, or it is another run's.
     """
-    damaged, directory = str(life.checkpoint), Path(run.directory)
+    damaged, directory = str(attempt.checkpoint), Path(run.directory)
     if not _own(run, damaged):
         raise ConfigError(
             f"checkpoint.resume={run.checkpoint.resume}: {damaged} is damaged: {wrong}; give another one."
         )
     if run.checkpoint.path and damaged.startswith(of(run.checkpoint.path, run.directory).url):
-        _forget(of(run.checkpoint.path, run.directory), life.step, f"checkpoint.path={run.checkpoint.path}")
+        _forget(of(run.checkpoint.path, run.directory), attempt.step, f"checkpoint.path={run.checkpoint.path}")
     else:
         manifest.set_aside(Path(damaged))
-    lives = read_attempts(directory)
-    last, more = select.latest(directory, run.checkpoint.path, life.run_id)
-    notes = (*life.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}")
+    attempts = read_attempts(directory)
+    last, more = select.latest(directory, run.checkpoint.path, attempt.run_id)
+    notes = (*attempt.notes, f"checkpoint {Path(damaged).name} is damaged and not used: {wrong}")
     notes += tuple(note for note in more if note not in notes and f" {Path(damaged).name} " not in note)
     if last and last.path == damaged:
         raise ConfigError(f"hydra.run.dir={directory}: {notes[-1]}, and can't be set aside; remove it or move it away.")
     _check_last(run, {}, last, notes)
-    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(life.corpora, run.dataset))
-    found = last or parent(run, lives, mix, own=False).checkpoint
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
+    found = last or parent(run, attempts, mix, own=False).checkpoint
     step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
-    life = replace(life, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
-    _correct(directory, life)
-    return life
+    attempt = replace(attempt, checkpoint=found.path if found else None, step=step, rows=rows, notes=notes)
+    _correct(directory, attempt)
+    return attempt
 
 
 def _forget(copies: Remote, step: int, setting: str) -> None:
@@ -166,11 +166,11 @@ def _forget(copies: Remote, step: int, setting: str) -> None:
         ) from error
 
 
-def withdraw_attempt(run: Run, life: Attempt) -> None:
-    """Take back a life that was refused before its first step, so that the same name may be used otherwise."""
+def withdraw_attempt(run: Run, attempt: Attempt) -> None:
+    """Take back an attempt that was refused before its first step, so that the same name may be used otherwise."""
     directory = Path(run.directory)
-    earlier = [document for document in read_attempts(directory) if document["life"] != life.number]
-    if _has_records(directory, life):
+    earlier = [document for document in read_attempts(directory) if document["attempt"] != attempt.number]
+    if _has_records(directory, attempt):
         return
     if earlier:
         with contextlib.suppress(OSError):  # on a full disk it stays
@@ -179,16 +179,17 @@ def withdraw_attempt(run: Run, life: Attempt) -> None:
     _clear(run)
 
 
-def _has_records(directory: Path, life: Attempt) -> bool:
-    """Whether the metrics end with something of a life, so that it was more than a beginning."""
+def _has_records(directory: Path, attempt: Attempt) -> bool:
+    """Whether the metrics end with something of an attempt, so that it was more than a beginning."""
     try:
-        return (directory / "metrics.jsonl").read_bytes().rstrip().endswith(b'"life": %d}' % life.number)
+        metrics = (directory / "metrics.jsonl").read_bytes().rstrip()
+        return any(metrics.endswith(b'"%s": %d}' % (name, attempt.number)) for name in (b"attempt", b"life"))
     except OSError:
         return False
 
 
 def read_attempts(directory: Path) -> list[dict[str, Any]]:
-    """The documents of `run.yaml`, one a life; empty where no run began.
+    """The documents of `run.yaml`, one an attempt; empty where no run began.
 
     Raises:
         ConfigError: when the directory holds something that is no run.
@@ -215,7 +216,7 @@ def _documents(text: str, label: str) -> list[dict[str, Any]]:
         ConfigError: when that is not what `_record` wrote.
     """
     try:
-        documents = [document for document in untrusted.parse_yaml(text) if document]
+        documents = [renamed(document) for document in untrusted.parse_yaml(text) if document]
     except ValueError as error:
         raise _unreadable(label, " ".join(str(error).split())[:100]) from error
     for number, document in enumerate(documents, 1):
@@ -311,9 +312,9 @@ def finished_run(run: Run) -> FinishedRun:
     return FinishedRun(run.directory, read_result(Path(run.directory))[0])
 
 
-def _sciences(lives: list[dict[str, Any]]) -> set[str]:
+def _sciences(attempts: list[dict[str, Any]]) -> set[str]:
     """The ids of what a run has learned: more steps change them."""
-    return {document["ids"]["science"] for document in lives}
+    return {document["ids"]["science"] for document in attempts}
 
 
 def _attempts_elsewhere(run: Run) -> list[dict[str, Any]]:
@@ -420,7 +421,7 @@ def flat(config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def _attempt(
     run: Run,
-    lives: list[dict[str, Any]],
+    attempts: list[dict[str, Any]],
     ids: Ids,
     mix: RowMixture,
     folders: corpora.Folders,
@@ -429,26 +430,26 @@ def _attempt(
 ) -> Attempt:
     found = last or begins.checkpoint
     step, rows = (found.about.step, rows_read(run, mix, found.about)) if found else (0, 0)
-    more = bool(lives) and ids.science != lives[-1]["ids"]["science"]
-    kind = "continuation" if more else "resume" if lives else "fork" if found else "start"
-    run_id = lives[0]["run_id"] if lives else uuid.uuid4().hex[:12]
+    more = bool(attempts) and ids.science != attempts[-1]["ids"]["science"]
+    kind = "continuation" if more else "resume" if attempts else "fork" if found else "start"
+    run_id = attempts[0]["run_id"] if attempts else uuid.uuid4().hex[:12]
     path, weights = (found.path, None) if found else (None, begins.weights)
-    return Attempt(len(lives) + 1, run_id, ids, folders, path, step, rows, kind, begins.id, weights)
+    return Attempt(len(attempts) + 1, run_id, ids, folders, path, step, rows, kind, begins.id, weights)
 
 
-def _record(run: Run, life: Attempt, science: Mapping[str, Any], lives: list[dict[str, Any]]) -> None:
-    """Write what this life is: a document in run.yaml, Hydra's own files, the environment."""
+def _record(run: Run, attempt: Attempt, science: Mapping[str, Any], attempts: list[dict[str, Any]]) -> None:
+    """Write what this attempt is: a document in run.yaml, Hydra's own files, the environment."""
     directory = Path(run.directory)
     document = {
-        "life": life.number,
-        "kind": life.kind,
+        "attempt": attempt.number,
+        "kind": attempt.kind,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "name": run.name,
-        "run_id": life.run_id,
-        "parent": life.parent,
-        "from_step": life.step,
-        "notes": list(life.notes),
-        "ids": asdict(life.ids),
+        "run_id": attempt.run_id,
+        "parent": attempt.parent,
+        "from_step": attempt.step,
+        "notes": list(attempt.notes),
+        "ids": asdict(attempt.ids),
         "overrides": list(run.overrides),
         "options": list(run.options),
         "choices": dict(run.choices),
@@ -462,15 +463,15 @@ def _record(run: Run, life: Attempt, science: Mapping[str, Any], lives: list[dic
             (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_text(text)
         (directory / "env.json").write_text(json.dumps(redacted(_environment(run)), indent=1))
-        _write(directory, [*lives, redacted(document)])  # last: what fails before it leaves the run as it was
+        _write(directory, [*attempts, redacted(document)])  # last: what fails before it leaves the run as it was
     except OSError as error:
-        if not lives:
+        if not attempts:
             _clear(run)
         raise _unwritable(directory, error) from error
 
 
 def _clear(run: Run) -> None:
-    """Remove what a life left that was not recorded."""
+    """Remove what an attempt left that was not recorded."""
     directory = Path(run.directory)
     for name in ("run.yaml", "env.json"):
         (directory / name).unlink(missing_ok=True)
@@ -478,10 +479,10 @@ def _clear(run: Run) -> None:
         shutil.rmtree(directory / name, ignore_errors=True)
 
 
-def _correct(directory: Path, life: Attempt) -> None:
-    """Let the last document of run.yaml say where the life really begins."""
+def _correct(directory: Path, attempt: Attempt) -> None:
+    """Let the last document of run.yaml say where the attempt really begins."""
     *earlier, document = read_attempts(directory)
-    changed = redacted({"from_step": life.step, "notes": list(life.notes)})
+    changed = redacted({"from_step": attempt.step, "notes": list(attempt.notes)})
     try:
         _write(directory, [*earlier, document | changed])
     except OSError as error:

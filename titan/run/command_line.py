@@ -144,26 +144,26 @@ def _without_resume(words: Sequence[str]) -> list[str]:
 
 
 def _earlier(word: str, args: argparse.Namespace) -> list[str]:
-    """The command line of the last life of the run that `resume=DIR` names, without what names its directory."""
+    """The command line of the last attempt of the run that `resume=DIR` names, without what names its directory."""
     where = word.removeprefix(RESUME)
     for other in ("name=", "hydra.run.dir="):
         if given := next((o for o in args.overrides if o.startswith(other)), None):
             raise ConfigError(f"{given}: {word} says which run it is already; leave one out.")
     if args.multirun or _mode(args.overrides) == "MULTIRUN":
         raise ConfigError(f"{word}: goes on with one run; leave out -m, or give a grid's own command again.")
-    last = _last_life(where, word)
+    last = _last_attempt(where, word)
     kept = [o for o in last["overrides"] if o.partition("=")[0] != "name"]
     names = [f"name={quoted(str(last['name']))}"] if last.get("name") else []
     return [*last.get("options", ()), *kept, *names, f"hydra.run.dir={quoted(where)}"]
 
 
-def _last_life(where: str, word: str) -> dict[str, Any]:
+def _last_attempt(where: str, word: str) -> dict[str, Any]:
     """The last document of a run's run.yaml."""
     from titan.run.attempts import read_attempts  # only now: other command lines need not wait for what reads data
 
     directory = Path(where)
-    if where.strip() and (directory / "run.yaml").is_file() and (lives := read_attempts(directory)):
-        return lives[-1]
+    if where.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
+        return attempts[-1]
     grid = where.strip() and (directory / "multirun.yaml").is_file()
     hint = "it holds a grid: give its own command again" if grid else "give the directory of one, such as runs/NAME"
     raise ConfigError(f"{word}: there is no run; {hint}.")

@@ -64,8 +64,8 @@ def choose_scope(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "blo
 def why_blocks(run: Run) -> str | None:
     """Why a CPU compiles blocks for themselves; None where all from tokens to loss is compiled at once.
 
-    At once, what is between blocks is fused, too. But where blocks are to compute again, or ranks talk to each other,
-    it is what is around blocks that matters, and a graph of each is what was measured.
+    At once, what is between blocks is fused, too. But where blocks are to compute again, or ranks coordinator to each
+    other, it is what is around blocks that matters, and a graph of each is what was measured.
     """
     if run.layout.devices > 1:
         return f"blocks, for {run.layout.devices} ranks"

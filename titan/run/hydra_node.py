@@ -24,7 +24,7 @@ from titan.run.paths import FILES
 LOGGING = ("default", "none", "disabled")
 """Choices of hydra/job_logging that ask for no other logging than titan's."""
 KEPT = ("hydra.searchpath=", "hydra.output_subdir=", "hydra.job.", "hydra.callbacks.", "hydra/callbacks=")
-"""What of Hydra's node holds for all lives of a run."""
+"""What of Hydra's node holds for all attempts of a run."""
 ON_JOB = ("on_job_start", "on_job_end")
 
 

@@ -1,8 +1,8 @@
 """Which runs are the same experiment: ids by hash.
 
 `science_id` hashes the science settings that differ from their defaults, and the data's digest: runs of one science_id
-must learn the same. `group_id` is science_id without the seed. `execution_id` hashes where and how fast a life runs;
-`code_id` the code. A new setting whose default keeps the old meaning changes no id.
+must learn the same. `group_id` is science_id without the seed. `execution_id` hashes where and how fast an attempt
+runs; `code_id` the code. A new setting whose default keeps the old meaning changes no id.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "tokenizers
 
 @dataclasses.dataclass(frozen=True)
 class Ids:
-    """The ids of one life of a run."""
+    """The ids of one attempt of a run."""
 
     science: str
     group: str

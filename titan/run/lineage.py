@@ -1,7 +1,7 @@
 """What a run starts from: another run's checkpoint (a fork), given weights, or neither. Free of torch but for weights.
 
-The first life settles it, and it is part of the run's science: later lives go on from what was recorded then, whatever
-has become of the other run since.
+The first attempt settles it, and it is part of the run's science: later attempts go on from what was recorded then,
+whatever has become of the other run since.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ class Parent:
     weights: str | None = None
 
 
-def parent(run: Run, lives: list[dict[str, Any]], mix: RowMixture, own: bool) -> Parent:
+def parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, own: bool) -> Parent:
     """What `run` starts from.
 
     Args:
         run: the run.
-        lives: the documents of its earlier lives.
+        attempts: the documents of its earlier attempts.
         mix: its rows.
         own: whether it has a checkpoint of its own, and so needs nothing of the parent any more.
 
     Raises:
-        ConfigError: when it can't be had, does not fit, or is another one than the first life's.
+        ConfigError: when it can't be had, does not fit, or is another one than the first attempt's.
     """
     resume, weights = run.checkpoint.resume, run.checkpoint.weights
     if resume and weights:
         raise ConfigError(
             f"checkpoint.weights={weights}: checkpoint.resume={resume} brings its own; give one of the two."
         )
-    recorded = lives[0].get("parent") if lives else None
-    if recorded and own and _unchanged(run, lives[-1]):
+    recorded = attempts[0].get("parent") if attempts else None
+    if recorded and own and _unchanged(run, attempts[-1]):
         return Parent(str(recorded))
     if weights:
         return _from_weights(run, weights, recorded)
@@ -65,7 +65,7 @@ def parent(run: Run, lives: list[dict[str, Any]], mix: RowMixture, own: bool) ->
 
 
 def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
-    """Whether this life's command names the same place as the last one's."""
+    """Whether this attempt's command names the same place as the last one's."""
     before = last["config"].get("checkpoint", {})
     return all(redacted(getattr(run.checkpoint, name)) == redacted(before.get(name)) for name in ("resume", "weights"))
 
@@ -97,7 +97,7 @@ def _recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
 
 
 def _from_weights(run: Run, path: str, recorded: str | None) -> Parent:
-    """Given weights, once it is sure that they fit the model, and are those that the first life began with."""
+    """Given weights, once it is sure that they fit the model, and are those that the first attempt began with."""
     from titan.weights.formats import digest_of, open_weights
     from titan.weights.model_config import check_model
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.files import locks, untrusted
+from titan.files.former import renamed
 
 
 def is_finished(run: Path, steps: int = 0) -> bool:
@@ -40,7 +41,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError, KeyError: when its values are of other types.
     """
-    found = untrusted.parse_object(text)
+    found = renamed(untrusted.parse_object(text))
     untrusted.check(found["finished"], bool, "finished")
     untrusted.check(found["step"], int, "step")
     for name, value in found.items():
@@ -49,7 +50,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 _RESULT: dict[str, Any] = {
-    **dict.fromkeys(("tokens", "life"), int),
+    **dict.fromkeys(("tokens", "attempt"), int),
     **dict.fromkeys(("first_loss", "last_loss", "validation_loss", "bits_per_byte", "mfu", "seconds"), float | None),
     **dict.fromkeys(("tokens_per_second", "data_wait", "memory_gib", "checkpoint_stall_seconds"), float | None),
     **dict.fromkeys(("checkpoint", "plot"), str | None),

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from titan.run.attempts import Attempt, FinishedRun
 
 
-def show_run(run: Run, life: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
+def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
     """Say what was composed, and what was `applied` to the model in which order, before the first step."""
     t, chosen = run.training, run.choices
     memory = fit.demand(run, run.layout, run.microbatches, run.machine.device).gib
     table(
         {
-            "run": f"{short(run.directory)}  ({_life(life)}, science {life.ids.science})",
-            **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(life.notes)},
+            "run": f"{short(run.directory)}  ({_life(attempt)}, science {attempt.ids.science})",
+            **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
             "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
             f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
             f"vocabulary {run.model.vocab:,}",
@@ -79,7 +79,7 @@ PURPOSES = {
     "context": "share rows, and attend to each other's parts",
     "tensor": "share each product",
 }
-"""What ranks along each dimension talk about."""
+"""What ranks along each dimension coordinator about."""
 
 
 def _dimensions(run: Run) -> dict[str, str]:
@@ -189,11 +189,11 @@ def next_command(run: Run, result: Mapping[str, Any]) -> str:
     return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
 
 
-def _life(life: Attempt) -> str:
-    if life.kind == "start":
+def _life(attempt: Attempt) -> str:
+    if attempt.kind == "start":
         return "new"
-    origin = f" of {life.parent}" if life.kind == "fork" else ""
-    return f"life {life.number}, {life.kind}{origin} from step {life.step}"
+    origin = f" of {attempt.parent}" if attempt.kind == "fork" else ""
+    return f"attempt {attempt.number}, {attempt.kind}{origin} from step {attempt.step}"
 
 
 def _speed(result: Mapping[str, Any]) -> str:

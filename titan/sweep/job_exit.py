@@ -1,8 +1,9 @@
 """How a run's jobs ended: what they leave in a sweep's `slurm/` folder and in the run's directory. Free of torch.
 
-Each life of a job leaves `JOB.LIFE.out` (the batch script's words), `JOB.LIFE/NODE/RANK.out` (a task's words before it
-has come to its own log; NODE is a number), `JOB.LIFE/NODE/RANK.error` (a rank's own error) and, last, `JOB.LIFE.end`,
-written by the batch script. Older jobs have left `JOB.LIFE.RANK.out` and `JOB.LIFE.RANK.error`.
+Each attempt of a job leaves `JOB.ATTEMPT.out` (the batch script's words), `JOB.ATTEMPT/NODE/RANK.out` (a task's words
+before it has come to its own log; NODE is a number), `JOB.ATTEMPT/NODE/RANK.error` (a rank's own error) and, last,
+`JOB.ATTEMPT.end`, written by the batch script. Older jobs have left `JOB.ATTEMPT.RANK.out` and
+`JOB.ATTEMPT.RANK.error`.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ TERMINATING = "Terminating StepId"
 
 @dataclass(frozen=True)
 class JobExit:
-    """How one life of a job ended.
+    """How one attempt of a job ended.
 
     Attributes:
-        life: 0 for the first.
+        attempt: 0 for the first.
         code: the ranks' highest exit code.
         again: whether it is to be started again.
         stopped: whether it was stopped from outside, and not by an error of its own.
         reason: why it ended, in a sentence.
     """
 
-    life: int
+    attempt: int
     code: int
     again: bool
     stopped: bool
@@ -43,18 +44,18 @@ class JobExit:
 
 
 def last_exit(folder: Path, job: str) -> JobExit | None:
-    """How the last life of a job ended that has; None: none has."""
+    """How the last attempt of a job ended that has; None: none has."""
     ends = {int(file.name.split(".")[-2]): file for file in folder.glob(f"{job}.*.end")}
     return _exit(folder, job, max(ends), ends[max(ends)]) if ends else None
 
 
 def latest_attempt(folder: Path, job: str) -> str:
-    """The newest life of a job of which there is a word, as `JOB.LIFE`."""
-    lives = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*"))
-    return f"{job}.{max((int(life) for life in lives if life.isdecimal()), default=0)}"
+    """The newest attempt of a job of which there is a word, as `JOB.ATTEMPT`."""
+    attempts = (file.name.removeprefix(f"{job}.").partition(".")[0] for file in folder.glob(f"{job}.*"))
+    return f"{job}.{max((int(attempt) for attempt in attempts if attempt.isdecimal()), default=0)}"
 
 
-def _exit(folder: Path, job: str, life: int, file: Path) -> JobExit | None:
+def _exit(folder: Path, job: str, attempt: int, file: Path) -> JobExit | None:
     try:
         content = untrusted.parse_object(untrusted.read(file))
         for name, kind in (("code", int), ("again", bool | int), ("state", str)):
@@ -64,38 +65,38 @@ def _exit(folder: Path, job: str, life: int, file: Path) -> JobExit | None:
     except (OSError, ValueError, KeyError):
         return None
     stopped = code in (EXIT_REQUEUE, 130) or state not in ("", "RUNNING")
-    reason = _reason(folder, f"{job}.{life}", code, state, content.get("why", ""))
-    return JobExit(life, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
+    reason = _reason(folder, f"{job}.{attempt}", code, state, content.get("why", ""))
+    return JobExit(attempt, code, again, stopped, "; ".join(filter(None, (reason, content.get("note")))))
 
 
-def _reason(folder: Path, life: str, code: int, state: str, why: str) -> str:
+def _reason(folder: Path, attempt: str, code: int, state: str, why: str) -> str:
     if why:
         return why
     if state not in ("", "RUNNING"):
         return "cancelled"
-    return error(folder, life) or {EXIT_REQUEUE: "told to save and end", 130: "stopped"}.get(
+    return error(folder, attempt) or {EXIT_REQUEUE: "told to save and end", 130: "stopped"}.get(
         code, f"ended with exit code {code}"
     )
 
 
-def error(folder: Path, life: str) -> str | None:
-    """The error that ended a life of a job: a rank that was killed, else the first rank's own, with its rank.
+def error(folder: Path, attempt: str) -> str | None:
+    """The error that ended an attempt of a job: a rank that was killed, else the first rank's own, with its rank.
 
     A rank that srun killed after another one had failed is the cause only where that one had merely lost it.
     """
-    before, after = _killed(folder / f"{life}.out")
-    errors = [content for file in _of_ranks(folder, life, "error") if (content := _content(file))]
+    before, after = _killed(folder / f"{attempt}.out")
+    errors = [content for file in _of_ranks(folder, attempt, "error") if (content := _content(file))]
     first = min(errors, key=lambda e: (bool(e.get("lost")), not e.get("killed"), float(e["time"])), default=None)
     if killed := before or (after if first is None or first.get("lost") else None):
         return killed
     if first is None:
-        return _last_line(folder, life)
+        return _last_line(folder, attempt)
     return f"rank {first['rank']}: {str(first['text']).strip().splitlines()[-1]}"
 
 
-def _of_ranks(folder: Path, life: str, kind: str) -> list[Path]:
-    """The files of a kind that ranks have left in a life of a job, by rank."""
-    found = [*folder.glob(f"{life}/*/*.{kind}"), *folder.glob(f"{life}.*.{kind}")]
+def _of_ranks(folder: Path, attempt: str, kind: str) -> list[Path]:
+    """The files of a kind that ranks have left in an attempt of a job, by rank."""
+    found = [*folder.glob(f"{attempt}/*/*.{kind}"), *folder.glob(f"{attempt}.*.{kind}")]
     ranks = ((file.stem.rpartition(".")[2], file) for file in found)
     return [file for _, file in sorted((int(rank), file) for rank, file in ranks if rank.isdecimal())]
 
@@ -128,10 +129,10 @@ def _signalled(text: str) -> str | None:
     return f"rank {rank} on {node}: {how.lower()}{memory}"
 
 
-def _last_line(folder: Path, life: str) -> str | None:
+def _last_line(folder: Path, attempt: str) -> str | None:
     """The last line that a task or the batch script left, where no rank came far enough to tell of an error."""
-    job = life.rpartition(".")[0]
-    for file in [*_of_ranks(folder, life, "out"), folder / f"{life}.out", folder / f"{job}.out"]:
+    job = attempt.rpartition(".")[0]
+    for file in [*_of_ranks(folder, attempt, "out"), folder / f"{attempt}.out", folder / f"{job}.out"]:
         try:
             lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
         except OSError:

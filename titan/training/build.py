@@ -65,7 +65,7 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
         world=world,
         scales=_scales(stages, run, world),
         places=_token_positions(run, world),
-        twins=_tied_weights(stages, run, world),
+        tied_weights=_tied_weights(stages, run, world),
         multiple=run.parallelism.multiple(run.layout),
         notes=tuple(notes),
     )
@@ -305,6 +305,6 @@ def _tied_weights(stages: dict[int, Stage], run: Run, world: World) -> TiedWeigh
     other = staging.owners[-1] if first is not None else staging.owners[0]
     if first is None and last is None:
         return None
-    twins = TiedWeights(first, last, group, other, world.device)
-    twins.greet()
-    return twins
+    tied_weights = TiedWeights(first, last, group, other, world.device)
+    tied_weights.greet()
+    return tied_weights

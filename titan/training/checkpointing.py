@@ -42,54 +42,54 @@ POLL_SECONDS = 1.0
 
 
 class CheckpointPolicy:
-    """A life's checkpoints, seen from one rank."""
+    """An attempt's checkpoints, seen from one rank."""
 
     def __init__(
-        self, run: Run, life: Attempt, engine: TrainStep, mix: RowMixture, tell: Callable[[str], None]
+        self, run: Run, attempt: Attempt, train_step: TrainStep, mix: RowMixture, tell: Callable[[str], None]
     ) -> None:
         """Take what is saved; nothing is written yet.
 
         Args:
-            run, life: what it belongs to.
-            engine: whose state is saved; its optimizer must have its state already.
+            run, attempt: what it belongs to.
+            train_step: whose state is saved; its optimizer must have its state already.
             mix: the rows, for the data's position and tokenizer.
             tell: shows a warning.
         """
-        self.run, self.life, self.mix, self.tell = run, life, mix, tell
-        world = engine.world
-        talk = Coordinator(world.place.rank, world.place.size, world.aside)
-        self.speaks, self.off = world.speaks, run.checkpoint.mode == "off"
+        self.run, self.attempt, self.mix, self.tell = run, attempt, mix, tell
+        world = train_step.world
+        coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.aside)
+        self.is_rank0, self.off = world.is_rank0, run.checkpoint.mode == "off"
         how = (
             Path(run.directory),
             run.checkpoint,
-            engine,
-            talk,
+            train_step,
+            coordinator,
             tokenizer_files.copy_listed,
-            _post_save_hooks(run, talk),
+            _post_save_hooks(run, coordinator),
         )
         self.manager = None if self.off else Manager(*how)
         self.tokenizer = _tokenizer(mix)
-        self.saved_step = self.begun_step = life.step
+        self.saved_step = self.begun_step = attempt.step
         self.saved_at = self.looked_at = time.monotonic()
         self.retry_at: float | None = None
         self.delay, self.ending = RETRY_SECONDS, False
         self.wrong: str | None = None
         self.stalled = 0.0
 
-    def make_up(self) -> None:
-        """Begin what was to follow the checkpoint that the life begins from, where a kill came between.
+    def resume_post_save(self) -> None:
+        """Begin what was to follow the checkpoint that the attempt begins from, where a kill came between.
 
         All ranks call it together.
         """
-        run, step = self.run, self.life.step
-        if self.manager and self.manager.talk.first(
+        run, step = self.run, self.attempt.step
+        if self.manager and self.manager.coordinator.on_rank0(
             lambda: post_save_pending(run.checkpoint, Path(run.directory), step)
         ):
-            self.manager.repeat(step)
+            self.manager.rerun_post_save(step)
 
     def due(self) -> bool:
         """Whether it is time to save, for reasons that all ranks have to be told of."""
-        if self.off or not self.speaks:
+        if self.off or not self.is_rank0:
             return False
         now = time.monotonic()
         timed = 0 < self.run.checkpoint.minutes * 60 <= now - self.saved_at
@@ -106,19 +106,19 @@ class CheckpointPolicy:
         if self.manager is None or step == self.begun_step:
             return
         self.begun_step, self.saved_at, self.retry_at = step, time.monotonic(), None
-        if self.speaks:
+        if self.is_rank0:
             with contextlib.suppress(OSError):
                 (Path(self.run.directory) / SAVE_FILE).unlink()
         self.manager.save(self._about(step, rows), self.tokenizer)
 
-    def unchanged(self) -> None:
+    def wait_for_staging(self) -> None:
         """Call it before the weights change."""
         if self.manager is not None:
-            self.manager.unchanged()
+            self.manager.wait_for_staging()
 
-    def hear(self) -> list[dict[str, Any]]:
+    def poll_finished(self) -> list[dict[str, Any]]:
         """Take note of the saves that have ended; a record of each that succeeded, for the metrics."""
-        return [] if self.manager is None else self._noted(self.manager.news())
+        return [] if self.manager is None else self._record_outcomes(self.manager.completed())
 
     def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
         """Save the state after the last step, unless that is done, with all that follows; all ranks together.
@@ -138,7 +138,7 @@ class CheckpointPolicy:
                 break
             time.sleep(attempt**2)
             if self.saved_step == step:
-                self.manager.repeat(step)
+                self.manager.rerun_post_save(step)
             else:
                 self.save(step, rows)
             records += self.wait()
@@ -159,14 +159,14 @@ class CheckpointPolicy:
 
     def wait(self) -> list[dict[str, Any]]:
         """Wait for what is under way; then as `hear`."""
-        return [] if self.manager is None else self._noted(self.manager.finish())
+        return [] if self.manager is None else self._record_outcomes(self.manager.finish())
 
     def close(self) -> None:
         """End what runs beside training."""
         if self.manager is not None:
             self.manager.close()
 
-    def _noted(self, outcomes: list[SaveOutcome]) -> list[dict[str, Any]]:
+    def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[dict[str, Any]]:
         records: list[dict[str, Any]] = []
         for outcome in outcomes:
             self.stalled += outcome.stall
@@ -199,8 +199,8 @@ class CheckpointPolicy:
             step=step,
             tokens=rows * self.run.training.seq_len,
             data=permutation.state(rows, self.mix.fingerprint(rows)),
-            science_id=self.life.ids.science,
-            run_id=self.life.run_id,
+            science_id=self.attempt.ids.science,
+            run_id=self.attempt.run_id,
             layout=self.run.layout.degrees(),
             model=as_model(self.run),
             tokenizer=None,
@@ -214,23 +214,27 @@ def _tokenizer(mix: RowMixture) -> str | None:
     return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
 
 
-def _post_save_hooks(run: Run, talk: Coordinator) -> tuple[PostSaveHook, ...]:
+def _post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, ...]:
     """What follows each save."""
     how = run.checkpoint
-    copies = (remote.copying(how, how.path, run.directory, talk),) if how.path else ()  # first: it is what may be lost
-    return (*copies, _export_hook(how.export, how.export_dtype, talk)) if how.export else copies
+    copies = (
+        (remote.copying(how, how.path, run.directory, coordinator),) if how.path else ()
+    )  # first: it is what may be lost
+    return (*copies, _export_hook(how.export, how.export_dtype, coordinator)) if how.export else copies
 
 
-def _export_hook(format: Literal["hf", "meta"], dtype: str, talk: Coordinator) -> PostSaveHook:
+def _export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: Coordinator) -> PostSaveHook:
     """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
 
     def write(folder: Path, about: Manifest) -> None:
         with describing(f"the export to {folder / format}"):
-            weights, out = talk.each(lambda: open_weights(folder)), folder / format
+            weights, out = coordinator.run_all(lambda: open_weights(folder)), folder / format
             how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
-            talk.first(lambda: out.mkdir(exist_ok=True))
-            talk.each(lambda: export.export(weights, out, part=(talk.rank, talk.size), **how))
-            talk.first(lambda: export.finish(weights, out, **how))
+            coordinator.on_rank0(lambda: out.mkdir(exist_ok=True))
+            coordinator.run_all(
+                lambda: export.export(weights, out, part=(coordinator.rank, coordinator.world_size), **how)
+            )
+            coordinator.on_rank0(lambda: export.finish(weights, out, **how))
 
     return write
 

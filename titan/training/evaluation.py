@@ -69,10 +69,10 @@ def eval_sets(
     return found
 
 
-def evaluate(engine: TrainStep, world: World, held: Mapping[str, EvalSet]) -> dict[str, float]:
+def evaluate(train_step: TrainStep, world: World, held: Mapping[str, EvalSet]) -> dict[str, float]:
     """The mean loss of a token and bits a byte, over all sources and, where there are several, of each; all ranks call
     it together."""
-    losses = {name: world.sum(engine.evaluate(part.rows).double()).item() for name, part in held.items()}
+    losses = {name: world.sum(train_step.evaluate(part.rows).double()).item() for name, part in held.items()}
     found = _figures("", sum(losses.values()), list(held.values()))
     for name, part in held.items() if len(held) > 1 else ():
         found |= _figures(f"/{name}", losses[name], [part])

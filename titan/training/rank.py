@@ -9,12 +9,12 @@ from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import run
 
 
-def work(payload: Any, place: RankInfo, tell: Callable[[BaseException], int]) -> int:
-    """Train: the payload is the run and its life."""
+def work(payload: Any, rank_info: RankInfo, tell: Callable[[BaseException], int]) -> int:
+    """Train: the payload is the run and its attempt."""
     from titan.training.worker import work as train
 
-    run, life = payload
-    return train(run, life, place, failed=tell)
+    run, attempt = payload
+    return train(run, attempt, rank_info, failed=tell)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,19 @@ from titan.run.attempts import Attempt
 from titan.run.run import Run, as_config
 
 
-def recorder(run: Run, life: Attempt, warn: Callable[[str], None]) -> Recorder:
+def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None]) -> Recorder:
     """What writes the records of this attempt, here and to trackers."""
     directory = Path(run.directory)
     trackers = open_trackers(
         run.metrics,
         directory=directory,
-        run_id=life.run_id,
-        group_id=life.ids.group,
+        run_id=attempt.run_id,
+        group_id=attempt.ids.group,
         name=run.name,
         config=as_config(run),
         warn=warn,
     )
-    return Recorder(directory, life.number, trackers, warn)
+    return Recorder(directory, attempt.number, trackers, warn)
 
 
 def speed(run: Run) -> Speed:

@@ -91,7 +91,7 @@ class TrainStep:
         world: the ranks.
         scales: to be updated after the weights are, where some are gathered in float8.
         places: this rank's places of a row, int64 on its device, for its length; None where ranks have whole rows.
-        twins: a tied weight of which this rank has one of two, or both; see
+        tied_weights: a tied weight of which this rank has one of two, or both; see
             `titan.parallelism.pipeline.runtime.TiedWeights`.
         multiple: rows have to be a multiple of so many tokens.
         notes: what was applied to the model, in order.
@@ -103,7 +103,7 @@ class TrainStep:
     world: World
     scales: Scales | None = None
     places: Callable[[int], Tensor] | None = None
-    twins: TiedWeights | None = None
+    tied_weights: TiedWeights | None = None
     multiple: int = 1
     notes: tuple[str, ...] = ()
 
@@ -123,8 +123,8 @@ class TrainStep:
             This rank's summed loss, an fp32 scalar on its device: over all ranks they add up to the whole.
         """
         loss = self.runner.backward(self._part(rows), scale)
-        if self.twins is not None:
-            self.twins.meet()
+        if self.tied_weights is not None:
+            self.tied_weights.meet()
         for parameter in self.parameters():
             tensor.settle(parameter)
         return loss if self.world.counts_loss else torch.zeros_like(loss)
@@ -158,7 +158,7 @@ class TrainStep:
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients, the same on every rank as on one device."""
-        double = self.twins.last if self.twins is not None else None
+        double = self.tied_weights.last if self.tied_weights is not None else None
         counted = [p.grad for p in self.parameters() if p.grad is not None and p is not double]
         return grad_norm.total_norm(counted, self.world.device, self.world.group("pipeline"))
 

@@ -114,25 +114,25 @@ class InFlightStep:
 
 
 class Trainer:
-    """Trains one life of a run on one rank."""
+    """Trains one attempt of a run on one rank."""
 
-    def __init__(self, run: Run, life: Attempt, world: World, engine: TrainStep, stop: StopSource) -> None:
+    def __init__(self, run: Run, attempt: Attempt, world: World, train_step: TrainStep, stop: StopSource) -> None:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
             run: the experiment.
-            life: where it begins and what it is called.
+            attempt: where it begins and what it is called.
             world: the ranks.
-            engine: the assembled model and optimizer.
+            train_step: the assembled model and optimizer.
             stop: asked at every step whether a signal came.
         """
-        self.run, self.life, self.world, self.engine, self.stop = run, life, world, engine, stop
-        self.step, self.rows = life.step, life.rows
-        init_optimizer_state(engine.optimizer)
+        self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
+        self.step, self.rows = attempt.step, attempt.rows
+        init_optimizer_state(train_step.optimizer)
         self.speed = recording.speed(run)
-        self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(life.corpora, run.dataset))
+        self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.partial = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
-        self.saving = CheckpointPolicy(run, life, engine, self.mix, self._warn)
+        self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, self._warn)
         self.stopping = self.again = self.due = False
         self.bad = 0
         self.seconds: deque[float] = deque(maxlen=1000)
@@ -156,12 +156,12 @@ class Trainer:
         """
         began = time.monotonic()
         self._begin()
-        if self.world.speaks:
-            summary.show_run(self.run, self.life, self.mix, self.engine.notes)
-            self.recorder = recording.recorder(self.run, self.life, self._warn)
+        if self.world.is_rank0:
+            summary.show_run(self.run, self.attempt, self.mix, self.train_step.notes)
+            self.recorder = recording.recorder(self.run, self.attempt, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
-            self.progress = progress if self.world.speaks else None
-            self.held = eval_sets(self.run, self.world, self.mix, self._say, lambda: self.stop.asked)
+            self.progress = progress if self.world.is_rank0 else None
+            self.held = eval_sets(self.run, self.world, self.mix, self._show, lambda: self.stop.asked)
             with _collected_at_steps():
                 self.loop()
         self._finish(began)
@@ -175,31 +175,31 @@ class Trainer:
             self.recorder.close()
 
     def _begin(self) -> None:
-        """Clear away what a killed life may have left, and take up the state of a checkpoint, or given weights."""
-        if self.world.speaks:
+        """Clear away what a killed attempt may have left, and take up the state of a checkpoint, or given weights."""
+        if self.world.is_rank0:
             retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
-        place = self.world.place
-        talk = Coordinator(place.rank, place.size, self.world.aside)
-        if self.life.checkpoint:
-            restore(self.engine, Path(self.life.checkpoint), talk)
-            self.saving.make_up()
-        elif self.life.weights:
-            start_from_weights(self.engine, self.life.weights, talk)
+        rank_info = self.world.rank_info
+        coordinator = Coordinator(rank_info.rank, rank_info.world_size, self.world.aside)
+        if self.attempt.checkpoint:
+            restore(self.train_step, Path(self.attempt.checkpoint), coordinator)
+            self.saving.resume_post_save()
+        elif self.attempt.weights:
+            start_from_weights(self.train_step, self.attempt.weights, coordinator)
 
     def loop(self, steps: int | None = None) -> None:
         """Train `steps` steps, or all that are left."""
         last = self.run.training.steps if steps is None else self.step + steps
         sent: InFlightStep | None = None
         while self.step < last and not self.stopping:
-            self._allow(self._step_timeout())
+            self._set_timeout(self._step_timeout())
             new = self._step(sent.clock if sent else None)
-            if self.step == self.life.step + 1:  # its freed memory lies between the optimizer's state, made after it
+            if self.step == self.attempt.step + 1:  # its freed memory lies between the optimizer's state, made after it
                 release(self.world.device)
             if sent:
-                self._settle(sent)
-            sent = self._between(new, last)
+                self._finalize_step(sent)
+            sent = self._run_periodic_tasks(new, last)
         if sent:
-            self._settle(sent)
+            self._finalize_step(sent)
 
     def _step_timeout(self) -> float:
         """Seconds that ranks may wait for each other in the next step.
@@ -207,11 +207,11 @@ class Trainer:
         The first step, and the first of each batch size, may compile; and a rank that reads data while they are
         prepared may have to wait for them.
         """
-        new = self.step == self.life.step or self.run.training.phase(self.step + 1).step == self.step + 1
+        new = self.step == self.attempt.step or self.run.training.phase(self.step + 1).step == self.step + 1
         cluster = self.run.cluster
         return cluster.timeout if new or self.run.dataset.stream else cluster.step_seconds
 
-    def _allow(self, seconds: float) -> None:
+    def _set_timeout(self, seconds: float) -> None:
         """Set how long ranks wait for each other; all ranks call it together."""
         if seconds != self.allowed:
             self.world.set_timeout(seconds, meet=seconds < self.allowed)
@@ -222,23 +222,23 @@ class Trainer:
         clock, self.step = StepTimer(self.world.device, before), self.step + 1
         batch = next(self.loader)
         lr = self.run.optimizer.lr * lr_factor(self.run.training, self.step)
-        for group in self.engine.optimizer.param_groups:
+        for group in self.train_step.optimizer.param_groups:
             group["lr"] = lr * group.get("factor", 1.0)
         tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
-        loss = self.engine.backward(self._rows(batch), 1 / tokens)
-        figures = self.world.sum(self._figures(loss, batch))
-        gradients = self.engine.gradients()
+        loss = self.train_step.backward(self._rows(batch), 1 / tokens)
+        figures = self.world.sum(self._pack_metrics(loss, batch))
+        gradients = self.train_step.gradients()
         if self.partial:  # how many targets count is known only now
             grad_norm.scale(gradients, (tokens / figures[VALID].clamp(min=1)).float())
-        size = self.engine.norm()
+        size = self.train_step.norm()
         if self.run.training.clip_norm is not None:
             grad_norm.clip(gradients, size, self.run.training.clip_norm)
-        self.saving.unchanged()
+        self.saving.wait_for_staging()
         self._update(~torch.isfinite(figures[LOSS] + size) | (figures[VOID] > 0))
         self.rows = batch.read
-        return self._send(batch, lr, loss, torch.cat([figures, size.double()[None]]), clock)
+        return self._copy_metrics_to_host(batch, lr, loss, torch.cat([figures, size.double()[None]]), clock)
 
-    def _figures(self, loss: Tensor, batch: Batch) -> Tensor:
+    def _pack_metrics(self, loss: Tensor, batch: Batch) -> Tensor:
         """This rank's share of the step's vector."""
         due = self.saving.due()
         pieces = [float(batch.hash >> (16 * i) & (PIECE - 1)) for i in range(PIECES)]
@@ -259,18 +259,20 @@ class Trainer:
 
     def _update(self, bad: Tensor) -> None:
         """Change the weights, unless `bad`: fused optimizers decide that on the device, others are asked here."""
-        optimizer: Any = self.engine.optimizer
+        optimizer: Any = self.train_step.optimizer
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             # a blocking copy where weights are on the host: torch's own would not wait for the device
             optimizer.found_inf = bad.float().cpu() if self.run.memory.offload else bad.float()
             optimizer.step()
         elif not bad.item():
             optimizer.step()
-        if self.engine.scales is not None:
-            self.engine.scales.update()
+        if self.train_step.scales is not None:
+            self.train_step.scales.update()
         optimizer.zero_grad(set_to_none=True)
 
-    def _send(self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, clock: StepTimer) -> InFlightStep:
+    def _copy_metrics_to_host(
+        self, batch: Batch, lr: float, loss: Tensor, figures: Tensor, clock: StepTimer
+    ) -> InFlightStep:
         """Start the copy of a step's figures to the host."""
         if self.world.device.type == "cuda":
             host = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
@@ -278,7 +280,7 @@ class Trainer:
         clock.stop()
         return InFlightStep(self.step, batch, lr, loss, figures, clock)
 
-    def _settle(self, sent: InFlightStep) -> None:
+    def _finalize_step(self, sent: InFlightStep) -> None:
         """Read a step's figures, act on them and write them down."""
         *figures, size = sent.read()
         seconds = sent.clock.seconds()
@@ -290,12 +292,12 @@ class Trainer:
             return
         self.due = self.due or figures[SAVE] > 0
         loss = figures[LOSS] / max(1, figures[VALID])
-        self._judge(sent, loss, size)
+        self._check_finite(sent, loss, size)
         self.seconds.append(seconds)
         self.pairs.append(figures[PAIRS])
         self.waited += sent.batch.wait_seconds
         if self.recorder:
-            self._note(self.saving.hear())
+            self._log_records(self.saving.poll_finished())
             self.recorder.log(self._record(sent, loss, size, seconds, figures))
         if self.progress:
             self.progress.step(sent.step, loss, self._tokens(sent) / seconds)
@@ -323,7 +325,7 @@ class Trainer:
         """Tokens of a step."""
         return self.run.training.phase(sent.step).rows * self.run.training.seq_len
 
-    def _judge(self, sent: InFlightStep, loss: float, size: float) -> None:
+    def _check_finite(self, sent: InFlightStep, loss: float, size: float) -> None:
         """Report a step whose loss or gradients were not finite; give up after some in a row.
 
         Raises:
@@ -342,7 +344,7 @@ class Trainer:
         )
         self._warn(line)
         if self.bad >= self.run.training.bad_steps:
-            self._note(self.saving.wait())
+            self._log_records(self.saving.wait())
             raise RunError(
                 f"{self.bad} steps in a row were not finite, the last one step {sent.step}: {where}, rows "
                 f"{sent.batch.first} to {sent.batch.last}; lower optimizer.lr={self.run.optimizer.lr:g}, or raise "
@@ -353,14 +355,14 @@ class Trainer:
     def _warn(self, line: str) -> None:
         """Put a line into this rank's log, and on the terminal where this rank speaks."""
         log.warning(line)
-        self._say(line)
+        self._show(line)
 
-    def _say(self, line: str) -> None:
+    def _show(self, line: str) -> None:
         """Put a line on the terminal, where this rank speaks."""
         if self.progress:
             self.progress.say(line)
 
-    def _between(self, sent: InFlightStep, last: int) -> InFlightStep | None:
+    def _run_periodic_tasks(self, sent: InFlightStep, last: int) -> InFlightStep | None:
         """What is due after a step: validation, a checkpoint, garbage. What is settled for it, is None."""
         step, run = self.step, self.run
         every = run.metrics.validate_every
@@ -371,8 +373,8 @@ class Trainer:
             if step % run.training.gc_every == 0:
                 gc.collect(1)
             return sent
-        self._settle(sent)
-        self._allow(run.cluster.timeout)
+        self._finalize_step(sent)
+        self._set_timeout(run.cluster.timeout)
         if validate:
             self.validate()
         if save:
@@ -384,7 +386,7 @@ class Trainer:
         if not self.held:
             return
         release(self.world.device)
-        self.validation = evaluate(self.engine, self.world, self.held)
+        self.validation = evaluate(self.train_step, self.world, self.held)
         if self.recorder:
             tokens_read = self.rows * self.run.training.seq_len
             self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation})
@@ -396,9 +398,9 @@ class Trainer:
         release(self.world.device)
         self.due = False
         self.saving.save(self.step, self.rows)
-        self._note(self.saving.hear())
+        self._log_records(self.saving.poll_finished())
 
-    def _note(self, records: list[dict[str, Any]]) -> None:
+    def _log_records(self, records: list[dict[str, Any]]) -> None:
         """Write down how saves went, in the order of steps, as trackers want it."""
         if self.recorder:
             for record in records:
@@ -407,11 +409,11 @@ class Trainer:
     def _finish(self, began: float) -> None:
         """After the last step: save, validate, sample, and say what came out."""
         release(self.world.device)
-        self._allow(self.run.cluster.timeout)
+        self._set_timeout(self.run.cluster.timeout)
         if not self.stopping or self.run.checkpoint.on_stop:
-            self._note(self.saving.finish(self.step, self.rows))
+            self._log_records(self.saving.finish(self.step, self.rows))
         else:
-            self._note(self.saving.wait())
+            self._log_records(self.saving.wait())
         sample = None
         if not self.stopping:
             self.validate()
@@ -433,8 +435,8 @@ class Trainer:
             "finished": not self.stopping,
             "step": self.step,
             "tokens": self.rows * self.run.training.seq_len,
-            "life": self.life.number,
-            "science_id": self.life.ids.science,
+            "attempt": self.attempt.number,
+            "science_id": self.attempt.ids.science,
             "first_loss": first,
             "last_loss": last,
             **{k: finite(v) for k, v in self.validation.items()},
@@ -475,7 +477,7 @@ class Trainer:
         tokenizer = load_tokenizer(corpus.tokenizer_path)
         start = [int(t) for t in split.read(0, min(16, seq_len // 2))]
         tokens = sample_continuation(
-            self.engine.logits,
+            self.train_step.logits,
             start,
             count,
             window=seq_len,
@@ -491,12 +493,12 @@ class Trainer:
             run.training,
             self.world.share,
             Shape(run.microbatches, run.microbatch_rows, run.training.seq_len),
-            step=self.life.step + 1,
+            step=self.attempt.step + 1,
             prefetch=run.dataset.prefetch,
             documents=run.dataset.mask_documents,
             read=self.world.reads,
             patience=run.cluster.timeout,
-            tell=self._say,
+            tell=self._show,
             stopped=lambda: self.stop.asked,
         )
 

@@ -33,8 +33,8 @@ log = logging.getLogger("titan")
 
 def work(
     run: Run,
-    life: Attempt,
-    place: RankInfo,
+    attempt: Attempt,
+    rank_info: RankInfo,
     store: Any = None,
     failed: Callable[[Exception], object] = lambda error: None,
 ) -> int:
@@ -42,7 +42,7 @@ def work(
 
     Args:
         run: the experiment.
-        life: which execution of it this is.
+        attempt: which execution of it this is.
         place: this rank.
         store: what the ranks have met at already, under torchrun or srun.
         failed: told of an error at once, before anything is put in order, which may take as long as a save does.
@@ -53,17 +53,24 @@ def work(
     Raises:
         RunError: when the run can't go on, in a plain sentence.
     """
-    _log_to(Path(run.directory) / "log" / f"rank-{place.rank}.log")
+    _log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
-    with StopSignals(place.size == 1, place.scheduled) as stop:
+    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
         world = mesh.connect(
-            place, run.layout, run.machine.device, run.cluster.timeout, store, _needs_exchange(run, life)
+            rank_info, run.layout, run.machine.device, run.cluster.timeout, store, _needs_exchange(run, attempt)
         )
         try:
-            life = _resolve_checkpoint(run, life, world)
-            log.info("life %d of %s: rank %d of %d on %s", life.number, run.name, place.rank, place.size, world.device)
-            engine = build(run, world, log.info)
-            ended = _trained(Trainer(run, life, world, engine, stop), failed)
+            attempt = _resolve_checkpoint(run, attempt, world)
+            log.info(
+                "attempt %d of %s: rank %d of %d on %s",
+                attempt.number,
+                run.name,
+                rank_info.rank,
+                rank_info.world_size,
+                world.device,
+            )
+            train_step = build(run, world, log.info)
+            ended = _trained(Trainer(run, attempt, world, train_step, stop), failed)
         except StopRequested:
             return exit_code_of_stop(stop.again)
         except Exception as error:
@@ -114,61 +121,61 @@ def _of_the_compiler(error: Exception) -> bool:
     return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
-def _needs_exchange(run: Run, life: Attempt) -> bool:
+def _needs_exchange(run: Run, attempt: Attempt) -> bool:
     """Whether the ranks have anything to say of checkpoints."""
-    return run.checkpoint.mode != "off" or bool(life.checkpoint or life.weights)
+    return run.checkpoint.mode != "off" or bool(attempt.checkpoint or attempt.weights)
 
 
-def _resolve_checkpoint(run: Run, life: Attempt, world: World) -> Attempt:
-    """The life, from a checkpoint whose content is whole: the one that it names, or the complete one before it.
+def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
+    """The attempt, from a checkpoint whose content is whole: the one that it names, or the complete one before it.
 
     Raises:
         ConfigError: when there is none.
     """
-    talk = Coordinator(world.place.rank, world.place.size, world.aside)
-    _check_init_weights(run, life, talk)
-    while life.checkpoint:
-        folder, wrong = _fetched(run, life, talk)
-        wrong = wrong or damage(folder, talk, run.checkpoint.verify)
+    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.aside)
+    _check_init_weights(run, attempt, coordinator)
+    while attempt.checkpoint:
+        folder, wrong = _fetched(run, attempt, coordinator)
+        wrong = wrong or damage(folder, coordinator, run.checkpoint.verify)
         if wrong is None:
-            return replace(life, checkpoint=str(folder))
-        word = talk.tell(_previous_attempt(run, life, wrong) if talk.rank == 0 else None)
+            return replace(attempt, checkpoint=str(folder))
+        word = coordinator.broadcast(_previous_attempt(run, attempt, wrong) if coordinator.rank == 0 else None)
         if not isinstance(word, Attempt):
             raise ConfigError(str(word))
-        life = word
-    return life
+        attempt = word
+    return attempt
 
 
-def _check_init_weights(run: Run, life: Attempt, talk: Coordinator) -> None:
+def _check_init_weights(run: Run, attempt: Attempt, coordinator: Coordinator) -> None:
     """Refuse given weights whose checksums differ, where they are a checkpoint's."""
-    if life.weights is None or not talk.tell((Path(life.weights) / manifest.NAME).is_file()):
+    if attempt.weights is None or not coordinator.broadcast((Path(attempt.weights) / manifest.NAME).is_file()):
         return
-    if wrong := damage(Path(life.weights), talk, run.checkpoint.verify):
+    if wrong := damage(Path(attempt.weights), coordinator, run.checkpoint.verify):
         raise ConfigError(f"checkpoint.weights={run.checkpoint.weights}: is damaged: {wrong}; give another one.")
 
 
-def _fetched(run: Run, life: Attempt, talk: Coordinator) -> tuple[Path, str | None]:
-    """The folder of the life's checkpoint, brought here where it is elsewhere; and what is damaged in it.
+def _fetched(run: Run, attempt: Attempt, coordinator: Coordinator) -> tuple[Path, str | None]:
+    """The folder of the attempt's checkpoint, brought here where it is elsewhere; and what is damaged in it.
 
     Raises:
         RunError: when it can't be brought here, for a reason that may pass.
     """
-    url = str(life.checkpoint)
+    url = str(attempt.checkpoint)
     parent = url.rpartition("/")[0]
     copies = run.checkpoint.path is not None and parent == of(run.checkpoint.path, run.directory).url
     if not (copies or is_url(url)):
         return Path(url), None
     try:
-        return fetched(Remote(parent), life.step, Path(run.directory), talk), None
+        return fetched(Remote(parent), attempt.step, Path(run.directory), coordinator), None
     except CoordinationError as error:
         if error.damaged:
             return Path(run.directory), str(error)
         raise RunError(f"{url} could not be fetched ({error}); mend that, and give the same command again.") from error
 
 
-def _previous_attempt(run: Run, life: Attempt, wrong: str) -> Attempt | str:
+def _previous_attempt(run: Run, attempt: Attempt, wrong: str) -> Attempt | str:
     try:
-        return use_previous_checkpoint(run, life, wrong)
+        return use_previous_checkpoint(run, attempt, wrong)
     except (ConfigError, OSError) as error:
         return str(error)
 

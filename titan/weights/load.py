@@ -87,7 +87,7 @@ def load_weights(
     """Fill parameters in place; all ranks call it together, unless each is to read for itself.
 
     A head that the weights lack, because theirs is the embedding's weight, is filled with a copy of that. Where one
-    rank holds both copies of a tied weight, `Engine.twins.align` has to follow.
+    rank holds both copies of a tied weight, `Engine.tied_weights.align` has to follow.
 
     Args:
         state: the parameters of this rank by their names in titan's module, DTensors where ranks hold parts.

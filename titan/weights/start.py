@@ -9,7 +9,7 @@ from titan.weights.formats import open_weights
 from titan.weights.load import load_weights
 
 
-def start_from_weights(state: TrainState, path: str, talk: Coordinator) -> None:
+def start_from_weights(state: TrainState, path: str, coordinator: Coordinator) -> None:
     """Load given weights, of any format, and leave the optimizer as new; all ranks call it together.
 
     Raises:
@@ -17,8 +17,8 @@ def start_from_weights(state: TrainState, path: str, talk: Coordinator) -> None:
     """
     parameters = {name: parameter.detach() for name, parameter in state.named_parameters()}
     try:
-        talk.each(lambda: load_weights(parameters, open_weights(path), no_dist=True))
+        coordinator.run_all(lambda: load_weights(parameters, open_weights(path), no_dist=True))
     except CoordinationError as error:
         raise (ConfigError if error.refused else RunError)(str(error)) from error
-    if state.twins is not None:
-        state.twins.align(state.optimizer)
+    if state.tied_weights is not None:
+        state.tied_weights.align(state.optimizer)

@@ -184,14 +184,14 @@ def _settings(comparison: Comparison) -> str:
 
 def _runs(comparison: Comparison) -> str:
     rows = [_run(run) for arm in comparison.arms for run in arm.runs]
-    head = ["run", "directory", "state", "steps", "seed", "devices", "loss", "validation", "step ms", "by life",
-            "device-hours", "goodput", "lives", "science", "execution", "code"]  # fmt: skip
+    head = ["run", "directory", "state", "steps", "seed", "devices", "loss", "validation", "step ms", "by attempt",
+            "device-hours", "goodput", "attempts", "science", "execution", "code"]  # fmt: skip
     named = f"{len(rows)} run{'s' * (len(rows) > 1)}"
     return f"<details><summary>{named}</summary>{_plain_table(head, rows, words=3)}</details>" if rows else ""
 
 
 def _run(run: RunFound) -> list[str]:
-    times = [few(1e3 * speed.step_seconds.median) for speed in run.speed_by_life]
+    times = [few(1e3 * speed.step_seconds.median) for speed in run.speed_by_attempt]
     return [
         run.label,
         run.directory,
@@ -205,7 +205,7 @@ def _run(run: RunFound) -> list[str]:
         ", ".join(times) if len(times) > 1 else "",
         few(run.cost.device_hours),
         "" if run.cost.goodput is None else f"{run.cost.goodput:.1%}",
-        str(run.cost.lives),
+        str(run.cost.attempts),
         run.science_id,
         run.execution_id,
         run.code_id,

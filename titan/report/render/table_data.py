@@ -54,13 +54,13 @@ _SORTS: tuple[tuple[str, str, str, int, Callable[[Arm], Cell]], ...] = (
     ("runs", "", "how many runs, and how those stand that are not finished", 3, lambda arm: _runs(arm)),
     ("speed", "of baseline", "ratio of tokens/s a device, with its 95% interval", 0, lambda arm: _ratio(arm)),
     ("tokens/s", "a device", "at the median step", 1, lambda arm: _speed(arm)),
-    ("step time", "ms", "median of the steps (p10-p90), without each life's warm-up", 2, lambda arm: _step(arm)),
+    ("step time", "ms", "median of the steps (p10-p90), without each attempt's warm-up", 2, lambda arm: _step(arm)),
     ("memory", "GiB", "the most that rank 0 held in any run", 1, lambda arm: _memory(arm)),
     ("MFU", "(causal)", "model FLOPs' share of the peak: attention in full, and half of it", 6, lambda arm: _mfu(arm)),
     ("bits", "a byte", "the same a byte of text; 95% interval", 5, lambda arm: estimate(arm.bits)),
     ("reached", "target", "runs that came to the target loss; the median tokens", 4, lambda arm: _reached(arm.reached)),
-    ("device-hours", "a run", "devices times hours of all lives, mean over the runs", 8, lambda arm: _hours(arm)),
-    ("goodput", "", "share of the lives' time that went into steps that counted", 7, lambda arm: _goodput(arm)),
+    ("device-hours", "a run", "devices times hours of all attempts, mean over the runs", 8, lambda arm: _hours(arm)),
+    ("goodput", "", "share of the attempts' time that went into steps that counted", 7, lambda arm: _goodput(arm)),
     ("loss", "training", "mean of the last steps, over the runs, in nats a token", 9, lambda arm: _loss(arm)),
 )
 
