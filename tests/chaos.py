@@ -136,8 +136,8 @@ class Report:
 
 
 HEADER = (
-    "| run | kills (in a save) | attempts (resumed) | checkpoints | steps done again | first step of an attempt | any step | "
-    "| s |\n|" + " --- |" * 9
+    "| run | kills (in a save) | attempts (resumed) | checkpoints | steps done again | first step of an attempt "
+    "| any step | s |\n|" + " --- |" * 9
 )
 
 

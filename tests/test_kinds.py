@@ -1,4 +1,4 @@
-"""Classes by kinds: ids and old runs do not depend on where a class attempts."""
+"""Classes by kinds: ids and old runs do not depend on where a class lives."""
 
 from __future__ import annotations
 

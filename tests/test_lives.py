@@ -224,7 +224,7 @@ def test_lives_are_recorded_as_documents() -> None:
 def test_life_of_a_dead_process_can_be_locked_again(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from titan.run.attempts import locked
+from titan.run.lock import locked
 with locked(Path({str(tmp_path / "run")!r})):
     print("held", flush=True)
     input()
@@ -329,7 +329,7 @@ def full(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("after", range(4))
 def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny()
-    attempts.corpora.ready(run.dataset)
+    attempts.corpora.prepare_corpora(run.dataset)
     Path(run.directory).rmdir()
     with (
         monkeypatch.context() as patch,

@@ -1,4 +1,4 @@
-"""Names of schema classes that don't depend on where a class attempts. Free of torch.
+"""Names of schema classes that don't depend on where a class lives. Free of torch.
 
 Ids, run.yaml and checkpoints name a class by its kind, and `_target_` may name it so. The kind of a class of titan is
 frozen: it equals the path that the class had first. A class of the user's own has its dotted path for a kind.

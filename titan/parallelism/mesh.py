@@ -157,8 +157,8 @@ def _device(rank_info: RankInfo, device_type: str) -> torch.device:
         return torch.device(device_type)
     if rank_info.local_rank >= torch.cuda.device_count() > 1:
         raise RunError(
-            f"there are {torch.cuda.device_count()} GPUs here and more ranks: local rank {rank_info.local_rank} has none; "
-            "start one rank a GPU."
+            f"there are {torch.cuda.device_count()} GPUs here and more ranks: local rank {rank_info.local_rank} "
+            "has none; start one rank a GPU."
         )
     device = torch.device("cuda", rank_info.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

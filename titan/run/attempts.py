@@ -31,6 +31,7 @@ from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.files import untrusted
+from titan.files.former import renamed
 from titan.run import identity
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
