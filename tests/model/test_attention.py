@@ -269,7 +269,7 @@ def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])
 def test_documents_are_kept_apart_by_blocks_on_gpus(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    monkeypatch.setattr("titan.run.run.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())
     overrides = ["cluster.memory_gib=1e6", "cluster.devices=2", "parallelism=cp", "dataset.mask_documents=true"]
     assert composed([*overrides, f"parallelism.context_method={method}"]).training.attention == "flex"
     assert composed([*overrides[:3], f"parallelism.context_method={method}"]).training.attention == "auto"

@@ -106,7 +106,7 @@ def test_the_kernel_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    monkeypatch.setattr("titan.run.run.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("titan.run.resolve.importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "_fused_sdp_choice", torchs_choice(capability))
     monkeypatch.setattr(attention, "document_mask", lambda ids, dtype: ids.new_empty(1, 1, 128, 128, dtype=dtype))
