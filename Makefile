@@ -20,7 +20,7 @@ test-all: $(VENV)/.test  ## all tests, and every combination of techniques: half
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "full or not full" $(ARGS)
 
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
-	$(VENV)/bin/python -m tests.chaos $(ARGS)
+	$(VENV)/bin/python -m tests.support.chaos $(ARGS)
 
 lint: $(VENV)/.lint      ## ruff and mypy
 	$(VENV)/bin/ruff check

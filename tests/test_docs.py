@@ -16,7 +16,7 @@ import pytest
 
 from launchers import start
 from launchers.command import command
-from tests.checkpoint import made
+from tests.support import made_weights
 from titan import compare, convert, data, generate, prepare, status
 from titan.checkpoint import manifest
 from titan.config.arguments import arguments
@@ -84,13 +84,13 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(200)
         )
         file.writelines(json.dumps({"messages": coordinator}) + "\n" for coordinator in talks)
-    made.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made.LLAMA)
-    made.meta(folder / "llama", made.LLAMA, 2)
+    made_weights.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made_weights.LLAMA)
+    made_weights.meta(folder / "llama", made_weights.LLAMA, 2)
     assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
     first = compose.composed(["training.seq_len=256", "cluster=cpu", f"hydra.run.dir={folder}/runs/first"])
     Path(first.directory).mkdir(parents=True)
     attempts.begin_attempt(first)
-    made.native(manifest.folder_of(Path(first.directory), 400), Llama(**made.SMALL | {"vocab": 4096}))
+    made_weights.native(manifest.folder_of(Path(first.directory), 400), Llama(**made_weights.SMALL | {"vocab": 4096}))
     rates = folder / "runs" / "rates"
     rates.mkdir()
     point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runs import Seen, difference, same, steps, tiny, train, weights
+from tests.support.runs import Seen, difference, same, steps, tiny, train, weights
 from titan.dataset.loader import row_hash
 from titan.dataset.permutation import Permutation
 from titan.dataset.preprocess.prepare import prepare

@@ -13,7 +13,7 @@ import yaml
 
 from launchers import start
 from launchers.command import command
-from tests.machines import detector
+from tests.support.machines import detector
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout

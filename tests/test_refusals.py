@@ -13,8 +13,8 @@ import pytest
 
 from launchers import start
 from launchers.command import command
-from tests.machines import detector
-from tests.runs import TINY, save_of
+from tests.support.machines import detector
+from tests.support.runs import TINY, save_of
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.run import attempts
@@ -471,7 +471,7 @@ def test_directory_that_can_not_be_written_to() -> None:
 
 def test_directory_in_use() -> None:
     run = tiny()
-    program = f"from titan.run.attempts import locked; from pathlib import Path\nwith locked(Path({run.directory!r})): "
+    program = f"from titan.run.lock import locked; from pathlib import Path\nwith locked(Path({run.directory!r})): "
     other = subprocess.Popen(
         [sys.executable, "-c", program + "print(1, flush=True); input()"],
         stdin=subprocess.PIPE,

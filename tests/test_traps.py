@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.ranks import run_ranks
-from tests.runs import tiny
+from tests.support.ranks import run_ranks
+from tests.support.runs import tiny
 from titan.errors import ConfigError
 from titan.model import init_weights
 from titan.model.layers import Head, cross_entropy

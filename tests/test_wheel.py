@@ -50,6 +50,6 @@ def test_console_script_is_declared(site: Path) -> None:
 
 
 def test_the_page_of_a_comparison_has_its_styles(site: Path, tmp_path: Path) -> None:
-    read = "from titan.report import html; print(len(html._file('page.css')), len(html._file('page.js')))"
+    read = "from titan.report.render import html; print(len(html._file('page.css')), len(html._file('page.js')))"
     done = python(site, tmp_path, "-c", read)
     assert all(int(size) > 500 for size in done.stdout.split()), done.stderr

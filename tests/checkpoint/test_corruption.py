@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.corruption import Damage, Made, Scene, Trap, loaded, made, opened, outcome, system, table
+from tests.support.corruption import Damage, Made, Scene, Trap, loaded, made, opened, outcome, system, table
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="damages files in Linux's ways")
 CASES = table()

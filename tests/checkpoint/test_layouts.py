@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.layouts import EXACT, KINDS, LAYOUTS, Table
 from tests.checkpoint.test_manager import in_two_attempts
-from tests.matrix import MODEL, Outcome
-from tests.runs import difference, tiny, train, weights
+from tests.support.checkpoint_layouts import EXACT, KINDS, LAYOUTS, Table
+from tests.support.matrix import MODEL, Outcome
+from tests.support.runs import difference, tiny, train, weights
 
 MOMENTUM = ("optimizer=sgd", "optimizer.momentum=0.9", "training.steps=6", *MODEL)
 UNTIED, TIED = KINDS

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.ranks import RankFailed
-from tests.runs import Seen, learned, same, saved, steps, tiny, train
+from tests.support.ranks import RankFailed
+from tests.support.runs import Seen, learned, same, saved, steps, tiny, train
 from titan.checkpoint import manifest
 from titan.checkpoint.state import init_optimizer_state
 from titan.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoint.made import FILES, about, checkpoint
+from tests.support.made_weights import FILES, about, checkpoint
 from titan.checkpoint import manifest, retention, select
 from titan.checkpoint.manifest import Damaged
 from titan.errors import ConfigError

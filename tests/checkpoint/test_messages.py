@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.checkpoint import messages
-from tests.ranks import run_ranks
-from tests.runs import same, saved, tiny, train
+from tests.support import save_messages
+from tests.support.ranks import run_ranks
+from tests.support.runs import same, saved, tiny, train
 from titan.checkpoint import manifest, restore
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.plans import Plans, shared_out
@@ -85,14 +85,14 @@ def test_a_save_takes_two_rounds_and_is_planned_once(mode: str, tmp_path: Path) 
 @pytest.mark.parametrize("first", [True, False])
 def test_what_is_simulated_is_what_is_sent(first: bool) -> None:
     kinds = []
-    for mine, answer in messages.rounds(4, first):
+    for mine, answer in save_messages.rounds(4, first):
         kinds += ["gather"] * (mine is not None) + ["broadcast" if isinstance(answer, bytes) else "scatter"]
     assert kinds == ROUNDS
 
 
 @pytest.mark.parametrize("ranks", [64, 256])
 def test_messages_grow_with_the_ranks_and_no_faster(ranks: int) -> None:
-    first, later = (messages.sent(ranks, messages.rounds(ranks, new)) for new in (True, False))
+    first, later = (save_messages.sent(ranks, save_messages.rounds(ranks, new)) for new in (True, False))
     assert (first.operations, later.operations) == (5, 5)
     assert first.messages == later.messages <= 11 * ranks
     assert first.bytes <= 20_000 * ranks
@@ -159,7 +159,7 @@ class TestPlans:
         assert sorted(plans.metadata.state_dict_metadata) == ["a8", "b8", "c8"]
 
     def test_tensors_of_which_no_rank_holds_a_part_are_no_plan(self) -> None:
-        items = messages.items(0)
+        items = save_messages.items(0)
         with pytest.raises(ValueError, match="invalid fill"):
             Plans(0).settle([items, items])
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from tests.checkpoint.made import LLAMA, complete, native, tensors
-from tests.checkpoint.made import about as said
 from tests.dataset.test_tokenizer import byte_level_json
-from tests.ranks import run_ranks
-from tests.runs import tiny, train
+from tests.support.made_weights import LLAMA, complete, native, tensors
+from tests.support.made_weights import about as said
+from tests.support.ranks import run_ranks
+from tests.support.runs import tiny, train
 from titan.checkpoint import manager, manifest, restore
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import Foreign, Reader

@@ -15,9 +15,9 @@ from typing import Any
 import fsspec  # type: ignore[import-untyped]
 import pytest
 
-from tests.checkpoint.made import checkpoint
 from tests.checkpoint.test_saving import flip
-from tests.runs import learned, same, steps, tiny, train
+from tests.support.made_weights import checkpoint
+from tests.support.runs import learned, same, steps, tiny, train
 from titan.checkpoint import manifest, remote, select
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote

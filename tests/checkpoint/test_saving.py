@@ -13,8 +13,8 @@ import pytest
 import torch
 import yaml
 
-from tests.ranks import RankFailed
-from tests.runs import learned, same, saved, steps, tiny, train
+from tests.support.ranks import RankFailed
+from tests.support.runs import learned, same, saved, steps, tiny, train
 from titan.checkpoint import manifest, staging
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.staging import Staging

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.dataset.hub_server import COMMIT, Repositories, serving
+from tests.support.hub_server import COMMIT, Repositories, serving
 from titan.dataset.documents import Skip, Source
 from titan.dataset.sources import hub as module
 from titan.dataset.sources.hub import hub
@@ -175,7 +175,7 @@ PROGRAM = """
 import json, sys
 from titan.dataset.sources.hub import hub
 from titan.dataset.tokenizers.base import load_tokenizer
-from titan.config.settings import Refusal
+from titan.errors import ConfigError
 
 def dataset(*about):
     source = hub(*about)
@@ -188,7 +188,7 @@ def tokenizer(name):
 for kind, *about in json.loads(sys.argv[1]):
     try:
         print(json.dumps({"dataset": dataset, "tokenizer": tokenizer}[kind](*about)))
-    except Refusal as refusal:
+    except ConfigError as refusal:
         print(json.dumps(str(refusal)))
 """
 

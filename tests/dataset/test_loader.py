@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dataset.folders import counting, finish, publish, write
+from tests.support.prepared_folders import counting, finish, publish, write
 from titan.dataset import loader as loader_module
 from titan.dataset.loader import (
     DOCUMENTS,

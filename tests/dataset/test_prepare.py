@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dataset.made import Made, files, words
+from tests.support.made_source import Made, files, words
 from titan.dataset.documents import Skip, Turn
 from titan.dataset.preprocess import plan as plans
 from titan.dataset.preprocess import prepare as module
@@ -316,12 +316,12 @@ def test_a_process_that_dies_is_a_failure(tmp_path: Path, small_units: None) -> 
 
 UNGUARDED = """
 import sys
-from tests.dataset.made import Made, words
-from titan import compose
-from titan.dataset import plan, prepare
+from tests.support.made_source import Made, words
+from titan import errors
+from titan.dataset.preprocess import plan, prepare
 
 plan.UNIT_LEAST = 1000
-sys.exit(compose.exit_code(lambda: prepare.prepare(Made(content=words(99, 99), cache=sys.argv[1], workers=2)) and 0))
+sys.exit(errors.exit_code(lambda: prepare.prepare(Made(content=words(99, 99), cache=sys.argv[1], workers=2)) and 0))
 """
 
 
@@ -346,8 +346,8 @@ def test_what_failed_is_forgotten_when_it_goes_on(corpus_file: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.dataset.made import Made, words
-from titan.dataset import plan, prepare, unit, writer
+from tests.support.made_source import Made, words
+from titan.dataset.preprocess import plan, prepare, shard_job, writer
 
 def killing(function, calls):
     left = [calls]
@@ -394,9 +394,9 @@ def test_a_killed_preparation_goes_on(
 
 SLOW = """
 import multiprocessing, sys
-from tests.dataset.made import Made
-from titan import compose
-from titan.dataset import plan, prepare
+from tests.support.made_source import Made
+from titan import errors
+from titan.dataset.preprocess import plan, prepare
 
 def show(line):
     print(*(child.pid for child in multiprocessing.active_children()), flush=True)
@@ -407,7 +407,7 @@ def body():
 
 if __name__ == "__main__":
     plan.UNIT_LEAST = 1000
-    sys.exit(compose.exit_code(body))
+    sys.exit(errors.exit_code(body))
 """
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.dataset.folders import counting, write
+from tests.support.prepared_folders import counting, write
 from titan.dataset import remote
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dataset.folders import counting, finish, publish, write
+from tests.support.prepared_folders import counting, finish, publish, write
 from titan.dataset import shards
 from titan.dataset.shards import Split, open_corpus
 from titan.errors import ConfigError, RunError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.estimate.traced import Peak, traced
+from tests.support.traced_memory import Peak, traced
 from titan.estimate import memory
 from titan.estimate.memory import State, _played
 from titan.run.compose import composed

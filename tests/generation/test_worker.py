@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.generation.test_decode import continued, prompts, tiny, tokens
 from tests.model.test_parity import SMALL
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from titan.cluster.rank_info import RankInfo
 from titan.generation.decode import Decoding, Row, Rules
 from titan.model import init_weights

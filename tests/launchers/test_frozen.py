@@ -17,8 +17,8 @@ import pytest
 
 from launchers import frozen, trials
 from launchers.local import sweep
-from tests.launchers.processes import ROOT
-from tests.runs import tiny
+from tests.support.processes import ROOT
+from tests.support.runs import tiny
 from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.optimizer.schema import Muon

@@ -14,7 +14,7 @@ import pytest
 
 from launchers import start
 from launchers.slurm import job
-from tests.launchers.waiting import waited
+from tests.support.meeting_load import waited
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.sweep import job_exit

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.launchers.processes import alive, descendants, ended, kill, program, until
-from tests.runs import LAYOUTS, TINY, steps, tiny
+from tests.support.processes import alive, descendants, ended, kill, program, until
+from tests.support.runs import LAYOUTS, TINY, steps, tiny
 from titan.checkpoint import manifest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

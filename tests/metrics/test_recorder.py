@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.runs import LAYOUTS, TINY, saved, steps, tiny, train
+from tests.support.runs import LAYOUTS, TINY, saved, steps, tiny, train
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
 from titan.metrics.recorder import finite, first_and_last_loss, peak_memory_gib

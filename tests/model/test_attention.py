@@ -15,8 +15,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.machines import detector
-from tests.runs import tiny
+from tests.support.machines import detector
+from tests.support.runs import tiny
 from titan.cluster import devices
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from titan.model.layers import IGNORED, Head, cross_entropy
 from titan.model.loss import chunked, in_chunks
 from titan.model.schema import Llama

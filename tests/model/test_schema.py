@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.machines import detector
+from tests.support.machines import detector
 from titan.cluster import devices
 from titan.config import settings
 from titan.errors import ConfigError

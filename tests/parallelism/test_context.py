@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 from tests.model.test_attention import listed, visible
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama

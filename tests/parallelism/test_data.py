@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 from titan.cluster.rank_info import RankInfo
 from titan.model import init_weights
 from titan.model.schema import Llama

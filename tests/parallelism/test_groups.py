@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroupGloo, distributed_c10d
 from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.parallelism.groups import LAYOUTS, count, now, store_traffic
-from tests.ranks import run_ranks
-from tests.runs import tiny, train
+from tests.support.process_groups import LAYOUTS, count, now, store_traffic
+from tests.support.ranks import run_ranks
+from tests.support.runs import tiny, train
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism import mesh

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_ranks
-from tests.runs import tiny, train
+from tests.support.ranks import run_ranks
+from tests.support.runs import tiny, train
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
 from titan.parallelism.schema import Layout

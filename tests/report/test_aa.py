@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.report.aa import INJECTED, NEUTRAL, end
-from tests.report.made import Story, made
-from tests.report.unlucky import SCENES, Rates, Scene, simulated, templates
+from tests.support.aa_report import INJECTED, NEUTRAL, end
+from tests.support.made_runs import Story, made
+from tests.support.unlucky_report import SCENES, Rates, Scene, simulated, templates
 from titan.report.comparison import Options, compare
 from titan.report.quality import difference
 from titan.report.statistics import seeds_needed

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.made import BEGAN, Attempt, Story, made, read_lines, swept, write_lines
+from tests.support.made_runs import BEGAN, Attempt, Story, made, read_lines, swept, write_lines
 from titan.errors import ConfigError
 from titan.report import columns
 from titan.report.collect import collect

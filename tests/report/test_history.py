@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.report.made import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
+from tests.support.made_runs import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
 from titan.report import speed
 from titan.report.collect import Raw, collect
 from titan.report.history import History

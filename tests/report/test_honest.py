@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.report import shown
-from tests.report.made import Attempt, Story, made, read_lines, swept, write_lines
+from tests.support import shown_report
+from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
 from titan.report.collect import collect, neat
 from titan.report.comparison import Options, compare
 from titan.report.findings import Arm
@@ -223,10 +223,12 @@ def test_a_single_validation_is_seen() -> None:
 
 def test_better_variants_were_not_compared_with_each_other() -> None:
     arms = [
-        shown.arm(f"x={number}", quality=(replace(shown.quality(difference=by), measure=measure),), same_science=False)
+        shown_report.arm(
+            f"x={number}", quality=(replace(shown_report.quality(difference=by), measure=measure),), same_science=False
+        )
         for number, (by, measure) in enumerate([(-0.2, "bits a byte"), (-0.1, "bits a byte")])
     ]
-    told = " ".join(sentences.lead(shown.comparison(shown.arm("base", baseline=True), *arms)))
+    told = " ".join(sentences.lead(shown_report.comparison(shown_report.arm("base", baseline=True), *arms)))
     assert told.startswith("Best so far: x=0, bits a byte ")
     assert told.endswith("The better ones were not compared with each other.")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.made import Attempt, Story, made, read_lines, swept, write_lines
+from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
 from titan.report.comparison import Options, compare
 from titan.report.findings import Arm, Comparison, Outcomes
 from titan.report.render import sentences, table

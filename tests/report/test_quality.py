@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.made import H200, Attempt, Story, made
+from tests.support.made_runs import H200, Attempt, Story, made
 from titan.report.comparison import Options, compare
 from titan.report.findings import Arm, Comparison, Quality
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.report import shown
+from tests.support import shown_report
 from titan.report.findings import Comparison
 from titan.report.render import bars, charts, curves, svg
 from titan.report.render import pareto as front
@@ -75,7 +75,7 @@ def test_thinning_leaves_out_what_is_not_finite_and_smooths() -> None:
 
 
 def test_gap_is_of_steps_that_both_did() -> None:
-    one, other = shown.run("a", 0), shown.run("b", 0)
+    one, other = shown_report.run("a", 0), shown_report.run("b", 0)
     cut = replace(other.curves, **{name: getattr(other.curves, name)[100:200] for name in ("steps", "tokens")})
     moved = replace(other, curves=replace(cut, losses=other.curves.losses[100:200] + 0.25))
     tokens, sizes = curves.gap(one, moved, 10)
@@ -84,29 +84,29 @@ def test_gap_is_of_steps_that_both_did() -> None:
 
 
 def test_equal_runs_are_named_and_not_drawn() -> None:
-    base = shown.arm("base", baseline=True)
-    chart = curves.differences(shown.comparison(base, replace(base, label="twin", baseline=False)))
+    base = shown_report.arm("base", baseline=True)
+    chart = curves.differences(shown_report.comparison(base, replace(base, label="twin", baseline=False)))
     assert chart is not None and "Equal at every step, so not drawn: twin." in chart.caption and not chart.html
-    assert curves.differences(shown.comparison(base)) is None
+    assert curves.differences(shown_report.comparison(base)) is None
 
 
 def test_a_few_steps_that_differ_are_not_called_equal() -> None:
-    base = shown.arm("base", baseline=True)
+    base = shown_report.arm("base", baseline=True)
     moved = [replace(run.curves, losses=run.curves.losses + 0.1 * (run.curves.steps == 7)) for run in base.runs]
     runs = tuple(replace(run, curves=curve) for run, curve in zip(base.runs, moved, strict=True))
     tied_weights = [replace(base, label=f"twin{k}", baseline=False, runs=runs[k:] + base.runs[:k]) for k in (0, 1, 2)]
-    chart = curves.differences(shown.comparison(base, *tied_weights))
+    chart = curves.differences(shown_report.comparison(base, *tied_weights))
     assert chart is not None and "not drawn: twin2." in chart.caption
 
 
 def test_repeats_are_held_against_the_same_repeat() -> None:
-    def again(label: str, offset: float) -> shown.Arm:
-        arm = shown.arm(label, (0, 0))
+    def again(label: str, offset: float) -> shown_report.Arm:
+        arm = shown_report.arm(label, (0, 0))
         moved = [replace(run.curves, losses=run.curves.losses + offset * k) for k, run in enumerate(arm.runs)]
         runs = [replace(run, repeat=k, curves=moved[k]) for k, run in enumerate(arm.runs)]
         return replace(arm, runs=tuple(runs), baseline=label == "base")
 
-    chart = curves.differences(shown.comparison(again("base", 0.25), again("twin", 0.25)))
+    chart = curves.differences(shown_report.comparison(again("base", 0.25), again("twin", 0.25)))
     assert chart is not None and "not drawn: twin" in chart.caption
 
 
@@ -135,20 +135,20 @@ def test_front_has_those_that_none_beats(drawn: list[tuple[int, int, bool]]) -> 
 
 def test_an_arm_that_learns_something_else_is_hollow() -> None:
     arms = [
-        shown.arm("base", baseline=True),
-        shown.arm("fast", tokens=90_000, memory=0.1, learning=shown.learning("no")),
-        shown.arm("good", tokens=40_000, memory=0.9, learning=shown.learning()),
+        shown_report.arm("base", baseline=True),
+        shown_report.arm("fast", tokens=90_000, memory=0.1, learning=shown_report.learning("no")),
+        shown_report.arm("good", tokens=40_000, memory=0.9, learning=shown_report.learning()),
     ]
-    chart = front.pareto(shown.comparison(*arms))
+    chart = front.pareto(shown_report.comparison(*arms))
     assert chart is not None and chart.html.count('class="hollow"') == 1 and "Hollow" in chart.caption
 
 
 @pytest.mark.parametrize(
     ("comparison", "wanted"),
     [
-        pytest.param(shown.two(), [0, 1], id="all"),
-        pytest.param(shown.many(20, 20), [], id="baseline-and-the-best"),
-        pytest.param(shown.failures_only(), [], id="none"),
+        pytest.param(shown_report.two(), [0, 1], id="all"),
+        pytest.param(shown_report.many(20, 20), [], id="baseline-and-the-best"),
+        pytest.param(shown_report.failures_only(), [], id="none"),
     ],
 )
 def test_coloured(comparison: Comparison, wanted: list[int]) -> None:
@@ -174,9 +174,9 @@ def loss(comparison: Comparison, index: int) -> float:
 
 
 def test_bars_are_sorted_and_their_whiskers_are_speeds() -> None:
-    chart = bars.throughput(shown.two())
+    chart = bars.throughput(shown_report.two())
     assert chart is not None and chart.html.index("parallelism=fsdp") < chart.html.index("parallelism=single")
     longest = 39_600 / 0.96
     assert f'width="{100 * 39_600 / longest:.2f}"' in chart.html
     assert f"M{100 * 39_600 / 1.09 / longest:.2f} 8H100.00" in chart.html
-    assert bars.throughput(shown.comparison(shown.arm("base", tokens=None))) is None
+    assert bars.throughput(shown_report.comparison(shown_report.arm("base", tokens=None))) is None

@@ -7,13 +7,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.report import shown
+from tests.support import shown_report
 from titan.report.findings import Comparison
 from titan.report.render.html import POLICY, page
 
 VOID = {"meta", "rect", "path", "br", "link", "img"}
-COMPARISONS = [pytest.param(make(), id=name) for name, make in shown.ALL.items() if name != "many"]
-COMPARISONS.append(pytest.param(shown.many(12, 50), id="twelve"))
+COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
+COMPARISONS.append(pytest.param(shown_report.many(12, 50), id="twelve"))
 
 
 class Reader(HTMLParser):
@@ -81,8 +81,10 @@ def test_it_says_it_all(comparison: Comparison) -> None:
 
 
 def test_labels_can_not_break_out() -> None:
-    assert shown.NASTY in Reader(page(shown.mixed())).text
-    read = Reader(page(shown.comparison(*shown.mixed().arms, title=shown.NASTY, question='"><img src=x>')))
+    assert shown_report.NASTY in Reader(page(shown_report.mixed())).text
+    read = Reader(
+        page(shown_report.comparison(*shown_report.mixed().arms, title=shown_report.NASTY, question='"><img src=x>'))
+    )
     assert read.tags.count("script") == 1 and "img" not in read.tags
     assert all(name in KNOWN for name, _ in read.attributes)
 
@@ -95,31 +97,31 @@ KNOWN = {
 
 
 def test_sections_come_in_order() -> None:
-    read = page(shown.mixed())
+    read = page(shown_report.mixed())
     told = re.findall(r"<h2>(.*?)</h2>", read)
     assert told == ["Answers", "Figures", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
     assert re.findall(r"<h3>(.*?)</h3>", read) == [
         "Training loss", "Validation loss", "Difference to the baseline", "Throughput", "Memory", "Speed and memory",
     ]  # fmt: skip
-    assert re.findall(r"<h2>(.*?)</h2>", page(shown.failures_only())) == ["Failures", "Settings"]
+    assert re.findall(r"<h2>(.*?)</h2>", page(shown_report.failures_only())) == ["Failures", "Settings"]
 
 
 def test_a_large_comparison_stays_small() -> None:
-    text = page(shown.many(64, 10_000))
+    text = page(shown_report.many(64, 10_000))
     assert len(text) < 1_000_000
     assert max(points.count(",") for points in re.findall(r'points="([^"]*)"', text)) <= 400
 
 
 def test_the_loss_is_never_out_of_sight() -> None:
-    heads = re.findall(r"<th title=[^>]*>(\w+)", page(shown.mixed()))
+    heads = re.findall(r"<th title=[^>]*>(\w+)", page(shown_report.mixed()))
     assert heads[:2] == ["answer", "validation"]
-    style = page(shown.mixed()).partition("<style>")[2].partition("</style>")[0]
+    style = page(shown_report.mixed()).partition("<style>")[2].partition("</style>")[0]
     assert int(re.findall(r"main { max-width: (\d+)px", style)[0]) > 1600
     assert ".scroll td small { white-space: normal; }" in style  # an interval widens no column
 
 
 def test_what_qualifies_an_answer_is_in_the_table() -> None:
-    lost = shown.quality("undecided", better=4, worse=2, pairs=6, diverged=2)
-    arm = shown.arm("lr=3", quality=(lost,), same_science=False)
-    read = Reader(page(shown.comparison(shown.arm("base", baseline=True), arm)))
+    lost = shown_report.quality("undecided", better=4, worse=2, pairs=6, diverged=2)
+    arm = shown_report.arm("lr=3", quality=(lost,), same_science=False)
+    read = Reader(page(shown_report.comparison(shown_report.arm("base", baseline=True), arm)))
     assert "better on 4 of 6 seeds2 diverged" in read.text and "(2 diverged)" in read.text

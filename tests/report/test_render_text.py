@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.report import shown
+from tests.support import shown_report
 from titan.report import export
 from titan.report.findings import Arm, Comparison, Failed, Interval
 from titan.report.render import markdown, sentences, table, table_data
 
-COMPARISONS = [pytest.param(make(), id=name) for name, make in shown.ALL.items() if name != "many"]
-COMPARISONS.append(pytest.param(shown.many(12, 50), id="twelve"))
+COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
+COMPARISONS.append(pytest.param(shown_report.many(12, 50), id="twelve"))
 
 
 def packed(text: str) -> str:
@@ -43,7 +43,7 @@ def test_terminal_says_it_all(comparison: Comparison, width: int) -> None:
 
 
 def test_terminal_in_one_line_an_arm() -> None:
-    lines = table.text(shown.two(), 200).splitlines()
+    lines = table.text(shown_report.two(), 200).splitlines()
     (single,) = [line for line in lines if line.startswith("parallelism=single")]
     (fsdp,) = [line for line in lines if line.startswith("parallelism=fsdp  ")]
     assert re.split(r"\s{2,}", single)[1:6] == ["baseline", "2.6531 [2.6431, 2.6631]", "2", "1", "30,000"]
@@ -51,26 +51,26 @@ def test_terminal_in_one_line_an_arm() -> None:
 
 
 def test_terminal_leaves_the_heaviest_columns_out_and_says_so() -> None:
-    text = table.text(shown.two(), 100)
+    text = table.text(shown_report.two(), 100)
     assert "Too narrow for: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
     assert "goodput" not in text.partition("Too narrow")[0]
 
 
 def test_terminal_without_room_for_a_table_has_a_block_an_arm() -> None:
-    lines = table.text(shown.two(), 40).splitlines()
+    lines = table.text(shown_report.two(), 40).splitlines()
     at = lines.index("parallelism=fsdp")
     assert lines[at + 1 : at + 4] == ["  answer: same", "  validation nats: 2.6531 [2.6431,", "    2.6631]"]
 
 
 @pytest.mark.parametrize("width", [40, 100, 160])
 def test_colours_change_nothing_else(width: int) -> None:
-    plain, coloured = (table.text(shown.mixed(), width, colour=colour) for colour in (False, True))
+    plain, coloured = (table.text(shown_report.mixed(), width, colour=colour) for colour in (False, True))
     assert ("\x1b" not in plain and "\x1b[32msame\x1b[0m" in coloured) or width == 40
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
 
 def with_ratio(low: float | None, high: float | None, answer: str = "yes", **changes: Any) -> Arm:
-    arm = shown.arm("layout=fast", learning=shown.learning(answer), **changes)
+    arm = shown_report.arm("layout=fast", learning=shown_report.learning(answer), **changes)
     return replace(arm, speed_ratio=Interval(1.3, low, high))
 
 
@@ -89,69 +89,69 @@ LEADS = [
         id="several",
     ),
     pytest.param(
-        [shown.arm("lr=3", quality=(shown.quality(),), **OTHER), shown.arm("lr=9", **OTHER)],
+        [shown_report.arm("lr=3", quality=(shown_report.quality(),), **OTHER), shown_report.arm("lr=9", **OTHER)],
         "Best so far: lr=3, validation loss 2.653, 0.050 below the baseline's (base); significant with 2 seeds "
         "(p 0.006). Of 2 variants with other hyperparameters, 1 is better, 1 is not judged.",
         id="better",
     ),
     pytest.param(
-        [shown.arm("lr=3", quality=(shown.quality(difference=0.1),), **OTHER)],
+        [shown_report.arm("lr=3", quality=(shown_report.quality(difference=0.1),), **OTHER)],
         "Best so far: the baseline, base, validation loss 2.653, 0.100 below that of lr=3; significant",
         id="worse",
     ),
     pytest.param(
-        [shown.arm("lr=3", quality=(shown.quality("no"),), **OTHER)],
+        [shown_report.arm("lr=3", quality=(shown_report.quality("no"),), **OTHER)],
         "shown to be less than the margin of 0.02 with 2 seeds.",
         id="equal",
     ),
     pytest.param(
-        [shown.arm("lr=3", quality=(shown.quality("undecided"),), **OTHER)],
+        [shown_report.arm("lr=3", quality=(shown_report.quality("undecided"),), **OTHER)],
         "not significant with 2 seeds (p 0.006; more seeds hardly help).",
         id="open",
     ),
-    pytest.param([shown.arm("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"),
+    pytest.param([shown_report.arm("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"),
 ]
 
 
 @pytest.mark.parametrize(("arms", "said"), LEADS)
 def test_lead(arms: list[Arm], said: str) -> None:
-    told = " ".join(sentences.lead(shown.comparison(shown.arm("base", baseline=True), *arms)))
+    told = " ".join(sentences.lead(shown_report.comparison(shown_report.arm("base", baseline=True), *arms)))
     assert said in told
 
 
 def test_lead_of_failures_and_of_one_arm() -> None:
-    assert sentences.lead(shown.failures_only()) == [
+    assert sentences.lead(shown_report.failures_only()) == [
         "No run has figures.",
         "3 failed for other reasons than divergence, listed below.",
     ]
-    assert sentences.lead(shown.one()) == ["There is one variant only, so there is nothing to compare it with."]
+    assert sentences.lead(shown_report.one()) == ["There is one variant only, so there is nothing to compare it with."]
 
 
 def test_a_note_of_many_arms_is_said_once() -> None:
-    arms = [shown.arm(f"lr={i}", notes=("not tuned",)) for i in range(9)]
-    told = sentences.notes(shown.comparison(shown.arm("base", baseline=True), *arms))
+    arms = [shown_report.arm(f"lr={i}", notes=("not tuned",)) for i in range(9)]
+    told = sentences.notes(shown_report.comparison(shown_report.arm("base", baseline=True), *arms))
     assert told[1:] == ["lr=0 | lr=1 | lr=2 | lr=3 | lr=4 | lr=5 | and 3 more: not tuned."]
-    assert sentences.notes(shown.comparison(*arms))[1:] == ["All variants: not tuned."]
+    assert sentences.notes(shown_report.comparison(*arms))[1:] == ["All variants: not tuned."]
 
 
 def test_equal_verdicts_are_said_once_with_their_points() -> None:
-    ends = [shown.quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
-    hours = shown.quality("undecided", at="equal device-hours", text="undecided: by 0.01 nats")
-    arm = shown.arm("lr=3", quality=(*ends, hours), same_science=False)
-    ((_, told),) = sentences.answers(shown.comparison(arm))
+    ends = [shown_report.quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
+    hours = shown_report.quality("undecided", at="equal device-hours", text="undecided: by 0.01 nats")
+    arm = shown_report.arm("lr=3", quality=(*ends, hours), same_science=False)
+    ((_, told),) = sentences.answers(shown_report.comparison(arm))
     assert told[:2] == [
         "At the end and at equal tokens: yes: by 0.05 nats.",
         "At equal device-hours: undecided: by 0.01 nats.",
     ]
-    ((_, told),) = sentences.answers(shown.comparison(replace(arm, quality=(hours,))))
+    ((_, told),) = sentences.answers(shown_report.comparison(replace(arm, quality=(hours,))))
     assert told[0] == "Undecided: by 0.01 nats."
 
 
 def test_only_columns_with_figures() -> None:
-    bare = shown.arm("base", tokens=None, baseline=True, validation=None, bits=None)
-    names = [column.name for column in table_data.columns(shown.comparison(bare, bare))]
+    bare = shown_report.arm("base", tokens=None, baseline=True, validation=None, bits=None)
+    names = [column.name for column in table_data.columns(shown_report.comparison(bare, bare))]
     assert names == ["answer", "runs", "device-hours", "goodput", "loss"]
-    assert "speed" not in [column.name for column in table_data.columns(shown.one())]
+    assert "speed" not in [column.name for column in table_data.columns(shown_report.one())]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,10 @@ def test_only_columns_with_figures() -> None:
     ],
 )
 def test_runs(changes: dict[str, Any], told: str) -> None:
-    columns = {column.name: column for column in table_data.columns(shown.comparison(shown.arm("base", **changes)))}
+    columns = {
+        column.name: column
+        for column in table_data.columns(shown_report.comparison(shown_report.arm("base", **changes)))
+    }
     assert columns["runs"].cells[0].line() == told
 
 
@@ -178,7 +181,7 @@ def test_markdown_tables_are_whole(comparison: Comparison) -> None:
 
 
 def test_markdown_says_it_all() -> None:
-    comparison = shown.mixed()
+    comparison = shown_report.mixed()
     text = markdown.text(comparison).replace("\\", "").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
     assert all(arm.label in text for arm in comparison.arms)
     assert all(failed.reason in text and failed.directory in text for failed in comparison.failed)
@@ -198,11 +201,11 @@ def test_markdown_says_it_all() -> None:
 )
 def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
     failed = Failed(label, "/data", "failed", "killed")
-    assert f"\n| {told} | failed | killed | /data |\n" in markdown.text(shown.comparison(failed=[failed]))
+    assert f"\n| {told} | failed | killed | /data |\n" in markdown.text(shown_report.comparison(failed=[failed]))
 
 
 def test_csv_has_a_row_a_run() -> None:
-    comparison = shown.mixed()
+    comparison = shown_report.mixed()
     rows = list(csv.DictReader(io.StringIO(export.csv_text(comparison))))
     runs = [(arm, run) for arm in comparison.arms for run in arm.runs]
     assert list(rows[0])[: len(export.COLUMNS)] == list(export.COLUMNS)
@@ -217,16 +220,16 @@ def test_csv_has_a_row_a_run() -> None:
 
 
 def test_csv_has_a_failed_run_with_figures_once() -> None:
-    arm = shown.arm("base", (0,), state="failed", reason="killed")
+    arm = shown_report.arm("base", (0,), state="failed", reason="killed")
     failed = Failed("base", arm.runs[0].directory, "failed", "killed")
-    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown.comparison(arm, failed=[failed]))))
+    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(arm, failed=[failed]))))
     assert (row["state"], row["reason"]) == ("failed", "killed")
 
 
 def test_csv_leaves_empty_what_is_unknown() -> None:
-    arm = shown.arm("base")
-    arm = replace(arm, runs=(shown.run("base", 0, None, loss=float("nan"), bits=None),))
-    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown.comparison(arm))))
+    arm = shown_report.arm("base")
+    arm = replace(arm, runs=(shown_report.run("base", 0, None, loss=float("nan"), bits=None),))
+    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(arm))))
     assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
 
 
@@ -246,6 +249,8 @@ def test_json_is_strict_and_full(comparison: Comparison) -> None:
 
 
 def test_json_has_null_for_what_is_not_finite() -> None:
-    arm = replace(shown.arm("base"), runs=(shown.run("base", loss=float("nan"), validation=float("inf")),))
-    (run,) = json.loads(export.json_text(shown.comparison(arm)), parse_constant=refuse)["arms"][0]["runs"]
+    arm = replace(
+        shown_report.arm("base"), runs=(shown_report.run("base", loss=float("nan"), validation=float("inf")),)
+    )
+    (run,) = json.loads(export.json_text(shown_report.comparison(arm)), parse_constant=refuse)["arms"][0]["runs"]
     assert run["loss"] is None and run["validation"] is None

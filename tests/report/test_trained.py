@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runs import tiny, train
+from tests.support.runs import tiny, train
 from titan.report.comparison import Options, compare
 from titan.report.findings import Arm
 

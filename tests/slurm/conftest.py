@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Slurm, missing
+from tests.support.slurm_cluster import Slurm, missing
 
 
 @contextmanager

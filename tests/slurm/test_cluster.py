@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.processes import ROOT, until
-from tests.slurm.cluster import Slurm, SlurmFailed, found
+from tests.support.processes import ROOT, until
+from tests.support.slurm_cluster import Slurm, SlurmFailed, found
 
 SLEEP = ("--wrap", "srun env -i sleep 600")
 """A task without its environment, so one that only its parent leads to."""
@@ -108,7 +108,7 @@ def test_two_clusters_at_once_and_stop_leaves_nothing(slurm: Slurm, slurm_folder
 
 def test_nothing_outlives_a_killed_process(slurm_folder: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from tests.slurm.cluster import Slurm\n"
+        "import sys, time; from pathlib import Path; from tests.support.slurm_cluster import Slurm\n"
         "slurm = Slurm.start(Path(sys.argv[1]), nodes=1)\n"
         "slurm.run('sbatch', '--output=/dev/null', '--wrap', 'srun env -i sleep 600')\n"
         "print(slurm.conf, flush=True); time.sleep(600)"
@@ -127,7 +127,7 @@ def test_nothing_outlives_a_killed_process(slurm_folder: Path) -> None:
 
 
 def test_it_does_not_come_up_with_programs_that_end(slurm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.slurm.cluster.shutil.which", lambda name, path: "/bin/false")
+    monkeypatch.setattr("tests.support.slurm_cluster.shutil.which", lambda name, path: "/bin/false")
     with pytest.raises(SlurmFailed, match="munged gives no socket; ended"):
         Slurm.start(slurm_folder)
     assert sorted(one.name for one in slurm_folder.iterdir()) == ["1", "2", "3"]

@@ -16,9 +16,9 @@ import pytest
 
 from launchers.slurm import queue
 from launchers.slurm.state import standing
-from tests.launchers.processes import ROOT, ended, program, until
-from tests.runs import TINY, learned, tiny, train
-from tests.slurm.cluster import Slurm
+from tests.support.processes import ROOT, ended, program, until
+from tests.support.runs import TINY, learned, tiny, train
+from tests.support.slurm_cluster import Slurm
 from titan.metrics.plot import read_lines
 from titan.sweep import ledger
 from titan.sweep.ledger import TrialState

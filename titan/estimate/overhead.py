@@ -1,6 +1,6 @@
 """What processes, allocators and communication libraries take beside a run's live tensors. Free of torch.
 
-Those of CPUs are fitted on what `python -m tests.estimate.measured` finds. Those of GPUs are assumed;
+Those of CPUs are fitted on what `python -m tests.support.measured_memory` finds. Those of GPUs are assumed;
 docs/memory.md compares them with published runs.
 """
 

@@ -1,0 +1,246 @@
+"""The benchmark runs and its figures hang together; how fast anything is, is no test."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.machines import detector
+from titan.bench import command, measure
+from titan.bench.measure import Alone
+from titan.bench.suites import Case, cpu_cases, gpu_cases
+from titan.cluster import devices
+from titan.compile import schema as compiling
+from titan.run.run import Run
+from titan.training.trainer import Trainer
+
+SMALL = [
+    "cluster.device=cpu", "model.dim=32", "model.heads=2", "model.kv_heads=1", "model.head_dim=16", "model.ffn=32",
+    "model.vocab=256", "training.seq_len=32", "training.global_batch=64",
+]  # fmt: skip
+
+CEILINGS = {"matmul_bf16_tflops": 750.0, "matmul_fp32_tflops": 50.0, "copy_gb_per_second": 4200.0}
+
+
+def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    arguments = ["--suite", "tiny", "--rounds", "2", "--steps", "2", "--case", "fp32, compile off", "--json", str(out)]
+    assert command.main(arguments) == 0
+    found = json.loads(out.read_text())
+    (speed,) = found["speed"]
+    assert len(speed["ratios"]) == 2 and speed["mfu"] is None
+    assert min(speed["ratios"]) <= speed["titan"] / speed["bare"] <= max(speed["ratios"])
+    assert min(found["start"].values()) > 0
+    assert found["memory"]["ratio"] == pytest.approx(found["memory"]["titan"] / found["memory"]["bare"])
+    assert found["ceilings"]["matmul_fp32_tflops"] > 0
+    assert speed["limit"] * sum(speed["parts"].values()) == pytest.approx(256)
+    out = capsys.readouterr().out
+    assert "command to first step" in out
+    assert "fastest titan (fp32, compile off) / bare (fp32, compile off)" in out
+    assert out.endswith("1 cases: 0 left out, 0 with a side that failed\n")
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H200, on which torch.compile has what it takes, and the package for float8."""
+    monkeypatch.setattr(devices, "detect", detector("h200"))
+    monkeypatch.setattr(compiling, "why_not", lambda *rest: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or find(name, *rest))
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.title) for case in gpu_cases()])
+def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
+    run = command.compose.composed([*command.LONG, *command._base("gpu"), *case.overrides])
+    assert run.machine.memory_gib == pytest.approx(139.8, abs=0.05)
+    assert (run.layout.devices, run.training.seq_len, run.precision.compute) == (1, 8192, "bf16")
+    assert (run.microbatches, run.precision.emulate) == (1, False)
+
+
+def test_what_a_gpu_is_asked() -> None:
+    titles = [case.title for case in gpu_cases()]
+    assert len(titles) == len(set(titles))
+    large = {f"llama8b, {p}, compile block, memory {m}" for p in ("bf16", "float8") for m in ("selective", "full")}
+    assert {"llama1b, bf16, compile model", "llama8b, bf16_pure, compile block, memory none", *large} <= set(titles)
+
+
+def test_waits_are_looked_for_in_each_kind_of_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def started(what: str, how: Any, overrides: Any) -> dict[str, Any]:
+        asked.append(" ".join(overrides))
+        return {"failure": "CUDA out of memory"} if "compile=off" in overrides else {"place": "x.py:1: y.item()"}
+
+    monkeypatch.setattr(measure, "_started", started)
+    monkeypatch.setattr(command.compose, "composed", lambda overrides: None)
+    found = command._waits(gpu_cases(), [])
+    assert len(asked) == len(found) == 6
+    assert (
+        sum("compile=block" in each for each in asked) == 4 and sum("precision=float8" in each for each in asked) == 2
+    )
+    assert found["llama1b, bf16, compile off"] == {"place": "", "failure": "CUDA out of memory"}
+
+
+ENDS = [
+    pytest.param(
+        "W1 a warning\ntorch.OutOfMemoryError: CUDA out of memory.\nSet X=1 for more", "torch.OutOf", id="advice"
+    ),
+    pytest.param("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no", id="rank"),
+    pytest.param("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup", id="compiler"),
+    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="refusal"),
+    pytest.param("loading\n", "exit code -9", id="killed"),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), ENDS)
+def test_why_a_process_failed(text: str, reason: str) -> None:
+    assert measure.reason(text, -9).startswith(reason)
+
+
+@pytest.mark.parametrize("suite", ["tiny", "modes"])
+def test_a_case_that_there_is_not(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--suite", suite, "--case", "fp23", "cluster.device=cpu"]) == 2
+    assert "titan: --case fp23: no case's title holds this; give a part of one of: " in capsys.readouterr().err
+
+
+def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
+    chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
+    run = command.compose.composed([*chunk, *command.QUIET, *SMALL])
+    with measure.trainer(run) as (_, bare_loop):
+        bare = bare_loop(Case("", ()))
+    assert bare.model.head.chunked.keywords == {"chunk": 16}
+    before = bare.model.head.weight.detach().clone()
+    bare.steps(1)
+    assert not torch.equal(before, bare.model.head.weight)
+
+
+def test_a_cpu_is_asked_for_a_bare_loop_compiled_as_a_whole() -> None:
+    cases = {case.title: case for case in cpu_cases()}
+    assert len(cases) == len(cpu_cases())
+    for precision in ("fp32", "bf16"):
+        assert cases[f"{precision}, compile model"].bare == ""
+        case = cases[f"{precision}, compile block, bare: model"]
+        assert (case.bare, case.overrides) == ("model", (f"precision={precision}", "compile=block"))
+
+
+def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks where titan does, all at once where the case says so; in a process of its own, too."""
+    compiled: list[str] = []
+    monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
+    overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
+    run = command.compose.composed([*overrides, *command.QUIET, *SMALL])
+    with measure.trainer(run) as (_, bare_loop):
+        compiled.clear()
+        bare_loop(Case("", ()))
+        assert len(compiled) == run.model.layers + 1 and "summed" not in compiled
+        compiled.clear()
+        bare_loop(Case("", (), bare="model"))
+        assert compiled == ["summed"]
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(measure, "_started", lambda side, how, overrides: asked.update({side: overrides}) or {})
+    measure.apart(run, Case("", ("compile=block",), bare="model"), [], 1, 1)
+    assert asked == {"bare": ["compile=block", "compile=model"], "titan": ["compile=block"]}
+
+
+def one_fails(run: Run, *rest: Any) -> dict[Any, Alone]:
+    assert run.machine.device == "cuda"
+    return {"bare": Alone(failure="CUDA out of memory"), "titan": Alone((0.16, 0.15, 0.17), 30.0)}
+
+
+def test_a_side_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    monkeypatch.setattr(measure, "apart", one_fails)
+    overrides = [*command.LONG, *command._base("gpu")]
+    assert "compile=off" in gpu_cases()[0].overrides  # so that no compiler is looked for
+    found = measure.speed(gpu_cases()[0], overrides, CEILINGS, 3, 1)
+    assert (found.bare, found.titan, found.ratios) == (0, pytest.approx(8192 / 0.16), ())
+    assert found.mfu is not None and 0.3 < found.mfu < 0.6  # of an H100
+    text = found.rows()
+    assert "bare: CUDA out of memory" in text and "titan 30.0 GiB" in text and "limit" in text
+
+
+def test_a_side_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *command.QUIET, *SMALL]
+    how = ["--rounds", "2", "--steps", "1"]
+    taken = measure._started("titan", how, overrides)
+    assert len(taken["seconds"]) == 2 and taken["memory_gib"] and not taken["failure"]
+    wrong = measure._started("bare", how, ["training.sleep=1"])
+    assert "there is no such setting" in wrong["failure"] and "seconds" not in wrong
+
+
+def test_a_case_that_can_not_be_composed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = [Case("none", ("training.sleep=1",))]
+    assert list(command._speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
+    assert "left out: training.sleep=1: there is no such setting" in capsys.readouterr().out
+
+
+def test_where_steps_spend_their_time(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--suite", "tiny", "--profile", "--case", "fp32, compile off", "--steps", "1"]
+    assert command.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "fp32, compile off: 1 steps" in out and "aten::mm" in out and "Self CPU" in out
+
+
+def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing waits for a device: torch's switch is simulated, and what it raises."""
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    run = command.compose.composed([*command.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
+    assert measure.waiting(run, steps=1) == ""
+
+    def failing(self: Trainer, before: Any = None) -> Any:
+        if modes[-1] == "error":
+            raise RuntimeError(message)
+        return step(self, before)
+
+    step, message = Trainer._step, "called a synchronizing CUDA operation\nand where"
+    monkeypatch.setattr(Trainer, "_step", failing)
+    assert re.fullmatch(r"tests/test_bench\.py:\d+: raise RuntimeError\(message\)", measure.waiting(run, steps=1))
+    message = "CUDA out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure.waiting(run, steps=1)
+    assert modes == ["error", "default"] * 3
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command.main(["--suite", "gpu"]) == 2
+    assert capsys.readouterr().err.startswith("titan: cluster.device=cuda")
+
+
+def test_what_a_mode_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "modes.json"
+    arguments = ["--suite", "modes", "--case", "single: full, off", "--json", str(out), "dataset=synthetic"]
+    assert command.main([*arguments, *SMALL]) == 0
+    (taken,) = json.loads(out.read_text())
+    assert taken["title"] == "single: full, off"
+    assert taken["tokens_per_second"] == pytest.approx(64 / taken["seconds"])
+    assert 0 < taken["memory_gib"] < 4
+
+
+def test_modes_that_there_are() -> None:
+    run = command.compose.composed(["cluster.device=cpu"])
+    titles = [mode.title for mode in command.modes.modes(run)]
+    assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
+    assert "3d: selective, block" in titles
+    assert "fsdp: budget, off" not in titles
+
+
+def test_how_fast_text_is_generated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    assert command.main(["--suite", "generate", "--rounds", "1", "--json", str(out), "dataset=synthetic", *SMALL]) == 0
+    found = json.loads(out.read_text())
+    assert [line["new_tokens"] for line in found] == [64, 256, 512]
+    for line in found:
+        rates = line["tokens_per_second"]
+        assert line["ratios"] == [pytest.approx(rates["cache"] / rates["anew"])]
+    assert len(capsys.readouterr().out.strip().splitlines()) == 6

@@ -1,0 +1,53 @@
+"""What saving takes is measured; how fast it is, is no test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import train
+from titan.bench import command
+from titan.bench.checkpoint import EVERY, taken, write_plainly
+from titan.run.compose import composed
+
+SMALL = [
+    "cluster.device=cpu", "model.dim=32", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.head_dim=16",
+    "model.ffn=32", "model.vocab=256", "dataset.vocab=256", "training.seq_len=32", "training.global_batch=64",
+]  # fmt: skip
+
+
+def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With runs forked from here: their start would take most of the time."""
+    monkeypatch.setattr(command, "_train", lambda overrides, folder: train(composed(overrides))[0].code)
+    out = tmp_path / "figures.json"
+    assert command.main(["--suite", "checkpoint", "--rounds", "1", "--json", str(out), *SMALL]) == 0
+    found = json.loads(out.read_text())
+    off, sync, beside = found["saving"]
+    assert [taken["mode"] for taken in found["saving"]] == ["off", "sync", "async"]
+    assert off["stall"] is None and off["step"] > 0
+    assert sync["stall"] > 0 and beside["save"] > 0
+    assert sync["gib"] == pytest.approx(beside["gib"], rel=0.01)
+    assert len(found["plain_gib_per_second"]) == 3
+    assert "one plain file of the same size" in capsys.readouterr().out
+
+
+def test_what_is_read_from_metrics() -> None:
+    lines = [
+        {"step": s, "step_seconds": 5.0 if s % EVERY == 1 else 2.0, "memory_gib": 1 + s / 100} for s in range(1, 16)
+    ]
+    saves = [(6, 3.0, 9.0), (12, 1.0, 4.0), (15, 8.0, 8.0)]
+    lines += [
+        {"step": s, "checkpoint_step": s, "checkpoint_stall_seconds": w, "checkpoint_seconds": t, "checkpoint_gib": 1.0}
+        for s, w, t in saves
+    ]
+    found = taken("async", lines, 15)
+    assert (found.step, found.beside, found.first, found.stall, found.save) == (2.0, 5.0, 3.0, 1.0, 4.0)
+    assert found.memory == pytest.approx(1.15)
+    assert "50.0%" in found.row()
+
+
+def test_a_plain_file_is_written_and_gone(tmp_path: Path) -> None:
+    assert write_plainly(tmp_path / "file", 40 * 2**20 + 1) > 0
+    assert not list(tmp_path.iterdir())

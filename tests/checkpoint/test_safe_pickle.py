@@ -1,0 +1,84 @@
+"""A checkpoint's metadata are read as data: whatever a file holds, it is read or refused, and nothing else happens."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import PosixPath
+from typing import Any
+
+import pytest
+
+from tests.support import pickle_fuzz
+from titan.checkpoint import reader, safe_pickle
+
+
+@pytest.mark.parametrize(
+    "count", [300, pytest.param(10_000, marks=pytest.mark.full)], ids=lambda count: f"{count} streams"
+)
+def test_any_pickle_is_read_or_refused_and_changes_nothing(count: int) -> None:
+    outcome = pickle_fuzz.fuzz(count, seed=count)
+    assert outcome["read"] > count / 200 and outcome["refused"] > count / 2 and outcome.total() == count
+
+
+def test_what_was_written_is_read() -> None:
+    saved = pickle_fuzz.metadata()
+    found = reader.parse(pickle.dumps(saved))
+    assert found.state_dict_metadata == saved.state_dict_metadata
+    assert (found.storage_data, found.planner_data) == (saved.storage_data, saved.planner_data)
+
+
+def test_long_names_and_large_files_are_read() -> None:
+    name, far = "model." + "x" * 300, 2**40
+    saved = pickle_fuzz.metadata(1)
+    ((index, place), *_), (tensor,) = saved.storage_data.items(), saved.state_dict_metadata.values()
+    saved.state_dict_metadata = {name: tensor}
+    saved.storage_data = {
+        pickle_fuzz.MetadataIndex(name, index.offset, 0): pickle_fuzz._StorageInfo(place.relative_path, far, far)
+    }
+    found = reader.parse(pickle.dumps(saved))
+    assert found.state_dict_metadata == {name: tensor}
+    assert found.storage_data == saved.storage_data
+
+
+def harm(name: tuple[str, str], state: Any) -> bytes:
+    """A true file that sets attributes of what a name stands for, in the way that a class with slots asks for."""
+    first = pickle_fuzz.named(name) + pickle_fuzz.dumped((None, state)) + pickle.BUILD + pickle.POP
+    return pickle.PROTO + b"\4" + first + pickle.dumps(pickle_fuzz.metadata(1), 4)[2:]
+
+
+@pytest.mark.parametrize("name", sorted(reader.NAMES - {("pathlib._local", "PosixPath")})[-12:], ids="-".join)
+def test_no_attribute_of_a_class_is_set(name: tuple[str, str]) -> None:
+    before = pickle_fuzz.reachable()
+    with pytest.raises(reader.Foreign, match="can't be read"):
+        reader.parse(harm(name, {"name": "/etc/passwd"}))
+    assert pickle_fuzz.reachable() == before
+    assert PosixPath("a/b").name == "b"
+
+
+BOMBS = {
+    "memo": pickle.NONE + pickle.LONG_BINPUT + b"\xff\xff\xff\x7f",
+    "text": pickle.BINUNICODE8 + (2**40).to_bytes(8, "little"),
+    "bytes": pickle.BYTEARRAY8 + (2**40).to_bytes(8, "little"),
+    "number": pickle.LONG4 + b"\xff\xff\xff\x7f",
+    "key": pickle.EMPTY_DICT + pickle.EMPTY_TUPLE + pickle.TUPLE1 * 300_000 + pickle.NONE + pickle.SETITEM,
+    "list": (pickle.EMPTY_LIST + pickle.TUPLE1) * 100_000,
+    "nothing": b"",
+    "missing": pickle.BINGET + b"\7",
+    "mark": pickle.APPENDS,
+}
+
+
+@pytest.mark.parametrize("content", BOMBS.values(), ids=BOMBS)
+def test_what_would_end_the_process_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"byte [\d,]+ is not as it was written"):
+        safe_pickle.load(pickle.PROTO + b"\4" + content + pickle.STOP, reader.NAMES)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), KeyError("x"), RecursionError("deep")], ids=repr)
+def test_an_error_of_reading_is_corruption(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(content: bytes, known: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(safe_pickle, "load", load)
+    with pytest.raises(reader.Foreign, match="its metadata can't be read"):
+        reader.parse(b"")

@@ -1,0 +1,164 @@
+"""Classes by kinds: ids and old runs do not depend on where a class lives."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tarfile
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import tests.slurm.faults  # noqa: F401 -- before classes move: it derives from one
+from tests.support.machines import detector
+from tests.support.runs import steps, train
+from titan import compare, status
+from titan.checkpoint import manifest
+from titan.cluster import devices
+from titan.config import kinds
+from titan.model.schema import Qwen3
+from titan.report import speed
+from titan.report.collect import collect
+from titan.run import attempts, identity
+from titan.run.compose import composed
+from titan.run.hydra_session import CONF
+from titan.run.run import as_model
+from titan.weights.formats import digest_of, open_weights
+from titan.weights.origin import model_of
+
+DATA = Path(__file__).parents[1] / "data"
+IDS: list[dict[str, str]] = yaml.safe_load((DATA / "ids.yaml").read_text())
+SHAPE = (
+    "dataset=synthetic", "dataset.tokens=4096", "dataset.vocab=32", "model.dim=16", "model.layers=1", "model.heads=2",
+    "model.kv_heads=1", "model.ffn=16", "model.vocab=32", "training.seq_len=16", "training.global_batch=64",
+    "precision=fp32", "metrics.plot=false", "metrics.validation_tokens=64", "cluster=cpu", "checkpoint.keep=1",
+)  # fmt: skip
+"""What the runs in `DATA` have in common."""
+DIGESTS = {"llama-adamw": "43c46dabd2b3411b", "qwen3-muon": "5995a1ede864deb2"}
+"""Digests of their weights, which are part of the science of runs that start from them."""
+RUNS = {
+    "llama-adamw": (),
+    "qwen3-muon": ("model=qwen3_debug", "model.head_dim=8", "optimizer=muon"),
+}
+
+
+class Gone:
+    """What is found where a class was before it moved."""
+
+
+def move(name: str, patch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Move and rename the class of a kind, as a refactoring would: it, and a line of the table; gives the undo."""
+    module, _, own = kinds.place(name).rpartition(".")
+    old, new = importlib.import_module(module), importlib.import_module("titan.moved")
+    cls = getattr(old, own)
+    vars(new).update({**vars(old), **vars(new), f"New{own}": cls})  # annotations are looked up there
+    call(cls, new.__name__, f"New{own}")
+    patch.setattr(old, own, Gone)
+    patch.setitem(kinds.PLACES, name, f"{new.__name__}.New{own}")
+    return partial(call, cls, module, own)
+
+
+def call(cls: type, module: str, name: str) -> None:
+    """Give a class another name."""
+    cls.__module__, cls.__qualname__, cls.__name__ = module, name, name
+
+
+@pytest.fixture(params=["here", "moved"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """All classes of titan in their present places, or all in another module under other names."""
+    with ExitStack() as undo:
+        if request.param == "moved":
+            monkeypatch.setitem(sys.modules, "titan.moved", types.ModuleType("titan.moved"))
+            for name in kinds.PLACES:
+                undo.callback(move(name, monkeypatch))
+        yield request.param
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A copy of the runs that commit 38c03fa made."""
+    with tarfile.open(DATA / "runs-38c03fa.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row['machine']} {row['line']}") for row in IDS])
+def test_ids_are_what_they_were(row: dict[str, str], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "detect", detector(row["machine"]))
+    run = composed(["name=x", *row["line"].split()])
+    ids = identity.ids(run, identity.science_of(run, "d", None))
+    assert {"science": ids.science, "group": ids.group, "execution": ids.execution} == {
+        key: row[key] for key in ("science", "group", "execution")
+    }
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
+    directory = runs / name
+    run = composed([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
+    (seen,) = train(run)
+    documents = attempts.read_attempts(directory)
+    assert seen.code == 0 and [d["kind"] for d in documents] == ["start", "continuation"]
+    assert documents[1]["from_step"] == 3 and [line["step"] for line in steps(run)] == [1, 2, 3, 4]
+    first, second = (d["science"] for d in documents)
+    assert first | {"training.steps": 4} == second
+    saved = manifest.inspect(directory / "checkpoints" / "step-4")
+    assert saved and saved.model == as_model(run) == before(runs / name)["model"]
+
+
+def before(directory: Path) -> dict[str, Any]:
+    """The manifest that commit 38c03fa wrote."""
+    with tarfile.open(DATA / "runs-38c03fa.tar.gz") as archive:
+        content = archive.extractfile(f"./{directory.name}/checkpoints/step-3/manifest.json")
+        assert content
+        found: dict[str, Any] = json.loads(content.read())
+    return found
+
+
+def test_an_old_run_and_its_checkpoint_name_their_model(where: str, runs: Path) -> None:
+    directory = runs / "qwen3-muon"
+    found = manifest.inspect(directory / "checkpoints" / "step-3")
+    assert found and type(model_of(found, "it")) is Qwen3
+    assert type(speed.model_of(collect([directory]).runs[0])) is Qwen3
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_digest_of_old_weights_is_what_it_was(name: str, where: str, runs: Path) -> None:
+    weights = open_weights(str(runs / name / "checkpoints" / "step-3"))
+    assert digest_of(weights) == DIGESTS[name]
+
+
+def test_old_runs_are_compared_and_shown(where: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main([str(runs / name) for name in RUNS]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "model (debug, qwen3_debug); optimizer (adamw, muon)" in shown and "0.015 below that of" in shown
+    for name in RUNS:
+        assert status.main([str(runs / name)]) == 0
+        assert "finished" in capsys.readouterr().out
+
+
+def test_all_classes_that_conf_names_have_kinds() -> None:
+    named = {yaml.safe_load(file.read_text()).get("_target_") for file in Path(CONF).rglob("*.yaml")} - {None}
+    assert named and {name for name in named if name not in kinds.PLACES} == set()
+
+
+def test_each_kind_has_a_class_of_its_own() -> None:
+    for name, place in kinds.PLACES.items():
+        module, _, own = place.rpartition(".")
+        assert kinds.kind(getattr(importlib.import_module(module), own)) == name
+
+
+def test_a_class_of_the_user_is_named_by_its_path() -> None:
+    @dataclass
+    class Mine:
+        pass
+
+    assert kinds.kind(Mine) == f"{__name__}.{Mine.__qualname__}"

@@ -1,0 +1,107 @@
+"""A console that can't be written ends no work: the exit code says what was done."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT, ended, program, until
+from tests.support.runs import TINY
+from titan.checkpoint import manifest
+from titan.cluster.signals import is_repeat, stopping
+from titan.metrics.plot import read_lines
+from titan.training.signals import StopSignals
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from titan import errors
+from titan.console import output
+keep_going, folder = sys.argv[1] == "keep", Path(sys.argv[2])
+
+def work():
+    for number in range(3):
+        print("x" * 10000, flush=True)
+        print("y", file=sys.stderr)
+    held = open(folder / "file", "w")
+    print("z", flush=True)
+    (folder / "done").touch()
+    return 5
+
+output.run(lambda: errors.exit_code(work), keep_going=keep_going)
+"""
+
+
+def started(kind: str, redirect: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    line = f'{sys.executable} -c "$0" {kind} {folder} {redirect}'
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(["bash", "-c", line, PROGRAM], capture_output=True, text=True, env=env, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "redirect",
+    [
+        pytest.param("2>/dev/null | true; exit ${PIPESTATUS[0]}", id="reader-gone"),
+        pytest.param("2>&1 | true; exit ${PIPESTATUS[0]}", id="both-gone"),
+        pytest.param(">/dev/full 2>/dev/full", id="disk-full"),
+        pytest.param(">&- 2>&-", id="closed"),
+    ],
+)
+def test_work_goes_on_without_a_console(redirect: str, tmp_path: Path) -> None:
+    done = started("keep", redirect, tmp_path)
+    assert done.returncode == 5 and (tmp_path / "done").exists()
+    assert (tmp_path / "file").read_text() == done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "said"),
+    [
+        pytest.param("2>/dev/null | true; exit ${PIPESTATUS[0]}", 141, "", id="reader-gone"),
+        pytest.param(">/dev/full", 1, "titan: stdout can't be written (No space left on device).", id="disk-full"),
+    ],
+)
+def test_a_command_whose_output_is_its_product_ends(redirect: str, code: int, said: str, tmp_path: Path) -> None:
+    done = started("end", redirect, tmp_path)
+    assert done.returncode == code and not (tmp_path / "done").exists()
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_training_outlives_its_reader_and_a_hang_up_stops_it_with_a_checkpoint(tmp_path: Path) -> None:
+    line = [
+        *TINY,
+        "training.steps=1000000",
+        "cluster.restarts=1",
+        "metrics.console_every=1",
+        f"hydra.run.dir={tmp_path}/run",
+    ]
+    with program("-m", "titan.train", *line, env={"TITAN_CACHE": str(tmp_path / "cache")}) as train:
+        train.stdout.readline()
+        train.stdout.close()
+        steps = tmp_path / "run" / "metrics.jsonl"
+        until(lambda: steps.exists() and len(list(read_lines(steps))) > 20, "steps without a reader")
+        for _ in range(2):  # as a terminal and its shell send it
+            train.send_signal(signal.SIGHUP)
+        train.stdout = None
+        assert ended(train)[0] == 130
+    assert manifest.complete(tmp_path / "run")
+
+
+def test_a_hang_up_asks_once_and_is_ignored_under_nohup() -> None:
+    assert signal.SIGHUP in stopping()
+    assert [is_repeat(signal.SIGHUP, 0), is_repeat(signal.SIGHUP, 1), is_repeat(signal.SIGTERM, 1)] == [0, 1, 0]
+    with StopSignals() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.asked
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)

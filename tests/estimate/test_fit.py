@@ -1,0 +1,301 @@
+"""What fits and what does not: monotone in the layout, and sensible for the shapes that people know."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as budget
+from hypothesis import strategies as st
+
+from tests.support.machines import detector
+from titan.cluster import devices
+from titan.errors import ConfigError
+from titan.estimate import fit, memory, overhead
+from titan.estimate.fit import GIB, available, demand, microbatches, needed, rank_rows
+from titan.model.schema import Llama
+from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
+from titan.run.compose import composed
+from titan.run.schema import Recipe
+from titan.training.schema import Training
+
+POWERS = st.sampled_from([1, 2, 4, 8])
+LAYOUTS = st.builds(Layout, **dict.fromkeys(DIMENSIONS, POWERS))
+
+
+def recipe(*overrides: str) -> Recipe:
+    """A composed recipe, on a machine where everything fits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "detect", detector("gpu"))
+        run = composed(["cluster.memory_gib=1e9", *overrides])
+    return Recipe(**{f.name: getattr(run, f.name) for f in dataclasses.fields(Recipe)})
+
+
+BASE = recipe("model=llama8b", "training.seq_len=2048", "training.global_batch=2097152")
+
+
+def with_(**axes: Any) -> Recipe:
+    return dataclasses.replace(BASE, **axes)
+
+
+COUNTS = st.integers(8, 64)
+"""Micro-batches that any of these pipelines can have."""
+
+
+@given(LAYOUTS, COUNTS)
+def test_cutting_products_takes_less(layout: Layout, count: int) -> None:
+    more = dataclasses.replace(layout, tensor=layout.tensor * 2)
+    assert demand(BASE, more, count).gib < demand(BASE, layout, count).gib
+
+
+@given(LAYOUTS, st.sampled_from(["replicate", "shard", "context"]), COUNTS)
+def test_more_ranks_never_take_more_but_for_the_gathered_blocks(layout: Layout, name: str, count: int) -> None:
+    more = dataclasses.replace(layout, **{name: getattr(layout, name) * 2})
+    before, after = memory.peak(BASE, layout, count), memory.peak(BASE, more, count)
+    assert memory.state_bytes(BASE, more) <= memory.state_bytes(BASE, layout)
+    if layout.shard > 1:
+        assert after.bytes <= before.bytes * (1 + 1e-9)
+
+
+@given(LAYOUTS, st.integers(2, 64), st.integers(2, 64))
+def test_from_two_on_more_microbatches_never_take_more(layout: Layout, first: int, second: int) -> None:
+    layout, (few, many) = dataclasses.replace(layout, pipeline=1), sorted((first, second))
+    assert demand(BASE, layout, many).gib <= demand(BASE, layout, few).gib
+
+
+def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
+    """Whole ones, fp32 all of them; reduced ones, a rank's part. With a head that takes little, that is the peak."""
+    rows = Training(global_batch=8 * 2 * 2048, seq_len=2048, loss_chunk=256)
+    small = with_(training=rows, memory=dataclasses.replace(BASE.memory, checkpointing="full"))
+    whole = dataclasses.replace(small, parallelism=Parallelism(shard=8, accumulate="whole"))
+    one, two = (demand(small, Layout(shard=8), count).bytes for count in (1, 2))
+    assert demand(whole, Layout(shard=8), 1).bytes == one
+    extra = demand(whole, Layout(shard=8), 2).bytes - two
+    assert extra == pytest.approx(4 * BASE.model.parameters() * 7 / 8 * (1 + overhead.FRAGMENTS), rel=0.15)
+    assert microbatches(whole, Layout(shard=8), one / GIB) == 1
+
+
+@given(LAYOUTS, st.integers(8, 32))
+def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> None:
+    full = with_(memory=dataclasses.replace(BASE.memory, checkpointing="full"))
+    fp32 = with_(precision=dataclasses.replace(BASE.precision, compute="fp32"))
+    assert memory.peak(full, layout, count).bytes <= memory.peak(BASE, layout, count).bytes
+    assert memory.peak(fp32, layout, count).bytes > memory.peak(BASE, layout, count).bytes
+
+
+@given(LAYOUTS, st.floats(0.1, 500))
+def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> None:
+    layout = dataclasses.replace(layout, pipeline=1)
+    count, rows = microbatches(BASE, layout, gib), rank_rows(BASE, layout)
+    assert 1 <= count <= rows
+    fitting = [c for c in range(1, rows + 1) if demand(BASE, layout, c).gib <= gib]
+    least = min(range(1, rows + 1), key=lambda c: demand(BASE, layout, c).gib)
+    assert demand(BASE, layout, count).gib == demand(BASE, layout, fitting[0] if fitting else least).gib
+
+
+@budget(max_examples=30, deadline=None)
+@given(st.integers(1, 10**15))
+def test_microbatches_of_any_batch_are_found_at_once(rows: int) -> None:
+    training = Training(global_batch=rows * 2048, seq_len=2048)
+    assert 1 <= microbatches(with_(training=training), Layout(shard=2), 80) <= rows
+
+
+@given(st.integers(1, 500), POWERS, POWERS)
+def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> None:
+    layout = Layout(replicate=replicate, shard=shard)
+    room = rank_rows(with_(training=Training(global_batch=rows * 256)), layout)
+    assert (room - 1) * layout.data_ranks < rows <= room * layout.data_ranks
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelism", "devices_", "gib"),
+    [
+        pytest.param("debug", "single", 1, (40, 77.6), id="debug"),
+        pytest.param("llama1b", "single", 1, (60, 77.6), id="1b"),
+        pytest.param("llama8b", "fsdp", 2, (60, 77.6), id="8b-fsdp"),
+        pytest.param("llama8b", "3d", 2, (55, 77.6), id="8b-3d"),
+        pytest.param("llama70b", "fsdp", 32, (60, 77.6), id="70b-fsdp"),
+        pytest.param("llama70b", "3d", 32, (60, 77.6), id="70b-3d"),
+        pytest.param("llama405b", "fsdp", 256, (60, 77.6), id="405b-fsdp"),
+        pytest.param("llama405b", "3d", 256, (60, 77.6), id="405b-3d"),
+    ],
+)
+def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib: tuple[float, float]) -> None:
+    answer = needed(any_layout(model, parallelism))
+    assert answer is not None
+    layout, wants = answer
+    assert layout.devices == devices_
+    assert gib[0] <= wants <= gib[1] <= 80 * fit.USABLE
+
+
+def any_layout(model: str, parallelism: str) -> Recipe:
+    """A recipe in bf16, also with a layout that can be planned only."""
+    open_degrees = {
+        "single": {}, "fsdp": {"shard": -1}, "3d": {"shard": -1, "tensor": "auto", "pipeline": "auto"},
+    }[parallelism]  # fmt: skip
+    base = recipe(f"model={model}", "training.seq_len=2048", "training.global_batch=2097152", "memory=full")
+    return dataclasses.replace(base, parallelism=Parallelism(**open_degrees))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shard", [1, 8])
+def test_state_is_12_bytes_a_parameter_and_is_cut_by_sharding(shard: int) -> None:
+    assert memory.state_bytes(BASE, Layout(shard=shard)) == 12 * BASE.model.parameters() / shard
+
+
+@pytest.mark.parametrize(
+    ("precision", "kept", "alone", "gathered"),
+    [
+        pytest.param("fp32", 12, (0, 0), (4, 4), id="fp32"),
+        pytest.param("bf16", 12, (2, 2), (2, 2), id="bf16"),
+        pytest.param("bf16_pure", 6, (0, 0), (2, 2), id="pure"),
+        pytest.param("float8", 12, (0, 2), (1, 2), id="float8"),
+        pytest.param("float8_rowwise", 12, (2, 2), (2, 2), id="rowwise"),
+        pytest.param("mxfp8", 12, (2, 2), (2, 2), id="mx"),
+    ],
+)
+def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any, gathered: Any) -> None:
+    """Bytes of a parameter: kept with state; of blocks and head, cast on one device; gathered by FSDP."""
+    how = composed([f"precision={precision}", "precision.emulate=true", "cluster=cpu"]).precision
+    chosen, model = with_(precision=how), BASE.model
+    assert memory.state_bytes(chosen, Layout()) == kept * model.parameters()
+    blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
+    for layout, each in ((Layout(), alone), (Layout(shard=8), gathered)):
+        used = how.used_bytes(model.products(), fit.cut(chosen.parallelism, layout))
+        assert used == each[0] * blocks + each[1] * head
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 64))
+@budget(max_examples=40)
+def test_needed_is_the_smallest_that_carries(heads: int, layers: int, width: int) -> None:
+    model = Llama(dim=heads * 128 * width, layers=layers * 8, heads=heads, kv_heads=1, ffn=512 * width, vocab=32000)
+    wide = with_(model=model, parallelism=Parallelism(shard=-1))
+    answer = needed(wide)
+    if answer is None:
+        return
+    layout, gib = answer
+    assert gib <= 80 * fit.USABLE
+    if layout.devices > 1:
+        half = Layout(shard=layout.devices // 2)
+        assert demand(wide, half, rank_rows(wide, half)).gib > 80 * fit.USABLE
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "ranks", "expected"),
+    [
+        pytest.param("cpu", [], 1, 16 * 0.97, id="cpu"),
+        pytest.param("cpu", [], 4, 16 * 0.97 / 4, id="cpu-shared"),
+        pytest.param("gpu", [], 8, 81559 / 1024 * 0.97, id="gpu-each"),
+        pytest.param("gpu", ["cluster.memory_gib=40"], 8, 40 * 0.97, id="as-told"),
+    ],
+)
+def test_what_a_rank_may_use(kind: str, overrides: list[str], ranks: int, expected: float) -> None:
+    machine = detector(kind)()
+    told = dataclasses.replace(BASE.cluster, memory_gib=40.0 if overrides else None)
+    assert available(with_(cluster=told), Layout(replicate=ranks), machine) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_copy_of_the_state_takes_room_beside_it(ranks: int) -> None:
+    layout = Layout(shard=ranks)
+    copied = with_(checkpoint=dataclasses.replace(BASE.checkpoint, mode="async"))
+    more = demand(copied, layout, 1, "cpu").bytes - demand(with_(), layout, 1, "cpu").bytes
+    assert more == pytest.approx(12 * BASE.model.parameters() / ranks)
+    assert demand(copied, layout, 1) == demand(with_(), layout, 1), "the copy is in the host's memory"
+
+
+def test_processes_and_allocators_are_counted() -> None:
+    live = memory.peak(BASE, Layout(shard=8), 4).bytes
+    assert demand(BASE, Layout(shard=8), 4).bytes == live * (1 + overhead.FRAGMENTS) + overhead.CONTEXT_GIB * GIB
+    on_cpu = demand(BASE, Layout(shard=8), 4, "cpu").bytes - memory.peak(BASE, Layout(shard=8), 4, "cpu").bytes
+    assert on_cpu > overhead.PROCESS_GIB * GIB
+
+
+def test_unknown_memory_holds_everything() -> None:
+    machine = dataclasses.replace(detector("gpu")(), memory_gib=None)
+    unknown = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
+    assert available(unknown, Layout(), machine) == math.inf
+    fit.check(unknown, Layout(), machine, 1)
+
+
+def test_check_refuses_exactly_what_is_more_than_there_is() -> None:
+    machine = detector("gpu")()
+    told = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
+    rows = rank_rows(told, Layout(shard=8))
+    wants = demand(told, Layout(shard=8), rows).gib
+    for share, fits in ((0.99, False), (1.01, True)):
+        there = dataclasses.replace(machine, memory_gib=wants * share / fit.USABLE)
+        if fits:
+            fit.check(told, Layout(shard=8), there, rows)
+        else:
+            with pytest.raises(ConfigError, match="needs about"):
+                fit.check(told, Layout(shard=8), there, rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallelism", "nodes", "more", "expected"),
+    [
+        pytest.param("debug", "3d", 1, [], Layout(pipeline=2, shard=2, tensor=2), id="debug-on-8"),
+        pytest.param("llama8b", "3d", 1, ["memory=full"], Layout(pipeline=2, shard=2, tensor=2), id="8b-on-8"),
+        pytest.param("llama8b", "fsdp_tp", 4, [], Layout(shard=4, tensor=8), id="8b-on-32"),
+        pytest.param("llama70b", "3d", 8, ["memory=full"], Layout(pipeline=2, shard=4, tensor=8), id="70b-on-64"),
+        pytest.param("llama405b", "3d", 64, ["memory=full"], Layout(pipeline=8, shard=8, tensor=8), id="405b-on-512"),
+        pytest.param(
+            "llama405b",
+            "3d",
+            64,
+            ["memory=full", "parallelism.accumulate=sharded"],
+            Layout(pipeline=2, shard=32, tensor=8),
+            id="405b-on-512-reduced",
+        ),
+    ],
+)
+def test_auto_degrees_follow_from_cluster_and_model(
+    model: str, parallelism: str, nodes: int, more: list[str], expected: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    sizes = ["training.seq_len=8192", "training.global_batch=16777216"]
+    run = composed([f"model={model}", f"parallelism={parallelism}", *sizes, *more], ranks=nodes * 8)
+    assert run.layout == expected
+    assert demand(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
+
+
+def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "detect", detector("gpu"))
+    with pytest.raises(ConfigError, match=r"With memory=full it takes at least .* Type memory=full instead"):
+        composed(
+            ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=1048576"], 64
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "matrices", "others"),
+    [
+        pytest.param(["optimizer.moments=bf16"], 4, 4, id="bf16"),
+        pytest.param(["optimizer=muon"], 4, 8, id="muon"),
+        pytest.param(["optimizer=muon", "optimizer.moments=bf16"], 2, 4, id="muon-bf16"),
+        pytest.param(["optimizer=sgd"], 0, 0, id="sgd"),
+    ],
+)
+@pytest.mark.parametrize("layout", [Layout(), Layout(shard=4), Layout(tensor=2)], ids=str)
+def test_state_of_optimizers(changes: list[str], matrices: int, others: int, layout: Layout) -> None:
+    """Against AdamW's 8 bytes a parameter."""
+    other, model = dataclasses.replace(BASE, optimizer=recipe(*changes).optimizer), BASE.model
+    in_blocks = model.layers * model.block_matmul_parameters()
+    less = (8 - matrices) * in_blocks + (8 - others) * (model.parameters() - in_blocks)
+    saved = memory.state_bytes(BASE, layout) - memory.state_bytes(other, layout)
+    assert saved == pytest.approx(less / layout.sharded / layout.tensor)
+
+
+def test_logits_in_chunks_and_one_mask_are_counted() -> None:
+    chunked = with_(training=dataclasses.replace(BASE.training, loss_chunk=256))
+    masked = with_(dataset=dataclasses.replace(BASE.dataset, mask_documents=True))
+    flex = with_(dataset=masked.dataset, training=dataclasses.replace(BASE.training, attention="flex"))
+    plain, one = memory.peak(BASE, Layout(shard=8), 1).bytes, Layout(shard=8)
+    assert memory.peak(chunked, one, 1).bytes < plain
+    tokens = rank_rows(BASE, one) * BASE.training.seq_len
+    documents = 8 * tokens  # their numbers
+    assert memory.peak(masked, one, 1).bytes - plain == pytest.approx(2 * tokens * BASE.training.seq_len + documents)
+    assert memory.peak(flex, one, 1).bytes - plain == pytest.approx(documents)

@@ -1,0 +1,115 @@
+"""Which runs make an arm, what it is called, and which one is the baseline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.made_runs import H200, Story, made
+from titan.errors import ConfigError
+from titan.report import variants
+from titan.report.collect import collect
+from titan.report.variants import Group
+
+FSDP, DDP, SINGLE = "parallelism=fsdp", "parallelism=ddp", "parallelism=single"
+Point = tuple[Story, tuple[str, ...]]
+
+
+def groups(tmp_path: Path, *points: Point) -> list[Group]:
+    for index, (story, overrides) in enumerate(points):
+        made(tmp_path / "runs" / f"{index:02}", story, *overrides)
+    return variants.grouped(collect([tmp_path / "runs"]).runs)
+
+
+S = Story()
+LABELS = [
+    pytest.param([(S, (SINGLE,)), (S, (FSDP,))], [SINGLE, FSDP], id="an-option-stands-for-its-settings"),
+    pytest.param(
+        [(S, (DDP,)), (S, (DDP, "cluster.devices=3"))], ["devices=2", "devices=3"], id="more-devices-of-one-option"
+    ),
+    pytest.param(
+        [(S, (FSDP, "parallelism.reshard=never")), (S, (FSDP, "parallelism.reshard=always")), (S, (DDP,))],
+        [f"{FSDP} reshard=never", f"{FSDP} reshard=always", f"{DDP} reshard=auto"],
+        id="what-was-typed-is-named-beside-it",
+    ),
+    pytest.param(
+        [(S, ("optimizer.lr=1e-3",)), (S, ("optimizer.lr=3e-3",))], ["lr=0.001", "lr=0.003"], id="without-its-axis"
+    ),
+    pytest.param(
+        [
+            (S, (FSDP, "dataset.seed=1", "parallelism.prefetch=0")),
+            (S, (FSDP, "dataset.seed=2", "parallelism.prefetch=2", "dataset.prefetch=3")),
+        ],
+        ["dataset.seed=1 prefetch=0", "dataset.seed=2 prefetch=2"],
+        id="another-seed-than-the-runs-is-named-in-full",
+    ),
+    pytest.param(
+        [(S, ("model.rope_factor=2",)), (S, ("model.rope_factor=1", "memory=full"))],
+        ["memory=none rope_factor=2", "memory=full rope_factor=1"],
+        id="several-axes",
+    ),
+    pytest.param(
+        [(S, ()), (Story(device=H200 | {"name": "AMD MI300X"}), ())],
+        ["hardware=NVIDIA H200", "hardware=AMD MI300X"],
+        id="hardware",
+    ),
+    pytest.param([(S, ()), (Story(digest="e" * 64), ())], ["data=dddddddd", "data=eeeeeeee"], id="content-of-data"),
+    pytest.param([(S, ()), (Story(seed=1), ())], ["model=debug parallelism=single"], id="one"),
+    pytest.param(
+        [(S, ()), (Story(repeat=1), ("metrics.tensorboard=true", "checkpoint.keep=5", "name=x"))],
+        ["model=debug parallelism=single"],
+        id="what-changes-nothing-that-counts",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("points", "labels"), LABELS)
+def test_arms_and_their_labels(points: list[Point], labels: list[str], tmp_path: Path) -> None:
+    assert [group.label for group in groups(tmp_path, *points)] == labels
+
+
+def test_names_that_would_be_mistaken_keep_their_axis(tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, ()), (S, ("dataset.longest=400", "dataset.vocab=63", "model.vocab=63")))
+    assert found[1].label == "model.vocab=63 dataset.vocab=63 longest=400"
+    assert set(found[1].settings) == {"model.vocab", "dataset.vocab", "dataset.longest"}
+
+
+def test_what_differs_with_its_values(tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "memory=full")))
+    assert variants.differs(found) == {"parallelism": ("single", "fsdp"), "memory": ("none", "full")}
+
+
+def test_labels_of_runs_name_seed_and_repeat_only_where_these_vary(tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, (SINGLE,)), (Story(seed=1), (SINGLE,)), (S, (FSDP,)), (S, (FSDP,)))
+    assert variants.labels(found[0], found) == [f"{SINGLE} seed=0", f"{SINGLE} seed=1"]
+    assert variants.labels(found[1], found) == [f"{FSDP} seed=0 (02)", f"{FSDP} seed=0 (03)"]
+
+
+BASELINES = [
+    pytest.param(None, {}, [0], id="the-first"),
+    pytest.param(None, {"parallelism": "fsdp"}, [1, 2], id="the-sweeps-at-any-rate"),
+    pytest.param(None, {"parallelism": "fsdp", "optimizer.lr": "3e-3"}, [2], id="the-sweeps-numbers-as-typed"),
+    pytest.param("parallelism=fsdp,optimizer.lr=0.003", {"parallelism": "single"}, [2], id="the-users"),
+    pytest.param("lr=3e-3", {}, [2], id="in-short"),
+    pytest.param("parallelism=fsdp lr=0.001", {}, [1], id="a-label"),
+    pytest.param("parallelism=tp", {}, None, id="fits-none"),
+    pytest.param("parallelism=fsdp", {}, [1, 2], id="at-any-rate"),
+    pytest.param("optimizer.weight_decay=0.1", {}, None, id="fits-several"),
+    pytest.param("fsdp", {}, None, id="no-setting"),
+]
+
+
+@pytest.mark.parametrize(("option", "asked", "places"), BASELINES)
+def test_the_baseline(option: str | None, asked: dict[str, str], places: list[int] | None, tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)), (S, (FSDP, "optimizer.lr=3e-3")))
+    if places is not None:
+        assert variants.baselines(found, option, asked) == places
+        return
+    with pytest.raises(ConfigError, match=f"baseline={option}: fits"):
+        variants.baselines(found, option, asked)
+
+
+def test_the_baseline_by_its_directory(tmp_path: Path) -> None:
+    found = groups(tmp_path, (S, (SINGLE,)), (S, (FSDP,)))
+    assert variants.baselines(found, str(tmp_path / "runs" / "01"), {}) == [1]

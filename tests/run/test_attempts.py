@@ -1,0 +1,371 @@
+"""What a run's directory holds decides what a command does."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launchers import start
+from tests.support.machines import detector
+from tests.support.runs import TINY, save_of
+from titan.cluster import devices
+from titan.dataset.shards import open_corpus
+from titan.errors import ConfigError, exit_code
+from titan.run import attempts
+from titan.run.attempts import Attempt, FinishedRun, begin_attempt, read_attempts
+from titan.run.compose import composed
+from titan.run.lock import locked
+from titan.run.paths import FILES
+from titan.run.result import is_locked
+from titan.run.run import Run
+from titan.sweep import ledger
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+
+
+@functools.cache
+def once_composed(*overrides: str) -> Run:
+    return composed([*TINY, "name=x", *overrides])
+
+
+def tiny(*overrides: str, name: str = "x") -> Run:
+    run = dataclasses.replace(once_composed(*overrides), name=name, directory=str(Path.cwd() / "runs" / name))
+    Path(run.directory).mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def lived(run: Run) -> Attempt:
+    """The attempt that begins."""
+    attempt = begin_attempt(run)
+    assert isinstance(attempt, Attempt)
+    return attempt
+
+
+def finish(run: Run) -> None:
+    """What the trainer leaves at the end."""
+    result = {"finished": True, "step": run.training.steps}
+    (Path(run.directory) / "result.json").write_text(json.dumps(result))
+
+
+def test_start() -> None:
+    attempt = lived(tiny())
+    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step, attempt.rows) == (1, "start", None, 0, 0)
+    assert attempt.parent is None
+    assert open_corpus(attempt.corpora["data"]).train.tokens > 0
+
+
+def test_life_without_a_checkpoint_starts_again() -> None:
+    first = lived(tiny())
+    again = lived(tiny())
+    assert (again.number, again.kind, again.checkpoint, again.step) == (2, "resume", None, 0)
+    assert (again.run_id, again.ids) == (first.run_id, first.ids)
+
+
+def test_resume_from_the_last_checkpoint() -> None:
+    run = tiny()
+    lived(run)
+    save_of(run, 1)
+    last = save_of(run, 2)
+    attempt = lived(tiny())
+    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "resume", str(last), 2)
+    assert attempt.rows == 2 * run.training.rows
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["parallelism=fsdp", "memory=full", "checkpoint.every=1", "metrics.plot=true", "cluster.restarts=1",
+     "dataset.prefetch=2", "debug=deterministic"],
+)  # fmt: skip
+def test_resume_with_another_execution(override: str) -> None:
+    run = tiny()
+    first = lived(run)
+    save_of(run, 2)
+    attempt = lived(tiny(override))
+    assert (attempt.kind, attempt.step, attempt.run_id) == ("resume", 2, first.run_id)
+    assert attempt.ids.science == first.ids.science
+    assert attempt.ids.execution != first.ids.execution
+
+
+def test_finished() -> None:
+    run = tiny()
+    lived(run)
+    save_of(run, 3)
+    finish(run)
+    found = begin_attempt(tiny())
+    assert found == FinishedRun(run.directory, {"finished": True, "step": 3})
+    assert len(read_attempts(Path(run.directory))) == 1, "nothing is recorded"
+
+
+def test_finished_run_starts_no_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tiny()
+    lived(run)
+    finish(run)
+    result = {"finished": True, "step": 3, "first_loss": 4.0, "last_loss": 3.0}
+    (Path(run.directory) / "result.json").write_text(json.dumps(result))
+    assert start.run_local(tiny()) == 0
+    assert "is finished: 3 steps" in capsys.readouterr().out
+
+
+def test_continuation() -> None:
+    run = tiny()
+    first = lived(run)
+    last = save_of(run, 3)
+    finish(run)
+    attempt = lived(tiny("training.steps=5"))
+    assert (attempt.number, attempt.kind, attempt.checkpoint, attempt.step) == (2, "continuation", str(last), 3)
+    assert attempt.run_id == first.run_id
+    assert attempt.ids.science != first.ids.science
+
+
+def test_continuation_is_resumed_under_its_own_steps() -> None:
+    run = tiny()
+    lived(run)
+    save_of(run, 3)
+    finish(run)
+    lived(tiny("training.steps=5"))
+    assert lived(tiny("training.steps=5")).kind == "resume"
+    with pytest.raises(ConfigError, match=r"training.steps=3: .* has 5; give 5 or more"):
+        begin_attempt(tiny())
+
+
+def test_finished_run_without_a_checkpoint_can_not_go_on() -> None:
+    run = tiny()
+    lived(run)
+    finish(run)
+    with pytest.raises(ConfigError, match="no checkpoint to continue from; choose another name"):
+        begin_attempt(tiny("training.steps=5"))
+
+
+@pytest.mark.parametrize("what", ["run", "checkpoint"])
+def test_fork(what: str) -> None:
+    parent = tiny(name="parent")
+    lived(parent)
+    folder = save_of(parent, 2, science="abcdef")
+    path = parent.directory if what == "run" else folder
+    attempt = lived(tiny(f"checkpoint.resume={path}", "optimizer.lr=0.5"))
+    assert (attempt.number, attempt.kind, attempt.parent, attempt.checkpoint) == (1, "fork", "abcdef@2", str(folder))
+    assert (attempt.step, attempt.rows) == (2, 2 * parent.training.rows)
+
+
+def test_fork_is_resumed_from_its_own_checkpoint_also_without_the_parent() -> None:
+    parent = tiny(name="parent")
+    lived(parent)
+    folder = save_of(parent, 1, science="abcdef")
+    fork = tiny("checkpoint.resume=runs/parent")
+    first = lived(fork)
+    own = save_of(fork, 2)
+    (folder / "weights").unlink()
+    attempt = lived(fork)
+    assert (attempt.kind, attempt.checkpoint, attempt.parent, attempt.ids) == (
+        "resume",
+        str(own),
+        "abcdef@1",
+        first.ids,
+    )
+
+
+def test_fork_is_another_experiment_than_a_fresh_run() -> None:
+    parent = tiny(name="parent")
+    fresh = lived(parent)
+    save_of(parent, 1)
+    lived(tiny("checkpoint.resume=runs/parent"))
+    with pytest.raises(ConfigError, match=r"parent was 000000000000@1, now null"):
+        begin_attempt(tiny())
+    assert lived(tiny("checkpoint.resume=runs/parent", name="y")).ids.science != fresh.ids.science
+
+
+def test_refusal_names_every_field_that_differs() -> None:
+    run = tiny()
+    lived(run)
+    with pytest.raises(ConfigError) as refusal:
+        begin_attempt(tiny("optimizer.lr=0.5", "training.seed=3", "parallelism=fsdp"))
+    expected = "(optimizer.lr was 0.001, now 0.5; training.seed was 0, now 3)"
+    assert expected in str(refusal.value)
+
+
+def test_lives_are_recorded_as_documents() -> None:
+    first = lived(tiny())
+    second = lived(tiny("parallelism=fsdp"))
+    directory = Path(tiny().directory)
+    documents = list(yaml.safe_load_all((directory / "run.yaml").read_text()))
+    assert documents == read_attempts(directory)
+    assert [d["attempt"] for d in documents] == [1, 2]
+    assert [d["kind"] for d in documents] == ["start", "resume"]
+    assert [d["ids"] for d in documents] == [dataclasses.asdict(attempt.ids) for attempt in (first, second)]
+    assert [d["choices"]["parallelism"] for d in documents] == ["single", "fsdp"]
+    assert [d["layout"]["shard"] for d in documents] == [1, 2]
+    assert documents[1]["config"]["optimizer"]["lr"] == 0.001
+    assert documents[1]["overrides"][-1] == "parallelism=fsdp"
+    assert documents[0]["science"]["data"] == open_corpus(first.corpora["data"]).digest
+    environment = json.loads((directory / "env.json").read_text())
+    assert environment["device"]["memory_gib"] == 16
+    assert (directory / ".hydra/config.yaml").is_file()
+
+
+def test_life_of_a_dead_process_can_be_locked_again(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from titan.run.lock import locked
+with locked(Path({str(tmp_path / "run")!r})):
+    print("held", flush=True)
+    input()
+"""
+    other = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    try:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"process {other.pid} on .* is running in it"), locked(tmp_path / "run"):
+            pass
+    finally:
+        os.kill(other.pid, signal.SIGKILL)
+        other.communicate()
+    with locked(tmp_path / "run"):
+        assert f"process {os.getpid()} " in (tmp_path / "run/.lock").read_text()
+
+
+def test_lock_is_released_and_a_directory_left_empty_goes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), locked(tmp_path / "a/b/run"):
+        raise ValueError
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "mine").mkdir()
+    with locked(tmp_path / "mine"):
+        pass
+    assert (tmp_path / "mine").is_dir(), "what was there stays"
+    with locked(tmp_path / "mine/run"):
+        (tmp_path / "mine/run/run.yaml").touch()
+    assert (tmp_path / "mine/run/run.yaml").exists()
+
+
+@pytest.mark.parametrize("name", sorted(FILES - {"run.yaml"}))
+def test_what_titan_writes_is_no_obstacle(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    assert read_attempts(tmp_path) == []
+
+
+# Checkpoints
+
+
+def test_damaged_checkpoint_is_passed_over_on_resume() -> None:
+    run = tiny()
+    lived(run)
+    good, bad = save_of(run, 1), save_of(run, 2)
+    (bad / "weights").write_bytes(b"w")
+    attempt = lived(run)
+    assert (attempt.checkpoint, attempt.step) == (str(good), 1)
+
+
+# Faults of the machine, and what somebody else may leave
+
+
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("precious")
+    run.mkdir()
+    for link in (lambda: (run / ".lock").symlink_to(victim), lambda: (run / ".lock").hardlink_to(victim)):
+        link()
+        with pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written to \(.*link"), locked(run):
+            pass
+        (run / ".lock").unlink()
+    assert victim.read_text() == "precious"
+
+
+def test_a_pipe_in_place_of_a_lock_does_not_block(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".lock")
+    assert not is_locked(tmp_path)
+    with pytest.raises(ConfigError, match=r"\.lock is a link or no file; remove it"), locked(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
+def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    said = r"=\S+: its file system has no file locks \(flock: .*mounted with them \(Lustre: -o flock\), or choose"
+    with pytest.raises(ConfigError, match=f"hydra.run.dir{said}"), locked(tmp_path / "new"):
+        pass
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match=f"hydra.sweep.dir{said}"), ledger.alone(tmp_path):
+        pass
+
+
+def full(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the `after`-th time on that a file is opened to be written or a folder made, the disk is full."""
+    count = iter(range(10**6))
+
+    def failing(real: Any, writes: Any) -> Any:
+        def work(path: Path, *arguments: Any, **more: Any) -> Any:
+            if writes(*arguments, **more) and next(count) >= after:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return real(path, *arguments, **more)
+
+        return work
+
+    monkeypatch.setattr(Path, "open", failing(Path.open, lambda mode="r", *rest, **more: mode[0] in "wxa"))
+    monkeypatch.setattr(Path, "mkdir", failing(Path.mkdir, lambda *rest, **more: True))
+
+
+@pytest.mark.parametrize("after", range(4))
+def test_a_disk_that_is_full_at_the_first_moment_leaves_nothing(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny()
+    attempts.corpora.prepare_corpora(run.dataset)
+    Path(run.directory).rmdir()
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match=r"hydra.run.dir=\S+: can't be written .*No space"),
+    ):
+        full(after, patch)
+        with locked(Path(run.directory)):
+            begin_attempt(run)
+    assert not Path(run.directory).exists(), "the name can be used again"
+    with locked(Path(run.directory)):
+        lived(run)
+
+
+def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny()
+    lived(run)
+    save_of(run, 1)
+    before = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
+    for after in range(3):
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"No space left on device\); free some"):
+            full(after, patch)
+            begin_attempt(run)
+    now = {p.name: p.read_bytes() for p in Path(run.directory).iterdir() if p.is_file() and p.name != "env.json"}
+    assert now == before
+    assert lived(run).number == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(errno.ENOSPC, "No space left.*free some space"), (errno.EIO, "mend that file system"), (errno.EMFILE, "ulimit")],
+    ids=["full", "broken", "files"],
+)
+def test_what_the_machine_lacks_is_a_sentence(code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> int:
+        raise OSError(code, os.strerror(code), "runs/x/log")
+
+    assert exit_code(body) == 1
+    err = capsys.readouterr().err
+    assert re.search(f"^titan: runs/x/log: .*{said}.* and give the same command again", err) and err.count("\n") == 1

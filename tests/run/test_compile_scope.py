@@ -1,0 +1,213 @@
+"""What compile=auto comes to: on this machine, on the machines of a job, and in the ids of a grid's points."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.machines import detector
+from titan.cluster import devices
+from titan.compile import schema as compiling
+from titan.compile.compiler import missing_compiler
+from titan.errors import ConfigError
+from titan.run import identity
+from titan.run.compile_scope import eager_seconds
+from titan.run.compose import composed
+from titan.run.resolve import moved
+from titan.run.run import Run
+
+LONG, SHORT = "training.steps=100000", "training.steps=20"
+DOCUMENTS, FLOAT8 = "dataset.mask_documents=true", ("precision=float8", "precision.emulate=true")
+ZBV = ("parallelism=pp", "parallelism.schedule=ZBVZeroBubble")
+
+
+@pytest.fixture(autouse=True)
+def where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty directory, all compilers and triton."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    programs("g++", "gcc", monkeypatch=monkeypatch)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name)
+
+
+def programs(*names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, *rest: f"/usr/bin/{name}" if name in names else None)
+
+
+def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) -> Run:
+    monkeypatch.setattr(devices, "detect", detector(kind))
+    return composed(overrides, **how)
+
+
+CHOSEN = [
+    pytest.param("cpu", (SHORT,), "off", "it pays from 5 minutes on", id="short"),
+    pytest.param("cpu", (LONG,), "model", "hours of work on one CPU device", id="long"),
+    pytest.param("cpu", (LONG, "compile.backend=aot_eager"), "model", "on one CPU device", id="other-backend"),
+    pytest.param("cpu", (LONG, "parallelism=ddp"), "block", "hours of work; blocks, for 2 ranks", id="ranks"),
+    pytest.param("cpu", (LONG, "memory=full"), "block", "blocks, for memory=full", id="full"),
+    pytest.param("cpu", (LONG, "memory=selective"), "block", "blocks, for memory=selective", id="selective"),
+    pytest.param("cpu", (LONG, DOCUMENTS), "block", "blocks, for dataset.mask_documents", id="documents"),
+    pytest.param("cpu", (LONG, *FLOAT8), "block", "blocks, for precision=float8", id="float8"),
+    pytest.param("cpu", (LONG, "model.layers=12"), "model", "on one CPU device", id="twelve-layers"),
+    pytest.param("cpu", (LONG, "model.layers=13"), "block", "which take long to compile at once", id="many-layers"),
+    pytest.param(
+        "cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="large"
+    ),
+    pytest.param("cpu", (SHORT, DOCUMENTS), "off", "it pays from 5 minutes on", id="short-documents"),
+    pytest.param("cpu", (LONG, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="anomaly"),
+    pytest.param("cpu", (SHORT, "memory=budget"), "block", "memory=budget", id="budget"),
+    pytest.param("cpu", (LONG, *ZBV), "block", "hours of work; blocks, for 2 ranks", id="zero-bubble"),
+    pytest.param("gpu", (SHORT,), "block", "on a GPU", id="gpu"),
+    pytest.param("gpu", (SHORT, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="gpu-anomaly"),
+    pytest.param("cpu", (LONG, "compile=off"), "off", "", id="said-off"),
+    pytest.param("gpu", ("compile=off",), "off", "", id="gpu-said-off"),
+    pytest.param("cpu", (SHORT, "compile=block"), "block", "", id="said-block"),
+]
+
+
+@pytest.mark.parametrize(("kind", "overrides", "scope", "why"), CHOSEN)
+def test_what_is_chosen(
+    kind: str, overrides: tuple[str, ...], scope: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = on(kind, *overrides, monkeypatch=monkeypatch)
+    assert (run.compile.scope, bool(run.compile_why)) == (scope, bool(why))
+    assert run.compile_why.endswith(why)
+
+
+NO_CXX = "no C++ compiler in PATH, which would be g++"
+NO_C = "no C compiler in PATH, which would be gcc or clang"
+LACKING = [
+    pytest.param("cpu", ("g++",), {}, None, id="g++"),
+    pytest.param("cpu", ("c++", "clang++", "gcc"), {}, NO_CXX, id="others-are-not-tried"),
+    pytest.param("cpu", ("clang++",), {"CXX": "clang++"}, None, id="CXX"),
+    pytest.param("cpu", ("g++",), {"CXX": "icpx"}, "no C++ compiler in PATH, which would be icpx", id="no-CXX"),
+    pytest.param("gpu", ("gcc",), {}, None, id="gcc"),
+    pytest.param("gpu", ("clang",), {}, None, id="clang"),
+    pytest.param("gpu", ("g++",), {}, NO_C, id="no-gcc"),
+    pytest.param("gpu", ("gcc",), {"CC": "icx"}, "no C compiler in PATH, which would be icx", id="no-CC"),
+]
+
+
+@pytest.mark.parametrize(("kind", "there", "variables", "why"), LACKING)
+def test_compilers_that_it_takes(
+    kind: str, there: tuple[str, ...], variables: dict[str, str], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(*there, monkeypatch=monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    machine = detector(kind)()
+    assert missing_compiler(machine, "inductor") == why
+    for backend, elsewhere in (("inductor", True), ("aot_eager", False), ("eager", False)):
+        assert missing_compiler(machine, backend, elsewhere) is None
+    run, where = on(kind, LONG, monkeypatch=monkeypatch), "model" if kind == "cpu" else "block"
+    assert (run.compile.scope, run.compile_why) == ("off", why) if why else run.compile.scope == where
+    if why:
+        with pytest.raises(ConfigError, match=why.replace("+", "\\+")):
+            on(kind, LONG, "compile=block", monkeypatch=monkeypatch)
+
+
+def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = detector("gpu")()
+    for capability, why in ((6.1, "compute capability 6.1, and triton takes 7.0 or more"), (7.0, ""), (None, "")):
+        found = missing_compiler(dataclasses.replace(machine, capability=capability), "inductor")
+        assert (found or "").endswith(why) and bool(found) == bool(why)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)
+    assert on("gpu", monkeypatch=monkeypatch).compile_why == "triton is not installed"
+
+
+WAYS_OUT = [
+    pytest.param(("memory=budget",), ("memory=selective", "compile=off"), id="budget"),
+    pytest.param(("memory=budget", "compile=block"), ("memory=selective", "compile=off"), id="budget-said"),
+    pytest.param(("memory=budget", *ZBV), ("memory=full", "compile=off"), id="budget-zero-bubble"),
+    pytest.param(("compile=model",), ("compile=off",), id="said"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "ways"), WAYS_OUT)
+def test_a_refusal_without_a_compiler_has_a_way_out(
+    overrides: tuple[str, ...], ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs(monkeypatch=monkeypatch)
+    with pytest.raises(ConfigError, match=f"or give {' '.join(ways)}"):
+        on("cpu", LONG, *overrides, monkeypatch=monkeypatch)
+    kept = [o for o in overrides if o.partition("=")[0] not in {way.partition("=")[0] for way in ways}]
+    assert on("cpu", LONG, *kept, *ways, monkeypatch=monkeypatch).compile.scope == "off"
+
+
+ANOMALY = "debug.detect_anomaly="
+
+
+@pytest.mark.parametrize("scope", ["auto", "off", "block"])
+def test_a_budget_and_anomalies_have_a_way_out(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = ("memory=budget", f"compile={scope}")
+    with pytest.raises(ConfigError, match=f"give {ANOMALY}false, or memory=selective with compile=off"):
+        on("cpu", *both, f"{ANOMALY}true", monkeypatch=monkeypatch)
+    assert on("cpu", "memory=selective", "compile=off", f"{ANOMALY}true", monkeypatch=monkeypatch)
+
+
+def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_torch", lambda: (2, 11))
+    assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "off"
+    assert on("gpu", "parallelism=fsdp", monkeypatch=monkeypatch).compile.scope == "block"
+    job = on("cpu", *ZBV, "cluster=h100", "parallelism.pipeline=2", monkeypatch=monkeypatch, elsewhere=True)
+    assert job.compile.scope == "block"
+    monkeypatch.setattr(compiling, "_torch", tuple)  # there is none
+    assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "block"
+
+
+def test_ranks_that_share_cores_compile_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    minutes = "training.steps=2000"  # about 7 on four cores
+    assert on("cpu", minutes, monkeypatch=monkeypatch).compile.scope == "model"
+    assert on("cpu", minutes, "parallelism=ddp", "cluster.devices=16", monkeypatch=monkeypatch).compile.scope == "off"
+
+
+def test_the_measured_job_takes_about_as_long_as_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = on("cpu", "precision=fp32", monkeypatch=monkeypatch)
+    assert eager_seconds(run) == pytest.approx(200 * 2048 / 3100 / 2, rel=0.1)  # four cores, not two
+
+
+def test_what_a_core_does_follows_the_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(*overrides: str, fast: bool) -> float:
+        run = on("cpu", "precision=bf16", *overrides, monkeypatch=monkeypatch)
+        return eager_seconds(dataclasses.replace(run, machine=dataclasses.replace(run.machine, bf16_fast=fast)))
+
+    slow, fast = seconds(fast=False), seconds(fast=True)
+    assert slow / fast == pytest.approx(90 / 55)
+    assert seconds("precision=float8", "precision.emulate=true", fast=True) == pytest.approx(10 * fast)
+
+
+def test_a_jobs_nodes_have_cores_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = ("parallelism=ddp", "cluster.devices=16", "cluster.nodes=4", "training.steps=8000")
+    run = on("cpu", *nodes, monkeypatch=monkeypatch, elsewhere=True)
+    alone = on("cpu", "training.steps=8000", monkeypatch=monkeypatch)
+    assert eager_seconds(run) == pytest.approx(eager_seconds(alone) / 4)
+    assert run.compile.scope == "block"  # a core for each rank, where one node has a core for four
+
+
+def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)  # none on the login node
+    run = on("cpu", SHORT, "cluster=h100", monkeypatch=monkeypatch, elsewhere=True)
+    assert run.compile.scope == "block"
+    here = moved(run, detector("gpu")("cuda"))
+    assert (here.compile.scope, here.compile_why) == ("off", "triton is not installed")
+    said = on("cpu", SHORT, "cluster=h100", "compile=block", monkeypatch=monkeypatch, elsewhere=True)
+    with pytest.raises(ConfigError, match="triton is not installed; mend that, or give compile=off"):
+        moved(said, detector("gpu")("cuda"))
+
+
+def test_a_point_of_a_grid_is_the_same_wherever_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = (SHORT, "cluster.device=auto", "precision=fp32")
+    runs = [on(kind, *one, monkeypatch=monkeypatch) for kind in ("cpu", "gpu")]
+    assert [run.compile.scope for run in runs] == ["off", "block"]
+    assert identity.point(runs[0]) == identity.point(runs[1])
+    said = [on("gpu", *one, f"compile={scope}", monkeypatch=monkeypatch) for scope in ("off", "block", "model")]
+    points = {identity.point(run) for run in (runs[1], *said)}
+    assert len(points) == 4
+    settings = [identity.settings_of(run, science=True) for run in (*runs, *said)]
+    assert all("compile" not in name for found in settings for name in found)

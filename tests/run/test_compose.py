@@ -1,0 +1,340 @@
+"""Composition: every choice composes, fast and without torch; others add theirs; what is shown and handed on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from launchers import start
+from launchers.command import command
+from tests.support.machines import detector
+from titan.cluster import devices
+from titan.config import help
+from titan.errors import ConfigError
+from titan.estimate import fit
+from titan.run.compose import composed
+from titan.run.hydra_choices import OPTIONAL_GROUPS
+from titan.run.hydra_session import CONF
+from titan.run.run import Run
+from titan.run.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = sorted((f.parent.name, f.stem) for f in CONF.glob("*/*.yaml"))
+CHOICES = [(axis, choice) for axis, choice in FILES if axis not in OPTIONAL_GROUPS]
+"""Choices on one axis; recipes and sweeps choose on several, see test_recipes.py."""
+NEEDED = {"hub": ["dataset.name=x"]}
+NEEDED |= {kind: ["dataset.path=x"] for kind in ("text", "jsonl", "parquet", "chat", "prepared")}
+NEEDED["mixture"] = ["+dataset@dataset.sources.a=stdlib", "dataset.weights={a: 1}"]
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TITAN_CONF", raising=False)
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python on this titan, in the current directory."""
+    path = os.pathsep.join(filter(None, [str(ROOT), environment.pop("PYTHONPATH", "")]))
+    env = {**os.environ, "PYTHONPATH": path, **environment}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env, timeout=60)
+
+
+def shown(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command line prints that must end well and start no run."""
+
+    def job(run: Run) -> int:
+        raise RuntimeError("a run was started")
+
+    assert command(arguments, job) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("axis", "choice"), [pytest.param(*c, id=f"{c[0]}={c[1]}") for c in CHOICES])
+def test_every_choice_composes(axis: str, choice: str) -> None:
+    memory = "cluster.memory_gib=1000000"
+    overrides = [f"{axis}={choice}", memory, *NEEDED.get(choice, [])]
+    overrides += ["precision.emulate=true"] if axis == "precision" else []
+    run = composed(overrides, elsewhere=axis == "cluster")
+    assert run.choices[axis] == choice
+    written = {
+        k: v for k, v in OmegaConf.load(CONF / axis / f"{choice}.yaml").items() if k not in ("defaults", "_target_")
+    }  # type: ignore[union-attr]
+    for name, value in written.items():
+        if value != "auto":
+            assert getattr(getattr(run, axis), str(name)) == value
+
+
+def test_every_axis_has_choices() -> None:
+    assert {axis for axis, _ in CHOICES} >= set(Recipe.axes())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"], ["training.steps=0"]], ids=str)
+def test_composing_imports_neither_torch_nor_numpy(arguments: list[str]) -> None:
+    program = f"""
+        import sys
+        from titan.train import main
+        code = main({arguments!r})
+        print("HEAVY", sorted({{"torch", "numpy", "tiktoken", "matplotlib"}} & sys.modules.keys()))
+        sys.exit(code)
+    """
+    done = python("-c", textwrap.dedent(program))
+    assert done.returncode in (0, 2)
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_composing_a_run_imports_no_torch() -> None:
+    program = "import sys; from titan.run.compose import composed; composed([]); print('torch' in sys.modules)"
+    assert python("-c", program).stdout == "False\n"
+
+
+def test_help_lists_every_choice_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown("--help", capsys=capsys).splitlines()
+    for axis in (*OPTIONAL_GROUPS, *Recipe.axes()):
+        assert f"{axis}: {help.AXES[axis]}" in lines
+    for axis, choice in FILES:
+        above, below = (CONF / axis / f"{choice}.yaml").read_text().splitlines()[:2]
+        first = below if axis in OPTIONAL_GROUPS else above
+        assert first.startswith("# ") and len(first) > 5
+        assert (above == "# @package _global_") is (axis in OPTIONAL_GROUPS)
+        assert any(line.split(None, 1) == [choice, first[2:]] for line in lines), (axis, choice)
+
+
+def test_cfg_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    content = OmegaConf.create(shown("--cfg", "job", "training.steps=7", capsys=capsys))
+    assert content.training.steps == 7
+    run = composed([])
+    for axis in Recipe.axes():
+        assert set(content[axis]) - {"_target_"} == {f.name for f in dataclasses.fields(getattr(run, axis))}
+
+
+def test_cfg_of_one_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown("--cfg", "job", "-p", "model", "model=llama8b", capsys=capsys)
+    assert "dim: 4096" in out and "steps" not in out
+
+
+def test_info_shows_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "fsdp" in shown("--info", "defaults", "parallelism=fsdp", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        pytest.param("model=lla", {"model=llama1b", "model=llama8b"}, id="choice"),
+        pytest.param("parallelism=fsdp_", {"parallelism=fsdp_tp", "parallelism=fsdp_cp"}, id="parallelism"),
+        pytest.param("paral", {"parallelism="}, id="axis"),
+        pytest.param("training.se", {"training.seed=", "training.seq_len="}, id="setting"),
+    ],
+)
+def test_completion(
+    line: str, expected: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = f"titan-train {line}"
+    monkeypatch.setenv("COMP_LINE", typed)
+    monkeypatch.setenv("COMP_POINT", str(len(typed)))
+    assert expected <= set(shown("-sc", "query=bash", capsys=capsys).split())
+
+
+def test_sweep_runs_every_combination_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Run] = []
+    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    line = ["-m", "name=grid", "training.seed=1,2", "optimizer.lr=1e-3,3e-3", "training.steps=9"]
+    assert command(line, start.run_local) == 0
+    assert [(r.training.seed, r.optimizer.lr) for r in runs] == [(1, 1e-3), (1, 3e-3), (2, 1e-3), (2, 3e-3)]
+    points = [f"seed-{seed}_lr-{lr}" for seed in (1, 2) for lr in (0.001, 0.003)]
+    assert [r.directory for r in runs] == [str(Path.cwd() / "runs/grid" / point) for point in points]
+    assert {r.training.steps for r in runs} == {9}
+
+
+@pytest.mark.parametrize("codes", [[0, 1, 0], [2, 0], [1, 2]], ids=str)
+def test_sweep_goes_on_after_a_failure_and_ends_with_its_code(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = iter(codes)
+    monkeypatch.setattr(start, "here", lambda run, apart=False: next(left))
+    seeds = ",".join(map(str, range(len(codes))))
+    assert command(["-m", f"training.seed={seeds}"], start.run_local) == next(c for c in codes if c)
+    assert next(left, None) is None
+
+
+def test_sweep_that_is_interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Run] = []
+    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 130)
+    assert command(["-m", "training.seed=1,2"], start.run_local) == 130
+    assert len(runs) == 1
+
+
+def test_refused_sweep_keeps_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("runs/grid/0").mkdir(parents=True)
+    Path("runs/grid/0/run.yaml").write_text("x")
+    assert command(["-m", "name=grid", "training.steps=1,0"], start.run_local) == 2
+    assert Path("runs/grid/0/run.yaml").read_text() == "x"
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Somebody's folder of choices."""
+    (tmp_path / "other/model").mkdir(parents=True)
+    (tmp_path / "other/recipe").mkdir()
+    text = "# A model of others.\ndefaults:\n  - debug\n  - _self_\nlayers: 3\n"
+    (tmp_path / "other/model/theirs.yaml").write_text(text)
+    text = "# @package _global_\n# A whole recipe.\ndefaults:\n  - override /parallelism: ddp\n  - _self_\n"
+    (tmp_path / "other/recipe/pair.yaml").write_text(text + "training:\n  steps: 33\n")
+    return tmp_path / "other"
+
+
+def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (other / "sweep").mkdir()
+    sweep = "# @package _global_\n# Theirs.\nhydra:\n  sweeper:\n    params:\n      training.steps: 3,0\n"
+    (other / "sweep/grid.yaml").write_text(sweep)
+    where = f"hydra.searchpath=[file://{other}]"
+    assert composed([where, "model=theirs"]).model.layers == 3
+    assert composed([where, "recipe=pair"]).training.steps == 33
+    assert "grid" in shown("--help", where, capsys=capsys).split()
+    assert command(["-m", where, "sweep=grid"], start.run_local) == 2
+    assert "training.steps=0: must be at least 1 (point 2 of the sweep" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="recipe=pair: there is no such choice"):
+        composed(["recipe=pair"])
+
+
+def test_config_dir_adds_a_choice(other: Path) -> None:
+    runs: list[Run] = []
+    assert command(["--config-dir", str(other), "model=theirs"], lambda run: runs.append(run) or 0) == 0  # type: ignore[func-returns-value]
+    assert runs[0].model.layers == 3
+
+
+def test_titan_conf_adds_choices(
+    other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TITAN_CONF", str(other))
+    assert composed(["model=theirs"]).model.layers == 3
+    out = [line.split(None, 1) for line in shown("--help", capsys=capsys).splitlines()]
+    assert ["theirs", "A model of others."] in out and ["pair", "A whole recipe."] in out
+    with pytest.raises(ConfigError, match=r"did you mean 'theirs'\? Choices: .*theirs"):
+        composed(["model=their"])
+
+
+def test_recipe_chooses_on_several_axes_and_yields_to_the_command_line(
+    other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TITAN_CONF", str(other))
+    run = composed(["recipe=pair"])
+    assert (run.training.steps, run.layout.replicate) == (33, 2)
+    run = composed(["recipe=pair", "parallelism=single", "training.steps=5"])
+    assert (run.training.steps, run.layout.replicate) == (5, 1)
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m", "training.seed=1,2"]], ids=["one", "sweep"])
+def test_unknown_recipe_beside_a_known_one(
+    sweep: list[str], other: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TITAN_CONF", str(other))
+    monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
+    assert command([*sweep, "recipe=pari"], start.run_local) == 2
+    assert "recipe=pari: there is no such choice; did you mean 'pair'?" in capsys.readouterr().err
+
+
+def test_installed_plugin_adds_a_choice_and_a_class(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "mypack/conf/optimizer").mkdir(parents=True)
+    (site / "mypack-1.0.dist-info").mkdir()
+    (site / "mypack-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: mypack\nVersion: 1.0\n")
+    (site / "mypack-1.0.dist-info/entry_points.txt").write_text("[titan.plugins]\nmypack = mypack\n")
+    (site / "mypack/__init__.py").write_text(
+        "from dataclasses import dataclass\nfrom titan.optimizer.schema import SGD\n"
+        "from titan.config.settings import setting\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Lion(SGD):\n    zeal: float = setting(0.5, 'how much')\n"
+    )
+    (site / "mypack/conf/optimizer/lion.yaml").write_text("# Theirs.\n_target_: mypack.Lion\nzeal: 0.7\n")
+    shown = python("-m", "titan.train", "--help", PYTHONPATH=str(site))
+    assert ["lion", "Theirs."] in [line.split() for line in shown.stdout.splitlines()]
+    program = "from titan.run.compose import composed; print(composed({}).optimizer)"
+    trusted = python("-c", program.format(["optimizer=lion", "modules=[mypack]"]), PYTHONPATH=str(site))
+    assert "Lion(" in trusted.stdout and "zeal=0.7" in trusted.stdout
+    refused = python("-m", "titan.train", "optimizer=lion", PYTHONPATH=str(site))
+    assert refused.returncode == 2 and "modules=[mypack]" in refused.stderr
+
+
+def test_third_party_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs_model.py").write_text(
+        "from dataclasses import dataclass\nfrom titan.model.schema import Llama\n"
+        "from titan.config.settings import setting\n\n@dataclass(frozen=True, kw_only=True)\n"
+        "class Wide(Llama):\n    width: int = setting(3, 'w', at_least=1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    overrides = ["model._target_=theirs_model.Wide", "modules=[theirs_model]"]
+    model = composed([*overrides, "+model.width=5"]).model
+    assert (type(model).__name__, model.width) == ("Wide", 5)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"model\.width=0: must be at least 1"):
+        composed([*overrides, "+model.width=0"])
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        pytest.param("training.steps=1e3", 1000, id="1e3"),
+        pytest.param("training.steps=12.0", 12, id="12.0"),
+        pytest.param("training.steps=1_000", 1000, id="underscore"),
+    ],
+)
+def test_whole_numbers(override: str, value: int) -> None:
+    steps = composed([override]).training.steps
+    assert (steps, type(steps)) == (value, int)
+
+
+def test_the_last_of_two_values_holds() -> None:
+    run = composed(["training.steps=5", "model=llama1b", "training.steps=6", "model=debug"])
+    assert (run.training.steps, run.choices["model"]) == (6, "debug")
+
+
+def test_run_is_frozen_and_pickles() -> None:
+    run = composed(["parallelism=fsdp", "optimizer=sgd", "name=x"])
+    again = pickle.loads(pickle.dumps(run))
+    assert again == run and again.hydra == run.hydra
+    assert set(run.hydra) == {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml"}
+    with pytest.raises(AttributeError):
+        run.name = "y"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "compute", "devices_"),
+    [
+        pytest.param("cpu", [], "fp32", 1, id="laptop"),
+        pytest.param("cpu", ["parallelism=hsdp"], "fp32", 4, id="laptop-hsdp"),
+        pytest.param("cpu", ["parallelism=fsdp", "cluster.devices=3"], "fp32", 3, id="laptop-3-ranks"),
+        pytest.param("cpu", ["precision=bf16"], "bf16", 1, id="laptop-bf16"),
+        pytest.param("gpu", [], "bf16", 1, id="server"),
+        pytest.param("gpu", ["parallelism=fsdp"], "bf16", 8, id="server-fsdp"),
+        pytest.param("gpu", ["cluster=cpu", "parallelism=fsdp"], "fp32", 2, id="server-on-its-cpu"),
+        pytest.param("gpu", ["precision=fp32"], "fp32", 1, id="server-fp32"),
+    ],
+)
+def test_defaults_follow_from_the_machine(
+    kind: str, overrides: list[str], compute: str, devices_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "detect", detector(kind))
+    run = composed(overrides)
+    assert (run.precision.compute, run.layout.devices) == (compute, devices_)
+
+
+def test_a_huge_batch_composes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    demand = fit.demand
+    monkeypatch.setattr(fit, "demand", lambda *given: (asked.append(given[2]), demand(*given))[1])
+    assert composed(["training.global_batch=104857600"]).microbatches > 1000
+    assert len(asked) < 100, "as many micro-batches as there are rows were tried"
+
+
+def test_default_directory_is_named_after_model_and_layout() -> None:
+    assert composed([]).directory.endswith("-debug-single")
+    assert composed(["name=x"]).directory == str(Path.cwd() / "runs/x")
+    assert composed(["hydra.run.dir=/elsewhere/y"]).directory == "/elsewhere/y"

@@ -1,0 +1,172 @@
+"""Ids: what is the same experiment, walked over every field of every axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.machines import detector
+from titan.cluster import devices
+from titan.config import settings
+from titan.dataset.schema import KINDS as DATASETS
+from titan.optimizer.schema import SGD, AdamW, Muon
+from titan.run import identity
+from titan.run.compose import composed
+from titan.run.run import Run
+from titan.run.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+EXECUTION = {  # in an axis of science, but without a say in what is learned
+    "training.attention", "training.gc_every", "training.loss_chunk", "training.repeat",
+    "dataset.cache", "dataset.prefetch", "dataset.path", "dataset.tokenizer", "dataset.epochs",
+    "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "dataset.name", "dataset.revision",
+    "optimizer.implementation", "precision.emulate", "precision.float8_gather",
+}  # fmt: skip
+HINTS = typing.get_type_hints(Recipe)
+KINDS: dict[str, list[type]] = {axis: [HINTS[axis]] for axis in Recipe.axes()}
+KINDS |= {"dataset": list(DATASETS.values()), "optimizer": [AdamW, SGD, Muon]}
+FIELDS = [
+    pytest.param(axis, kind, field.name, id=f"{kind.__name__}.{field.name}")
+    for axis, kinds in KINDS.items()
+    for kind in kinds
+    for field in dataclasses.fields(kind)
+]
+
+
+@pytest.fixture(autouse=True)
+def laptop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+
+
+@pytest.fixture(scope="module")
+def base() -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "detect", detector("cpu"))
+        return composed(["name=x"])
+
+
+def another(value: Any, kind: Any) -> Any:
+    """A value of the same type that is not `value`."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, tuple):
+        return (0.5, 0.25)
+    if typing.get_origin(kind) is typing.Literal:
+        return next(choice for choice in typing.get_args(kind) if choice != value)
+    return 7 if int in typing.get_args(kind) else f"{value}-other" if value else "other"
+
+
+def given(kind: type) -> dict[str, Any]:
+    """A value for each field that has to be given."""
+    return {f.name: "given" for f in dataclasses.fields(kind) if f.default == settings.MISSING}
+
+
+def of(run: Run, digest: str = "d", parent: str | None = None) -> identity.Ids:
+    return identity.ids(run, identity.science_of(run, digest, parent))
+
+
+@pytest.mark.parametrize(("axis", "kind", "name"), FIELDS)
+def test_every_field_is_in_one_id_and_not_in_the_other_or_untold(axis: str, kind: type, name: str, base: Run) -> None:
+    before = kind(**given(kind))
+    value = another(getattr(before, name), typing.get_type_hints(kind)[name])
+    after = dataclasses.replace(before, **{name: value})
+    old, new = (of(dataclasses.replace(base, **{axis: content})) for content in (before, after))
+    science = axis in ("model", "dataset", "optimizer", "training", "precision") and f"{axis}.{name}" not in EXECUTION
+    assert (old.science != new.science) == science
+    told = kind.__dataclass_fields__[name].metadata.get("told", True)
+    assert (old.execution != new.execution) == (not science and told)
+    assert (old.group != new.group) == ((science and name != "seed") or (axis, name) == ("dataset", "seed"))
+    assert old.code == new.code
+
+
+@pytest.mark.parametrize("axis", ["dataset", "optimizer"])
+def test_kinds_with_equal_settings_are_told_apart(axis: str, base: Run) -> None:
+    ids = {of(dataclasses.replace(base, **{axis: kind(**given(kind))})).science for kind in KINDS[axis]}
+    assert len(ids) == len(KINDS[axis])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["parallelism=fsdp", "memory=full", "compile=block", "checkpoint=off", "metrics=wandb", "debug=deterministic",
+     "cluster=cpu", "name=y", "hydra.run.dir=z", "parallelism=ddp"],
+)  # fmt: skip
+def test_execution_choices_change_no_science(override: str, base: Run) -> None:
+    assert of(composed([override])).science == of(base).science
+
+
+def test_layout_as_resolved_is_execution() -> None:
+    assert (
+        of(composed(["parallelism=fsdp"])).execution
+        != of(composed(["parallelism=fsdp", "cluster.devices=3"])).execution
+    )
+
+
+def test_a_default_that_is_spelled_out_changes_nothing(base: Run) -> None:
+    defaults = [
+        f"{axis}.{field.name}={settings.show(field.default)}"
+        for axis in ("training", "parallelism", "memory", "debug")
+        for field in dataclasses.fields(KINDS[axis][0])
+    ]
+    assert of(composed(defaults)) == of(base)
+
+
+def test_a_new_field_with_its_old_meaning_changes_no_id(base: Run) -> None:
+    old = type(base.training)
+    wider = dataclasses.make_dataclass(
+        "Training", [("label_smoothing", float, settings.setting(0.0, "new"))], bases=(old,), frozen=True
+    )
+    fields = {f.name: getattr(base.training, f.name) for f in dataclasses.fields(old)}
+
+    class Wider(Run):
+        training: wider  # type: ignore[valid-type]
+
+    Wider.__annotations__["training"] = wider
+    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(Run)}
+    same = Wider(**values | {"training": wider(**fields)})
+    other = Wider(**values | {"training": wider(**fields, label_smoothing=0.1)})
+    assert of(same) == of(base)
+    assert of(other).science != of(base).science
+
+
+def test_data_and_parent_are_science(base: Run) -> None:
+    ids = {of(base).science, of(base, digest="e").science, of(base, parent="abc@3").science}
+    assert len(ids) == 3
+
+
+def test_group_is_the_same_for_all_seeds(base: Run) -> None:
+    runs = [composed([f"training.seed={seed}"]) for seed in range(3)]
+    assert len({of(run).science for run in runs}) == 3
+    assert {of(run).group for run in runs} == {of(base).group}
+
+
+@pytest.mark.parametrize(("kind", "same_as"), [("cpu", "fp32"), ("gpu", "bf16")])
+def test_precision_counts_as_resolved(kind: str, same_as: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "detect", detector(kind))
+    ids = {choice: of(composed([f"precision={choice}"])).science for choice in ("auto", "fp32", "bf16")}
+    assert ids["auto"] == ids[same_as]
+    assert ids["fp32"] != ids["bf16"]
+
+
+def test_ids_are_the_same_in_another_process(base: Run) -> None:
+    program = (
+        "from titan.run import compose, identity; from titan.cluster import devices\n"
+        "from tests.support.machines import detector\n"
+        "devices.detect = detector('cpu'); run = compose.composed(['name=y'])\n"
+        "ids = identity.ids(run, identity.science_of(run, 'd', None)); print(ids.science, ids.group, ids.execution)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    ids = of(base)
+    assert done.stdout.split() == [ids.science, ids.group, ids.execution]
+
+
+def test_digest_has_not_changed_its_meaning() -> None:
+    content = {"training.steps": 5, "data": "d", "optimizer.betas": [0.9, 0.95], "model.head_dim": None}
+    assert identity.digest(content) == identity.digest(dict(reversed(content.items()))) == "d89fb93c14ba"

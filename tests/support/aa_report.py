@@ -1,0 +1,93 @@
+"""Comparisons of equals on really trained tiny models: `python -m tests.support.aa_report [FOLDER]`, some minutes.
+
+Two arms whose recipes differ in a setting that changes nothing are trained from different seeds. Of 20 comparisons of
+them, four seeds against four, at most one may find a difference. Then 0.05 nats are added to the validation loss of one
+arm: they must be found with the number of seeds that the comparison of the other arm alone told beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tests.support.made_runs import read_lines, write_lines
+from tests.support.runs import tiny, train
+from titan.report.comparison import Options, compare
+from titan.report.findings import Comparison, Quality
+
+RECIPE = (
+    "training.steps=120", "training.warmup=10", "optimizer.lr=1e-2", "metrics.validation_tokens=4096", "checkpoint=off",
+    "metrics.validate_every=0", "metrics.sample_tokens=0", "dataset.tokens=400000", "dataset.validation=0.1",
+)  # fmt: skip
+NEUTRAL = "training.bad_steps=4"
+"""Science by its mark, and without an effect on runs that go well."""
+INJECTED = 0.05
+SEEDS, COMPARISONS, POOL = 4, 20, 40
+
+
+def main(folder: Path) -> bool:
+    """Train, compare, print; whether all came out as it should."""
+    arms = {letter: [_trained(folder, letter, seed) for seed in range(POOL)] for letter in ("a", "b")}
+    flagged = [_flagged(arms, number) for number in range(COMPARISONS)]
+    print(f"A/A: {sum(flagged)} of {COMPARISONS} comparisons of {SEEDS} against {SEEDS} seeds found a difference")
+    return bool(_found(folder, arms)) and sum(flagged) <= 1
+
+
+def _trained(folder: Path, letter: str, seed: int) -> Path:
+    """A run of one of the arms; the second arm's seeds are others than the first's."""
+    number, directory = seed + (POOL if letter == "b" else 0), folder / f"{letter}{seed}"
+    if not (directory / "result.json").is_file():
+        overrides = [*RECIPE, f"training.seed={number}"] + [NEUTRAL] * (letter == "b")
+        codes = [seen.code for seen in train(tiny(directory, *overrides))]
+        if codes != [0]:
+            raise RuntimeError(f"{directory} could not be trained: {codes}")
+    return directory
+
+
+def _flagged(arms: dict[str, list[Path]], number: int) -> bool:
+    """Whether a comparison of equals finds a difference; every `POOL / SEEDS` comparisons seeds are drawn anew."""
+    draw, part = divmod(number, POOL // SEEDS)
+    chosen = [np.random.default_rng([draw, i]).permutation(POOL)[part * SEEDS :][:SEEDS] for i in range(2)]
+    found = compare([arms[letter][seed] for letter, seeds in zip("ab", chosen, strict=True) for seed in seeds])
+    return end(found).answer == "yes"
+
+
+def _found(folder: Path, arms: dict[str, list[Path]]) -> bool:
+    """Whether the injected difference is found with the seeds that are told beforehand."""
+    beforehand = compare(arms["a"][:12], Options(margin=INJECTED))
+    told = next(note for note in beforehand.notes if "seeds a variant" in note)
+    needed = max(2, int(re.findall(r"takes about ([\d,]+) seeds", told)[0].replace(",", "")))
+    print(f"beforehand, of one arm's 12 seeds: {told}")
+    worse = [injected(directory, folder / f"worse{i}") for i, directory in enumerate(arms["b"][:needed])]
+    quality = end(compare([*arms["a"][:needed], *worse]))
+    print(f"with {INJECTED} nats added: {quality.text}")
+    return quality.answer == "yes"
+
+
+def injected(directory: Path, copy: Path) -> Path:
+    """A copy of a run whose validation loss is worse."""
+    shutil.copytree(directory, copy, dirs_exist_ok=True)
+    lines = read_lines(copy)
+    for line in lines:
+        if "validation_loss" in line:
+            line["validation_loss"] += INJECTED
+    write_lines(copy, lines)
+    return copy
+
+
+def end(found: Comparison) -> Quality:
+    """What the comparison of two arms says of their ends."""
+    (quality,) = [quality for quality in found.arms[1].quality if quality.at == "the end"]
+    return quality
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(not main(Path(sys.argv[1])))
+    with tempfile.TemporaryDirectory() as place:
+        sys.exit(not main(Path(place)))

@@ -1,0 +1,447 @@
+"""Kill runs again and again, at random and in the midst of saves: `python -m tests.support.chaos [--kills 100] [--seed
+N]`.
+
+Each is a real process (`python -m titan.train ...`) of a tiny model with `checkpoint=async`, killed by SIGKILL - one
+rank, all ranks or their parent - and started again, on the same layout or on another one each time, until it ends.
+Then it is compared with the same run left alone:
+
+- on the same layout every loss and norm, also of steps that were done again, and the last weights and optimizer state
+  are the same to the bit; where layouts change, the first step after each restart agrees to 1e-5, and all steps are
+  reported;
+- each step has read the rows that the plain definition of the data's order gives it: none is lost or read twice;
+- after each kill every checkpoint that counts is whole (checksums), and the last is none before the last of the kill
+  before; at the end nothing of half a checkpoint is left, here or in the copies elsewhere.
+
+A start costs 3 to 4 seconds on two cores, and so does a kill: a hundred take about ten minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.processes import alive, descendants, kill, program
+from tests.support.runs import LAYOUTS, TINY, Seen, Tensors, difference, same, saved, steps, train
+from tests.training.test_reading import expected_rows
+from titan.checkpoint import manifest
+from titan.checkpoint.reader import Reader
+from titan.checkpoint.remote import Remote
+from titan.run.attempts import read_attempts
+from titan.run.compose import composed
+from titan.run.run import Run
+
+EVERY = 4
+"""Steps between checkpoints."""
+LONG = 120.0
+"""Seconds after which a run that shows no sign of attempt is given up."""
+EXACT = 1e-5
+"""Law 3's bound in fp32."""
+PLAIN = ("dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64")
+MIXED = (
+    "dataset=mixture", "+dataset@dataset.sources.a=synthetic", "+dataset@dataset.sources.b=synthetic",
+    "dataset.sources.a.tokens=30000", "dataset.sources.a.vocab=64", "dataset.sources.a.longest=20",
+    "dataset.sources.b.tokens=20000", "dataset.sources.b.vocab=64", "dataset.sources.b.seed=1",
+    "dataset.sources.a.epochs=1000", "dataset.sources.b.epochs=1000",
+    "dataset.weights={a: 0.7, b: 0.3}", "dataset.stages={2048: {a: 1, b: 4}, 9000: {a: 2, b: 1}}",
+    "dataset.skip=[[10,13],[40,47],[700,711]]",
+)  # fmt: skip
+SAME = ("optimizer=adamw",)
+MOVING = ("optimizer=sgd", "optimizer.momentum=0.9", "optimizer.lr=0.02")
+TENSOR, CONTEXT = ["parallelism=tp"], ["parallelism=cp"]
+PIPELINE = ["parallelism=pp", "parallelism.microbatches=4"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is to be killed.
+
+    Attributes:
+        settings: the science, and what else stays the same in all attempts.
+        layouts: of the attempts, in turn.
+        copied: checkpoints are copied to a second folder.
+        restarts: the run is not started again by us, but by itself.
+    """
+
+    settings: tuple[str, ...]
+    layouts: tuple[tuple[str, ...], ...]
+    copied: bool = False
+    restarts: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether attempts have different layouts."""
+        return len(self.layouts) > 1
+
+
+def _layouts(*layouts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    return tuple(map(tuple, layouts))
+
+
+FSDP3 = LAYOUTS["fsdp3"]
+PLANS = {
+    "single, mixture": Plan((*MIXED, *SAME), _layouts(LAYOUTS["single"])),
+    "ddp 2": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["ddp2"])),
+    "fsdp 2, copied": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["fsdp2"]), copied=True),
+    "fsdp 2, restarts itself": Plan((*PLAIN, *SAME), _layouts(LAYOUTS["fsdp2"]), restarts=True),
+    "another layout each attempt": Plan(
+        (*MIXED, *MOVING), _layouts(LAYOUTS["single"], FSDP3, LAYOUTS["ddp2"], TENSOR, PIPELINE, CONTEXT)
+    ),
+}
+
+
+@dataclass
+class Report:
+    """What came of a run.
+
+    Attributes:
+        kills, during: how many, and how many of them left half a checkpoint.
+        attempts: of the run.
+        resumed: how many of them began from a checkpoint.
+        checkpoints: steps of which a checkpoint was complete.
+        again: steps that were done again.
+        loss: largest relative difference of a loss or norm in the first step after a restart; on one layout in any.
+        later: the same in any step.
+        wrong: what does not hold.
+        seconds: it all took.
+    """
+
+    name: str
+    kills: int = 0
+    during: int = 0
+    attempts: int = 0
+    resumed: int = 0
+    checkpoints: int = 0
+    again: int = 0
+    loss: float = 0.0
+    later: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def row(self) -> str:
+        """As a line of the table."""
+        figures = f"{self.kills} ({self.during}) | {self.attempts} ({self.resumed}) | {self.checkpoints} | {self.again}"
+        differences = f"{self.loss:.0e} | {self.later:.0e}"
+        return f"| {self.name} | {figures} | {differences} | {'; '.join(self.wrong) or 'holds'} | {self.seconds:.0f} |"
+
+
+HEADER = (
+    "| run | kills (in a save) | attempts (resumed) | checkpoints | steps done again | first step of an attempt "
+    "| any step | s |\n|" + " --- |" * 9
+)
+
+
+class Chaos:
+    """One run, its killer and its witness."""
+
+    def __init__(self, name: str, plan: Plan, kills: int, dice: random.Random, folder: Path) -> None:
+        """Nothing is started yet.
+
+        Args:
+            name, plan: which run.
+            kills: how often to kill it.
+            dice: draws moments and victims.
+            folder: new, for the run, the one left alone and the copies.
+        """
+        self.plan, self.kills, self.dice, self.folder = plan, kills, dice, folder
+        self.directory = folder / "run"
+        self.steps = 40 + 12 * kills
+        self.report = Report(name)
+        self.last = 0
+        self.halves: set[tuple[str, int]] = set()
+
+    def endure(self) -> Report:
+        """Kill the run until it has had enough, let it end, and compare."""
+        began = time.monotonic()
+        (self._in_one_process if self.plan.restarts else self._in_many)()
+        if not self.report.wrong:
+            self._compare()
+        self.report.seconds = time.monotonic() - began
+        return self.report
+
+    def _in_many(self) -> None:
+        """Each attempt is a process that we start."""
+        while not self.report.wrong:
+            with self._started() as process:
+                if not self._struck(process):
+                    return self._ended(process)
+                until(lambda process=process: process.poll() is not None, "the killed run to end")
+                self._witness(verify=True)
+
+    def _in_one_process(self) -> None:
+        """One process, which starts its ranks again."""
+        with self._started(f"cluster.restarts={self.kills}") as process:
+            while self._struck(process):
+                self._witness(verify=False)
+                attempts = self._lives()
+                until(lambda attempts=attempts: self._lives() > attempts or process.poll() is not None, "the restart")
+            self._ended(process)
+
+    def _started(self, *more: str) -> Any:
+        layout = self.plan.layouts[self._lives() % len(self.plan.layouts)]
+        command = ["-m", "titan.train", *self._settings(self.directory), *layout, *more]
+        self.folder.mkdir(exist_ok=True)
+        return program(*command, output=(self.folder / "said").open("a"))
+
+    def _settings(self, directory: Path) -> list[str]:
+        common = [setting for setting in TINY if not setting.startswith("dataset")]
+        saves = ["checkpoint=async", f"checkpoint.every={EVERY}", "checkpoint.keep=3", "checkpoint.grace=0"]
+        copies = [f"checkpoint.path={self.folder}/copies"] if self.plan.copied and directory == self.directory else []
+        shape = ["model.heads=4", "model.kv_heads=2", f"training.steps={self.steps}", "metrics.sample_tokens=0"]
+        return [*common, *self.plan.settings, *shape, *saves, *copies, f"hydra.run.dir={directory}"]
+
+    def _struck(self, process: subprocess.Popen[str]) -> bool:
+        """Wait for a moment and kill; False when the run is to end by itself, or has ended."""
+        if self.report.kills >= self.kills:
+            return False
+        moment = self.dice.choices([None, self._in_steps, self._in_save], [1, 3, 6])[0]
+        if not self._begun(process, moment is None):
+            return False
+        ranks = _ranks(process.pid)  # looked for now: it takes longer than a save
+        victims = self._victims(process.pid, ranks)
+        if moment and not moment(process):
+            return False
+        for pid in victims:
+            kill(pid)
+        self.report.kills += 1
+        until(lambda: not any(map(alive, [*victims, *ranks])), "all ranks to die")
+        return True
+
+    def _victims(self, parent: int, ranks: list[int]) -> list[int]:
+        """One rank, all of them, or the parent; where there are no ranks, the parent."""
+        if not ranks:
+            return [parent]
+        choices = [[self.dice.choice(ranks)], ranks, *([] if self.plan.restarts else [[parent]])]
+        return self.dice.choice(choices)
+
+    def _begun(self, process: subprocess.Popen[str], early: bool) -> bool:
+        """Wait for the attempt's first steps, or for less; for ranks where only ranks are killed."""
+        if early and not self.plan.restarts:
+            return _passed(process, self.dice.uniform(1.0, 5.0))
+        if early:
+            ready = _waited(process, lambda: _ranks(process.pid))
+            return ready and _passed(process, self.dice.uniform(0.0, 4.0))
+        before = self._lines()
+        return _waited(process, lambda: self._lines() > before)
+
+    def _in_steps(self, process: subprocess.Popen[str]) -> bool:
+        """Some steps after the start."""
+        enough = self._lines() + self.dice.randrange(1, 4 * EVERY)
+        return _waited(process, lambda: self._lines() >= enough) and _passed(process, self.dice.uniform(0, 0.05))
+
+    def _in_save(self, process: subprocess.Popen[str]) -> bool:
+        """When a checkpoint's folder has appeared, and its manifest has not; a little later.
+
+        Not always in the attempt's first save: a run that never gets further would prove little.
+        """
+        enough = self._newest() + EVERY * self.dice.randrange(4)
+        seen = _waited(process, lambda: any(int(name[5:]) > enough for name, _ in self._half()))
+        return seen and _passed(process, self.dice.uniform(0, 0.01))
+
+    def _newest(self) -> int:
+        """The step of the last checkpoint."""
+        return max((int(folder.name[5:]) for folder in manifest.complete(self.directory)), default=0)
+
+    def _half(self) -> set[tuple[str, int]]:
+        """Folders of saves that have not ended, each with what tells it from one of the same name."""
+        found = set()
+        for folder in manifest.steps(self.directory):
+            names = (manifest.NAME, manifest.RETIRED, manifest.BROKEN)
+            try:
+                if not any((folder / name).exists() for name in names):
+                    found.add((folder.name, folder.stat().st_ino))
+            except FileNotFoundError:
+                continue
+        return found
+
+    def _lines(self) -> int:
+        file = self.directory / "metrics.jsonl"
+        return file.read_bytes().count(b'"loss"') if file.is_file() else 0
+
+    def _lives(self) -> int:
+        file = self.directory / "run.yaml"
+        return file.read_text().count("\nlife: ") if file.is_file() else 0
+
+    def _witness(self, verify: bool) -> None:
+        """Look at what a kill has left."""
+        half = self._half()
+        self.report.during += bool(half - self.halves)
+        self.halves = half
+        complete, last = manifest.complete(self.directory), self._newest()
+        if last < self.last:
+            self.report.wrong.append(f"kill {self.report.kills}: the last checkpoint was {self.last} and is {last}")
+        self.last = last
+        for folder in complete if verify else ():
+            try:
+                manifest.verify(folder, manifest.inspect(folder).files)  # type: ignore[union-attr]
+                Reader(folder).read_metadata()
+            except Exception as error:
+                self.report.wrong.append(f"kill {self.report.kills}: {folder.name} is not whole: {error}")
+
+    def _ended(self, process: subprocess.Popen[str]) -> None:
+        """Wait for the end, which must be a good one."""
+        until(lambda: process.poll() is not None, "the end", seconds=10 * LONG)
+        if process.returncode:
+            tail = " ".join((self.folder / "said").read_text()[-600:].split())
+            self.report.wrong.append(f"exit code {process.returncode} after {self.report.kills} kills: {tail}")
+
+    def _compare(self) -> None:
+        """With the run that was left alone."""
+        one = composed([*self._settings(self.folder / "alone"), *self.plan.layouts[0]])
+        ranks, mine = train(one, timeout=600), composed(self._settings(self.directory))
+        self._compare_steps(one, mine)
+        self._compare_ends(ranks[0], saved(mine, self.steps))
+        self._compare_folders(mine)
+
+    def _compare_steps(self, one: Run, mine: Run) -> None:
+        lines = [json.loads(text) for text in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        told, expected = [line for line in lines if "loss" in line], steps(one)
+        report, last = self.report, steps(mine)
+        report.attempts = self._lives()
+        report.resumed = sum(begun["from_step"] > 0 for begun in read_attempts(self.directory))
+        report.checkpoints = len({line["checkpoint_step"] for line in lines if "checkpoint_step" in line})
+        report.again = len(told) - len(last)
+        firsts = {line["attempt"]: line for line in reversed(told)}.values()
+        report.loss = max(_apart(line, expected) for line in (firsts if self.plan.moves else told))
+        report.later = max(_apart(line, expected) for line in told)
+        if report.loss > (EXACT if self.plan.moves else 0):
+            report.wrong.append("losses differ")
+        if [(line["rows"], line["batch_hash"]) for line in last] != expected_rows(one):
+            report.wrong.append("rows are not those of the data's order")
+        if any(line["batch_hash"] != expected[line["step"] - 1]["batch_hash"] for line in told):
+            report.wrong.append("a step that was done again read other rows")
+
+    def _compare_ends(self, alone: Seen, state: Tensors) -> None:
+        """The last checkpoint against the state of the run that was left alone."""
+        if self.plan.moves:
+            if difference(state, alone.last) > 1e-3:  # rounding of hundreds of steps; a lost momentum is far more
+                self.report.wrong.append(f"the last states differ by {difference(state, alone.last):.0e}")
+        elif not same(state, alone.last):
+            self.report.wrong.append("the last states are not the same")
+
+    def _compare_folders(self, run: Run) -> None:
+        """Nothing of half a checkpoint is left, and the copies are as good as what is here."""
+        if {f.name for f in (self.directory / "checkpoints").iterdir()} != {
+            f.name for f in manifest.complete(self.directory)
+        }:
+            self.report.wrong.append("half a checkpoint is left")
+        if not self.plan.copied:
+            return
+        place = self.folder / "copies" / self.directory.name
+        index = Remote(str(place)).index()
+        folders = {f.name for f in place.iterdir() if f.is_dir() and any(f.iterdir())}
+        if max(index, default=0) != self.steps or folders != {f"step-{step}" for step in index}:
+            self.report.wrong.append(f"copies of {sorted(index)} are counted, and there are {sorted(folders)}")
+        for step in index:
+            manifest.verify(place / f"step-{step}", manifest.inspect(place / f"step-{step}").files)  # type: ignore[union-attr]
+
+
+def _apart(line: dict[str, Any], expected: list[dict[str, Any]]) -> float:
+    """How far a step's loss and norm are from those of the run that was left alone, relatively."""
+    other = expected[line["step"] - 1]
+    return max(abs(line[key] / other[key] - 1) for key in ("loss", "grad_norm"))
+
+
+def _ranks(parent: int) -> list[int]:
+    return [pid for pid in descendants(parent) if "titan.training.rank" in _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def until(true: Callable[[], Any], what: str, seconds: float = LONG) -> None:
+    """Wait until `true()` is."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"waited {seconds:g} seconds in vain for {what}")
+        time.sleep(0.01)
+
+
+def _waited(process: subprocess.Popen[str], true: Callable[[], Any]) -> bool:
+    """Wait until `true()` is; False when the process has ended before."""
+    deadline = time.monotonic() + LONG
+    while not true():
+        if process.poll() is not None:
+            return False
+        if time.monotonic() > deadline:
+            raise TimeoutError("the run shows no sign of attempt")
+        time.sleep(0.001)
+    return process.poll() is None
+
+
+def _passed(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Let time pass; False when the process has ended by then."""
+    time.sleep(seconds)
+    return process.poll() is None
+
+
+def endure(name: str, kills: int, dice: random.Random, folder: Path) -> list[Report]:
+    """Kill a run so many times; a run that ends before that is followed by another one like it."""
+    reports: list[Report] = []
+    while (left := kills - sum(report.kills for report in reports)) > 0:
+        chaos = Chaos(name, PLANS[name], left, dice, folder / str(len(reports)))
+        reports.append(chaos.endure())
+        if reports[-1].wrong or not reports[-1].kills:
+            break
+    return reports
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the command line; 1 when something does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.chaos", description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100, help="how many in all (default 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and victims (default 0)")
+    parser.add_argument("--runs", default="", help="only the runs whose name holds this text")
+    parser.add_argument("--json", type=Path, help="write all figures to this file too")
+    args = parser.parse_args(argv)
+    names = [name for name in PLANS if args.runs in name]
+    torch.set_num_threads(1)
+    print(HEADER, flush=True)
+    reports: list[Report] = []
+    for i, name in enumerate(names):
+        share = args.kills * (i + 1) // len(names) - args.kills * i // len(names)
+        with tempfile.TemporaryDirectory(prefix="titan-chaos-") as folder:
+            os.environ["TITAN_CACHE"] = f"{folder}/cache"
+            for report in _quietly(name, share, random.Random(args.seed * 1000 + i), Path(folder)):
+                print(report.row(), flush=True)
+                reports.append(report)
+    total = Report(
+        "all",
+        *(
+            sum(getattr(r, f) for r in reports)
+            for f in ("kills", "during", "attempts", "resumed", "checkpoints", "again")
+        ),
+    )
+    total.seconds, total.loss = sum(r.seconds for r in reports), max(r.loss for r in reports)
+    total.later, total.wrong = max(r.later for r in reports), [f"{r.name}: {w}" for r in reports for w in r.wrong]
+    print(total.row())
+    if args.json:
+        args.json.write_text(json.dumps([asdict(report) for report in (*reports, total)], indent=1))
+    return bool(total.wrong)
+
+
+def _quietly(name: str, kills: int, dice: random.Random, folder: Path) -> list[Report]:
+    from tests.support.checkpoint_layouts import silent
+
+    with silent():
+        return endure(name, kills, dice, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

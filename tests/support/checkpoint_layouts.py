@@ -1,0 +1,248 @@
+"""What each layout saved, loaded by every other: `python -m tests.support.checkpoint_layouts` prints both tables.
+
+A row is the layout that saved, a column the one that loads. Each layout saves once. Each that loads is assembled once,
+and loads one checkpoint after the other: the state must be what was saved to the bit, and one step from there what one
+device makes of the same checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import Tensors, difference, same, tiny, train, weights, whole
+from titan.checkpoint import manifest
+from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.restore import restore
+from titan.checkpoint.state import train_state_dict
+from titan.cluster.rank_info import RankInfo
+from titan.dataset.loader import Batch
+from titan.parallelism import mesh
+from titan.run import attempts
+from titan.run.attempts import Attempt
+from titan.run.lock import locked
+from titan.run.run import Run
+from titan.training.build import build
+from titan.training.signals import StopSignals
+from titan.training.trainer import LOSS, VALID, Trainer
+
+PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
+LAYOUTS = {
+    "single": (),
+    "ddp": ("parallelism.replicate=2",),
+    "ddp of 3": ("parallelism.replicate=3",),
+    "fsdp": ("parallelism.shard=2",),
+    "fsdp of 3": ("parallelism.shard=3",),
+    "hsdp": ("parallelism.replicate=2", "parallelism.shard=2"),
+    "tp": ("parallelism.tensor=2",),
+    "fsdp tp": ("parallelism.shard=2", "parallelism.tensor=2"),
+    "cp": ("parallelism.context=2",),
+    "fsdp cp": ("parallelism.shard=2", "parallelism.context=2", "parallelism.context_method=ring"),
+    "pp": PIPELINED,
+    "pp of 4": ("parallelism.pipeline=4", "parallelism.microbatches=4"),
+    "ZBV": ("parallelism.schedule=ZBVZeroBubble", *PIPELINED),
+    "3d": ("parallelism.schedule=Interleaved1F1B", "parallelism.shard=2", "parallelism.tensor=2", *PIPELINED),
+}
+"""Eight rows a batch, so that three ranks get unlike many; 64 rows of weights do not divide by three either."""
+SHAPE = ("model.layers=4", "model.heads=4", "model.kv_heads=2")
+KINDS = {
+    "untied, SGD with momentum": ("optimizer=sgd", "optimizer.momentum=0.9"),
+    "tied, AdamW": ("optimizer=adamw", "model.tied=true"),
+}
+STEPS = 3
+EXACT = 1e-5
+"""Law 3's bound in fp32."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a layout saved: the folder, and the whole state at that moment."""
+
+    folder: Path
+    state: Tensors
+
+
+@dataclass
+class Loaded:
+    """What a layout made of a checkpoint: the state, then one step's loss and norm and the weights after it."""
+
+    state: Tensors
+    loss: float
+    norm: float
+    weights: Tensors
+
+
+@dataclass
+class Cell:
+    """How far a layout is from what was saved, and after a step from one device.
+
+    Attributes:
+        exact: whether the state is what was saved, to the bit.
+        loss, norm, weights: relative differences after one step.
+    """
+
+    exact: bool
+    loss: float
+    norm: float
+    weights: float
+
+    @property
+    def worst(self) -> float:
+        """The largest difference after a step."""
+        return max(self.loss, self.norm, self.weights)
+
+
+@dataclass
+class Table:
+    """The checkpoints of a kind, made when they are first asked for."""
+
+    folder: Path
+    kind: str
+    saved: dict[str, Saved] = field(default_factory=dict)
+    expected: dict[str, Loaded] = field(default_factory=dict)
+
+    def save(self, layout: str) -> Saved:
+        """What a layout saves after three steps."""
+        if layout not in self.saved:
+            run = self._run(f"saved-{layout}", layout, f"training.steps={STEPS}")
+            states = [seen.last for seen in train(run, timeout=120)]
+            (folder,) = manifest.complete(Path(run.directory))
+            self.saved[layout] = Saved(folder, merged(states))
+        return self.saved[layout]
+
+    def load(self, layout: str, rows: Sequence[str]) -> dict[str, Loaded]:
+        """What a layout makes of the checkpoints of others."""
+        run = self._run(
+            f"loaded-{layout}",
+            layout,
+            f"training.steps={STEPS + 1}",
+            "checkpoint=off",
+            f"checkpoint.resume={self.save('single').folder}",
+        )
+        folders = [self.save(row).folder for row in rows]
+        with locked(Path(run.directory)):
+            attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, Attempt)
+        with tempfile.TemporaryDirectory() as folder:
+            meeting = f"file://{folder}/meeting"
+            ranks = run_ranks(_load, run.layout.devices, run, attempt, meeting, folders, timeout=240, joined=False)
+        return {row: _together([rank[i] for rank in ranks]) for i, row in enumerate(rows)}
+
+    def cells(self, layout: str, rows: Sequence[str]) -> dict[str, Cell]:
+        """A column of the table, against what one device makes of each checkpoint."""
+        if missing := [row for row in rows if row not in self.expected]:
+            self.expected |= self.load("single", missing)
+        loaded = self.load(layout, rows) if layout != "single" else self.expected
+        return {row: _cell(loaded[row], self.save(row), self.expected[row]) for row in rows}
+
+    def _run(self, name: str, layout: str, *more: str) -> Run:
+        directory = self.folder / name.replace(" ", "-")
+        while directory.exists():
+            directory = directory.with_name(f"{directory.name}+")
+        return tiny(directory, *SHAPE, *KINDS[self.kind], *LAYOUTS[layout], *more)
+
+
+def merged(states: Iterable[Tensors]) -> Tensors:
+    """Whole tensors of all ranks, each of which has some or all of them: the same ones."""
+    out: Tensors = {}
+    for state in states:
+        again = {name: out[name] for name in state if name in out}
+        if not same({name: state[name] for name in again}, again):
+            raise AssertionError("ranks differ")
+        out |= state
+    return out
+
+
+def _together(ranks: Sequence[Loaded]) -> Loaded:
+    state, after = merged(rank.state for rank in ranks), merged(rank.weights for rank in ranks)
+    if len({(rank.loss, rank.norm) for rank in ranks}) > 1:
+        raise AssertionError("ranks read different figures")
+    return Loaded(state, ranks[0].loss, ranks[0].norm, after)
+
+
+def _cell(loaded: Loaded, saved: Saved, one: Loaded) -> Cell:
+    return Cell(
+        exact=same(loaded.state, saved.state),
+        loss=abs(loaded.loss / one.loss - 1),
+        norm=abs(loaded.norm / one.norm - 1),
+        weights=difference(loaded.weights, one.weights),
+    )
+
+
+def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
+    """On one rank: each checkpoint in turn, and a step from it."""
+    place = RankInfo(rank, size, rank, meeting if size > 1 else "")
+    world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, aside=True)
+    trainer = Trainer(run, attempt, world, build(run, world), StopSignals())
+    try:
+        with trainer.loader as loader:
+            batch, trainer.loader = next(loader), None  # type: ignore[assignment]
+            return [_try(trainer, batch, folder, Coordinator(rank, size, world.aside)) for folder in folders]
+    finally:
+        trainer.saving.close()
+        world.close()
+
+
+def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> Loaded:
+    repeated: Any = itertools.rerun_post_save(batch)
+    trainer.loader, trainer.step = repeated, trainer.attempt.step
+    restore(trainer.train_step, folder, coordinator)
+    state = whole(train_state_dict(trainer.train_step))
+    *figures, norm = trainer._step().read()
+    after = weights(whole(train_state_dict(trainer.train_step)))
+    return Loaded(state, figures[LOSS] / figures[VALID], norm, after)
+
+
+def markdown(title: str, columns: Mapping[str, Mapping[str, Cell]]) -> str:
+    """The table of a kind; a cell is the largest difference after a step, or says what is wrong."""
+    head = f"| {title}: saved by | {' | '.join(columns)} |\n|{' --- |' * (len(columns) + 1)}"
+    lines = [f"| {row} | {' | '.join(_word(columns[c][row]) for c in columns)} |" for row in columns]
+    return "\n".join([head, *lines])
+
+
+def _word(cell: Cell) -> str:
+    return f"{cell.worst:.0e}" if cell.exact else "not the same"
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Without what runs and their ranks write to the terminal."""
+    sys.stdout.flush()
+    kept, nowhere = [os.dup(1), os.dup(2)], os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, copy in zip((1, 2), kept, strict=True):
+            os.dup2(copy, number)
+            os.close(copy)
+        os.close(nowhere)
+
+
+def main() -> int:
+    """Measure every cell and print the tables; 1 when one is beyond the bound."""
+    failed = []
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as folder, silent():
+            table = Table(Path(folder), kind)
+            columns = {layout: table.cells(layout, list(LAYOUTS)) for layout in LAYOUTS}
+        print(markdown(kind, columns), end="\n\n", flush=True)
+        cells = ((c, r, cell) for c, column in columns.items() for r, cell in column.items())
+        failed += [f"{r} -> {c} ({kind})" for c, r, cell in cells if not (cell.exact and cell.worst <= EXACT)]
+    moves = len(KINDS) * len(LAYOUTS) ** 2
+    print(f"{moves} moves, {len(failed)} beyond the bound{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
+    return len(failed) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,347 @@
+"""The layouts that are proven equal to one device: every mix of up to three dimensions, four at once, all schedules.
+
+`python -m tests.support.matrix` measures all of them and prints the table of docs/parallelism.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from tests.support.ranks import RankFailed
+from tests.support.runs import Seen, Tensors, difference, same, steps, tiny, train, weights
+from titan.run.run import Run
+
+SHAPE = (
+    "model.dim=32", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.head_dim=8", "model.ffn=48",
+    "model.vocab=64",
+)  # fmt: skip
+MODEL = (
+    "model.layers=4",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "metrics.validation_tokens=64",
+    "metrics.validate_every=2",
+)
+RECIPE = ("optimizer=sgd", "checkpoint=off", "training.clip_norm=0.5", *MODEL)
+TIED = "model.tied=true"
+DIMENSIONS = {"replicate": "ddp", "shard": "fsdp", "context": "cp", "tensor": "tp", "pipeline": "pp"}
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+METHODS = ("allgather", "ulysses", "ring")
+EXACT = 1e-5
+"""Law 3's bound in fp32."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and what is special about it.
+
+    Attributes:
+        name: for the table and for pytest.
+        settings: what is overridden beside the recipe.
+        tied: whether embedding and head share a weight.
+        quick: whether `make test` runs it too.
+        model: settings of the model, the same on one device.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    tied: bool = False
+    quick: bool = False
+    model: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """A name without blanks."""
+        return self.name.replace(" ", "-") + ("-tied" if self.tied else "")
+
+    @property
+    def science(self) -> tuple[str, ...]:
+        """The settings that decide what is learned."""
+        return (*self.model, *((TIED,) if self.tied else ()))
+
+
+QUICK = {
+    "ddp", "fsdp", "tp", "cp", "pp", "pp-tied", "tp-tied", "ddp-cp", "ddp-tp", "ddp-pp", "fsdp-tp", "fsdp-cp", "cp-tp",
+    "fsdp-pp-tied", "cp-pp", "tp-pp-tied", "fsdp-tp-pp", "ddp-fsdp-tp", "fsdp-cp-tp-pp",
+    "GPipe-tp", "Interleaved1F1B-fsdp-tied", "LoopedBFS",
+    "InterleavedZeroBubble-tp-tied", "ZBVZeroBubble-fsdp-tied", "DualPipeV-fsdp-tp", "custom-tp-tied",
+}  # fmt: skip
+
+
+def layouts() -> Iterator[Case]:
+    """Every dimension, every pair and triple, and four at once; untied and tied."""
+    several = [mix for count in (1, 2, 3) for mix in itertools.combinations(DIMENSIONS, count)]
+    for mix in [*several, ("shard", "context", "tensor", "pipeline")]:
+        name = " ".join(DIMENSIONS[d] for d in mix)
+        settings = tuple(f"parallelism.{d}={2 if d in mix else 1}" for d in DIMENSIONS)
+        rows = 8 // (2 ** len({"replicate", "shard"} & set(mix)))  # a rank's, at most as many micro-batches
+        more = (f"parallelism.microbatches={min(4, rows)}",) if "pipeline" in mix else ()
+        yield from _both(name, settings + more)
+
+
+def schedules() -> Iterator[Case]:
+    """Every schedule alone, with shard, with tensor and with both; untied and tied."""
+    for schedule in (*SCHEDULES, "custom"):
+        for mix in ((), ("shard",), ("tensor",), ("shard", "tensor")):
+            name = " ".join([schedule, *(DIMENSIONS[d] for d in mix)])
+            degrees = tuple(f"parallelism.{d}=2" for d in ("pipeline", *mix))
+            yield from _both(name, (f"parallelism.schedule={schedule}", "parallelism.microbatches=4", *degrees))
+
+
+def variants() -> Iterator[Case]:
+    """What the choices of a dimension change: sequence and loss parallel, ways to share a row, uneven sizes."""
+    tensor = ("parallelism.tensor=2",)
+    yield Case("tp whole sequence", ("parallelism.sequence_parallel=false", *tensor), quick=True)
+    yield Case("tp whole logits", ("parallelism.loss_parallel=false", *tensor), quick=True)
+    pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=4")
+    yield Case("tp pp whole sequence", ("parallelism.sequence_parallel=false", *tensor, *pipeline), quick=True)
+    qwen = ("model=qwen3_debug", "model.tied=false", *SHAPE)
+    yield Case("tp normed heads", tensor, quick=True, model=qwen)
+    yield Case("fsdp tp pp normed heads", ("parallelism.shard=2", *tensor, *pipeline), model=qwen)
+    for method in METHODS:
+        for balance in ("true", "false"):
+            how = (f"parallelism.context_method={method}", f"parallelism.balance={balance}", "parallelism.context=2")
+            name = f"cp {method} {'balanced' if balance == 'true' else 'in order'}"
+            yield Case(name, how, quick=(method == "ulysses") == (balance == "true"))
+            yield Case(f"{name} fsdp tp", (*how, "parallelism.shard=2", *tensor))
+    yield Case("cp of 4", ("parallelism.context=4", "parallelism.context_method=ring"), quick=True)
+    yield Case("tp of 4", ("parallelism.tensor=4",), model=("model.kv_heads=4",))
+    yield Case("pp of 4", ("parallelism.pipeline=4", "parallelism.microbatches=8"), tied=True, quick=True)
+    yield Case("fsdp of 3 tp uneven", ("parallelism.shard=3", *tensor), quick=True)
+    sharded, of_two = "parallelism.accumulate=sharded", ("parallelism.replicate=2", "parallelism.shard=2")
+    yield Case("ddp fsdp pp reduced", (sharded, *of_two, *pipeline[:1], "parallelism.microbatches=2"), quick=True)
+    interleaved = ("parallelism.schedule=Interleaved1F1B", sharded, "parallelism.shard=2", *pipeline)
+    yield Case("Interleaved1F1B fsdp reduced", interleaved, tied=True, quick=True)
+    for how in ("sharded", "whole"):
+        several = ("parallelism.microbatches=2", f"parallelism.accumulate={how}")
+        yield Case(f"ddp fsdp {how}", (*of_two, *several), quick=how == "whole")
+    yield Case("fsdp of 3 pp uneven", ("parallelism.shard=3", "parallelism.pipeline=2", "parallelism.microbatches=2"))
+    yield Case("fsdp pp resharded", ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.reshard=always"))
+    yield Case("fsdp resharded to 2 of 4", ("parallelism.shard=4", "parallelism.reshard=2"), quick=True)
+    yield Case("fsdp prefetching", ("parallelism.shard=2", "parallelism.prefetch=2"), quick=True)
+    yield Case("fsdp offloaded", ("parallelism.shard=2", "memory.offload=true"), quick=True)
+    yield Case(
+        "fsdp tp pp offloaded", ("parallelism.shard=2", *tensor, "parallelism.pipeline=2", "memory.offload=true")
+    )
+
+
+MODES = ("none", "full", "every_n", "selective", "budget")
+COMPILED = {
+    "fsdp": ("parallelism.shard=2",),
+    "tp": ("parallelism.tensor=2",),
+    "pp": ("parallelism.pipeline=2", "parallelism.microbatches=4"),
+    "zbv": ("parallelism.pipeline=2", "parallelism.microbatches=4", "parallelism.schedule=ZBVZeroBubble"),
+    "cp": ("parallelism.context=2",),
+    "cp ring": ("parallelism.context=2", "parallelism.context_method=ring"),
+    "3d": ("parallelism=3d", "parallelism.microbatches=4"),
+}
+QUICK_TECHNIQUES = {
+    "full-off-tp", "every_n-off-cp", "selective-off-3d", "full-off-zbv", "none-block-tp", "none-block-3d",
+    "none-block-zbv", "selective-block-fsdp", "budget-block-fsdp", "none-model-tp", "full-model-pp",
+    "none-block-cp-ring",
+}  # fmt: skip
+
+
+def techniques() -> Iterator[Case]:
+    """Every way to keep activations, with every scope of compilation, in each kind of layout."""
+    for memory, scope, layout in itertools.product(MODES, ("off", "block", "model"), COMPILED):
+        if (memory, scope) == ("none", "off") or (memory == "budget" and scope == "off"):
+            continue
+        if memory == "selective" and layout == "zbv":
+            continue
+        backend = ("compile.backend=aot_eager",) if scope != "off" else ()
+        case = Case(
+            f"{memory} {scope} {layout}",
+            (f"memory.checkpointing={memory}", f"compile.scope={scope}", *backend, *COMPILED[layout]),
+        )
+        yield replace(case, quick=case.id in QUICK_TECHNIQUES)
+
+
+CHUNKED = {
+    "one device": (),
+    "one device model": ("compile=model", "compile.backend=aot_eager"),
+    "ddp": ("parallelism.replicate=2",),
+    "fsdp of 3": ("parallelism.shard=3",),
+    "tp whole sequence and logits": (
+        "parallelism.tensor=2", "parallelism.sequence_parallel=false", "parallelism.loss_parallel=false"
+    ),
+    "fsdp cp tp pp": ("parallelism.shard=2", "parallelism.context=2", *COMPILED["pp"], "parallelism.tensor=2"),
+    "zbv tp": (*COMPILED["zbv"], "parallelism.tensor=2"),
+    "block zbv fsdp": ("compile=block", "compile.backend=aot_eager", *COMPILED["zbv"], "parallelism.shard=2"),
+    "block tp": ("compile=block", "compile.backend=aot_eager", "parallelism.tensor=2"),
+    "model fsdp": ("compile=model", "compile.backend=aot_eager", "parallelism.shard=2"),
+    "model tp pp": ("compile=model", "compile.backend=aot_eager", "parallelism.tensor=2", *COMPILED["pp"]),
+    "budget model": ("compile=model", "compile.backend=aot_eager", "memory=budget"),
+}  # fmt: skip
+QUICK_CHUNKED = {"chunked-fsdp-cp-tp-pp", "chunked-block-zbv-fsdp-tied", "chunked-model-tp-pp"}
+
+
+def chunked() -> Iterator[Case]:
+    """Head and loss of some tokens at a time, in each kind of layout; untied and tied."""
+    for name, settings in CHUNKED.items():
+        for case in _both(f"chunked {name}", ("training.loss_chunk=7", *settings)):
+            yield replace(case, quick=case.id in QUICK_CHUNKED)
+
+
+DOCUMENTS = ("dataset.mask_documents=true", "dataset.longest=12")
+GROWING = ("training.grow=[[128,256],[384,384]]", "training.steps=4", "dataset.skip=[[20,29]]")
+PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
+READING = {
+    "ddp": ("parallelism.replicate=2",),
+    "fsdp of 3": ("parallelism.shard=3",),
+    "tp": ("parallelism.tensor=2",),
+    "pp": PIPELINED,
+    "ZBVZeroBubble": ("parallelism.schedule=ZBVZeroBubble", *PIPELINED),
+    "Interleaved1F1B tp": ("parallelism.schedule=Interleaved1F1B", "parallelism.tensor=2", *PIPELINED),
+    "cp allgather": ("parallelism.context=2",),
+    "cp allgather in order": ("parallelism.context=2", "parallelism.balance=false"),
+    "cp ulysses": ("parallelism.context=2", "parallelism.context_method=ulysses"),
+    "cp ring": ("parallelism.context=2", "parallelism.context_method=ring"),
+    "cp ring of 4 in order": (
+        "parallelism.context=4", "parallelism.context_method=ring", "parallelism.balance=false"
+    ),
+    "cp ring full pp": (
+        "parallelism.context=2", "parallelism.context_method=ring", "memory=full", *PIPELINED
+    ),
+    "fsdp tp pp": ("parallelism.shard=2", "parallelism.tensor=2", *PIPELINED),
+    "fsdp cp tp pp": ("parallelism.shard=2", "parallelism.context=2", "parallelism.tensor=2", *PIPELINED),
+    "full fsdp": ("memory=full", "parallelism.shard=2"),
+    "selective tp": ("memory=selective", "parallelism.tensor=2"),
+    "block fsdp": ("compile=block", "compile.backend=aot_eager", "parallelism.shard=2"),
+    "block cp ring": (
+        "compile=block", "compile.backend=aot_eager", "parallelism.context=2", "parallelism.context_method=ring"
+    ),
+    "model tp": ("compile=model", "compile.backend=aot_eager", "parallelism.tensor=2"),
+}  # fmt: skip
+QUICK_READING = {
+    "documents-ddp", "documents-fsdp-of-3", "documents-ZBVZeroBubble", "documents-cp-allgather", "documents-cp-ulysses",
+    "documents-cp-ring", "documents-fsdp-tp-pp", "documents-selective-tp", "documents-block-fsdp",
+    "growing-fsdp-of-3", "growing-Interleaved1F1B-tp", "growing-fsdp-tp-pp",
+}  # fmt: skip
+
+
+def reading() -> Iterator[Case]:
+    """Documents kept apart, and batches that grow while rows are skipped, in each kind of layout."""
+    for kind, science in (("documents", DOCUMENTS), ("growing", GROWING)):
+        for name, settings in READING.items():
+            case = Case(f"{kind} {name}", settings, model=science)
+            yield replace(case, quick=case.id in QUICK_READING)
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [*layouts(), *schedules(), *variants(), *techniques(), *chunked(), *reading()]
+
+
+def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:
+    for tied in (False, True):
+        case = Case(name, settings, tied)
+        yield Case(name, settings, tied, case.id in QUICK)
+
+
+@dataclass
+class Outcome:
+    """What a layout gave."""
+
+    run: Run
+    ranks: list[Seen]
+    seconds: float
+
+    def merged(self, what: str) -> Tensors:
+        """Tensors by name of all ranks, each of which has some or all of them: the same ones."""
+        out: Tensors = {}
+        for rank in self.ranks:
+            for name, tensor in getattr(rank, what).items():
+                if not torch.equal(out.setdefault(name, tensor), tensor):
+                    raise AssertionError(f"{name} differs between ranks")
+        return out
+
+    @property
+    def validation(self) -> float:
+        """The validation loss at the end."""
+        result = json.loads((Path(self.run.directory) / "result.json").read_text())
+        return float(result["validation_loss"])
+
+
+def outcome(folder: Path, case: Case | None, science: tuple[str, ...] = ()) -> Outcome:
+    """Train a case for three steps; None: one device."""
+    settings = (*science, *(case.settings if case else ()))
+    custom = folder / "custom.csv"
+    custom.write_text(custom_schedule())
+    settings = tuple(s.replace("schedule=custom", f"schedule={custom}") for s in settings)
+    run, began = tiny(folder / "run", *RECIPE, *settings), time.monotonic()
+    return Outcome(run, train(run, timeout=120), time.monotonic() - began)
+
+
+def custom_schedule() -> str:
+    """A CSV of two ranks and two stages, with four micro-batches: the last backward passes are split."""
+    first = "0F0,0F1,0B0,0F2,0I1,0F3,0W1,0B2,0B3"
+    second = "1F0,1B0,1F1,1I1,1F2,1W1,1B2,1F3,1B3"
+    return f"{first}\n{second}\n"
+
+
+def worst(got: Outcome, wanted: Outcome) -> dict[str, float]:
+    """How far a layout is from one device, by law 3's measure; and whether laws 1 and 2 hold (0 or 1)."""
+    lines, expected = steps(got.run), steps(wanted.run)
+    hashes = [line["batch_hash"] for line in lines] == [line["batch_hash"] for line in expected]
+
+    def relative(key: str) -> float:
+        return max(abs(a[key] / b[key] - 1) for a, b in zip(lines, expected, strict=True))
+
+    return {
+        "same start": float(same(weights(got.merged("first")), weights(wanted.merged("first")))),
+        "same rows": float(hashes),
+        "gradients": difference(got.merged("gradients"), wanted.merged("gradients")),
+        "weights": difference(weights(got.merged("last")), weights(wanted.merged("last"))),
+        "loss": relative("loss"),
+        "norm": relative("grad_norm"),
+        "validation": abs(got.validation / wanted.validation - 1),
+    }
+
+
+COLUMNS = ("gradients", "weights", "loss", "norm", "validation")
+
+
+def row(case: Case, one: Outcome) -> tuple[str, bool]:
+    """A case as a line of the table, and whether it holds what laws 1 to 3 promise."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            got = outcome(Path(folder), case, case.science)
+        except RankFailed as failure:
+            print(f"{case.id}: {failure}", file=sys.stderr)
+            return f"| {case.name} | failed |", False
+        found = worst(got, one)
+    holds = bool(found["same start"] and found["same rows"]) and max(found[k] for k in COLUMNS) <= EXACT
+    figures = " | ".join(f"{found[k]:.0e}" for k in COLUMNS)
+    return f"| {case.name}{' (tied)' if case.tied else ''} | {got.run.layout.devices} | {figures} |", holds
+
+
+def main() -> int:
+    """Measure every case and print a table."""
+    known: dict[tuple[str, ...], Outcome] = {}
+    print(f"| {' | '.join(('layout', 'ranks', *COLUMNS))} |\n|{' --- |' * (len(COLUMNS) + 2)}")
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases():
+            if case.science not in known:
+                place = Path(folder) / str(len(known))
+                place.mkdir()
+                known[case.science] = outcome(place, None, case.science)
+            line, holds = row(case, known[case.science])
+            print(line, flush=True)
+            failed += [] if holds else [case.id]
+    print(f"{len(failed)} beyond the bound{': ' if failed else ''}{', '.join(failed)}", file=sys.stderr)
+    return len(failed) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

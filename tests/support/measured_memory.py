@@ -1,0 +1,129 @@
+"""Estimates of memory on a CPU beside traced and measured peaks: `python -m tests.support.measured_memory [NAME ...]`.
+
+Each case is a short run of its own, started as a user would. Measured is the largest resident set of any rank.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from titan.estimate import fit, memory
+from titan.run.compose import composed
+
+FEW = ("training.steps=4", "metrics.plot=false")
+SMALL = ("model.dim=512", "model.layers=8", "model.heads=8", "model.kv_heads=4", "model.ffn=1408", "model.vocab=8192")
+M125 = (
+    "model.dim=768",
+    "model.layers=12",
+    "model.heads=12",
+    "model.kv_heads=12",
+    "model.ffn=2048",
+    "model.vocab=32000",
+)
+ROWS = ("training.seq_len=512", "training.global_batch=2048")
+MIDDLE = (
+    "model.dim=384", "model.layers=10", "model.heads=6", "model.kv_heads=2", "model.ffn=1024", "model.vocab=16000",
+    "training.seq_len=1024", "training.global_batch=8192",
+)  # fmt: skip
+LONG = ("training.seq_len=2048", "training.global_batch=8192")
+CASES: dict[str, tuple[str, ...]] = {
+    "debug": (),
+    "fp32": ("precision=fp32",),
+    "ddp": ("parallelism=ddp",),
+    "fsdp": ("parallelism=fsdp",),
+    "tp": ("parallelism=tp",),
+    "pp": ("parallelism=pp",),
+    "cp": ("parallelism=cp",),
+    "fsdp_tp": ("parallelism=fsdp_tp",),
+    "vocab 32k": ("model.vocab=32000", "training.global_batch=4096"),
+    "vocab 32k, chunks": ("model.vocab=32000", "training.global_batch=4096", "training.loss_chunk=512"),
+    "vocab 32k tp": ("model.vocab=32000", "training.global_batch=4096", "parallelism=tp"),
+    "rows of 2048": LONG,
+    "rows of 2048, full": (*LONG, "memory=full"),
+    "rows of 2048, selective": (*LONG, "memory=selective"),
+    "rows of 2048 fp32": (*LONG, "precision=fp32"),
+    "rows of 2048 fsdp": (*LONG, "parallelism=fsdp"),
+    "rows of 2048 tp": (*LONG, "parallelism=tp"),
+    "rows of 2048 pp": (*LONG, "parallelism=pp"),
+    "vocab 16k pp": (*MIDDLE, "parallelism=pp", "compile=off"),
+    "vocab 16k pp compiled": (*MIDDLE, "parallelism=pp", "compile=block"),
+    "30M": (*SMALL, *ROWS),
+    "30M fsdp, 2 micro-batches": (*SMALL, *ROWS, "parallelism=fsdp", "parallelism.microbatches=2"),
+    "30M fsdp async": (*SMALL, *ROWS, "parallelism=fsdp", "checkpoint=async", "checkpoint.every=2"),
+    "30M 3d": (*SMALL, *ROWS, "parallelism=3d"),
+    "125M": (*M125, *ROWS),
+    "125M fp32": (*M125, *ROWS, "precision=fp32"),
+    "125M fsdp": (*M125, *ROWS, "parallelism=fsdp"),
+    "125M ddp": (*M125, *ROWS, "parallelism=ddp"),
+    "125M tp": (*M125, *ROWS, "parallelism=tp"),
+    "125M pp": (*M125, *ROWS, "parallelism=pp"),
+    "125M async": (*M125, *ROWS, "checkpoint=async", "checkpoint.every=2"),
+}
+
+
+def resident(overrides: tuple[str, ...], folder: Path) -> float:
+    """The largest resident set of any rank of a run, in bytes.
+
+    Raises:
+        RuntimeError: where the run fails.
+    """
+    command = [sys.executable, "-m", "titan.train", "model=debug", "dataset=synthetic", *FEW, *overrides]
+    run = subprocess.Popen([*command, f"hydra.run.dir={folder}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    most: dict[int, int] = {}
+    while run.poll() is None:
+        for pid in _family(run.pid):
+            most[pid] = max(most.get(pid, 0), _peak(pid))
+        time.sleep(0.05)
+    if run.returncode:
+        raise RuntimeError((run.stderr.read() if run.stderr else b"").decode()[-500:])
+    return max(most.values())
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all that it started, however indirectly."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = task.read_text().split()
+        except OSError:
+            continue
+        found += [member for child in children for member in _family(int(child))]
+    return found
+
+
+def _peak(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
+
+
+def main(names: list[str]) -> None:
+    """Print a row for each case."""
+    from tests.support.traced_memory import traced
+
+    print(f"{'case':<28} {'live':>8} {'traced':>8} {'all':>8} {'measured':>9}  MiB, and how far the estimate is off")
+    for name, overrides in CASES.items():
+        if names and name not in names:
+            continue
+        run = composed(["model=debug", "dataset=synthetic", *FEW, *overrides])
+        live = memory.peaks(run, run.layout, run.microbatches, "cpu")
+        fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
+        rank = fullest * (run.layout.devices // run.layout.pipeline)
+        hidden = run.layout.copies or run.compile.scope != "off"  # DDP and graphs are no Python
+        trace = 0 if hidden else max(peak.bytes for peak in traced(run, rank).values())
+        whole = fit.demand(run, run.layout, run.microbatches, "cpu").bytes
+        with tempfile.TemporaryDirectory() as folder:
+            measured = resident(overrides, Path(folder) / "run")
+        figures = (live[fullest].bytes, trace, whole, measured)
+        print(f"{name:<28} " + " ".join(f"{figure / 2**20:8.0f}" for figure in figures), end=" ")
+        print(f" {whole / measured - 1:+.1%}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

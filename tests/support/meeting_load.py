@@ -1,0 +1,83 @@
+"""What ranks that wait for rank 0's address ask of a shared file system: `python -m tests.support.meeting_load`.
+
+The wait is the launcher's own, on a clock that does not wait. It is compared with one that, ten times a second, lists
+a folder with a file for each rank and opens a file in it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from launchers import start
+
+RANKS = (64, 1024, 16384)
+SECONDS = 30.0
+"""How long after the others rank 0 says where it is."""
+BEFORE_LOOKS = 10
+"""Looks a second of the wait that it is compared with: a listing and an open each."""
+
+
+@dataclass
+class Waited:
+    """A wait's operations.
+
+    Attributes:
+        opens, listings: how often files were opened and folders listed.
+        seconds: how long it took; `late`: of that, after the address was there.
+    """
+
+    opens: int = 0
+    listings: int = 0
+    seconds: float = 0.0
+    late: float = 0.0
+
+
+def waited(seconds: float = SECONDS) -> Waited:
+    """One rank's wait, where the address comes after some seconds."""
+    seen = Waited()
+
+    class File:
+        parent = Path()
+
+        def read_text(self) -> str:
+            seen.opens += 1
+            return "node1 29500\n" if seen.seconds >= seconds else ""
+
+    def sleep(pause: float) -> None:
+        seen.seconds += pause
+
+    def listed(*folder: Any) -> list[str]:
+        seen.listings += 1
+        return []
+
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(time, "sleep", sleep))
+        patches.enter_context(patch.object(time, "monotonic", lambda: seen.seconds))
+        patches.enter_context(patch.object(os, "listdir", listed))
+        assert start._told(File()) == ("node1", "29500")  # type: ignore[arg-type]
+    seen.late = seen.seconds - seconds
+    return seen
+
+
+def main() -> None:
+    """Print a table."""
+    now = waited()
+    print(f"Operations a second on the shared folder while all ranks wait {SECONDS:.0f} s for rank 0's address;")
+    print("in brackets those of one rank, and entries that it has listed to it in a second.")
+    print("| ranks | before: opens, listings | entries | after: opens, listings |")
+    print("|---|---|---|---|")
+    for ranks in RANKS:
+        opens = now.opens / now.seconds
+        before = f"{BEFORE_LOOKS * ranks:,} + {BEFORE_LOOKS * ranks:,} ({BEFORE_LOOKS} + {BEFORE_LOOKS})"
+        after = f"{opens * ranks:,.0f} + {now.listings} ({opens:.2f} + {now.listings})"
+        print(f"| {ranks:,} | {before} | {BEFORE_LOOKS * ranks * ranks:,} ({BEFORE_LOOKS * ranks:,}) | {after} |")
+
+
+if __name__ == "__main__":
+    main()

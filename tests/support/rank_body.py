@@ -1,0 +1,101 @@
+"""A rank for tests, started by `launchers.supervisor` as `python -m tests.support.rank_body FILE`; free of torch.
+
+The payload says what each rank does: a list of words.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titan.cluster.rank_info import RankInfo
+from titan.cluster.rank_process import run_rank
+from titan.errors import ConfigError, RunError
+
+
+def hear(number: int, frame: object) -> None:
+    os.environ["HEARD"] = "1"
+
+
+def wait(folder: Path, rank: int, deaf: bool) -> int:
+    """Until a signal comes; give up after a minute."""
+    if not deaf:
+        signal.signal(signal.SIGTERM, hear)
+    (folder / f"ready-{rank}").write_text(str(os.getpid()))
+    deadline = time.monotonic() + 60
+    while "HEARD" not in os.environ and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return 130
+
+
+def stubborn(folder: Path, rank: int) -> int:
+    """Hears signals and stays."""
+    wait(folder, rank, deaf=False)
+    (folder / f"heard-{rank}").touch()
+    time.sleep(60)
+    return 1
+
+
+def raises(folder: Path, rank: int) -> int:
+    (folder / "raised").touch()
+    raise ZeroDivisionError(f"by rank {rank}")
+
+
+def consequence(folder: Path, rank: int) -> int:
+    """Fails because another one does, a little later."""
+    deadline = time.monotonic() + 30
+    while not (folder / "raised").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    raise ConnectionError("another rank is gone")
+
+
+def tells(folder: Path, rank: int, tell: Callable[[BaseException], int]) -> int:
+    """Tells of its error before another rank fails, and ends after it."""
+    error = ZeroDivisionError(f"told by rank {rank}")
+    tell(error)
+    (folder / "raised").touch()
+    time.sleep(0.3)
+    raise error
+
+
+def fail(error: BaseException) -> int:
+    raise error
+
+
+def die() -> int:
+    signal.raise_signal(signal.SIGKILL)
+    return 0
+
+
+ACTIONS: dict[str, Callable[[Path, int], int]] = {
+    "ends": lambda folder, rank: 0,
+    "raises": raises,
+    "fails": lambda folder, rank: fail(RunError("the loss is lost; find it.")),
+    "refuses": lambda folder, rank: fail(ConfigError("a=b: can't be; give a=c.")),
+    "dies": lambda folder, rank: die(),
+    "exits": lambda folder, rank: os._exit(7),
+    "waits": lambda folder, rank: wait(folder, rank, deaf=False),
+    "waits-deaf": lambda folder, rank: wait(folder, rank, deaf=True),
+    "stays": stubborn,
+    "consequence": consequence,
+}
+
+
+def act(payload: Any, rank_info: RankInfo, tell: Callable[[BaseException], int]) -> int:
+    folder, words = payload
+    if words[rank_info.rank] == "tells":
+        return tells(Path(folder), rank_info.rank, tell)
+    return ACTIONS[words[rank_info.rank]](Path(folder), rank_info.rank)
+
+
+if __name__ == "__main__":
+    code = run_rank(sys.argv[1], act)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,226 @@
+"""Made comparisons to be shown; `python -m tests.support.shown_report FOLDER` writes their pages, to be looked at."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from titan.report.findings import (
+    Arm,
+    Comparison,
+    Cost,
+    Curves,
+    Failed,
+    Interval,
+    Learning,
+    Quality,
+    Reached,
+    RunFound,
+    Speed,
+    Spread,
+)
+
+NASTY = '<script>alert("x")</script> & |pipe|'
+TOKENS = 4096
+
+
+def curves(steps: int, seed: int, gain: float = 0.0, rounding: float = 0.0) -> Curves:
+    """A falling loss with noise; `gain` lower in the end, and `rounding` away from others of the seed."""
+    numbers = np.arange(1, steps + 1)
+    random = np.random.default_rng(seed)
+    shared = 2.2 + 6 * (numbers + 3.0) ** -0.45 - gain * numbers / steps + 0.05 * random.standard_normal(steps)
+    away = rounding * np.sqrt(numbers) * np.random.default_rng(seed + 1).standard_normal(steps)
+    at = numbers[max(1, steps // 10) - 1 :: max(1, steps // 10)]
+    validation = (shared + away)[at - 1] + 0.02
+    return Curves(
+        steps=numbers,
+        tokens=numbers.astype(float) * TOKENS,
+        losses=shared + away,
+        device_hours=numbers / 3600,
+        validation_steps=at,
+        validation_tokens=at.astype(float) * TOKENS,
+        validation=validation,
+        bits_per_byte=validation / 3.1,
+    )
+
+
+def speed(tokens: float, memory: float | None = 1.5, mfu: float | None = 0.412) -> Speed:
+    step = TOKENS / tokens
+    return Speed(
+        step_seconds=Spread(step, 0.96 * step, 1.09 * step),
+        tokens_per_second_per_device=tokens,
+        tflops_per_device=12.5,
+        mfu=mfu,
+        mfu_causal=None if mfu is None else 0.9 * mfu,
+        memory_gib=memory,
+        steps=380,
+    )
+
+
+def run(label: str, seed: int = 0, tokens: float | None = 30_000, gain: float = 0.0, **changes: Any) -> RunFound:
+    steps = changes.pop("steps_done", 400)
+    drawn = curves(steps, seed, gain, changes.pop("rounding", 0.0)) if steps else curves(1, seed)
+    timed = None if tokens is None else speed(tokens, changes.pop("memory", 1.5), changes.pop("mfu", 0.412))
+    found = RunFound(
+        label=f"{label} seed={seed}",
+        directory=f"/data/runs/grid/{label.replace(' ', ',')}-{seed}",
+        science_id="5c1e9ce5",
+        group_id="9209",
+        execution_id="e8ec",
+        code_id="c0de",
+        seed=seed,
+        state="finished",
+        reason=None,
+        step=steps,
+        steps=400,
+        tokens=steps * TOKENS,
+        devices=2,
+        hardware="NVIDIA H200",
+        decayed=steps >= 400,
+        loss=float(drawn.losses[-10:].mean()),
+        validation=float(drawn.validation[-1]),
+        bits=float(drawn.bits_per_byte[-1]),
+        bits_by_source={"code": 0.9, "books": 1.1},
+        speed=timed,
+        speed_by_attempt=() if timed is None else (timed, timed),
+        cost=Cost(0.75, 0.93, 2, 12.5, 3.25, 0.5, 20),
+        curves=drawn,
+    )
+    return replace(found, **changes)
+
+
+def interval(estimate: float, half: float | None = None) -> Interval:
+    return Interval(estimate, None, None) if half is None else Interval(estimate, estimate - half, estimate + half)
+
+
+def arm(label: str, seeds: Sequence[int] = (0, 1), **changes: Any) -> Arm:
+    """An arm of runs; `changes` are those of the arm where it has such a field, else those of `run`."""
+    of_arm = {name: changes.pop(name) for name in list(changes) if name in Arm.__dataclass_fields__}
+    runs = tuple(run(label, seed, **changes) for seed in seeds)
+    tokens = runs[0].speed.tokens_per_second_per_device if runs and runs[0].speed else None
+    final = [found.validation for found in runs if found.validation is not None]
+    bits = [found.bits for found in runs if found.bits is not None]
+    half = 0.01 if len(seeds) > 1 else None
+    made = Arm(
+        label=label,
+        settings=dict(cast(tuple[str, str], part.split("=", 1)) for part in label.split() if "=" in part),
+        baseline=False,
+        same_science=True,
+        runs=runs,
+        speed=None if tokens is None else interval(tokens, tokens / 50),
+        speed_ratio=None if tokens is None else interval(tokens / 30_000, half and 0.02),
+        validation=interval(sum(final) / len(final), half) if final else None,
+        bits=interval(sum(bits) / len(bits), half) if bits else None,
+    )
+    return replace(made, **of_arm)
+
+
+def learning(answer: str = "yes", text: str = "Learns the same: 0.0003 nats apart, within 0.02.") -> Learning:
+    return Learning(cast(Any, answer), text, True, 1e-7, 1e-6, interval(0.0003, 0.002), 0.02, 2, None)
+
+
+def quality(answer: str = "yes", difference: float = -0.05, at: str = "the end", **changes: Any) -> Quality:
+    text = f"At {at} the loss differs by {difference:+.3f} nats."
+    found = Quality(
+        cast(Any, answer), text, "validation loss", at, interval(difference, 0.02), 0.003, 0.006, {}, 2, None
+    )
+    return replace(found, **changes)
+
+
+def comparison(*arms: Arm, failed: Sequence[Failed] = (), **changes: Any) -> Comparison:
+    made = Comparison(
+        title="layouts",
+        question="Which layout of two devices is fastest, and do all learn the same?",
+        common={"model": "debug", "dataset": "stdlib", "tokens": "1.64M", "devices": "2"},
+        differs={"parallelism": ("single", "fsdp", "tp")},
+        arms=arms,
+        failed=tuple(failed),
+        target=None,
+        margin=0.02,
+        notes=("Runs were made by two versions of the code: c0de and 10ad.",),
+    )
+    return replace(made, **changes)
+
+
+def two() -> Comparison:
+    """A baseline and an arm of its science."""
+    return comparison(
+        arm("parallelism=single", baseline=True),
+        arm("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
+    )
+
+
+def mixed() -> Comparison:
+    """Answers of every kind, an unfinished run, a target, sources, failures, and labels that try to break out."""
+    running: dict[str, Any] = {"steps_done": 180, "state": "running", "validation": None, "bits": None}
+    long = "parallelism=fsdp memory=full compile=block precision=bf16 optimizer.lr=0.003"
+    undecided = learning("undecided", "Undecided: 3 pairs more would decide.")
+    return comparison(
+        arm("parallelism=single", (0, 1, 2), baseline=True, reached=Reached(3, 3, 1.1e6, 0.4)),
+        arm("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
+        arm(long, tokens=24_000, memory=0.45, rounding=1e-3, learning=undecided),
+        arm("parallelism=tp", tokens=33_000, memory=1.1, rounding=0.02, learning=learning("no", "Not the same.")),
+        arm(
+            "optimizer=muon",
+            same_science=False,
+            tokens=28_500,
+            gain=0.3,
+            memory=1.4,
+            quality=(
+                quality(by_source={"code": interval(-0.02, 0.01), "books": interval(-0.01)}),
+                quality(at="equal tokens"),
+            ),
+            reached=Reached(2, 2, 0.8e6, 0.3),
+            notes=("The learning rate was not tuned for this arm.",),
+        ),
+        arm(f"model={NASTY}", (0,), same_science=False, notes=(NASTY,), **running),
+        failed=[
+            Failed("parallelism=pp", "/data/runs/grid/pp", "failed", "out of memory on rank 3: 150 GiB were wanted"),
+            Failed(NASTY, "/data/runs/grid/nasty", "failed", NASTY),
+        ],
+        target=2.6,
+    )
+
+
+def many(arms: int = 64, steps: int = 10_000) -> Comparison:
+    """As many arms as one may ever look at."""
+    made = [arm("lr=0.001 layout=0", (0,), baseline=True, steps_done=steps)]
+    for i in range(1, arms):
+        label = f"optimizer.lr={0.0005 * i:.4g} parallelism={('fsdp', 'tp', 'hsdp')[i % 3]} training.warmup={i % 7}"
+        figures: dict[str, Any] = {"tokens": 30_000 + 300 * ((i * 37) % 64 - 20), "memory": 0.5 + (i * 29 % 64) / 30}
+        same = {"learning": learning(), "rounding": 1e-6 * i} if i % 2 else {}
+        other = {} if i % 2 else {"same_science": False, "quality": (quality(difference=-0.01 * i),), "gain": 0.01 * i}
+        made.append(arm(label, (0,), steps_done=steps, **figures, **same, **other))
+    return comparison(*made, title="64 arms")
+
+
+def one() -> Comparison:
+    """A single run."""
+    return comparison(arm("runs/first", (0,), baseline=True), question=None, differs={}, title="runs/first", notes=())
+
+
+def failures_only() -> Comparison:
+    """Nothing but failures."""
+    failed = [Failed(f"lr={i}", f"/data/runs/bad/{i}", "failed", "the loss was not finite") for i in range(3)]
+    return comparison(failed=failed, title="bad", notes=())
+
+
+ALL = {"two": two, "mixed": mixed, "many": many, "one": one, "failures": failures_only}
+
+
+def main(folder: Path) -> None:
+    """Write a page of each."""
+    from titan.report.render.html import page
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in ALL.items():
+        (folder / f"{name}.html").write_text(page(make()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

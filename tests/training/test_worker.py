@@ -1,0 +1,145 @@
+"""How a rank ends: what it says and closes, and that a rank that failed leaves its process groups alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from tests.support.runs import tiny, train
+from titan import train as training
+from titan.errors import RunError
+from titan.generation import worker as generation
+from titan.run import attempts
+from titan.run.attempts import Attempt
+from titan.run.lock import locked
+from titan.training import worker
+from titan.training.trainer import Trainer
+
+
+class Closing:
+    """A trainer that fails, and writes down what is done with it."""
+
+    def __init__(self, run: Any, error: Exception) -> None:
+        self.run, self.error, self.done = run, error, list[Any]()
+
+    def train(self) -> int:
+        raise self.error
+
+    def close(self) -> None:
+        self.done.append("closed")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        pytest.param(ValueError("a bug"), "a bug", id="bug"),
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory in", id="memory"),
+        pytest.param(
+            RuntimeError("x] Timed out waiting 600000ms for recv"), "waited 600 s for the other", id="timeout"
+        ),
+    ],
+)
+def test_an_error_is_told_before_a_save_under_way_has_ended(error: Exception, said: str, tmp_path: Path) -> None:
+    trainer: Any = Closing(tiny(tmp_path), error)
+    with pytest.raises(type(error)):
+        worker._trained(trainer, trainer.done.append)
+    told, closed = trainer.done
+    assert str(told).startswith(said)
+    assert closed == "closed"
+
+
+@pytest.mark.parametrize(("milliseconds", "name"), [(600000, "step_timeout"), (1800000, "timeout")])
+def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Path) -> None:
+    plain = worker._user_error(
+        tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation")
+    )
+    assert isinstance(plain, RunError)
+    assert f"slower than cluster.{name} allows" in str(plain)
+
+
+def destroyed() -> list[bool]:
+    """What will hold an entry for each time that process groups are destroyed from now on."""
+    calls, real = list[bool](), dist.destroy_process_group
+
+    def noted(*groups: Any) -> None:
+        calls.append(True)
+        real(*groups)
+
+    dist.destroy_process_group = noted
+    return calls
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_only_a_rank_that_ends_well_destroys_its_groups(fails: bool, tmp_path: Path) -> None:
+    def before(trainer: Trainer) -> list[bool]:
+        def step(*clock: Any) -> Any:
+            time.sleep(0.2)
+            raise RunError("no step")
+
+        if fails:
+            trainer._step = step  # type: ignore[method-assign]
+        return destroyed()
+
+    for rank in train(tiny(tmp_path / "run", layout="ddp2"), before):
+        assert (rank.failure, rank.extra) == (("no step", []) if fails else (None, [True]))
+
+
+def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> None:
+    run = tiny(tmp_path / "run", layout="ddp2")
+    with locked(Path(run.directory)):
+        attempt = attempts.begin_attempt(run)
+        assert isinstance(attempt, Attempt)
+
+        def rank(number: int, size: int) -> tuple[str, list[bool], bool]:
+            def fail(*arguments: Any) -> Any:
+                raise RunError("no model")
+
+            calls = destroyed()
+            worker.assemble = fail  # type: ignore[assignment]
+            try:
+                worker.work(run, attempt, worker.Place(number, size, number, f"file://{tmp_path}/meeting"))
+            except RunError as failure:
+                return str(failure), calls, dist.is_initialized()
+            return "", calls, False
+
+        assert run_ranks(rank, 2, joined=False) == [("no model", [], True)] * 2
+
+
+def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class World:
+        speaks, closed = False, False
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Job:
+        layout = device = tokenizer = None
+
+    def fail(*arguments: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    world, job = World(), Job()
+    monkeypatch.setattr(generation.mesh, "connect", lambda *arguments: world)
+    monkeypatch.setattr(generation, "_model", fail)
+    with pytest.raises(RunError, match="out of memory"):
+        generation.work(job, worker.Place())  # type: ignore[arg-type]
+    assert not world.closed
+
+
+def test_a_rank_under_torchrun_leaves_without_tidying_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = list[int]()
+    monkeypatch.setattr(training.place, "found", lambda env: worker.Place(1, 2))
+    monkeypatch.setattr(training, "main", lambda: 1 // 0)
+    monkeypatch.setattr(training, "leave", left.append)
+    monkeypatch.setattr(training.output, "best_effort", lambda: None)  # this process keeps its own
+    training.cli()
+    assert left == [1]
+    assert "ZeroDivisionError" in capsys.readouterr().err

@@ -1,0 +1,189 @@
+"""Weights in Hugging Face's format: transformers writes them, titan reads them, and their logits are equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.hub_server import COMMIT, Repositories, serving
+from tests.support.made_weights import LLAMA, SMALL, STRETCH, apart, edit, hf, hf_tensors, loaded
+from titan.errors import ConfigError
+from titan.model.schema import Decoder, Llama, Qwen3
+from titan.weights.formats import digest_of, open_weights
+from titan.weights.hf_config import config_of, schema_of
+from titan.weights.origin import find
+
+MODELS = [
+    pytest.param(LLAMA, id="llama"),
+    pytest.param(Llama(**SMALL, **STRETCH, rope_theta=1e4, norm_eps=1e-3), id="llama-stretched"),
+    pytest.param(Llama(**SMALL, tied=True, head_dim=32), id="llama-tied-wide-heads"),
+    pytest.param(Qwen3(**SMALL, head_dim=32), id="qwen3"),
+    pytest.param(Qwen3(**SMALL, **STRETCH, head_dim=8, tied=True), id="qwen3-tied-stretched"),
+]
+
+
+@pytest.mark.parametrize("shard", [pytest.param("10MB", id="one-file"), pytest.param("100KB", id="several")])
+@pytest.mark.parametrize("model", MODELS)
+def test_logits_equal_those_of_transformers(model: Decoder, shard: str, tmp_path: Path) -> None:
+    theirs = hf(tmp_path, model, shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "100KB")
+    weights = open_weights(tmp_path)
+    assert type(weights.model) is type(model)
+    assert apart(loaded(weights), theirs, model.vocab) <= 1e-5
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_config_goes_out_and_in(model: Decoder) -> None:
+    config = json.loads(json.dumps(config_of(model, "bfloat16")))
+    again = schema_of(config, "x")
+    assert config_of(again, "bfloat16") == config
+    v5 = schema_of({key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}, "x")
+    v4 = schema_of({key: value for key, value in config.items() if key != "rope_parameters"}, "x")
+    assert v4 == v5 == again
+
+
+def test_what_an_old_config_leaves_out_is_as_in_transformers() -> None:
+    config = config_of(Llama(**SMALL | {"kv_heads": 4}, rope_theta=1e4, norm_eps=1e-6), "float32")
+    for key in ("rope_theta", "rope_parameters", "rope_scaling", "num_key_value_heads", "head_dim", "rms_norm_eps"):
+        del config[key]
+    model = schema_of(config, "x")
+    assert (model.rope_theta, model.kv_heads, model.head_size, model.norm_eps) == (1e4, 4, 16, 1e-6)
+
+
+def test_any_part_is_read(tmp_path: Path) -> None:
+    hf(tmp_path, LLAMA)
+    weights = open_weights(tmp_path)
+    whole = weights.read("layers.1.attention.wq.weight")
+    assert torch.equal(weights.read("layers.1.attention.wq.weight", [5, 7], [20, 30]), whole[5:25, 7:37])
+    assert torch.equal(weights.read("norm.weight", [60], [4]), weights.read("norm.weight")[60:])
+
+
+@pytest.mark.parametrize(
+    "spare",
+    [
+        pytest.param({"lm_head.weight": torch.ones(128, 64)}, id="a-tied-head"),
+        pytest.param({"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}, id="rotary-frequencies"),
+    ],
+)
+def test_what_is_stored_in_vain_is_left_out(spare: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    model = Llama(**SMALL, tied=True)
+    theirs = hf(tmp_path, model, "10MB")
+    hf_tensors(tmp_path, {**spare})
+    weights = open_weights(tmp_path)
+    assert "head.weight" not in weights.shapes
+    assert apart(loaded(weights), theirs, model.vocab) <= 1e-5
+
+
+def index(folder: Path, **files: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+
+
+def cut(file: Path, size: int) -> None:
+    file.write_bytes(file.read_bytes()[:size])
+
+
+def double(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "b.safetensors").write_bytes((folder / "a.safetensors").read_bytes())
+
+
+NORM = "model.norm.weight"
+REFUSED: list[Any] = [
+    pytest.param(lambda f: edit(f / "config.json", attention_bias=True), "attention_bias=true", id="attention-bias"),
+    pytest.param(lambda f: edit(f / "config.json", mlp_bias=True), "mlp_bias=true", id="mlp-bias"),
+    pytest.param(lambda f: edit(f / "config.json", sliding_window=64), "sliding_window=64", id="window"),
+    pytest.param(lambda f: edit(f / "config.json", hidden_act="gelu"), "hidden_act=gelu", id="activation"),
+    pytest.param(lambda f: edit(f / "config.json", num_local_experts=8), "num_local_experts=8", id="experts"),
+    pytest.param(
+        lambda f: edit(f / "config.json", quantization_config={"quant_method": "fp8"}),
+        "quantization_config=fp8",
+        id="quantised",
+    ),
+    pytest.param(
+        lambda f: edit(f / "config.json", layer_types=["full_attention", "sliding_attention"]),
+        "layer_types=sliding_attention",
+        id="layer-types",
+    ),
+    pytest.param(
+        lambda f: edit(f / "config.json", rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=...),
+        "rope_type=linear",
+        id="linear-rope",
+    ),
+    pytest.param(
+        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+        "rope_type=yarn",
+        id="yarn",
+    ),
+    pytest.param(
+        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "llama3"}), "has no factor", id="no-factor"
+    ),
+    pytest.param(
+        lambda f: edit(f / "config.json", architectures=["MistralForCausalLM"]),
+        "MistralForCausalLM, and titan has LlamaForCausalLM",
+        id="architecture",
+    ),
+    pytest.param(
+        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+        "partial_rotary_factor=0.5",
+        id="half-rotated",
+    ),
+    pytest.param(lambda f: edit(f / "config.json", architectures=...), "architecture null", id="no-architecture"),
+    pytest.param(lambda f: edit(f / "config.json", hidden_size=...), "has no hidden_size", id="no-width"),
+    pytest.param(lambda f: edit(f / "config.json", hidden_size="x"), "dim=x: expected a whole number", id="no-number"),
+    pytest.param(lambda f: edit(f / "config.json", num_key_value_heads=3), "model.kv_heads=3", id="odd-heads"),
+    pytest.param(lambda f: edit(f / "config.json", vocab_size=99), "is [128, 64] where", id="another-vocabulary"),
+    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json is no JSON", id="no-json"),
+    pytest.param(lambda f: (f / "config.json").write_text("[]"), "holds no names and values", id="a-list"),
+    pytest.param(lambda f: (f / "config.json").unlink(), "has no config.json", id="no-config"),
+    pytest.param(lambda f: (f / "model.safetensors").unlink(), "no *.safetensors", id="no-weights"),
+    pytest.param(lambda f: cut(f / "model.safetensors", 100_000), "broken or incomplete", id="truncated"),
+    pytest.param(lambda f: cut(f / "model.safetensors", 5), "broken or incomplete", id="truncated-header"),
+    pytest.param(lambda f: index(f, **{NORM: "gone.safetensors"}), "lacks gone.safetensors", id="missing-file"),
+    pytest.param(lambda f: index(f, **{NORM: "../x.safetensors"}), "lacks ../x.safetensors", id="outside"),
+    pytest.param(lambda f: index(f), "has no weight_map", id="empty-index"),
+    pytest.param(double, "is in a.safetensors and in b.safetensors", id="twice"),
+    pytest.param(lambda f: hf_tensors(f, {NORM: None}), f"lacks {NORM}", id="missing-tensor"),
+    pytest.param(lambda f: hf_tensors(f, {"x": torch.ones(2)}), "has x, which", id="superfluous-tensor"),
+    pytest.param(lambda f: hf_tensors(f, {NORM: torch.ones(3)}), f"{NORM} is [3] where", id="another-shape"),
+    pytest.param(
+        lambda f: hf_tensors(f, {NORM: torch.ones(64, dtype=torch.int8)}), f"{NORM} is stored as I8", id="integers"
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), REFUSED)
+def test_refusals(spoil: Callable[[Path], Any], sentence: str, tmp_path: Path) -> None:
+    hf(tmp_path, LLAMA, "10MB")
+    spoil(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        open_weights(tmp_path, "from")
+    assert sentence in str(refused.value)
+    assert str(refused.value).startswith(f"from={tmp_path}: ") and "\n" not in str(refused.value)
+
+
+def test_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    theirs = hf(tmp_path / "made", LLAMA)
+    files = {file.name: file.read_bytes() for file in (tmp_path / "made").iterdir()}
+    files |= {"original/consolidated.00.pth": b"x" * 100, "pytorch_model.bin": b"x" * 100, "README.md": b"hello"}
+    with serving(Repositories({"someone/tiny": files})) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.chdir(tmp_path)
+        assert find(f"someone/tiny@{COMMIT}").model() == LLAMA
+        weights = open_weights(f"someone/tiny@{COMMIT}")
+        assert not any("consolidated" in asked or ".bin" in asked for asked in hub.asked)
+        with pytest.raises(ConfigError, match="nothing of that name on the hub"):
+            open_weights("someone/else")
+    assert apart(loaded(weights), theirs, LLAMA.vocab) <= 1e-5
+    assert digest_of(weights) == digest_of(open_weights(tmp_path / "made"))

@@ -1,0 +1,126 @@
+"""Runs that start from given weights, and runs whose checkpoints leave in other formats."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.runs import Seen, saved, steps, tiny, train, weights
+from titan.checkpoint import manifest
+from titan.errors import ConfigError
+from titan.run import attempts
+from titan.run.run import Run
+from titan.weights.formats import open_weights
+
+
+def bits_equal(state: dict[str, torch.Tensor], given: Any) -> bool:
+    """Whether a state's weights are `given`, bit by bit; a tied head is left out of both."""
+    ours = {name.removeprefix("model."): tensor for name, tensor in weights(state).items()}
+    return ours.keys() == given.shapes.keys() and all(torch.equal(t, given.read(n)) for n, t in ours.items())
+
+
+@pytest.fixture(scope="module", params=["false", "true"], ids=["untied", "tied"])
+def parent(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that has been trained, with its weights in Hugging Face's format in fp32 as well."""
+    folder = tmp_path_factory.mktemp("parent") / "run"
+    export = ["checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
+    run = tiny(folder, f"model.tied={request.param}", *export, layout="fsdp2")
+    train(run)
+    return run
+
+
+def tied(run: Run) -> str:
+    return f"model.tied={str(run.model.tied).lower()}"
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp3", "ddp2"])
+@pytest.mark.parametrize("form", ["run", "checkpoint", "hf"])
+def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, parent: Run, tmp_path: Path) -> None:
+    (folder,) = manifest.complete(Path(parent.directory))
+    path = {"run": parent.directory, "checkpoint": folder, "hf": folder / "hf"}[form]
+    run = tiny(tmp_path, tied(parent), f"checkpoint.weights={path}", layout=layout)
+    seen = train(run)
+    for rank in seen:
+        assert bits_equal(rank.first, open_weights(folder))
+        assert not any(value.any() for name, value in rank.first.items() if name.endswith(("exp_avg", "exp_avg_sq")))
+    assert [line["step"] for line in steps(run)] == [1, 2, 3]
+    document = attempts.read_attempts(tmp_path)[0]
+    assert document["parent"].startswith("weights:")
+    assert document["science"]["parent"] == document["parent"]
+    assert document["kind"] == "start"
+
+
+def test_a_pipeline_starts_from_given_weights(parent: Run, tmp_path: Path) -> None:
+    (folder,) = manifest.complete(Path(parent.directory))
+    layout = ["parallelism.pipeline=2", "parallelism.tensor=1", "parallelism.microbatches=4"]
+    run = tiny(tmp_path, tied(parent), f"checkpoint.weights={folder}/hf", *layout)
+    state: dict[str, torch.Tensor] = {}
+    for rank in train(run):
+        state |= rank.first
+    assert bits_equal(state, open_weights(folder))
+
+
+def test_where_the_weights_lie_changes_no_science_and_what_they_are_does(parent: Run, tmp_path: Path) -> None:
+    def science(path: object, name: str) -> str:
+        (tmp_path / name).mkdir()
+        attempt = attempts.begin_attempt(tiny(tmp_path / name, tied(parent), f"checkpoint.weights={path}"))
+        assert isinstance(attempt, attempts.Attempt)
+        return attempt.ids.science
+
+    (folder,) = manifest.complete(Path(parent.directory))
+    shutil.copytree(folder / "hf", tmp_path / "moved")
+    assert science(folder / "hf", "a") == science(tmp_path / "moved", "b")
+    other = tiny(tmp_path / "other", tied(parent), "training.seed=1", "checkpoint.export=hf")
+    train(other)
+    (different,) = manifest.complete(tmp_path / "other")
+    assert science(different / "hf", "c") != science(folder / "hf", "d")
+
+
+def test_a_run_from_given_weights_goes_on_from_its_own_checkpoint(parent: Run, tmp_path: Path) -> None:
+    shutil.copytree(manifest.complete(Path(parent.directory))[0] / "hf", tmp_path / "hf")
+    settings = [tied(parent), f"checkpoint.weights={tmp_path}/hf"]
+    last = train(tiny(tmp_path / "run", *settings))[0].last
+    shutil.rmtree(tmp_path / "hf")
+    again = train(tiny(tmp_path / "run", *settings, "training.steps=4"))[0]
+    assert all(torch.equal(again.first[name], tensor) for name, tensor in last.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        pytest.param(["model.ffn=40"], r"weights of another model than model.ffn=40; give model.ffn=48", id="ffn"),
+        pytest.param(["checkpoint.resume={folder}"], r"checkpoint.resume=\S+ brings its own; give one", id="both"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(settings: list[str], said: str, parent: Run, tmp_path: Path) -> None:
+    (folder,) = manifest.complete(Path(parent.directory))
+    more = [setting.format(folder=folder) for setting in settings]
+    run = tiny(tmp_path, tied(parent), f"checkpoint.weights={folder}", "training.steps=9", *more)
+    with pytest.raises(ConfigError, match=rf"checkpoint.weights=\S+: .*{said}"):
+        attempts.begin_attempt(run)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("layout", ["single", "fsdp3"])
+def test_every_checkpoint_leaves_in_another_format(mode: str, layout: str, tmp_path: Path) -> None:
+    how = ["checkpoint.every=2", f"checkpoint={mode}", "checkpoint.export=hf", "checkpoint.export_dtype=fp32"]
+    run = tiny(tmp_path, *how, "training.steps=4", layout=layout)
+    train(run)
+    for folder, step in zip(manifest.complete(tmp_path), (2, 4), strict=True):
+        assert bits_equal(saved(run, step), open_weights(folder / "hf"))
+        config = json.loads((folder / "hf" / "config.json").read_text())
+        assert config["architectures"] == ["LlamaForCausalLM"]
+        assert config["max_position_embeddings"] == run.training.seq_len
+
+
+def test_meta_format_leaves_too(tmp_path: Path) -> None:
+    run = tiny(tmp_path, "checkpoint.export=meta", "checkpoint.export_dtype=fp32", layout="fsdp2")
+    seen: list[Seen] = train(run)
+    (folder,) = manifest.complete(tmp_path)
+    assert (folder / "meta" / "consolidated.00.pth").is_file()
+    assert bits_equal(seen[0].last, open_weights(folder / "meta"))

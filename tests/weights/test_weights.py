@@ -1,0 +1,172 @@
+"""Weights whoever wrote them: how they are found, a checkpoint's own, and what tells some from others."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.made_weights import LLAMA, QWEN3, SMALL, edit, equal, hf, meta, native
+from titan.checkpoint import manifest
+from titan.errors import ConfigError
+from titan.model.schema import Decoder, Llama
+from titan.weights.formats import digest_of, open_weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(LLAMA, id="llama"),
+        pytest.param(Llama(**SMALL, tied=True), id="tied"),
+        pytest.param(QWEN3, id="qwen3"),
+    ],
+)
+def test_a_checkpoint(model: Decoder, dtype: torch.dtype, tmp_path: Path) -> None:
+    written = native(tmp_path / "run" / "checkpoints" / "step-3", model, dtype)
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-3"):
+        weights = open_weights(path)
+        assert equal(weights, written)
+        assert weights.model == model and weights.tokenizer == "titan4k"
+        assert Path(weights.path).name == "step-3"
+
+
+def test_any_part_of_a_checkpoint_is_read(tmp_path: Path) -> None:
+    written = native(tmp_path, LLAMA)["layers.0.feed_forward.w2.weight"]
+    part = open_weights(tmp_path).read("layers.0.feed_forward.w2.weight", [3, 10], [50, 0])
+    assert part.shape == (50, 0)
+    part = open_weights(tmp_path).read("layers.0.feed_forward.w2.weight", [3, 10], [50, 80])
+    assert torch.equal(part, written[3:53, 10:90])
+
+
+def test_a_tokenizer_of_the_folder_goes_by_its_path(tmp_path: Path) -> None:
+    native(tmp_path, LLAMA)
+    edit(tmp_path / "manifest.json", tokenizer="tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert open_weights(tmp_path).tokenizer == str(tmp_path / "tokenizer.json")
+
+
+class Code:
+    def __reduce__(self) -> Any:
+        return (print, ("this must not be printed",))
+
+
+def metadata(folder: Path, content: bytes) -> None:
+    (folder / ".metadata").write_bytes(content)
+    edit(folder / "manifest.json", files={".metadata": vars(manifest.checksum_of(folder / ".metadata"))})
+
+
+REFUSED: list[Any] = [
+    pytest.param(lambda f: shutil.rmtree(f), "there is no such directory", id="gone"),
+    pytest.param(lambda f: (f / "manifest.json").unlink(), "a save that did not end", id="no-manifest"),
+    pytest.param(
+        lambda f: (f / "manifest.json").write_text("{"), "damaged: manifest.json is no manifest", id="no-json"
+    ),
+    pytest.param(lambda f: (f / "__0_0.distcp").write_bytes(b""), "damaged: __0_0.distcp has 0 bytes", id="truncated"),
+    pytest.param(lambda f: metadata(f, b"x"), ".metadata can't be used", id="broken-metadata"),
+    pytest.param(lambda f: metadata(f, pickle.dumps(Code())), "names builtins.print", id="code"),
+    pytest.param(
+        lambda f: edit(f / "manifest.json", model={"_target_": "titan.model.schema.Llama", **SMALL, "layers": 3}),
+        "lacks layers.2.",
+        id="another-model",
+    ),
+    pytest.param(
+        lambda f: edit(f / "manifest.json", model={"_target_": "os.system"}),
+        "no model: model._target_=os.system",
+        id="another-target",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "sentence"), REFUSED)
+def test_refusals(
+    spoil: Callable[[Path], Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "x"
+    native(folder, LLAMA)
+    spoil(folder)
+    with pytest.raises(ConfigError) as refused:
+        open_weights(folder, "from")
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_broken_chunk_is_named(tmp_path: Path) -> None:
+    native(tmp_path, LLAMA)
+    file = tmp_path / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp can't be read where norm\.weight should be"):
+        open_weights(tmp_path).read("norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        pytest.param([], "holds no weights: neither a run's checkpoints", id="nothing"),
+        pytest.param(["pytorch_model.bin"], "save them as safetensors", id="bin"),
+        pytest.param(["checkpoints/x"], "holds no complete checkpoint", id="a-run-without"),
+    ],
+)
+def test_what_holds_no_weights_is_refused(files: list[str], sentence: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ConfigError, match=sentence):
+        open_weights(tmp_path)
+
+
+def test_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="is a file; give the folder that it lies in"):
+        open_weights(tmp_path / "x")
+
+
+@pytest.mark.parametrize("write", [native, hf, meta])
+def test_a_digest_tells_weights_wherever_they_lie(write: Callable[[Path, Decoder], Any], tmp_path: Path) -> None:
+    write(tmp_path / "a", LLAMA)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    first = digest_of(open_weights(tmp_path / "a"))
+    assert first == digest_of(open_weights(tmp_path / "b"))
+    assert len(first) == 16
+
+
+@pytest.mark.parametrize("write", [native, hf, meta])
+def test_a_digest_tells_weights_of_other_shape_apart(write: Callable[[Path, Decoder], Any], tmp_path: Path) -> None:
+    write(tmp_path / "a", LLAMA)
+    write(tmp_path / "b", Llama(**SMALL | {"rope_theta": 1e4}))
+    assert digest_of(open_weights(tmp_path / "a")) != digest_of(open_weights(tmp_path / "b"))
+
+
+def test_a_digest_tells_other_numbers_apart(tmp_path: Path) -> None:
+    for name, change in (("a", 0.0), ("b", 1e-3)):
+        meta(tmp_path / name, LLAMA)
+        file = tmp_path / name / "consolidated.00.pth"
+        content = torch.load(file, weights_only=True)
+        torch.save({key: value + change for key, value in content.items()}, file)
+    assert digest_of(open_weights(tmp_path / "a")) != digest_of(open_weights(tmp_path / "b"))
+
+
+PEEK = """
+import sys
+from titan.weights.origin import find
+from titan.weights.model_config import check_model
+models = [find(path).model() for path in sys.argv[1:]]
+check_model(models[0], models[1], "x")
+print(models[0] == models[1], models[2], "torch" in sys.modules)
+"""
+
+
+def test_the_model_is_told_without_torch(tmp_path: Path) -> None:
+    for name, write in (("native", native), ("hf", hf), ("meta", meta)):
+        write(tmp_path / name, LLAMA)
+    folders = [tmp_path / name for name in ("native", "hf", "meta")]
+    done = subprocess.run([sys.executable, "-c", PEEK, *folders], capture_output=True, text=True, check=True)
+    assert done.stdout == "True None False\n"
