@@ -370,7 +370,7 @@ prepare.prepare(Made(content=words(), cache=sys.argv[1], validation=0.2, workers
     [
         pytest.param("writer.HashedFile, 'write'", 7, 1, id="while-writing"),
         pytest.param("Path, 'replace'", 2, 0, id="between-renames"),
-        pytest.param("unit, 'write_json'", 2, 2, id="before-a-receipt"),
+        pytest.param("shard_job, 'write_json'", 2, 2, id="before-a-receipt"),
         pytest.param("prepare, 'write_json'", 0, 6, id="before-the-manifest"),
         pytest.param("plan, 'write_json'", 0, 0, id="before-the-plan"),
     ],

@@ -68,7 +68,7 @@ def page(comparison: Comparison, made: str = "") -> str:
 
 
 def _file(name: str) -> str:
-    return importlib.resources.files("titan.report").joinpath(name).read_text(encoding="utf-8")
+    return importlib.resources.files("titan.report.render").joinpath(name).read_text(encoding="utf-8")
 
 
 def _body(comparison: Comparison) -> str:
