@@ -31,7 +31,7 @@ from titan.dataset.shards import Corpus, Split, open_corpus
 from titan.dataset.tokenizers.base import load_tokenizer
 from titan.errors import ConfigError, RunError
 
-ROOT = Path(module.__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
