@@ -1,0 +1,55 @@
+"""Files that are there whole or not at all. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def atomic_file(path: Path, *, mode: int = 0o666, sync: bool = False) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path` that takes its place when the block ends; on an error it is removed.
+
+    Args:
+        path: the file; its folder exists.
+        mode: permissions, before the process's umask.
+        sync: flush the file and its folder to the disk first, so that it outlives a crash of the machine.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def write_atomic(path: Path, content: str | bytes, *, mode: int = 0o666, sync: bool = False) -> None:
+    """Write a whole file: whoever reads it sees the old content or the new one; see `atomic_file`."""
+    with atomic_file(path, mode=mode, sync=sync) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, content: Any, *, sync: bool = False) -> None:
+    """Write JSON as a whole file; see `atomic_file`."""
+    write_atomic(path, json.dumps(content), sync=sync)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
