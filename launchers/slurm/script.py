@@ -143,9 +143,11 @@ if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 13
     again
   fi
   exit AGAIN
-fi case $code in 0 | 130 | AGAIN) may=0 ;; *) may=$restarts ;; esac grep -qsE '^\{"lost": [a-z]+, "killed": [a-z]+,
-"time": [0-9.]+, "node": "[^"]*", "code": 2,' "$attempt"/*/*.error && may=0 if [ "$may" -gt 0 ] && [ "${state:-RUNNING}"
-= RUNNING ]; then
+fi
+case $code in 0 | 130 | AGAIN) may=0 ;; *) may=$restarts ;; esac
+rejected='^\{"lost": [a-z]+, "killed": [a-z]+, "time": [0-9.]+, "node": "[^"]*", "code": 2,'
+grep -qsE "$rejected" "$attempt"/*/*.error && may=0
+if [ "$may" -gt 0 ] && [ "${state:-RUNNING}" = RUNNING ]; then
   step=$(saved)
   if [ "$restarted" -ge "$restarts" ]; then
     note="cluster.restarts=$restarts is used up"
