@@ -1,25 +1,21 @@
-"""The points of a grid on this machine: one after the other, or several at a time in processes of their own."""
+"""The trials of a sweep on this machine: one after the other, or several at a time, each in its own process."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
-from launchers import frozen
 from launchers import trials as grid
 from launchers.slurm.state import standing
+from launchers.supervisor import Supervisor
 from launchers.trials import Trial
-from titan.cluster.signals import STOPPING, hearing, is_repeat
-from titan.console import output
 from titan.console.text import safe
 from titan.errors import exit_code
 from titan.run import summary
@@ -28,158 +24,133 @@ from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
 
+POLL_SECONDS = 0.05
+
 
 @dataclass
 class Grid:
-    """A grid on this machine: its directory, its points, how many of them run at a time, and what runs one here."""
+    """A sweep on this machine.
+
+    Attributes:
+        root: its directory.
+        trials: what is to run.
+        how: the launcher's settings.
+        spec: what the sweep is for.
+        job: runs the body of one trial in this process.
+        running: the process of each running trial, by the trial's index.
+    """
 
     root: Path
-    points: Sequence[Trial]
+    trials: Sequence[Trial]
     how: LocalLaunch
-    asked: SweepSpec
-    job: Callable[[Trial, Callable[[], int]], int] = lambda point, body: body()
+    spec: SweepSpec
+    job: Callable[[Trial, Callable[[], int]], int] = lambda trial, body: body()
     running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
-    signals: int = 0
+    supervisor: Supervisor = field(default_factory=Supervisor)
 
     def launch(self) -> list[int]:
-        """Run what is not finished; gives the exit code of each point.
+        """Run the trials that are not finished, and return the exit code of each.
 
         Raises:
-            KeyboardInterrupt: for Ctrl-C, once the running points have ended.
+            KeyboardInterrupt: for Ctrl-C, once the running trials have ended.
         """
-        grid.register_trials(self.root, self.points, self.asked)
+        grid.register_trials(self.root, self.trials, self.spec)
         todo = self._to_do()
-        codes = dict.fromkeys(range(len(self.points)), 0)
+        codes = dict.fromkeys(range(len(self.trials)), 0)
         try:
-            codes |= self._in_turn(todo) if self.how.at_once == 1 else self._together(todo)
+            codes |= self._run_in_turn(todo) if self.how.at_once == 1 else self._run_concurrently(todo)
         finally:
-            self._say_what_next()
-        return [codes[index] for index in range(len(self.points))]
+            self._print_next()
+        return [codes[index] for index in range(len(self.trials))]
 
     def _to_do(self) -> list[int]:
-        """The places of the points that are neither finished nor with Slurm."""
+        """Return the indices of the trials that are neither finished nor with Slurm."""
         sweep = standing(self.root)
-        now = {point.id: point for point in sweep.points} if sweep else {}
-        kept = {i: now[p.id].state for i, p in enumerate(self.points) if _kept(now[p.id])}
+        now = {state.id: state for state in sweep.points} if sweep else {}
+        kept = {i: now[trial.id].state for i, trial in enumerate(self.trials) if _is_kept(now[trial.id])}
         for state, count in Counter(kept.values()).items():
-            print(f"{count} of {len(self.points)} points: {state}, left as they are", flush=True)
-        return [index for index in range(len(self.points)) if index not in kept]
+            print(f"{count} of {len(self.trials)} trials: {state}, not started again", flush=True)
+        return [index for index in range(len(self.trials)) if index not in kept]
 
-    def _say_what_next(self) -> None:
-        """How many points are done, and the command for what comes then."""
+    def _print_next(self) -> None:
+        """Print how many trials are finished, and the next command."""
         root = summary.short(str(self.root))
-        done = sum(is_finished(Path(p.run.directory), p.run.training.steps) for p in self.points)
-        then = f"python -m titan.compare {root} compares them" if done else f"python -m titan.status {root} tells more"
-        more = "" if done == len(self.points) else "; the same command goes on"
-        print(f"\n{done} of {len(self.points)} points are finished{more}; {then}.", flush=True)
+        done = sum(is_finished(Path(t.run.directory), t.run.training.steps) for t in self.trials)
+        then = f"python -m titan.compare {root} compares them" if done else f"python -m titan.status {root} shows why"
+        more = "" if done == len(self.trials) else "; the same command continues the others"
+        print(f"\n{done} of {len(self.trials)} trials are finished{more}; {then}.", flush=True)
 
-    def _in_turn(self, todo: list[int]) -> dict[int, int]:
-        """One point after the other, each with this terminal to itself."""
-        from launchers import start
-
+    def _run_in_turn(self, todo: list[int]) -> dict[int, int]:
+        """Run one trial after the other, each with this terminal to itself."""
+        run_local = import_module("launchers.start").run_local  # only now: it imports numpy, which --help does without
         codes = {}
         for number, index in enumerate(todo, 1):
-            point = self.points[index]
-            print(f"\n[{number}/{len(todo)}] {point.label}", flush=True)
-            self._begins(point)
-            codes[index] = exit_code(partial(self.job, point, partial(start.run_local, point.run, apart=True)))
-            self._ended(point, codes[index])
+            trial = self.trials[index]
+            print(f"\n[{number}/{len(todo)}] {trial.label}", flush=True)
+            self._record_start(trial)
+            codes[index] = exit_code(partial(self.job, trial, partial(run_local, trial.run, apart=True)))
+            self._record_end(trial, codes[index])
             if codes[index] == 130:
                 raise KeyboardInterrupt
         return codes
 
-    def _together(self, todo: list[int]) -> dict[int, int]:
-        """So many points at a time, each in a process of its own; a line when one begins and ends."""
+    def _run_concurrently(self, todo: list[int]) -> dict[int, int]:
+        """Run `at_once` trials at a time, each in its own process; print a line when one starts and ends."""
         codes: dict[int, int] = {}
-        waiting = list(todo)
-        with self._signals():
-            while self.running or (waiting and not self.signals):
-                while waiting and not self.signals and len(self.running) < self.how.at_once:
+        waiting, supervisor = list(todo), self.supervisor
+        with supervisor.forward_stop(lambda: True):
+            while self.running or (waiting and not supervisor.signals):
+                while waiting and not supervisor.signals and len(self.running) < self.how.at_once:
                     self._start(waiting.pop(0))
-                time.sleep(0.05)
+                time.sleep(POLL_SECONDS)
                 for index in [i for i, process in self.running.items() if process.poll() is not None]:
                     codes[index] = self._collect(index)
-        if self.signals:
+        if supervisor.signals:
             raise KeyboardInterrupt
         return codes
 
     def _start(self, index: int) -> None:
-        point = self.points[index]
-        directory = Path(point.run.directory)
+        trial = self.trials[index]
+        directory = Path(trial.run.directory)
         (directory / "log").mkdir(parents=True, exist_ok=True)
-        file = grid.pickle_run(point, self.root / "points")
-        self._begins(point)
+        file = grid.pickle_run(trial, self.root / "points")
+        self._record_start(trial)
         with (directory / "log" / "console.log").open("ab") as log:
-            self.running[index] = subprocess.Popen(
-                [sys.executable, "-u", "-m", "launchers.local.sweep", str(file), str(os.getpid())],
-                start_new_session=True,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        print(f"{time.strftime('%H:%M:%S')}  begins    {point.label}", flush=True)
+            module, parent = "launchers.local.trial", str(os.getpid())
+            self.running[index] = self.supervisor.start(module, str(file), parent, log=log)
+        print(f"{time.strftime('%H:%M:%S')}  started   {trial.label}", flush=True)
 
     def _collect(self, index: int) -> int:
-        """Take note of a point that has ended; gives its exit code."""
-        point, code = self.points[index], self.running.pop(index).returncode
+        """Record the end of a trial, and return its exit code."""
+        trial, code = self.trials[index], self.running.pop(index).returncode
         code = 1 if code < 0 else code
-        reason = self._ended(point, code)
-        said = {0: "finished", 130: "stopped "}.get(code, "failed  ")
-        print(f"{time.strftime('%H:%M:%S')}  {said}  {point.label}{f'  ({reason})' if reason else ''}", flush=True)
+        reason = self._record_end(trial, code)
+        state = {0: "finished", 130: "stopped "}.get(code, "failed  ")
+        print(f"{time.strftime('%H:%M:%S')}  {state}  {trial.label}{f'  ({reason})' if reason else ''}", flush=True)
         return code
 
-    def _begins(self, point: Trial) -> None:
-        ledger.add(self.root, {"event": "started", "id": point.id})
+    def _record_start(self, trial: Trial) -> None:
+        ledger.add(self.root, {"event": "started", "id": trial.id})
 
-    def _ended(self, point: Trial, code: int) -> str | None:
-        """Write down how a point ended; gives the reason of one that failed."""
-        reason = _reason(Path(point.run.directory)) if code not in (0, 130) else None
-        ledger.add(self.root, {"event": "ended", "id": point.id, "code": code, "reason": reason})
+    def _record_end(self, trial: Trial, code: int) -> str | None:
+        """Record the end of a trial in the ledger, and return the reason of one that failed."""
+        reason = _last_message(Path(trial.run.directory)) if code not in (0, 130) else None
+        ledger.add(self.root, {"event": "ended", "id": trial.id, "code": code, "reason": reason})
         return reason
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """While points run, Ctrl-C and its like are handed on to them, the second one too, which ends them at once."""
 
-        def hand_on(number: int, frame: object) -> None:
-            if is_repeat(number, self.signals):
-                return
-            self.signals += 1
-            if self.signals == 1:
-                output.note(STOPPING)
-            for process in self.running.values():
-                if process.poll() is None:
-                    process.send_signal(signal.SIGTERM)
-
-        with hearing(hand_on):
-            yield
+def _is_kept(trial: TrialState) -> bool:
+    """Return whether a trial is not to be run here: it is finished, or Slurm has it."""
+    return trial.state == "finished" or (trial.state in ("queued", "running") and bool(trial.jobs or trial.token))
 
 
-def _kept(point: TrialState) -> bool:
-    """Whether a point is not to be run here: it is finished, or Slurm has it."""
-    return point.state == "finished" or (point.state in ("queued", "running") and bool(point.jobs or point.token))
-
-
-def _reason(directory: Path) -> str | None:
-    """The last word on a run that failed, or was refused."""
+def _last_message(directory: Path) -> str | None:
+    """Return the last line that the launcher or the console printed about a run that failed."""
     for name in ("launcher.log", "console.log"):
         try:
             lines = (directory / "log" / name).read_text(errors="replace").split("\n")
         except OSError:
             continue
-        if said := [line.strip() for line in lines if line.strip()]:
-            return safe(job_exit.strip_timestamp(said[-1].removeprefix("titan: ")))
+        if printed := [line.strip() for line in lines if line.strip()]:
+            return safe(job_exit.strip_timestamp(printed[-1].removeprefix("titan: ")))
     return None
-
-
-def main(file: str, parent: str) -> int:
-    """Run one point as a process of its own, which ends with the launcher that started it."""
-    from launchers import start
-    from titan.cluster.rank_process import die_with
-
-    die_with(int(parent))
-    return exit_code(lambda: start.run_local(frozen.read(Path(file))))
-
-
-if __name__ == "__main__":
-    output.run(partial(main, *sys.argv[1:]))

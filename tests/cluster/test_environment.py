@@ -43,9 +43,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "list").write_text(json.dumps({"points": ["p"], "ranks_per_node": 1, "tasks": "rank"}))
-    monkeypatch.setattr(job, "_listen", lambda: None)
-    monkeypatch.setattr(job, "_run", lambda point, place: None)
-    monkeypatch.setattr(job, "_train", lambda run, place: 0)
+    monkeypatch.setattr(job, "_load", lambda trial, rank_info: None)
+    monkeypatch.setattr(job, "_train", lambda run, rank_info: 0)
     assert job.main([str(folder / "list"), str(folder / "attempt")]) == 0
 
 
@@ -57,8 +56,8 @@ def _help(main: Callable[[list[str]], int]) -> Callable[[Path, pytest.MonkeyPatc
 
 
 def _follow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.place, "found", lambda env: RankInfo(1, 2))
-    monkeypatch.setattr("launchers.start.run_worker", lambda place: 0)
+    monkeypatch.setattr(training.rank_info, "from_environment", lambda env: RankInfo(1, 2))
+    monkeypatch.setattr("launchers.start.run_worker", lambda rank_info: 0)
     assert training.main([]) == 0
 
 

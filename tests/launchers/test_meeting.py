@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from launchers import start
+from launchers import rendezvous
 from launchers.slurm import job
 from tests.support.meeting_load import waited
+from titan.cluster import rank_error
+from titan.cluster.rank_error import RankError
 from titan.cluster.rank_info import RankInfo
 from titan.errors import ConfigError
 from titan.sweep import job_exit
@@ -24,8 +26,8 @@ from titan.sweep import job_exit
 def test_a_waiting_rank_opens_one_file_ever_less_often_and_lists_nothing(seconds: float) -> None:
     seen = waited(seconds)
     assert seen.listings == 0
-    assert seen.opens <= 8 + seconds / (0.75 * start.LONGEST_LOOK_SECONDS)
-    assert seen.late <= min(start.LONGEST_LOOK_SECONDS, max(start.LOOK_SECONDS, 2 * seconds))
+    assert seen.opens <= 8 + seconds / (0.75 * rendezvous.LONGEST_LOOK_SECONDS)
+    assert seen.late <= min(rendezvous.LONGEST_LOOK_SECONDS, max(rendezvous.LOOK_SECONDS, 2 * seconds))
 
 
 def test_ranks_do_not_look_all_at_once() -> None:
@@ -42,9 +44,9 @@ def test_rank_0_writes_into_the_file_that_is_there(before: str | None, tmp_path:
         file.write_text(before)
         inode = file.stat().st_ino
     told: list[tuple[str, str]] = []
-    waiting = threading.Thread(target=lambda: told.append(start._told(file)))
+    waiting = threading.Thread(target=lambda: told.append(rendezvous._wait_for_address(file)))
     waiting.start()
-    store = start._meet_at(file, RankInfo(0, 2))
+    store = rendezvous._join_by_file(file, RankInfo(0, 2))
     waiting.join(10)
     assert told == [(store.host, str(store.port))]
     assert inode in (None, file.stat().st_ino)
@@ -70,15 +72,15 @@ def test_rank_0_may_have_a_connection_of_each_rank(
     monkeypatch.setattr(resource, "setrlimit", lambda what, new: limited.append(new))
     if expected is ConfigError:
         with pytest.raises(ConfigError, match=r"^ulimit -n 4096: rank 0 needs 50,152 open files"):
-            start._allow_connections(ranks)
+            rendezvous._allow_connections(ranks)
     else:
-        start._allow_connections(ranks)
+        rendezvous._allow_connections(ranks)
     assert limited == ([(expected, limits[1])] if isinstance(expected, int) else [])
 
 
 def new(attempt: Path, rank: int, text: str) -> None:
     os.environ["SLURM_NODEID"] = str(rank // 2)
-    job._write_error(attempt, rank, text, 1)
+    rank_error.write(job._error_file(attempt, rank), RankError(rank=rank, time=float(rank), text=text))
 
 
 def old(attempt: Path, rank: int, text: str) -> None:

@@ -16,6 +16,8 @@ import pytest
 from launchers.slurm import queue
 from launchers.slurm.script import AFTER, BEFORE, Work, parameters, text
 from launchers.slurm.shape import shape
+from titan.cluster import rank_error
+from titan.cluster.rank_error import RankError
 from titan.cluster.schema import minutes
 from titan.cluster.signals import PREEMPT
 from titan.errors import EXIT_REQUEUE, ConfigError
@@ -299,6 +301,20 @@ def test_a_job_whose_rank_died_is_restarted_elsewhere_while_it_gets_on(
     assert (f"update JobId=9 ExcNodeList=n9,{node}\n" in said) if node else "ExcNodeList" not in said
     left = (folder / "9.restarts").read_text() if (folder / "9.restarts").exists() else ""
     assert left == record + "6\n" * note.startswith("restart")
+
+
+def test_the_script_reads_what_ranks_write(tmp_path: Path) -> None:
+    """Several errors, of which the one on n3 came first; a rank on n1 had only lost the connection to it."""
+    errors = (("n1", 0.5, True), ("n2", 2.0, False), ("n3", 1.0, False), ("n4", 3.0, False))
+    for rank, (node, time, lost) in enumerate(errors):
+        error = RankError(rank=rank, text='E: x "code": 2, y', time=time, node=node, lost=lost)
+        rank_error.write(tmp_path / "errors" / f"{rank}.error", error)
+    ranks = f'cp {tmp_path}/errors/* {ATTEMPT}/0/"; exit 1'
+    done = ran(tmp_path / "with space", job("cluster.restarts=1", "cluster.requeues=0"), ranks)
+    assert done["note"] == "restart 1 of 1 without n3"
+    rank_error.write(tmp_path / "errors" / "2.error", rank_error.describe(ConfigError("a=b: wrong."), 2))
+    (tmp_path / "with space" / "9.restarts").unlink()
+    assert not ran(tmp_path / "with space", job("cluster.restarts=1", "cluster.requeues=0"), ranks)["again"]
 
 
 def ran(

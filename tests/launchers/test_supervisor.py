@@ -54,7 +54,7 @@ def pids(folder: Path, count: int) -> list[int]:
         ),
         pytest.param(["fails", "fails"], 1, ["titan: the loss is lost; find it.\n"], id="failure"),
         pytest.param(["waits", "refuses"], 2, ["titan: a=b: can't be; give a=c.\n"], id="refusal"),
-        pytest.param(["waits", "exits"], 1, ["rank 1 ended with exit code 7 and no error of its own"], id="no-word"),
+        pytest.param(["waits", "exits"], 1, ["rank 1 exited with code 7 without reporting an error"], id="no-word"),
     ],
 )
 def test_the_cause_is_said_once(

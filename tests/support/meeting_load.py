@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from launchers import start
+from launchers import rendezvous
 
 RANKS = (64, 1024, 16384)
 SECONDS = 30.0
@@ -60,7 +60,7 @@ def waited(seconds: float = SECONDS) -> Waited:
         patches.enter_context(patch.object(time, "sleep", sleep))
         patches.enter_context(patch.object(time, "monotonic", lambda: seen.seconds))
         patches.enter_context(patch.object(os, "listdir", listed))
-        assert start._told(File()) == ("node1", "29500")  # type: ignore[arg-type]
+        assert rendezvous._wait_for_address(File()) == ("node1", "29500")  # type: ignore[arg-type]
     seen.late = seen.seconds - seconds
     return seen
 

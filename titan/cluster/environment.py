@@ -1,4 +1,4 @@
-"""What ranks need in their environment before torch starts. Free of torch."""
+"""The environment variables that ranks need before torch starts. Free of torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where torch looks for its allocator's settings: the first is its own name for them, the others are older."""
+"""The variables from which torch reads its allocator's settings: the current name, then older ones."""
 
 
 def before_torch(env: MutableMapping[str, str]) -> None:
-    """Add to `env` what torch and NCCL read when they start; what is set already stands.
+    """Add to `env` what torch and NCCL read when they start; variables that are set already keep their values.
 
-    - Segments of GPU memory that can grow: without them blocks of changing sizes leave gaps, and a run that fits runs
-      out of memory. On a CPU nothing changes.
+    - Expandable segments of GPU memory: without them blocks of changing sizes leave gaps, and a run that fits runs out
+      of memory. On a CPU nothing changes.
     - Huge pages for large tensors on a CPU, each at a multiple of 2 MiB: glibc's heap then finds freed blocks of the
       right size again, and a run takes a fifth less memory where its tensors are large (docs/memory.md).
-    - No warning that messages of a group wait for each other: `titan.parallelism.pipeline.runtime.link` sees to that.
+    - No warning that messages of a group wait for each other: `titan.parallelism.pipeline.runtime.link` avoids that.
     """
     if not any(name in env for name in ALLOCATOR):
         env[ALLOCATOR[0]] = "expandable_segments:True"
@@ -25,9 +25,27 @@ def before_torch(env: MutableMapping[str, str]) -> None:
     env.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
 
+def divide_cores(env: MutableMapping[str, str], ranks: int, cores: int | None = None) -> None:
+    """Set how many threads each rank of a node uses, unless that is set.
+
+    Args:
+        env: the ranks' environment, before they import torch.
+        ranks: how many there are on the node.
+        cores: each rank's; None: an equal part of this process's.
+    """
+    if ranks > 1:
+        each = len(os.sched_getaffinity(0)) // ranks if cores is None else cores
+        env.setdefault("OMP_NUM_THREADS", str(max(1, each)))
+
+
+def use_loopback(env: MutableMapping[str, str]) -> None:
+    """Let gloo connect ranks of one machine over its loopback: it fails where the host's name does not resolve."""
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 @contextmanager
 def within(variables: Mapping[str, str] | None) -> Iterator[None]:
-    """Set variables of this process and of those that it starts; afterwards they are as before."""
+    """Set variables of this process and of its children while the block runs; afterwards they are as before."""
     given = dict(variables or {})
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)

@@ -1,26 +1,26 @@
-"""The signals that ask a process to stop, or to save and stop. Free of torch."""
+"""The signals that ask a process to stop, or to save and stop, and their handlers. Free of torch."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from titan.errors import ConfigError
 
-STOPPING = "\ntitan: stopping as soon as the work under way allows; once more: at once\n"
-"""What is said at the first signal that asks to stop."""
+STOPPING = "\ntitan: stopping after the current step; interrupt again to stop immediately\n"
+"""The message at the first signal that asks to stop."""
 
 
 def stopping() -> list[int]:
-    """The signals that ask to stop; a hang-up only where it is not ignored, as it is under nohup."""
+    """Return the signals that ask to stop; SIGHUP only where it is not ignored, as it is under nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
 
 
 def is_repeat(number: int, before: int) -> bool:
-    """Whether a signal says only what signals `before` have said: a hang-up is no second word to end at once.
+    """Return whether a signal adds nothing to the `before` earlier ones: a SIGHUP is no second request to stop.
 
     A shell that ends sends one after the terminal's own, and systemd one after SIGTERM.
     """
@@ -28,9 +28,14 @@ def is_repeat(number: int, before: int) -> bool:
 
 
 @contextmanager
-def hearing(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Within it, Ctrl-C, SIGTERM and a terminal that hangs up call `handler`."""
-    old = {s: signal.signal(s, handler) for s in stopping()}
+def handle_signals(handler: Callable[[int, Any], None], numbers: Sequence[int] | None = None) -> Iterator[None]:
+    """Call `handler` for signals while the block runs; afterwards their former handlers are back.
+
+    Args:
+        handler: as `signal.signal` takes it.
+        numbers: the signals; None: those that ask to stop.
+    """
+    old = {number: signal.signal(number, handler) for number in (stopping() if numbers is None else numbers)}
     try:
         yield
     finally:
@@ -42,11 +47,20 @@ PREEMPT = "SUBMITIT_PREEMPT_SIGNAL"
 """The variable by which a site tells submitit, and so titan, which signal Slurm sends before it takes the nodes."""
 
 
-def preempt_signal(env: Mapping[str, str]) -> signal.Signals:
-    """The signal by which Slurm asks a run to save and end: SIGUSR2 unless the environment names SIGUSR1.
+def scheduler_signals(env: Mapping[str, str]) -> list[int]:
+    """Return all signals by which Slurm asks a job to end: the one before preemption, and those that ask to stop.
 
     Raises:
-        ConfigError: for any other, which already means something else.
+        ConfigError: see `preempt_signal`.
+    """
+    return [preempt_signal(env), *stopping()]
+
+
+def preempt_signal(env: Mapping[str, str]) -> signal.Signals:
+    """Return the signal by which Slurm asks a run to save and end: SIGUSR2 unless the environment names SIGUSR1.
+
+    Raises:
+        ConfigError: for any other, which already has another meaning.
     """
     name = env.get(PREEMPT, "USR2").removeprefix("SIG")
     if name not in ("USR1", "USR2"):

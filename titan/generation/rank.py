@@ -10,7 +10,7 @@ from titan.cluster.rank_process import run
 from titan.console import output
 
 
-def work(payload: Any, rank_info: RankInfo, tell: Callable[[BaseException], int]) -> int:
+def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], int]) -> int:
     """Generate: the payload is the job."""
     from titan.generation.worker import work as generate
 

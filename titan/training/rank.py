@@ -1,4 +1,4 @@
-"""One rank that `launchers.supervisor` started: `python -m titan.training.rank FILE`."""
+"""One rank that trains, started by `launchers.supervisor`: `python -m titan.training.rank FILE`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import run
 
 
-def work(payload: Any, rank_info: RankInfo, tell: Callable[[BaseException], int]) -> int:
+def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], int]) -> int:
     """Train: the payload is the run and its attempt."""
     from titan.training.worker import work as train
 
     run, attempt = payload
-    return train(run, attempt, rank_info, failed=tell)
+    return train(run, attempt, rank_info, failed=report)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,22 @@
+"""One trial of a local sweep as its own process: `python -m launchers.local.trial FILE PARENT`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from launchers import frozen, start
+from titan.cluster.rank_process import die_with
+from titan.console import output
+from titan.errors import exit_code
+
+
+def main(file: str, parent: str) -> int:
+    """Run the trial that `launchers.frozen` wrote into FILE; the process PARENT started this one and ends it."""
+    die_with(int(parent))
+    return exit_code(lambda: start.run_local(frozen.read(Path(file))))
+
+
+if __name__ == "__main__":
+    output.run(partial(main, *sys.argv[1:]))

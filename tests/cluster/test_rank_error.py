@@ -1,0 +1,59 @@
+"""The file of a rank's error: what is written is read, older files are read, corrupt ones are not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan.cluster import rank_error
+from titan.cluster.rank_error import RankError
+from titan.errors import ConfigError, RunError
+
+OLD_LOCAL = {"rank": 1, "time": 2.0, "text": "a=b: wrong.", "code": 2, "plain": True}
+OLD_SLURM = {
+    "lost": True, "killed": False, "time": 2.0, "node": "n1", "code": 1, "rank": 1, "text": "E: reset by peer"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        pytest.param(ConfigError("a=b: wrong."), ("a=b: wrong.", 2, True, False), id="config-error"),
+        pytest.param(RunError("lost."), ("lost.", 1, True, False), id="run-error"),
+        pytest.param(ConnectionError("reset by peer"), ("ConnectionError: reset by peer", 1, False, True), id="lost"),
+        pytest.param(ZeroDivisionError("x"), ("ZeroDivisionError: x", 1, False, False), id="traceback"),
+    ],
+)
+def test_what_is_written_is_read(
+    error: Exception, expected: tuple[str, int, bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    rank_error.write(tmp_path / "new" / "3.error", rank_error.describe(error, 3))
+    found = rank_error.read(tmp_path / "new" / "3.error")
+    assert found is not None and (found.rank, found.node, found.killed) == (3, "n7", False)
+    assert (found.last_line, found.code, found.plain, found.lost) == expected
+
+
+@pytest.mark.parametrize("content", [OLD_LOCAL, OLD_SLURM], ids=["local", "slurm"])
+def test_older_files_are_read(content: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "1.error").write_text(json.dumps(content))
+    assert rank_error.read(tmp_path / "1.error") == RankError(**content)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rank": 1, "time": 1.0}', json.dumps({**OLD_LOCAL, "text": " "})])
+def test_corrupt_files_are_not(text: str, tmp_path: Path) -> None:
+    (tmp_path / "1.error").write_text(text)
+    assert rank_error.read(tmp_path / "1.error") is None
+    assert rank_error.read(tmp_path / "2.error") is None
+
+
+def test_the_cause_lost_nobody_and_was_killed_or_came_first() -> None:
+    lost = RankError(rank=0, time=1.0, text="x", lost=True)
+    late, early = (RankError(rank=1, time=time, text="x") for time in (3.0, 2.0))
+    killed = RankError(rank=2, time=4.0, text="x", killed=True)
+    assert rank_error.first_cause([lost, None, late, early]) == early
+    assert rank_error.first_cause([lost, late, killed]) == killed
+    assert rank_error.first_cause([lost]) == lost
+    assert rank_error.first_cause([None]) is None

@@ -1,0 +1,106 @@
+"""The error of one rank as a file: the one format, its writer and its reader. Free of torch.
+
+A rank writes the file, and so does the supervisor of a rank that a signal killed. The launcher that started the ranks
+reads it, and under Slurm also the batch script (`launchers.slurm.script`), which matches the keys in their order, one
+line per file. Files of older versions lack some of the keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titan.console.text import safe_lines
+from titan.errors import ConfigError, RunError, machine_error
+from titan.files import untrusted
+from titan.files.atomic import write_atomic
+
+LOST = re.compile(r"onnection (closed|reset)|Read error|Broken pipe|remote (worker|process|server)|by peer")
+"""What a rank's error says when another rank has gone: in the words of gloo, NCCL and the store."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """Why one rank failed.
+
+    Attributes:
+        lost: whether it only lost the connection to another rank.
+        killed: whether a signal killed it, so that its supervisor reports for it.
+        time: when, in seconds since the epoch.
+        node: the name of its node under Slurm, else empty.
+        code: the rank's exit code: 2 for a ConfigError, else 1.
+        rank: its number.
+        text: one sentence, or a traceback.
+        plain: whether `text` is a sentence for the user.
+    """
+
+    # in the order in which the batch script matches them
+    lost: bool = False
+    killed: bool = False
+    time: float = field(default_factory=time.time)
+    node: str = ""
+    code: int = 1
+    rank: int
+    text: str
+    plain: bool = False
+
+    @property
+    def last_line(self) -> str:
+        """The last line of the text, which names the exception of a traceback."""
+        return self.text.strip().splitlines()[-1]
+
+
+def describe(error: BaseException, rank: int) -> RankError:
+    """Return what to report of an exception that ends a rank: its sentence if users can act on it, else a traceback."""
+    lacking = machine_error(error)
+    plain = bool(lacking) or isinstance(error, (ConfigError, RunError))
+    text = (lacking or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
+    code = 2 if isinstance(error, ConfigError) else 1
+    return RankError(lost=bool(LOST.search(text)), node=_node(), code=code, rank=rank, text=text, plain=plain)
+
+
+def describe_kill(signal_name: str, rank: int) -> RankError:
+    """Return what to report of a rank that a signal killed."""
+    memory = " (out of memory?)" if signal_name == "SIGKILL" else ""
+    return RankError(killed=True, node=_node(), rank=rank, text=f"killed by {signal_name}{memory}", plain=True)
+
+
+def _node() -> str:
+    return os.environ.get("SLURMD_NODENAME", "")
+
+
+def write(file: Path, error: RankError) -> None:
+    """Write the error of a rank, in a folder that is made where it is missing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(vars(error)) + "\n")  # one line per file, for the batch script's sort
+
+
+def read(file: Path) -> RankError | None:
+    """Return the error in a file; None if the file is corrupt or holds no text."""
+    try:
+        content = untrusted.parse_object(untrusted.read(file))
+        for name, kind in _REQUIRED.items():
+            untrusted.check(content[name], kind, name)
+        for name, kind in _OPTIONAL.items():
+            untrusted.check(content.get(name, kind()), kind, name)
+    except (OSError, ValueError, KeyError):
+        return None
+    known = {name: content[name] for name in (*_REQUIRED, *_OPTIONAL) if name in content}
+    return RankError(**known) if content["text"].strip() else None
+
+
+_REQUIRED: dict[str, type] = {"time": float, "rank": int, "text": str}
+_OPTIONAL: dict[str, type] = {"lost": bool, "killed": bool, "node": str, "code": int, "plain": bool}
+
+
+def first_cause(errors: Iterable[RankError | None]) -> RankError | None:
+    """Return the error that caused the others: of ranks that did not merely lose another one, a killed one before the
+    earliest; None if there are none."""
+    found = [error for error in errors if error is not None]
+    return min(found, key=lambda e: (e.lost, not e.killed, e.time), default=None)
