@@ -1,8 +1,8 @@
-"""Compose the points of a grid: what is the same between them is done once. Free of torch.
+"""Compose the trials of a grid: what is the same between them is done once. Free of torch.
 
 Hydra composes in two steps: the choices on the command line (AXIS=CHOICE) decide which files are merged, and then the
-single values replace what these say. Points of a grid differ mostly in values, so the result of the first step is kept
-for each set of choices, and what Hydra would compose anew for each point is a copy of it with the point's own values.
+single values replace what these say. Trials of a sweep differ mostly in values, so the result of the first step is kept
+for each set of choices, and what Hydra would compose anew for each trial is a copy of it with the trial's own values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 
 class Composer:
-    """Composes points as `loader.load_sweep_config(config, overrides)` would, with the sweep's Hydra `config`."""
+    """Composes trials as `loader.load_sweep_config(config, overrides)` would, with the sweep's Hydra `config`."""
 
     def __init__(self, loader: ConfigLoaderImpl, config: DictConfig) -> None:
         self.loader, self.config = loader, config
@@ -33,7 +33,7 @@ class Composer:
         self.bases: dict[tuple[str, ...], DictConfig] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """The composed configuration of one point."""
+        """Return the composed configuration of one trial."""
         lines = [*self.shared, *overrides]
         self._parse(lines)
         parsed = [self.parsed[line] for line in lines]
@@ -48,7 +48,7 @@ class Composer:
         return cfg
 
     def known(self, group: str) -> list[str]:
-        """The choices that there are in a group."""
+        """Return the choices in a group."""
         if group not in self.options:
             self.options[group] = self.loader.get_group_options(group, ObjectType.CONFIG)
         return self.options[group]
@@ -59,7 +59,7 @@ class Composer:
             self.parsed |= dict(zip(new, OverridesParser.create().parse_overrides(new), strict=True))
 
     def _chooses(self, override: Override) -> bool:
-        """Whether an override says what is merged, as Hydra tells; what is said of Hydra itself counts as well."""
+        """Return whether an override decides what is merged, as Hydra sees it; so do overrides of Hydra itself."""
         key = override.key_or_group
         if key not in self.groups:
             self.groups[key] = self.loader.repository.group_exists(key)
@@ -67,13 +67,13 @@ class Composer:
         return group or override.package is not None or override.is_hydra_override()
 
     def _base(self, chosen: tuple[str, ...]) -> DictConfig:
-        """A configuration of its own with these choices and no other values."""
+        """Return a new configuration with these choices and no other values."""
         if chosen not in self.bases:
             self.bases[chosen] = self.loader.load_configuration(self.name, list(chosen), RunMode.RUN)
         return copy.deepcopy(self.bases[chosen])
 
     def _apply(self, cfg: DictConfig, values: list[Override], parsed: list[Override]) -> None:
-        """Set a point's values, and what Hydra notes of overrides."""
+        """Set a trial's values, and what Hydra records of overrides."""
         self.loader.validate_sweep_overrides_legal(values, RunMode.RUN, from_shell=True)
         ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
         own = [o for o in parsed if not o.is_hydra_override()]

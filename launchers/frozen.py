@@ -1,13 +1,12 @@
 """Runs as files, for the processes that a launcher starts: written for each start. Free of torch.
 
-Such a file names classes by their modules and holds their fields as they are, so it is refused where other code than
-this wrote it.
+Such a file names classes by their modules and holds their fields as they are, so a file that other code has written is
+rejected.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,23 +14,20 @@ from typing import Any
 
 from titan.config.kinds import kind
 from titan.errors import ConfigError
+from titan.files.atomic import write_atomic
 from titan.run.run import Run
 
-_AGAIN = "give the command that started it again: it writes the file anew."
+_AGAIN = "repeat the command that started it, which writes the file again."
 
 
 def write(run: Run, file: Path) -> None:
-    """Write a run down, in place of what an earlier launcher left; only this user may read it: it may hold secrets."""
+    """Write a run into a file, which only this user may read: it may hold secrets."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
-        pickle.dump((_settings(run), run), out)
-    temporary.rename(file)
+    write_atomic(file, pickle.dumps((_settings(run), run)), mode=0o600)
 
 
 def read(file: Path) -> Run:
-    """The run that was written down.
+    """Return the run in a file.
 
     Raises:
         ConfigError: when it can't be read, or when other code than this has written it.
@@ -52,7 +48,7 @@ def read(file: Path) -> Run:
 
 
 def _settings(value: Any) -> dict[str, tuple[str, ...]]:
-    """The names of the settings of each schema that a value is made of."""
+    """Return the names of the settings of each schema in a value."""
     found, parts = {}, []
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value))
@@ -68,4 +64,4 @@ def _settings(value: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _other(file: Path, why: str) -> ConfigError:
-    return ConfigError(f"{file}: was written by other code of titan than is to run it ({why}); {_AGAIN}")
+    return ConfigError(f"{file}: was written by another version of titan than this one ({why}); {_AGAIN}")

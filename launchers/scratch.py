@@ -1,4 +1,4 @@
-"""Folders in which a launcher and its ranks meet: removed at the end, or at a later start where it was killed."""
+"""Temporary folders that a launcher shares with its ranks; a later one removes those of killed launchers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PREFIX = "titan-scratch-"
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A new folder whose name tells whose it is: of which machine, and of which process there."""
-    sweep(Path(tempfile.gettempdir()))
+    """Make a folder, named after this machine and process, that is removed when the block ends."""
+    remove_leftovers(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{machine()}-{os.getpid()}-") as folder:
         yield Path(folder)
 
 
-def sweep(place: Path) -> None:
-    """Remove this user's folders whose process was on this machine and is gone."""
-    for folder in place.glob(f"{PREFIX}{machine()}-*-*"):
+def remove_leftovers(parent: Path) -> None:
+    """Remove this user's folders of processes that were on this machine and have ended."""
+    for folder in parent.glob(f"{PREFIX}{machine()}-*-*"):
         pid = folder.name.removeprefix(f"{PREFIX}{machine()}-").partition("-")[0]
         with suppress(OSError):  # removed meanwhile
             status = folder.lstat()

@@ -1,4 +1,4 @@
-"""The points of a grid: composed, checked and named before anything is started. Free of torch."""
+"""The trials of a sweep: composed, checked and named before any of them starts. Free of torch."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from titan.run.run import Run
 from titan.sweep import ledger
 
 AUTO = "auto"
-"""The value of `hydra.sweep.subdir` by which a point's folder is named after what it varies."""
+"""The value of `hydra.sweep.subdir` that names a trial's folder after what it varies."""
 LONGEST = 100
 """Characters of a folder's name."""
-LOOK_SECONDS, SAY_SECONDS = 0.1, 5.0
-"""Between two lines that say how many points are composed: on a terminal, and in a log."""
+TERMINAL_SECONDS, LOG_SECONDS = 0.1, 5.0
+"""The time between two progress lines: on a terminal, and in a log."""
 MANY = 20
-"""Points of a grid of which a log tells how far it is, too."""
+"""From so many trials on, a log has progress lines too."""
 Machines = Callable[[Cluster], Machine]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A point of the grid.
+    """One run of a sweep.
 
     Attributes:
         id: see `known`.
-        varied: what the command line says of it, but for what all points share.
+        varied: its overrides, without those that all trials share.
         run: the frozen run.
         config: what Hydra composed, for callbacks.
     """
@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """What people know it by."""
+        """Its name in messages."""
         return safe(" ".join(self.varied) or self.run.name)
 
 
@@ -70,49 +70,49 @@ def expand_trials(
     elsewhere: bool,
     trusted: tuple[str, ...] = (),
 ) -> list[Trial]:
-    """Compose and check every point, and give each its folder: the one that it has had, or a new one.
+    """Compose and check every trial, and choose its folder: the one that it has had, or a new one.
 
     Args:
         loader, config: Hydra's, of the sweep.
-        overrides: of each point.
-        first: Hydra's number of the first one.
+        overrides: of each trial.
+        first: Hydra's number of the first trial.
         elsewhere, trusted: see `titan.run.compose.freeze`.
 
     Raises:
-        ConfigError: for a point that can't work, with its number and overrides, and for two that are the same.
+        ConfigError: for a trial that is rejected, with its number and overrides, and for two that are the same.
     """
     root = Path(os.path.abspath(config.hydra.sweep.dir))
     composer, machine = Composer(loader, config), _remembered(devices.elsewhere if elsewhere else _here)
-    shared = [o for o, count in Counter(o for point in overrides for o in point).items() if count == len(overrides)]
+    shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
-        raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a grid.")
+        raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
     noted = ledger.noted(root)
-    kept = {point.id: Path(point.directory) for point in noted}
+    kept = {trial.id: Path(trial.directory) for trial in noted}
     found: dict[str, Trial] = {}
     for number, one in enumerate(_counted(overrides)):
         varied = tuple(redact(o) for o in one if o not in shared)
-        with _pointing(number, varied):
-            cfg = _composed(composer, one, first + number, _named(varied))
+        with _name_trial_in_errors(number, varied):
+            cfg = _composed(composer, one, first + number, _folder_name(varied))
             run = compose.freeze(cfg, _directory(cfg), elsewhere=elsewhere, machine=machine, trusted=trusted)
-        point = known(run, varied, noted)
-        if point in found:
+        trial = known(run, varied, noted)
+        if trial in found:
             raise ConfigError(
-                f"point {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out."
+                f"trial {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out."
             )
-        run = _placed(run, point, root, kept, [c.run.directory for c in found.values()])
-        found[point] = Trial(point, varied, run, cfg if config.hydra.callbacks else None)
+        run = _with_folder(run, trial, root, kept, [c.run.directory for c in found.values()])
+        found[trial] = Trial(trial, varied, run, cfg if config.hydra.callbacks else None)
     return list(found.values())
 
 
 def known(run: Run, varied: Sequence[str], noted: Sequence[ledger.TrialState]) -> str:
-    """A point's id: that of the point of the same settings which the grid has already, on whatever machines it was.
+    """Return a trial's id: that of the trial with the same settings which the sweep has already, on any machines.
 
-    Where the grid varies the machines, each of them is a point of its own.
+    Where the sweep varies the machines, each of them makes another trial.
     """
     own = identity.point(run)
-    if own in (point.id for point in noted) or any(re.match(r"[+]*cluster\b", override) for override in varied):
+    if own in (trial.id for trial in noted) or any(re.match(r"[+]*cluster\b", override) for override in varied):
         return own
-    same = [point.id for point in noted if point.asked == identity.asked(run)]
+    same = [trial.id for trial in noted if trial.asked == identity.asked(run)]
     return same[0] if len(same) == 1 else own
 
 
@@ -137,7 +137,7 @@ def _here(cluster: Cluster) -> Machine:
 
 
 def _remembered(find: Machines) -> Machines:
-    """`find`, which is asked once for each description of nodes: looking for GPUs takes seconds on some machines."""
+    """Return `find` with a cache by description of the nodes: looking for GPUs takes seconds on some machines."""
     found: list[tuple[Cluster, Machine]] = []
 
     def machine(cluster: Cluster) -> Machine:
@@ -149,29 +149,29 @@ def _remembered(find: Machines) -> Machines:
 
 
 def _counted(overrides: Sequence[Sequence[str]]) -> Iterator[Sequence[str]]:
-    """The points, with a line on stderr that counts them: at once on a terminal, in a log when it takes long."""
-    pause = LOOK_SECONDS if sys.stderr.isatty() else SAY_SECONDS if len(overrides) >= MANY else math.inf
+    """Yield the trials, and count them in a line on stderr: at once on a terminal, in a log when it takes long."""
+    pause = TERMINAL_SECONDS if sys.stderr.isatty() else LOG_SECONDS if len(overrides) >= MANY else math.inf
     last = time.monotonic()
     with progress_line() as show:
         for number, one in enumerate(overrides):
             if time.monotonic() - last > pause:
                 last = time.monotonic()
-                show(f"{number} of {len(overrides)} points are composed and checked")
+                show(f"{number} of {len(overrides)} trials composed and checked")
             yield one
 
 
 @contextmanager
-def _pointing(number: int, varied: Sequence[str]) -> Iterator[None]:
-    """Let a refusal say which point it is about."""
+def _name_trial_in_errors(number: int, varied: Sequence[str]) -> Iterator[None]:
+    """Add to a ConfigError which trial it is about."""
     try:
         yield
-    except ConfigError as refusal:
-        which = ", ".join([f"point {number + 1} of the sweep", *([" ".join(varied)] if varied else [])])
-        raise ConfigError(f"{str(refusal).rstrip('.')} ({which}; nothing was started).") from None
+    except ConfigError as error:
+        which = ", ".join([f"trial {number + 1} of the sweep", *([" ".join(varied)] if varied else [])])
+        raise ConfigError(f"{str(error).rstrip('.')} ({which}; nothing was started).") from None
 
 
-def _named(varied: Sequence[str]) -> str:
-    """A folder's name that says what is varied: the last part of each setting's name, and its value."""
+def _folder_name(varied: Sequence[str]) -> str:
+    """Return a folder's name made of what is varied: the last part of each setting's name, and its value."""
     keys = [o.partition("=")[0].lstrip("+~") for o in varied]
     last = Counter(key.rpartition(".")[2] for key in keys)
     words = []
@@ -182,51 +182,51 @@ def _named(varied: Sequence[str]) -> str:
     return "_".join(words) or "run"
 
 
-def _placed(run: Run, point: str, root: Path, kept: dict[str, Path], taken: Sequence[str]) -> Run:
-    """The run in the folder that its point has had, else in one of its own that no other has."""
+def _with_folder(run: Run, trial: str, root: Path, kept: dict[str, Path], taken: Sequence[str]) -> Run:
+    """Return the run in the folder that its trial has had, else in one that no other trial has."""
     directory = Path(run.directory)
-    if point in kept:
-        directory = kept[point]
+    if trial in kept:
+        directory = kept[trial]
     elif len(directory.name) > LONGEST or directory in kept.values() or str(directory) in taken:
-        directory = directory.with_name(f"{directory.name[:LONGEST]}-{point[:6]}")
+        directory = directory.with_name(f"{directory.name[:LONGEST]}-{trial[:6]}")
     return replace(run, directory=str(directory), name=f"{root.name}/{directory.relative_to(root)}")
 
 
-def register_trials(root: Path, points: Sequence[Trial], asked: ledger.SweepSpec) -> None:
-    """Write the grid down: what it asks, and the points that the ledger does not have yet."""
+def register_trials(root: Path, trials: Sequence[Trial], asked: ledger.SweepSpec) -> None:
+    """Record the sweep: what it is for, and the trials that the ledger does not have yet."""
     root.mkdir(parents=True, exist_ok=True)
     before = ledger.asked(root)
-    axes = {k: tuple(dict.fromkeys((*before.axes.get(k, ()), *v))) for k, v in _axes(points).items()}
+    axes = {k: tuple(dict.fromkeys((*before.axes.get(k, ()), *v))) for k, v in _axes(trials).items()}
     ledger.write_asked(root, replace(asked, axes={**before.axes, **axes}))
-    noted = {point.id: (point.steps, bool(point.asked)) for point in ledger.noted(root)}
-    new = [p for p in points if noted.get(p.id) != (p.run.training.steps, True)]
-    ledger.add(root, *(_event(point, root) for point in new))
+    noted = {trial.id: (trial.steps, bool(trial.asked)) for trial in ledger.noted(root)}
+    new = [p for p in trials if noted.get(p.id) != (p.run.training.steps, True)]
+    ledger.add(root, *(_event(trial, root) for trial in new))
 
 
-def _event(point: Trial, root: Path) -> dict[str, Any]:
+def _event(trial: Trial, root: Path) -> dict[str, Any]:
     return {
         "event": "point",
-        "id": point.id,
-        "directory": str(Path(point.run.directory).relative_to(root)),
-        "overrides": point.varied,
-        "steps": point.run.training.steps,
-        "devices": point.run.layout.devices,
-        "asked": identity.asked(point.run),
+        "id": trial.id,
+        "directory": str(Path(trial.run.directory).relative_to(root)),
+        "overrides": trial.varied,
+        "steps": trial.run.training.steps,
+        "devices": trial.run.layout.devices,
+        "asked": identity.asked(trial.run),
     }
 
 
-def _axes(points: Sequence[Trial]) -> dict[str, tuple[str, ...]]:
-    """The settings that vary, with their values in the order of the grid."""
+def _axes(trials: Sequence[Trial]) -> dict[str, tuple[str, ...]]:
+    """Return the settings that vary, with their values in the order of the sweep."""
     found: dict[str, dict[str, None]] = {}
-    for point in points:
-        for override in point.varied:
+    for trial in trials:
+        for override in trial.varied:
             key, _, value = override.partition("=")
             found.setdefault(key, {})[value] = None
     return {key: tuple(values) for key, values in found.items()}
 
 
-def pickle_run(point: Trial, folder: Path) -> Path:
-    """Write a point's run down, for its job to read."""
-    file = folder / f"{point.id}.pickle"
-    frozen.write(point.run, file)
+def pickle_run(trial: Trial, folder: Path) -> Path:
+    """Write a trial's run into a file, for its process or job to read."""
+    file = folder / f"{trial.id}.pickle"
+    frozen.write(trial.run, file)
     return file

@@ -11,29 +11,29 @@ from titan.console.text import one_line, safe
 
 
 class _UserError(Exception):
-    """A sentence for the user; whatever names and URLs it quotes, it holds no secret and stays one line."""
+    """One sentence for the user; names and URLs that it quotes are redacted and escaped."""
 
     def __init__(self, sentence: str = "") -> None:
         super().__init__(safe(sentence))
 
 
 class ConfigError(_UserError):
-    """What can't work, in one plain sentence for the user: the program ends with exit code 2, without a traceback."""
+    """An invalid setting or input, in one plain sentence for the user: exit code 2, without a traceback."""
 
 
 class RunError(_UserError):
-    """What made a run fail, in one plain sentence for the user: exit code 1, without a traceback."""
+    """The reason why a run failed, in one plain sentence for the user: exit code 1, without a traceback."""
 
 
 _EXHAUSTED = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "free some space"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS), "mend that file system, or choose another place"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EROFS), "repair that file system, or choose another place"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
 }
 
 
 def machine_error(error: BaseException) -> str | None:
-    """What this machine lacks, in a sentence for the user; None for an error of another kind, such as one of ours."""
+    """Return the sentence about a resource that this machine lacks; None for errors of other kinds, such as bugs."""
     if not isinstance(error, OSError) or error.errno not in _EXHAUSTED:
         return None
     where = f"{error.filename}: " if error.filename else ""
@@ -41,27 +41,27 @@ def machine_error(error: BaseException) -> str | None:
 
 
 EXIT_REQUEUE = 75
-"""Exit code of ranks that were told by the scheduler to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
+"""The exit code of ranks that the scheduler asked to save and end, to be started again (sysexits.h: EX_TEMPFAIL)."""
 
 
 def exit_code(body: Callable[[], int]) -> int:
-    """What `body` returns; else, once its sentence is said, 2 for a refusal, 1 for a failure, 130 for Ctrl-C."""
+    """Return the exit code of `body`; print its error: 2 for ConfigError, 1 for RunError, 130 for Ctrl-C."""
     try:
         return body()
-    except ConfigError as refusal:
-        print(f"titan: {one_line(str(refusal))}", file=sys.stderr)
+    except ConfigError as error:
+        print(f"titan: {one_line(str(error))}", file=sys.stderr)
         return 2
-    except RunError as failure:
-        print(f"titan: {failure}", file=sys.stderr)
+    except RunError as error:
+        print(f"titan: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except output.Lost as lost:  # whoever read has seen enough: `... | head`
+    except output.Lost as lost:  # the reader of stdout has exited: `... | head`
         if lost.code != output.PIPE:
             print(f"titan: {lost}.", file=sys.stderr)
         return lost.code
     except OSError as error:
-        if (words := machine_error(error)) is None:
+        if (sentence := machine_error(error)) is None:
             raise
-        print(f"titan: {words}", file=sys.stderr)
+        print(f"titan: {sentence}", file=sys.stderr)
         return 1

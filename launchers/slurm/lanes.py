@@ -1,8 +1,8 @@
-"""`hydra.launcher.at_once` for a whole grid: so many lanes, in each of which jobs run one by one. Free of torch.
+"""Limit a whole sweep to `hydra.launcher.at_once` jobs: so many lanes, in each of which jobs run one by one.
 
-Slurm itself limits how many elements of one job array run. Points of several shapes are several arrays, and those that
-are submitted later are others again: then each point is a job of its own in one of the lanes, and depends on all jobs
-that are before it in its lane. So the limit holds while nobody waits, and when a job is requeued or cancelled.
+Slurm itself limits how many elements of one job array run. Trials of several shapes are several arrays, and those that
+are submitted later are further ones: then each trial is a separate job in one of the lanes, and depends on all jobs
+before it in its lane. So the limit holds while no launcher waits, and when a job is requeued or cancelled.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ ALIVE = ("queued", "running")
 
 
 class Lanes:
-    """The jobs of a grid that have not ended, by their lane; what is in no lane is before all that come."""
+    """The jobs of a sweep that have not ended, by lane; those in no lane precede all later ones."""
 
-    def __init__(self, count: int, points: Iterable[TrialState]) -> None:
+    def __init__(self, count: int, trials: Iterable[TrialState]) -> None:
         self.jobs: list[list[str]] = [[] for _ in range(count)]
         self.before: list[str] = []
-        for point in points:
-            if point.state in ALIVE:
-                self.put(point.lane, point.jobs)
+        for trial in trials:
+            if trial.state in ALIVE:
+                self.put(trial.lane, trial.jobs)
 
     @property
     def busy(self) -> bool:
@@ -30,12 +30,12 @@ class Lanes:
         return bool(self.before or any(self.jobs))
 
     def take(self) -> tuple[int, str | None]:
-        """The lane of the next job, the one with the fewest, and the jobs that it comes after, as Slurm names them."""
+        """Return the lane of the next job, which has the fewest, and the jobs that it depends on, in Slurm's syntax."""
         lane = min(range(len(self.jobs)), key=lambda number: len(self.jobs[number]))
         return lane, ":".join([*self.before, *self.jobs[lane]]) or None
 
     def put(self, lane: int | None, jobs: Sequence[str]) -> None:
-        """Take note of a point's jobs, which have been submitted."""
+        """Add a trial's jobs, which have been submitted."""
         if lane is not None:
             self.jobs[lane % len(self.jobs)] += jobs
             return

@@ -1,4 +1,4 @@
-"""What Slurm says of jobs: by squeue, and by sacct where the site keeps accounts. Free of torch."""
+"""The state of jobs in Slurm: by squeue, and by sacct where the site keeps accounts. Free of torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING", "RESIZING", "SUSPE
 DEFAULT_ARRAY = 1001
 """Slurm's MaxArraySize where a site has not set another (slurm.conf's manual)."""
 SECONDS = 60
-"""How long a command of Slurm's may take."""
+"""How long one of Slurm's commands may take."""
 PIECE = 200
-"""Jobs that squeue is asked of at once."""
+"""The most jobs in one call of squeue."""
 
 
 class JobUnknown(RunError):
@@ -27,7 +27,7 @@ class JobUnknown(RunError):
 
 @dataclass(frozen=True)
 class Job:
-    """A job as Slurm sees it: its number ("123" or "123_4"), its state, why it waits, where it runs, its names."""
+    """A job in Slurm: its number ("123" or "123_4"), state, reason for waiting, nodes and names."""
 
     id: str
     state: str
@@ -48,12 +48,12 @@ class Job:
 
 
 def available() -> bool:
-    """Whether Slurm's commands are here."""
+    """Return whether Slurm's commands are installed here."""
     return shutil.which("squeue") is not None
 
 
 def jobs(wanted: Iterable[str]) -> dict[str, Job]:
-    """What Slurm knows of these jobs; one that it has forgotten is left out.
+    """Return these jobs by number; one that Slurm no longer knows is left out.
 
     Raises:
         RunError: when Slurm does not answer.
@@ -62,7 +62,7 @@ def jobs(wanted: Iterable[str]) -> dict[str, Job]:
     if not wanted:
         return {}
     there = _known(sorted({job.partition("_")[0] for job in wanted}))
-    # an array that was cancelled before it began is told in one line, under its own number
+    # an array that was cancelled before it started has one line, under its own number
     whole = {job.id.partition("_")[0]: job for job in there if "_" not in job.id or "[" in job.id}
     found = {name: replace(whole[first], id=name) for name in wanted if (first := name.partition("_")[0]) in whole}
     found |= {job.id: job for job in there if job.id in wanted}
@@ -70,7 +70,7 @@ def jobs(wanted: Iterable[str]) -> dict[str, Job]:
 
 
 def sent(token: str) -> list[Job]:
-    """The jobs that carry a token, in the order of their numbers; those that have ended long ago are missing.
+    """Return the jobs with a token, in the order of their numbers; those that ended long ago are missing.
 
     Raises:
         RunError: when Slurm does not answer.
@@ -79,7 +79,7 @@ def sent(token: str) -> list[Job]:
 
 
 def count() -> int:
-    """How many jobs of this user wait or run, each element of an array for itself.
+    """Return how many jobs of this user wait or run; each element of an array counts.
 
     Raises:
         RunError: when Slurm does not answer.
@@ -88,7 +88,7 @@ def count() -> int:
 
 
 def array_size() -> int:
-    """How many elements an array may have here; Slurm's own default where it does not say, or is not here."""
+    """Return how many elements an array may have here; Slurm's default where it does not answer."""
     found = None
     with contextlib.suppress(RunError):
         found = re.search(r"^MaxArraySize\s*=\s*(\d+)", ask("scontrol", "show", "config"), re.MULTILINE)
@@ -101,12 +101,12 @@ def _number(job: Job) -> tuple[int, int]:
 
 
 def _mine() -> list[Job]:
-    """All jobs of this user that Slurm still holds, ended ones too."""
+    """Return all jobs of this user that Slurm still knows, ended ones too."""
     return _queue("--me")
 
 
 def _known(numbers: list[str]) -> list[Job]:
-    """Those of these jobs that Slurm still holds, whoever's they are."""
+    """Return those of these jobs that Slurm still knows, of any user."""
     found = []
     for first in range(0, len(numbers), PIECE):
         with contextlib.suppress(JobUnknown):
@@ -115,19 +115,19 @@ def _known(numbers: list[str]) -> list[Job]:
 
 
 def _queue(which: str) -> list[Job]:
-    """What squeue says, of each element of an array by itself."""
+    """Return squeue's jobs, each element of an array as one."""
     text = ask("squeue", which, "--noheader", "--array", "--states=all", "--format=%i|%T|%r|%N|%j|%k")
     return [_read(line) for line in text.splitlines() if "|" in line]
 
 
 def _read(line: str) -> Job:
-    """A job of a line of squeue's; the comment comes last, for it may be the user's own and hold any character."""
+    """Parse a line of squeue; the comment comes last, for it may be the user's own and hold any character."""
     number, state, reason, nodes, name, comment = [*line.split("|", 5), *[""] * 5][:6]
     return Job(number, state, reason, nodes, comment, name)
 
 
 def _accounts(wanted: set[str]) -> dict[str, Job]:
-    """What the accounts say of jobs that the queue has forgotten; nothing where there are none."""
+    """Return the jobs that squeue no longer knows, by sacct; empty where the site keeps no accounts."""
     if not wanted or shutil.which("sacct") is None:
         return {}
     command = ["sacct", "-X", "-n", "-P", "-o", "JobID,State,NodeList", "-j", ",".join(sorted(wanted))]
@@ -144,11 +144,11 @@ def _accounts(wanted: set[str]) -> dict[str, Job]:
 
 
 def ask(*command: str) -> str:
-    """What one of Slurm's commands prints.
+    """Return what one of Slurm's commands prints.
 
     Raises:
-        Forgotten: when it does not know the job.
-        RunError: when it can't be run, or says no, in its own words.
+        JobUnknown: when it does not know the job.
+        RunError: when it can't be run or fails, with its own message.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)

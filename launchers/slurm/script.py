@@ -1,9 +1,9 @@
 """The batch script of a job or a job array: submitit writes its head, this module what it runs.
 
-The script runs on the job's first node, outside of any container. It starts the ranks under srun and waits. How they
-ended decides: done or failed, it ends likewise; told by Slurm to save and end (`titan.errors.EXIT_REQUEUE`), it puts
-the job back into the queue, `cluster.requeues` times at most, or leaves the rest to the next job of the chain. After a
-failure it does the same `cluster.restarts` times at most, and excludes the node that failed. Its last act is to leave
+The script runs on the job's first node, outside of any container. It starts the ranks under srun and waits. If they
+are done or have failed, it exits likewise. If Slurm asked them to save and end (`titan.errors.EXIT_REQUEUE`), it
+requeues the job, at most `cluster.requeues` times, or leaves the rest to the next job of the chain. After an error it
+does the same, at most `cluster.restarts` times, and excludes the node that failed. Finally it writes
 `JOB.ATTEMPT.end` beside itself.
 """
 
@@ -27,15 +27,15 @@ from titan.sweep.job_exit import DIED, TERMINATING
 
 @dataclass(frozen=True)
 class Work:
-    """What a script is to do.
+    """What a script runs.
 
     Attributes:
-        folder: where scripts, words and lists lie: the sweep's `slurm/`.
-        list: the file that names the points, by their place in the array.
-        name: of the job, for people.
-        token: by which its jobs are found when their numbers got lost.
+        folder: of scripts, exit records and lists: the sweep's `slurm/`.
+        list: the file that names the trials, by their index in the array.
+        name: the job's, for people.
+        token: by which its jobs are found when their numbers were not recorded.
         code: the folder that titan is imported from.
-        count: points, each an element of the array; 1 makes no array.
+        count: trials, each an element of the array; 1 makes no array.
         at_once: elements that may run at the same time; None: all.
         after: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
     """
@@ -51,7 +51,7 @@ class Work:
 
     @property
     def runs(self) -> Path:
-        """The file that names the directories of the points' runs, a line each, for the shell."""
+        """The file that names the directories of the trials' runs, one per line, for the shell."""
         return self.list.with_suffix(".runs")
 
 
@@ -80,12 +80,12 @@ fi
 mkdir -p "$attempt" && (cd "$attempt" && seq 0 $((${SLURM_JOB_NUM_NODES:-1} - 1)) | xargs mkdir -p && : > meet)
 trap : TERM
 """
-"""What precedes the ranks: among others a folder for the words of each node's ranks, since one for all would have
-thousands of files, and an empty file for rank 0's address: where it is missed once, a shared folder's client may go on
-missing it for a while. An element of an array goes by that name, since its own number may be the whole array's.
-Files of this attempt can only be those of another job that had the same number. The site's own lines may have set the
-shell to end at the first error. `$record` has a line for each restart after a failure: the step of the last checkpoint
-then; these restarts do not count as requeues."""
+"""What precedes the ranks. It makes a folder for the output of each node's ranks, since one for all would hold
+thousands of files, and an empty file for rank 0's address: a client of a shared folder may cache that it is missing.
+An element of an array is named JOB_INDEX, since its own number may be the whole array's. Existing files of
+this attempt can only be those of another job that had the same number. The site's own lines may have set the shell to
+exit at the first error. `$record` has one line per restart after an error: the step of the last checkpoint at that
+time; these restarts do not count as requeues."""
 AFTER = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
@@ -125,8 +125,8 @@ again() {
   elif (trap '' TERM && exec scontrol requeue "$job"); then
     next=$job
   else
-    note=${note:+Slurm refused to requeue the job}
-    end false "${told:+Slurm refused to requeue the job}"
+    note=${note:+Slurm rejected requeueing the job}
+    end false "${told:+Slurm rejected requeueing the job}"
     return
   fi
   [ -n "$without" ] || return
@@ -138,7 +138,7 @@ again() {
 if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 130 ] && [ "$state" = RUNNING ]; }; then
   told=yes
   if [ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" -ge $((requeues + restarted)) ]; then
-    end false "told to save and end, and cluster.requeues=$requeues is used up"
+    end false "asked to save and end, and cluster.requeues=$requeues is used up"
   else
     again
   fi
@@ -165,21 +165,22 @@ fi
 end false
 exit $code
 """
-"""What follows the ranks' end: decide what it means, and leave word of it. `$chain` names the file that tells the rest
-of a chain of jobs that there is nothing left to do; it is empty where jobs are put back into the queue.
+"""What follows the ranks: decide what their exit means, and record it. `$chain` names the file that tells the rest of a
+chain of jobs that there is nothing left to do; it is empty where jobs are requeued.
 
-Ranks that ended because they were told to leave a file that says so (`launchers.slurm.job`), and end well: srun would
-end those that are not as far. Those that the signal before preemption or SIGTERM killed before they listened show 128
-and its number (TOLD), or 143. srun gives the highest exit code of all ranks: where one failed, those of the ranks that
-were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that is, and was
-told to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal. Requeueing ends what
-runs in the job by SIGTERM, also the command that asks, and what follows it has until Slurm's KillWait.
+Ranks that ended because they were asked to write a file that says so (`launchers.slurm.job`), and exit with 0: srun
+would end those that have not come as far. Those that the signal before preemption or SIGTERM killed before they handled
+it show 128 and its number (TOLD), or 143. srun gives the highest exit code of all ranks: where one failed, the codes of
+ranks that were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that
+is running, and was asked to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal.
+Requeueing ends what runs in the job by SIGTERM, also the command that requests it, and what follows it has until
+Slurm's KillWait.
 
-After a failure that is no refusal (exit code 2), a job is started again where `cluster.restarts` allows, but a second
-time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that failed
-first (see `titan.sweep.job_exit.error`) is excluded, unless Slurm says that the other nodes can't take the job. Slurm
-lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long enough,
-since the credential of its last attempt has to expire first.
+After an error other than a ConfigError (exit code 2), a job is started again where `cluster.restarts` allows, but a
+second time only when there is a newer checkpoint: else it would fail at the same step again. The node of the rank that
+failed first (see `titan.sweep.job_exit.error`) is excluded, unless Slurm reports that the other nodes can't take the
+job. Slurm lets a job's excluded nodes be changed only while it is pending, so after it was requeued; it then waits long
+enough, since the credential of its last attempt has to expire first.
 """
 
 
@@ -187,7 +188,7 @@ _ODD = re.compile(r"[^\w.+-]+")
 
 
 def parameters(shape: Shape, work: Work) -> dict[str, Any]:
-    """What submitit is told: the options of sbatch."""
+    """Return submitit's parameters: the options of sbatch."""
     cluster = shape.cluster
     asked: dict[str, Any] = {
         "job_name": f"{_ODD.sub('-', work.name)}-{work.token}",  # the comment may be the user's own
@@ -202,7 +203,7 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
     }
     return {
         **{name: value for name, value in asked.items() if value is not None},
-        "time": minutes(cluster.time),  # None too: submitit would say five minutes, and give a name for accounts
+        "time": minutes(cluster.time),  # None too: submitit would give five minutes, and a name for accounts
         "wckey": None,
         "signal_delay_s": cluster.signal_seconds,
         "stderr_to_stdout": True,
@@ -213,22 +214,22 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
 
 
 def signal_of(cluster: Cluster) -> Signals:
-    """The signal by which Slurm asks a job's ranks to save and end.
+    """Return the signal by which Slurm asks a job's ranks to save and end.
 
     Raises:
-        ConfigError: for one that can't mean that.
+        ConfigError: for one that has another meaning.
     """
     return preempt_signal({**os.environ, **(cluster.environment or {})})
 
 
 def _cores(shape: Shape) -> int | None:
-    """Cores of a task; a node's program needs one for each of its ranks at least."""
+    """Return the cores of a task; a node's task needs at least one for each of its ranks."""
     each = shape.cluster.cpus_per_rank
     return each if shape.cluster.tasks == "rank" else (each or 1) * shape.ranks
 
 
 def _more(shape: Shape, work: Work) -> dict[str, Any]:
-    """Options of sbatch that submitit has no words for; the user's own come last."""
+    """Return the options of sbatch that submitit lacks; the user's own come last."""
     cluster = shape.cluster
     own: dict[str, Any] = {"output": f"{work.folder}/{'%A_%a' if work.count > 1 else '%j'}.out"}
     own |= {"signal": f"{signal_of(cluster).name.removeprefix('SIG')}@{cluster.signal_seconds}"}
@@ -239,7 +240,7 @@ def _more(shape: Shape, work: Work) -> dict[str, Any]:
 
 
 def _memory(shape: Shape) -> str | None:
-    """Memory on each node as sbatch takes it, where 0 is all there is; None: Slurm's default."""
+    """Return the memory of each node as sbatch takes it, where 0 is all of it; None for Slurm's default."""
     cluster = shape.cluster
     if shape.whole and cluster.node_memory_gib is None:
         return "0"
@@ -248,7 +249,7 @@ def _memory(shape: Shape) -> str | None:
 
 
 def text(shape: Shape, work: Work) -> str:
-    """The whole script.
+    """Return the whole script.
 
     Raises:
         ModuleNotFoundError: without submitit.
@@ -263,7 +264,7 @@ def text(shape: Shape, work: Work) -> str:
 
 
 def command(shape: Shape, work: Work) -> str:
-    """What the script runs, as lines of bash."""
+    """Return the lines of bash that the script runs."""
     before, after = (_filled(part, shape.cluster) for part in (BEFORE, AFTER))
     return "\n".join([*_site(shape), *_own(shape, work), before, _srun(shape, work), after])
 
@@ -276,7 +277,7 @@ def _filled(part: str, cluster: Cluster) -> str:
 
 
 def _site(shape: Shape) -> list[str]:
-    """What the site wants to have run before."""
+    """Return the lines that the site runs first."""
     cluster = shape.cluster
     lines = [f"module load {shlex.join(cluster.modules)} || exit 1"] if cluster.modules else []
     return [
@@ -287,7 +288,7 @@ def _site(shape: Shape) -> list[str]:
 
 
 def _own(shape: Shape, work: Work) -> list[str]:
-    """Where titan is imported from, ahead of the directory that the job was submitted from; and what follows needs."""
+    """Return the lines that set the script's variables, and where titan is imported from."""
     chain = f"{work.list}.over" if shape.cluster.chain else ""
     return [
         f"export PYTHONSAFEPATH=1 PYTHONPATH={shlex.quote(str(work.code))}${{PYTHONPATH:+:$PYTHONPATH}}:$PWD",
@@ -301,7 +302,7 @@ def _own(shape: Shape, work: Work) -> list[str]:
 
 
 def _srun(shape: Shape, work: Work) -> str:
-    """The line that starts the ranks; what srun itself has to say goes into a file of this attempt."""
+    """Return the line that starts the ranks; srun's own messages go into a file of this attempt."""
     cluster = shape.cluster
     python = cluster.python or sys.executable
     per_task = _cores(shape)

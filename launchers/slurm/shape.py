@@ -1,4 +1,4 @@
-"""What a point asks Slurm for: nodes and ranks from its layout, the rest from the cluster axis. Free of torch."""
+"""The resources that a trial requests from Slurm: nodes and ranks from its layout, the rest from the cluster axis."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from titan.run.run import Run
 
 @dataclass(frozen=True)
 class Shape:
-    """The resources of a job; points of equal shape go as one array.
+    """The resources of a job; trials of the same shape are submitted as one array.
 
     Attributes:
         nodes: how many.
         ranks: on each of them.
         gpus: on each of them; 0 on CPUs.
-        cluster: what else is asked for.
-        whole: whether its nodes are for it alone.
+        cluster: what else is requested.
+        whole: whether the job has its nodes to itself.
     """
 
     nodes: int
@@ -30,11 +30,11 @@ class Shape:
 
     @property
     def devices(self) -> int:
-        """Ranks in all, which is devices in all."""
+        """The number of ranks, which is the number of devices."""
         return self.nodes * self.ranks
 
     def hours(self) -> float | None:
-        """Device-hours that a job may use up, by its time limit; None where it has none."""
+        """Return the device-hours that a job may use, by its time limit; None where it has none."""
         limit = minutes(self.cluster.time)
         return None if limit is None else self.devices * limit / 60
 
@@ -44,7 +44,7 @@ class Shape:
 
 
 def shape(run: Run) -> Shape:
-    """The resources that a run's layout takes: as few nodes as hold it, or `cluster.nodes` where it can be spread.
+    """Return the resources of a run's layout: as few nodes as hold it, or `cluster.nodes` where it can be spread.
 
     Raises:
         ConfigError: when its ranks don't fill the nodes evenly.

@@ -1,4 +1,4 @@
-"""A copy of the code beside the sweep, so that jobs which wait in the queue run what was submitted. Free of torch."""
+"""Copy the code beside the sweep, so that jobs in the queue run what was submitted. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from titan.run import identity
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Where titan is imported from: a checkout, or site-packages."""
+"""The folder that titan is imported from: a checkout, or site-packages."""
 PARTS = ("titan", "launchers", "conf", "experiments")
 
 
 def take(folder: Path) -> Path:
-    """Copy titan's code to a folder of its own in `folder`, named by what it holds; one that is there already serves.
+    """Copy titan's code to a folder in `folder`, named by a digest of its content, unless it is there already.
 
     Returns:
         The folder to import from.
@@ -39,14 +39,14 @@ def take(folder: Path) -> Path:
 
 
 def _files() -> list[Path]:
-    """All files of titan's code; of site-packages no more than its own."""
+    """Return all files of titan's code; of site-packages only titan's own."""
     parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
     found = (file for part in parts for file in (ROOT / part).rglob("*") if file.is_file())
     return sorted(file for file in found if "__pycache__" not in file.parts and file.suffix != ".pyc")
 
 
 def _digest(files: list[Path]) -> str:
-    """12 hex digits of names and contents."""
+    """Return 12 hex digits of a hash of names and contents."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())

@@ -89,7 +89,7 @@ def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path
     attempts.begin_attempt(tiny(tmp_path))
     redo(tmp_path, harm)
     with pytest.raises(
-        ConfigError, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; mend it, or"
+        ConfigError, match=f"run.yaml can't be read .its document 1 is not complete: {said}.*; repair it, or"
     ):
         attempts.begin_attempt(tiny(tmp_path))
 
@@ -97,7 +97,7 @@ def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path
 @pytest.mark.parametrize("text", [DEEP, "- " * 100_000, "a: !!timestamp x", "? [[1]]\n: 2", "[1, 2]"], ids=range(5))
 def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); mend it, or"):
+    with pytest.raises(ConfigError, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); repair it, or"):
         attempts.read_attempts(tmp_path)
 
 

@@ -100,12 +100,12 @@ def test_composing_tells_how_far_it_is(
     terminal: bool, many: int, lines: int,
 ) -> None:  # fmt: skip
     """In a log only of many points; on a terminal in a line that is wiped."""
-    for name, value in (("LOOK_SECONDS", 0.0), ("SAY_SECONDS", 0.0), ("MANY", many)):
+    for name, value in (("TERMINAL_SECONDS", 0.0), ("LOG_SECONDS", 0.0), ("MANY", many)):
         monkeypatch.setattr(trials, name, value)
     monkeypatch.setattr(trials.sys.stderr, "isatty", lambda: terminal)
     launched(lambda *given: trials.expand_trials(*given, 0, False), "name=x", "optimizer.lr=1,2,3")
     said = capsys.readouterr().err
-    assert said.count("of 3 points are composed and checked") == lines
+    assert said.count("of 3 trials composed and checked") == lines
     assert said.endswith("\r\x1b[K") or not terminal
 
 

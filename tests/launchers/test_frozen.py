@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from launchers import frozen, trials
-from launchers.local import sweep
+from launchers.local import trial
 from tests.support.processes import ROOT
 from tests.support.runs import tiny
 from titan.config.settings import setting
 from titan.errors import ConfigError
 from titan.optimizer.schema import Muon
 from titan.run.run import Run
-from titan.training import rank
 
 
 def with_optimizer(run: Run, patch: pytest.MonkeyPatch, **more: Any) -> Run:
@@ -64,10 +63,12 @@ def absent(run: Run, file: Path, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("left", "why"),
     [
-        pytest.param(moved, "other code of titan .*No module named 'titan.theirs'", id="moved"),
-        pytest.param(other_settings, "other code of titan .*titan.theirs.Theirs had other settings", id="settings"),
-        pytest.param(bare, "other code of titan .*another format", id="format"),
-        pytest.param(torn, "other code of titan .*truncated", id="torn"),
+        pytest.param(moved, "another version of titan .*No module named 'titan.theirs'", id="moved"),
+        pytest.param(
+            other_settings, "another version of titan .*titan.theirs.Theirs had other settings", id="settings"
+        ),
+        pytest.param(bare, "another version of titan .*another format", id="format"),
+        pytest.param(torn, "another version of titan .*truncated", id="torn"),
         pytest.param(absent, "can't be read .No such file", id="absent"),
     ],
 )
@@ -75,7 +76,7 @@ def test_what_other_code_left_is_refused(
     left: Callable[..., None], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
-    with pytest.raises(ConfigError, match=f"a.pickle: .*{why}.*; give the command that started it again"):
+    with pytest.raises(ConfigError, match=f"a.pickle: .*{why}.*; repeat the command that started it"):
         frozen.read(tmp_path / "a.pickle")
 
 
@@ -89,10 +90,10 @@ def test_a_grid_that_goes_on_writes_its_points_anew(tmp_path: Path) -> None:
 def test_a_point_of_older_code_ends_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rank, "die_with", lambda parent: None)
+    monkeypatch.setattr(trial, "die_with", lambda parent: None)
     bare(tiny(tmp_path / "run"), tmp_path / "a.pickle", monkeypatch)
-    assert sweep.main(str(tmp_path / "a.pickle"), "1") == 2
-    assert "other code of titan" in capsys.readouterr().err
+    assert trial.main(str(tmp_path / "a.pickle"), "1") == 2
+    assert "another version of titan" in capsys.readouterr().err
 
 
 def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,4 +107,4 @@ def test_a_job_of_older_code_ends_with_a_sentence(tmp_path: Path, monkeypatch: p
     )  # fmt: skip
     (file,) = attempt.rglob("*.error")
     error = json.loads(file.read_text())
-    assert done.returncode == error["code"] == 2 and "other code of titan" in error["text"]
+    assert done.returncode == error["code"] == 2 and "another version of titan" in error["text"]

@@ -407,14 +407,14 @@ class TestPure:
             assert not same(seen.first, {n: seen.last[n] for n in seen.first})
 
 
-EMULATE, OTHER = "precision.emulate=true", "goes with precision.compute=bf16"
+EMULATE, OTHER = "precision.emulate=true", "requires precision.compute=bf16"
 SHORT = ["training.seq_len=24", "training.global_batch=24", *SHAPE[:4]]
 REFUSED = [
     pytest.param(["precision=float8"], "precision.emulate=true", id="no-hardware"),
     pytest.param(["precision=mxfp8"], "a Blackwell GPU", id="no-blackwell"),
     pytest.param(["precision=fp32", "precision.weights=bf16"], f"{OTHER}, not fp32", id="pure-fp32"),
     pytest.param(["precision=float8", "precision.compute=fp32", EMULATE], OTHER, id="float8-fp32"),
-    pytest.param(["precision=float8", EMULATE, "precision.skip=['*']"], "no product of the model", id="all-skipped"),
+    pytest.param(["precision=float8", EMULATE, "precision.skip=['*']"], "no matmul of the model", id="all-skipped"),
     pytest.param(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
     pytest.param([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales"),
     pytest.param(

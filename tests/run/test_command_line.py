@@ -253,7 +253,7 @@ def test_status_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     run = begun("name=x")
     assert status.main(["runs/x"]) == 1
     out = capsys.readouterr().out
-    assert "runs/x: 1 run: 1 stopped" in out and "python -m titan.train resume=runs/x goes on" in out
+    assert "runs/x: 1 run: 1 stopped" in out and "python -m titan.train resume=runs/x resumes it" in out
     with locked(Path(run.directory)):
         assert status.main(["runs/x", "watch=false"]) == 0
     assert "1 run: 1 running" in capsys.readouterr().out

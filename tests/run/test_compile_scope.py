@@ -46,10 +46,10 @@ def on(kind: str, *overrides: str, monkeypatch: pytest.MonkeyPatch, **how: Any) 
 
 
 CHOSEN = [
-    pytest.param("cpu", (SHORT,), "off", "it pays from 5 minutes on", id="short"),
-    pytest.param("cpu", (LONG,), "model", "hours of work on one CPU device", id="long"),
+    pytest.param("cpu", (SHORT,), "off", "compiling pays above 5 minutes", id="short"),
+    pytest.param("cpu", (LONG,), "model", "hours on one CPU device", id="long"),
     pytest.param("cpu", (LONG, "compile.backend=aot_eager"), "model", "on one CPU device", id="other-backend"),
-    pytest.param("cpu", (LONG, "parallelism=ddp"), "block", "hours of work; blocks, for 2 ranks", id="ranks"),
+    pytest.param("cpu", (LONG, "parallelism=ddp"), "block", "hours; blocks, for 2 ranks", id="ranks"),
     pytest.param("cpu", (LONG, "memory=full"), "block", "blocks, for memory=full", id="full"),
     pytest.param("cpu", (LONG, "memory=selective"), "block", "blocks, for memory=selective", id="selective"),
     pytest.param("cpu", (LONG, DOCUMENTS), "block", "blocks, for dataset.mask_documents", id="documents"),
@@ -59,10 +59,10 @@ CHOSEN = [
     pytest.param(
         "cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="large"
     ),
-    pytest.param("cpu", (SHORT, DOCUMENTS), "off", "it pays from 5 minutes on", id="short-documents"),
+    pytest.param("cpu", (SHORT, DOCUMENTS), "off", "compiling pays above 5 minutes", id="short-documents"),
     pytest.param("cpu", (LONG, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="anomaly"),
     pytest.param("cpu", (SHORT, "memory=budget"), "block", "memory=budget", id="budget"),
-    pytest.param("cpu", (LONG, *ZBV), "block", "hours of work; blocks, for 2 ranks", id="zero-bubble"),
+    pytest.param("cpu", (LONG, *ZBV), "block", "hours; blocks, for 2 ranks", id="zero-bubble"),
     pytest.param("gpu", (SHORT,), "block", "on a GPU", id="gpu"),
     pytest.param("gpu", (SHORT, "debug.detect_anomaly=true"), "off", "debug.detect_anomaly", id="gpu-anomaly"),
     pytest.param("cpu", (LONG, "compile=off"), "off", "", id="said-off"),

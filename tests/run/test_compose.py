@@ -201,7 +201,7 @@ def test_search_path_adds_choices_of_every_group(other: Path, capsys: pytest.Cap
     assert composed([where, "recipe=pair"]).training.steps == 33
     assert "grid" in shown("--help", where, capsys=capsys).split()
     assert command(["-m", where, "sweep=grid"], start.run_local) == 2
-    assert "training.steps=0: must be at least 1 (point 2 of the sweep" in capsys.readouterr().err
+    assert "training.steps=0: must be at least 1 (trial 2 of the sweep" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="recipe=pair: there is no such choice"):
         composed(["recipe=pair"])
 

@@ -71,26 +71,26 @@ def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm:
         assert (Path(point.directory) / "log" / "rank-0.log").read_text().count("Done after step 3 of 3") == 1
 
     code, out, err = titan(tmp_path, *grid, "cluster.time=10")
-    assert (code, err) == (0, "") and "4 of 4 points: finished" in out and len(slurm.jobs().keys() - before) == 4
+    assert (code, err) == (0, "") and "4 of 4 trials: finished" in out and len(slurm.jobs().keys() - before) == 4
 
     grown = [*grid[:-1], "training.seed=0,1,2", "cluster.tasks=node", "cluster.nodes=2"]
     code, out, err = titan(tmp_path, *grown, "hydra.launcher.dry_run=true")
-    assert (code, err) == (0, "") and "4 of 6 points: finished" in out and "2 points; device-hours" in out
+    assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 trials; device-hours" in out
     assert out.count("#SBATCH --nodes") == 2 and len(slurm.jobs().keys() - before) == 4
     code, out, err = titan(tmp_path, *grown)
-    assert (code, err) == (0, "") and "4 of 6 points: finished" in out and "2 nodes x 1 rank)" in out
+    assert (code, err) == (0, "") and "4 of 6 trials: finished" in out and "2 nodes x 1 rank)" in out
     assert len(slurm.jobs().keys() - before) == 6 and {p.state for p in points(tmp_path, "grid").values()} == {
         "finished"
     }
     code, out, _ = titan(tmp_path, "runs/grid", module="titan.status")
-    assert code == 0 and "6 points: 6 finished" in out
+    assert code == 0 and "6 trials: 6 finished" in out
 
 
 def test_a_bad_point_stops_the_grid_with_nothing_submitted(slurm: Slurm, tmp_path: Path) -> None:
     before = slurm.jobs()
     tiny = [override for override in TINY if not override.startswith("model.heads=")]
     code, out, err = titan(tmp_path, "-m", "name=bad", *tiny, *LAUNCH, "model.heads=2,3,4")
-    assert (code, out) == (2, "") and "point 2 of the sweep" in err and "nothing was started" in err
+    assert (code, out) == (2, "") and "trial 2 of the sweep" in err and "nothing was started" in err
     assert slurm.jobs() == before and not (tmp_path / "runs").exists()
 
 
@@ -114,7 +114,7 @@ def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_
     assert "ZeroDivisionError: by rank 1" in log.read_text()
 
     code, out, err = titan(tmp_path, *grid, "cluster.tasks=node", f"cluster.environment={{FAULTS:'{faults}'}}")
-    assert code == 1 and "1 of 3 points: finished" in out
+    assert code == 1 and "1 of 3 trials: finished" in out
     again = points(tmp_path, "harm")
     assert again["optimizer.lr=0.003"].reason == "rank 1: killed by SIGKILL (out of memory?)"
     assert again["optimizer.lr=0.003"].submissions == 2
@@ -177,7 +177,7 @@ def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm,
     }  # fmt: skip
     assert found[cancelled].reason == "cancelled" and (folders[cancelled] / "checkpoints").is_dir()
     code, out, err = titan(tmp_path, "-m", "name=dis", *TINY, *LAUNCH, *HARM, *small, "cluster.exclusive=true")
-    assert (code, err) == (0, "") and "3 of 4 points: finished" in out
+    assert (code, err) == (0, "") and "3 of 4 trials: finished" in out
     for job, point in found.items():
         run = tiny(Path(point.directory), *small[:2], *point.overrides, layout="fsdp2")
         whole = tiny(tmp_path / "whole" / job, *small[:2], *point.overrides, layout="fsdp2")
@@ -273,7 +273,7 @@ def test_no_more_jobs_in_the_queue_than_allowed(slurm: Slurm, tmp_path: Path) ->
     before = slurm.jobs().keys()
     grid = ["-m", "name=few", *TINY, *LAUNCH, "training.seed=0,1,2", "hydra.launcher.max_jobs=2"]
     code, out, err = titan(tmp_path, *grid, "hydra.launcher.wait=false")
-    assert (code, err) == (0, "") and len(slurm.jobs().keys() - before) == 2 and "1 points found no room" in out
+    assert (code, err) == (0, "") and len(slurm.jobs().keys() - before) == 2 and "1 trials were not submitted" in out
     code, out, err = titan(tmp_path, *grid)
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "few").values()} == {"finished"}
 
@@ -315,10 +315,10 @@ def test_waiting_ends_with_the_jobs_or_before_them(slurm: Slurm, tmp_path: Path,
         code, out, _ = ended(process)
     assert code == 130
     if by == "launcher":
-        assert "The jobs go on" in out and f"scancel {job}" in out and slurm.jobs()[job] == "RUNNING"
+        assert "The jobs continue" in out and f"scancel {job}" in out and slurm.jobs()[job] == "RUNNING"
         before = slurm.jobs()
         code, out, err = titan(tmp_path, *run[2:], "hydra.launcher.wait=false")
-        assert (code, err) == (0, "") and "1 of 1 points: running" in out and slurm.jobs().keys() == before.keys()
+        assert (code, err) == (0, "") and "1 of 1 trials: running" in out and slurm.jobs().keys() == before.keys()
     else:
         assert "stopped" in out and "(cancelled)" in out
 
@@ -376,4 +376,4 @@ def test_a_grid_below_a_link(slurm: Slurm, tmp_path: Path) -> None:
     grid = ["-m", "name=linked", *TINY, *LAUNCH, "training.seed=0"]
     assert titan(tmp_path, *grid)[0] == 0
     code, out, err = titan(tmp_path, *grid)
-    assert (code, err) == (0, "") and "1 of 1 points: finished" in out
+    assert (code, err) == (0, "") and "1 of 1 trials: finished" in out

@@ -554,7 +554,7 @@ def _remotes() -> Iterator[Damage]:
 
 def _others() -> Iterator[Damage]:
     """What happens to other files of a run, and while it saves."""
-    attempts = "hydra.run.dir=.*run.yaml can't be read .*; mend it, or choose another name"
+    attempts = "hydra.run.dir=.*run.yaml can't be read .*; repair it, or choose another name"
     for title, harm in (
         ("cut in half", cut),
         ("not YAML", lambda f: f.write_text("a: [")),

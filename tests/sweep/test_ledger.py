@@ -145,7 +145,7 @@ def test_a_submission_that_slurm_never_took_is_given_up_after_a_while(
     noted(tmp_path, SENDING)
     adopt(tmp_path)
     point = ledger.read(tmp_path).points[0]  # type: ignore[union-attr]
-    assert (point.state, point.reason) == ("failed", "its submission was cut short")
+    assert (point.state, point.reason) == ("failed", "its submission was interrupted")
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_run_is_held_while_its_lock_is(tmp_path: Path) -> None:
     ],
 )
 def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> None:
-    assert grid._named(varied) == name
+    assert grid._folder_name(varied) == name
 
 
 @pytest.mark.parametrize(
@@ -248,14 +248,14 @@ def test_status_shows_points_and_reasons(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert status.main([str(tmp_path), "watch=false"]) == 1
     out = capsys.readouterr().out
-    assert "1 point: 1 failed" in out and "x=1           failed  2/3   4.5000" in out
+    assert "1 trial: 1 failed" in out and "x=1           failed  2/3   4.5000" in out
     assert "x=1: rank 3: ValueError: b" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "holds neither a run nor a grid"), ([], "no directory given"),
+        (["nowhere"], "holds neither a run nor a sweep"), ([], "no directory given"),
         (["x", "wach=true"], "did you mean 'watch'"),
         (["x", "seconds=0"], "must be at least 0.1"),
     ],

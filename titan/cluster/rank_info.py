@@ -1,4 +1,4 @@
-"""Which rank this process is, as told by whoever started it. Free of torch."""
+"""Which rank this process is, by the environment of its launcher. Free of torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One rank's place among all.
+    """One rank among all.
 
     Attributes:
-        rank, world_size: this rank and how many there are.
+        rank, world_size: this rank, and the number of ranks.
         local_rank: this rank on its machine.
-        init_method: the URL at which the ranks meet (torch's init_method); "meet://FILE" where rank 0 writes into a
-            file that all see at which port it listens; empty for a single rank.
-        scheduled: whether a scheduler's signals reach it: see `titan.training.signals`.
+        init_method: torch's init_method, the URL at which the ranks rendezvous; "meet://FILE" where rank 0 writes its
+            address into a shared file; empty for a single rank.
+        scheduled: whether a scheduler sends it signals: see `titan.training.signals`.
     """
 
     rank: int = 0
@@ -28,7 +28,7 @@ class RankInfo:
 
 
 def from_environment(env: Mapping[str, str]) -> RankInfo | None:
-    """The place that torchrun or srun gave this process, or None when it was started alone.
+    """Return the rank info that torchrun or srun gave this process, or None when it was started alone.
 
     torchrun sets RANK, LOCAL_RANK and WORLD_SIZE. srun sets SLURM_PROCID and SLURM_STEP_NUM_TASKS for each task of a
     step; the shell of a batch script or an allocation has no step of several tasks and counts as alone.
@@ -42,7 +42,7 @@ def from_environment(env: Mapping[str, str]) -> RankInfo | None:
 
 
 def _slurm_address(env: Mapping[str, str]) -> str:
-    """Where rank 0 of a Slurm step listens: the step's first node, at a port that follows from job and step."""
+    """Return the address of rank 0 of a Slurm step: the step's first node, and a port by job and step."""
     address = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", ""))
     step = int(env.get("SLURM_STEP_ID", 0)) % 100
     port = env.get("MASTER_PORT") or str(20000 + (int(env.get("SLURM_JOB_ID", 0)) * 100 + step) % 40000)
@@ -50,7 +50,7 @@ def _slurm_address(env: Mapping[str, str]) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """The first name of a Slurm node list such as "gpu[003-006,9],login1"."""
+    """Return the first name of a Slurm node list such as "gpu[003-006,9],login1"."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes)
     if not match:
         return os.uname().nodename

@@ -1,8 +1,8 @@
-"""The console of a command: what can't be written there ends no work, and no secret is in a traceback.
+"""The output streams of a command: errors in writing to them end no work, and tracebacks hold no secrets.
 
-`run` is what each command's console script does. Whoever reads stdout may leave (`... | head -1`), a terminal may hang
-up, a disk may be full: with `keep_going` what is written then is dropped, and the command goes on to its own end and
-exit code. A command whose output is its only product ends instead, as other programs do that SIGPIPE ends.
+Each command's console script calls `run`. The reader of stdout may exit (`... | head -1`), a terminal may hang up, a
+disk may be full: with `keep_going` further output is dropped, and the command continues to its own end and exit code.
+A command whose output is its only product exits instead, as other programs do that SIGPIPE ends.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 from titan.console.text import safe_lines
 
 LOST = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENXIO, errno.ESTALE}
-"""The reader has gone, the terminal has hung up, the disk or a quota is full, a shared folder is gone."""
+"""The reader has exited, the terminal has hung up, the disk or a quota is full, a shared folder is gone."""
 PIPE = 141
-"""Exit code of a program that SIGPIPE ends (128 + 13), as shells show it."""
+"""The exit code of a program that SIGPIPE ends (128 + 13), as shells show it."""
 
 
 class Lost(Exception):
-    """stdout, a command's only product, can't be written any more; `code` is the exit code."""
+    """stdout, a command's only product, can no longer be written; `code` is the exit code."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"stdout can't be written ({error.strerror})")
@@ -34,14 +34,14 @@ class Lost(Exception):
 
 
 class _Stream(io.FileIO):
-    """A file descriptor whose losses are passed over, or else told once by `Lost`."""
+    """A file descriptor whose write errors are ignored, or else raised once as `Lost`."""
 
     def __init__(self, descriptor: int, keep_going: bool) -> None:
         super().__init__(descriptor, "wb", closefd=False)
         self.keep_going = keep_going
 
     def write(self, data: Any) -> int:
-        """Write what can be written; what can't counts as written."""
+        """Write what can be written; the rest counts as written."""
         try:
             written = super().write(data)
         except OSError as error:
@@ -51,11 +51,11 @@ class _Stream(io.FileIO):
                 self.keep_going = True
                 raise Lost(error) from error
             written = None
-        return len(data) if written is None else written  # None too where another program lets writes not wait
+        return len(data) if written is None else written  # None too where another program has made it non-blocking
 
 
 def run(main: Callable[[], int], *, keep_going: bool = True) -> NoReturn:
-    """Be a command: call `main` and end with its exit code."""
+    """Be a command: call `main` and exit with its code."""
     best_effort(keep_going)
     code = main()
     try:
@@ -66,33 +66,33 @@ def run(main: Callable[[], int], *, keep_going: bool = True) -> NoReturn:
 
 
 def best_effort(keep_going: bool = True) -> None:
-    """Give this process a stdout and a stderr that are there, whatever its parent has done with them.
+    """Give this process a working stdout and stderr, even if its parent has closed them.
 
     Args:
-        keep_going: whether a stdout that can't be written is passed over; else it is `Lost`. stderr always is.
+        keep_going: ignore errors in writing to stdout, as to stderr; else raise `Lost`.
     """
     sys.stdout = _stream(sys.stdout, 1, keep_going)
     sys.stderr = _stream(sys.stderr, 2, True)
-    sys.excepthook = _tell
+    sys.excepthook = _print_exception
 
 
 def go_on() -> None:
-    """From now on pass over a stdout that can't be written: it is not the product."""
+    """Ignore errors in writing to stdout from now on: it is not the product."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Stream):
         raw.keep_going = True
 
 
 def note(text: str) -> None:
-    """Put a text on stderr from within the handler of a signal, where a print may be under way."""
+    """Write a text to stderr in a signal handler, which may have interrupted a print."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
 
 
 def _stream(before: Any, descriptor: int, keep_going: bool) -> io.TextIOWrapper:
-    """A stream like `before`; one that was closed when the process began (None) leads nowhere."""
+    """Return a stream like `before`; one that was closed when the process started (None) writes to /dev/null."""
     if before is None:
-        _lead_nowhere(descriptor)
+        _open_null(descriptor)
     else:
         with contextlib.suppress(OSError):
             before.flush()
@@ -106,18 +106,18 @@ def _stream(before: Any, descriptor: int, keep_going: bool) -> io.TextIOWrapper:
     )
 
 
-def _lead_nowhere(descriptor: int) -> None:
-    """Take a closed descriptor, so that no file that is opened later gets it, and with it what is printed."""
+def _open_null(descriptor: int) -> None:
+    """Open /dev/null on a closed descriptor, so that no file that is opened later gets the printed output."""
     with contextlib.suppress(OSError):
         os.fstat(descriptor)
         return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
     os.set_inheritable(descriptor, True)
 
 
-def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Put an error of our own on stderr, as Python would, but without secrets."""
+def _print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an exception on stderr, as Python does, but without secrets."""
     print(safe_lines("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Progress of a command, and tables of settings."""
+"""Show the progress of a command, and print tables of settings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan.console.text import safe
 
-if TYPE_CHECKING:
-    pass
-
-
 WIPE = "\r\x1b[K"
-"""Back to the line's beginning, and clear it."""
+"""Move to the beginning of the line, and clear it."""
 
 
 class Progress:
-    """A bar where there is a terminal, else a line every few steps; a context manager."""
+    """A progress bar on a terminal, else a line every few steps; a context manager."""
 
     def __init__(self, done: int, steps: int, every: int) -> None:
         self.steps, self.every, self.began, self.first = steps, every, time.monotonic(), done
@@ -37,7 +33,7 @@ class Progress:
             print(f"{line}  {_clock(left)} left", flush=True)
 
     def say(self, line: str) -> None:
-        """Print a line of its own."""
+        """Print a line beside the progress."""
         line = safe(line)
         if self.bar is not None:
             self.bar.write(line, file=sys.stdout)
@@ -54,7 +50,7 @@ class Progress:
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function that shows one line of progress: over the last one on a terminal, where it is wiped in the end."""
+    """Yield a function that shows a progress line: on a terminal in place of the last one, and cleared at the end."""
     terminal = sys.stderr.isatty()
 
     def show(line: str) -> None:
@@ -79,7 +75,7 @@ def _bar(done: int, steps: int) -> Any:
 
 
 def table(rows: Mapping[str, str]) -> None:
-    """Print names and what there is to say of each."""
+    """Print a table of names and values."""
     for name, value in rows.items():
         print(f"  {name:<10}  {safe(value)}", flush=True)
 

@@ -1,4 +1,4 @@
-"""What may be shown and written down: text without secrets, and without characters that change what a terminal shows.
+"""Text that may be shown and saved: without secrets, and without characters that change what a terminal shows.
 
 `redact` takes passwords and tokens out of URLs, `escape` writes control characters as Python would, `safe` does both.
 All that titan prints, logs or writes into a run's directory goes through one of them.
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 MARK = "***"
-"""What stands in place of a secret."""
+"""The replacement of a secret."""
 
 _URL = re.compile(r"[A-Za-z][\w+.-]*://[^\s\"']+")
 _WEB_USER = re.compile(r"(https?://)[^\s/?#]*@")
 _USER = re.compile(r"(://[^\s/?#@:]*:)[^\s/?#]*@")
 _ODD_PASSWORD = re.compile(r"(://[^\s/?#@:]*:)(?!\*\*\*@)(?!\d*(?:[/?#,;\]})]|$))[^\s,]*@")
-"""A password with characters that an address must not have unencoded; a port is none."""
+"""A password with characters that a URL must encode; a port is none."""
 _WORD = r"token(?!iz)|secret|passw(?:or)?d|pwd|credential|signature|api[_-]?key|access[_-]?key|private[_-]?key"
 _QUERY = re.compile(
     rf"([?&;#](?:[\w.%-]*(?:{_WORD})[\w.%-]*|sig|key|auth|authorization|jwt)=)"
@@ -30,11 +30,11 @@ _VARIABLE = re.compile(
 )
 _SECRET_NAME = re.compile(r"TOKEN(?!IZ)|PASSW|SECRET|KEY|CREDENTIAL", re.IGNORECASE)
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, other ends of lines, marks that turn the direction of text, and bytes that are no UTF-8."""
+"""Control characters, other line separators, marks that change the direction of text, and bytes that are no UTF-8."""
 
 
 def redact(text: str) -> str:
-    """`text` without passwords and tokens in URLs, and without values that are given to secret variables."""
+    """Return `text` without passwords and tokens in URLs, and without the values of secret variables."""
     return _VARIABLE.sub(rf"\g<1>{MARK}", _URL.sub(lambda url: _redact_url(url[0]), text))
 
 
@@ -45,7 +45,7 @@ def _redact_url(url: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """Nested mappings and lists with all texts redacted, those of keys that name a secret variable as a whole."""
+    """Return nested mappings and lists with all texts redacted, and entirely for keys that name a secret variable."""
     if isinstance(value, Mapping):
         return {k: MARK if _is_variable(k) and isinstance(v, str) else redacted(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -58,41 +58,41 @@ def _is_variable(key: object) -> bool:
 
 
 def is_redacted(text: str) -> bool:
-    """Whether a text holds a URL from which a secret was taken: it can't be used as it is."""
+    """Return whether a text holds a URL from which a secret was removed: it can't be used as it is."""
     return any(_TAKEN.search(url) for url in _URL.findall(text))
 
 
 def escape(text: str) -> str:
-    r"""`text` with control characters written as `\n`, `\x1b` and the like."""
+    r"""Return `text` with control characters written as `\n`, `\x1b` and the like."""
     return _ODD.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def safe(text: str) -> str:
-    """`text` as it may be shown on a line."""
+    """Return `text` redacted and escaped, as one line."""
     return escape(redact(text))
 
 
 def safe_lines(text: str) -> str:
-    """The same of several lines, such as a traceback."""
+    """Return several lines, such as a traceback, redacted and escaped."""
     return "\n".join(map(escape, redact(text).split("\n")))
 
 
 def is_secret(variable: str) -> bool:
-    """Whether the value of an environment variable is a secret, by the variable's name."""
+    """Return whether the value of an environment variable is a secret, by the variable's name."""
     return bool(_SECRET_NAME.search(variable))
 
 
 def one_line(text: str) -> str:
-    """A message for a terminal: control characters spelled out, and words that fill lines cut."""
+    """Return a message for a terminal: control characters escaped, and very long words cut."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     head, tail = SHOWN
     return re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:head]}…{word[0][-tail:]}", text)
 
 
 def as_line(error: object) -> str:
-    """An error's text on one line, without a full stop."""
+    """Return an error's text on one line, without a full stop."""
     return " ".join(str(error).split()).rstrip(".")[:300]
 
 
 LONG_WORD, SHOWN = 240, (100, 40)
-"""A longer word is cut in messages, to so many of its first and last characters."""
+"""Words of so many characters are cut in messages, to so many of their first and last characters."""

@@ -1,4 +1,4 @@
-"""What can't work together: the checks across axes, in one place, before any work starts. Free of torch."""
+"""Check combinations of settings across axes, in one place, before any work starts. Free of torch."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
-    """The checks across axes, in one place.
+    """Check a run across its axes.
 
     Args:
         run: the run.
         started: its ranks are started by others, not on this machine by titan.
-        elsewhere: its machine is a node that a scheduler will give, where other packages and programs may be installed.
+        elsewhere: its machine is a node that a scheduler will provide, with other packages and programs.
 
     Raises:
-        ConfigError: for what can't work.
+        ConfigError: for a combination that can't work.
     """
     checked = (_check_growth, _check_precision, _check_tensor, _check_context, _check_attention, _check_sharding)
     for part in (*checked, _check_memory):
@@ -39,16 +39,16 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
         _check_machine(run)
     fit.check(run, run.layout, run.machine, run.microbatches)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
-        raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation from it; give compile=off.")
+        raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.")
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
         raise ConfigError(
-            f"debug.detect_anomaly=true: torch can't look into what parallelism.tensor={run.layout.tensor} cuts; "
+            f"debug.detect_anomaly=true: torch can't trace what parallelism.tensor={run.layout.tensor} shards; "
             "give parallelism.tensor=1."
         )
     if run.microbatches > run.rank_rows:
         raise ConfigError(
-            f"parallelism.microbatches={run.microbatches}: more than the rows that a rank takes in a step, "
-            f"training.global_batch / training.seq_len over the ranks; give at most {run.rank_rows}."
+            f"parallelism.microbatches={run.microbatches}: more than the rows of a rank per step, "
+            f"training.global_batch / training.seq_len / ranks; give at most {run.rank_rows}."
         )
     if run.compile.scope != "off":
         _check_compiler(run, elsewhere)
@@ -58,7 +58,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
 
 
 def _check_checkpoint(run: Run) -> None:
-    """Refuse what has to follow a save where nothing is saved, and a format that does not know the model."""
+    """Reject settings about saved checkpoints where none are saved, and a format that lacks the model."""
     how = run.checkpoint
     if how.mode == "off" and run.cluster.restarts:
         raise ConfigError(f"cluster.restarts={run.cluster.restarts}: nothing to restart from; give checkpoint=sync.")
@@ -67,87 +67,87 @@ def _check_checkpoint(run: Run) -> None:
             raise ConfigError(f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.")
     if how.export == "meta" and not isinstance(run.model, Llama):
         raise ConfigError(
-            f"checkpoint.export=meta: there is such a format for Llama only, and the model is a "
+            f"checkpoint.export=meta: this format exists for Llama only, and the model is a "
             f"{type(run.model).__name__}; give checkpoint.export=hf."
         )
 
 
 def _check_growth(run: Run) -> None:
-    """Refuse batches that a pipeline's schedule can't have as micro-batches of the same size."""
+    """Reject batches that a pipeline's schedule can't split into micro-batches of the same size."""
     for phase in run.training.phases[1:] if run.staging.count > 1 else ():
         rows = math.ceil(phase.rows / run.layout.data_ranks)
         count = math.ceil(rows / run.microbatch_rows)
         try:
             plan_stages(run.parallelism, run.layout, run.model, run.training.seq_len, count)
-        except ConfigError as refusal:
+        except ConfigError as error:
             raise ConfigError(
                 f"training.grow: {phase.rows * run.training.seq_len} tokens make {count} micro-batches of "
-                f"{run.microbatch_rows} rows, and then {refusal}"
-            ) from refusal
+                f"{run.microbatch_rows} rows, and then {error}"
+            ) from error
         larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
         fit.check(larger, run.layout, run.machine, count)
 
 
 def _check_precision(run: Run) -> None:
-    """Refuse types that do not go together, and products in eight bits where nothing computes them."""
+    """Reject types that can't be combined, and 8-bit matmuls where no kernel computes them."""
     how = run.precision
     if how.weights == "bf16" and how.compute != "bf16":
         raise ConfigError(
-            f"precision.weights=bf16: goes with precision.compute=bf16, not {how.compute}; give precision=bf16_pure."
+            f"precision.weights=bf16: requires precision.compute=bf16, not {how.compute}; give precision=bf16_pure."
         )
     if not how.small:
         return
     if how.compute != "bf16":
         raise ConfigError(
-            f"precision.products={how.products}: goes with precision.compute=bf16, not {how.compute}; give that type."
+            f"precision.products={how.products}: requires precision.compute=bf16, not {how.compute}; give that type."
         )
     _check_formats(run)
-    _check_products(run)
+    _check_matmuls(run)
 
 
 def _check_formats(run: Run) -> None:
-    """Refuse formats that the device does not have."""
+    """Reject formats that the device does not support."""
     how, machine = run.precision, run.machine
     least = CAPABILITY[how.products]
     other = machine.capability is None  # AMD's, or not known before the job has its node
     if how.emulate or (machine.device == "cuda" and (other or (machine.capability or 0) >= least)):
         return
     raise ConfigError(
-        f"precision.products={how.products}: takes {HARDWARE[least]}, and here is {machine.name}; give "
-        "precision.emulate=true to compute the same slowly, or precision=bf16."
+        f"precision.products={how.products}: requires {HARDWARE[least]}, and this machine has {machine.name}; give "
+        "precision.emulate=true to emulate it slowly, or precision=bf16."
     )
 
 
-def _check_products(run: Run) -> None:
-    """Refuse sizes that no kernel takes."""
-    how, products = run.precision, run.model.products()
+def _check_matmuls(run: Run) -> None:
+    """Reject sizes that no kernel supports."""
+    how, matmuls = run.precision, run.model.products()
     for pattern in how.skip:
-        if not any(fnmatchcase(name, pattern) for name in products):
+        if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(
-                f"precision.skip={show(how.skip)}: no product of the model is called {pattern}; names are such as "
-                f"{next(iter(products))} and head{nearest(pattern, products)}"
+                f"precision.skip={show(how.skip)}: no matmul of the model is named {pattern}; names are such as "
+                f"{next(iter(matmuls))} and head{nearest(pattern, matmuls)}"
             )
-    choice, multiple = how.choose(products, run.layout.tensor), QUANT_BLOCK[how.products]
+    choice, multiple = how.choose(matmuls, run.layout.tensor), QUANT_BLOCK[how.products]
     if not choice.taken:
         raise ConfigError(
-            f"precision.products={how.products}: no product of the model is left for it: {choice.left_alone()}; "
+            f"precision.products={how.products}: applies to no matmul of the model: {choice.left_alone()}; "
             "change these, or give precision=bf16."
         )
     if "head" in choice.taken and run.training.loss_chunk is not None:
         raise ConfigError(
             f"training.loss_chunk={run.training.loss_chunk}: computes the head in {how.compute}, and "
-            f"precision.products={how.products} would have it too; give precision.skip=[head], or null."
+            f"precision.products={how.products} includes the head; give precision.skip=[head], or null."
         )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
     if tokens % multiple and how.products != "float8_rowwise_hp":  # whose gradients of weights are in bf16
         raise ConfigError(
-            f"precision.products={how.products}: a micro-batch of a rank has {tokens} tokens, and gradients of weights "
-            f"take a multiple of {multiple}; give another training.seq_len or training.global_batch."
+            f"precision.products={how.products}: a micro-batch of a rank has {tokens} tokens, and weight gradients "
+            f"need a multiple of {multiple}; give another training.seq_len or training.global_batch."
         )
 
 
 def _check_tensor(run: Run) -> None:
-    """Refuse products that can't be cut into equal parts, and the overlap that needs a GPU."""
+    """Reject matmuls that can't be split into equal parts, and the overlap that needs a GPU."""
     degree, model, how = run.layout.tensor, run.model, run.parallelism
     for name in ("kv_heads", "heads", "ffn", "vocab"):
         if getattr(model, name) % degree:
@@ -169,7 +169,7 @@ def _check_tensor(run: Run) -> None:
 
 
 def _check_context(run: Run) -> None:
-    """Refuse rows that can't be cut into equal parts, and heads that Ulysses can't deal out."""
+    """Reject rows that can't be split into equal parts, and heads that Ulysses can't distribute."""
     layout, how, length = run.layout, run.parallelism, run.training.seq_len
     multiple = how.multiple(layout)
     if length % multiple:
@@ -177,7 +177,7 @@ def _check_context(run: Run) -> None:
         cuts = [f"context {layout.context}{halves}"] if layout.context > 1 else []
         cuts += [f"tensor {layout.tensor}"] if layout.tensor > 1 and how.sequence_parallel else []
         raise ConfigError(
-            f"training.seq_len={length}: must be a multiple of {multiple} to be cut over {' and '.join(cuts)}; "
+            f"training.seq_len={length}: must be a multiple of {multiple} to be split over {' and '.join(cuts)}; "
             f"the nearest is {max(1, round(length / multiple)) * multiple}."
         )
     heads = run.model.heads // layout.tensor
@@ -189,7 +189,7 @@ def _check_context(run: Run) -> None:
 
 
 def _check_attention(run: Run) -> None:
-    """Refuse kernels that a device has not, and those that can't keep documents apart in a ring."""
+    """Reject kernels that a device lacks, and those that can't mask documents in a ring."""
     choice, how = run.training.attention, run.parallelism
     if run.machine.device == "cpu" and choice == "flex":
         raise ConfigError("training.attention=flex: its backward pass needs a GPU; give auto.")
@@ -199,13 +199,13 @@ def _check_attention(run: Run) -> None:
     if ring and run.dataset.mask_documents and choice not in ("auto", "flex", "math"):
         other = "auto or math" if run.machine.device == "cpu" else "auto, flex or math"
         raise ConfigError(
-            f"training.attention={choice}: in a ring this kernel does not keep documents apart "
+            f"training.attention={choice}: in a ring this kernel can't mask documents "
             f"(dataset.mask_documents=true); give {other}, or another parallelism.context_method."
         )
 
 
 def _check_sharding(run: Run) -> None:
-    """Refuse what FSDP can't do with this layout."""
+    """Reject FSDP settings that this layout does not support."""
     how, layout = run.parallelism, run.layout
     for name, idle in (("reshard", "auto"), ("accumulate", "auto"), ("prefetch", 0)):
         if (value := getattr(how, name)) != idle and (layout.sharded == 1 or layout.copies):
@@ -214,84 +214,84 @@ def _check_sharding(run: Run) -> None:
             )
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
         raise ConfigError(
-            f"parallelism.reshard={how.reshard}: weights are cut over {layout.sharded} ranks; give a divisor of that "
-            "below it, always or never."
+            f"parallelism.reshard={how.reshard}: weights are sharded over {layout.sharded} ranks; give a smaller "
+            "divisor of that, always or never."
         )
     if how.reshard not in ("auto", "never") and run.staging.splits_backward:
         raise ConfigError(
             f"parallelism.reshard={how.reshard}: parallelism.schedule={run.staging.schedule} computes gradients of "
-            "weights apart from those of activations, which comes out wrong when weights are freed in between; "
+            "weights and of activations in two phases, which gives wrong results if weights are freed in between; "
             "give auto or never."
         )
     if how.accumulate == "sharded" and run.staging.splits_backward:
         raise ConfigError(
             f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of "
-            "weights apart from those of activations, and FSDP reduces both together; give auto or whole."
+            "weights and of activations in two phases, which FSDP can't reduce together; give auto or whole."
         )
     if run.memory.offload and (layout.sharded == 1 or layout.copies):
-        raise ConfigError("memory.offload=true: only sharded weights can live in host memory; give parallelism=fsdp.")
+        raise ConfigError("memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp.")
 
 
 def _check_memory(run: Run) -> None:
-    """Refuse ways of keeping activations that need something else."""
+    """Reject kinds of activation checkpointing that need other settings."""
     memory, schedule, other = run.memory, run.staging.schedule, _instead_of_budget(run)
     if memory.checkpointing == "every_n" and memory.every > run.model.layers:
         raise ConfigError(
-            f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be computed again; "
+            f"memory.every={memory.every}: the model has {run.model.layers} layers, so none would be recomputed; "
             "give fewer."
         )
     if memory.checkpointing == "budget" and run.debug.detect_anomaly:
         raise ConfigError(
-            "memory=budget: the compiler is what keeps to it, and compiled blocks hide the operation that anomalies "
+            "memory=budget: needs the compiler, and compiled blocks hide the operation that anomalies "
             f"are traced to; give debug.detect_anomaly=false, or {other} with compile=off."
         )
     if memory.checkpointing == "budget" and run.compile.scope == "off":
-        raise ConfigError(f"memory=budget: the compiler is what keeps to it; give compile=block, or {other}.")
+        raise ConfigError(f"memory=budget: needs the compiler; give compile=block, or {other}.")
     if run.compile.scope != "off" and keeps_scales(run):
         raise ConfigError(
-            "memory=selective: would keep MXFP8's scales, which Inductor has no kernels for on CPUs; give compile=off, "
+            "memory=selective: would save MXFP8's scales, for which Inductor has no CPU kernels; give compile=off, "
             "memory=full or compile.backend=aot_eager."
         )
     if memory.checkpointing == "budget" and run.compile.backend == "eager":
         raise ConfigError(
-            "compile.backend=eager: keeps everything, whatever memory=budget says; give inductor or aot_eager."
+            "compile.backend=eager: saves all activations and ignores memory=budget; give inductor or aot_eager."
         )
     if memory.checkpointing == "selective" and run.staging.splits_backward:
         raise ConfigError(
-            f"memory=selective: parallelism.schedule={schedule} goes backward twice, and what is kept selectively is "
-            "there once; give memory=full or none, or another schedule such as 1F1B."
+            f"memory=selective: parallelism.schedule={schedule} runs the backward pass in two phases, which "
+            "selective checkpointing does not support; give memory=full or none, or another schedule such as 1F1B."
         )
 
 
 def _check_machine(run: Run) -> None:
-    """Refuse to start more ranks here than there are devices."""
+    """Reject more ranks than this machine has devices."""
     if run.cluster.nodes > 1:
         raise ConfigError(
-            f"cluster.nodes={run.cluster.nodes}: titan itself starts ranks on one machine only; "
+            f"cluster.nodes={run.cluster.nodes}: titan starts ranks on one machine only; "
             "give hydra/launcher=slurm, start this command on each node with torchrun or srun, or give cluster.nodes=1."
         )
     if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
         layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"
         fit.check(run, layout, run.machine, run.microbatches)
         raise ConfigError(
-            f"{run.describe()}: {layout} makes {layout.devices} ranks, and here are {here}; give smaller degrees, "
-            f"or cluster.device=cpu to try it with {layout.devices} CPU ranks."
+            f"{run.describe()}: {layout} needs {layout.devices} ranks, and this machine has {here}; give smaller "
+            f"degrees, or cluster.device=cpu to try it with {layout.devices} CPU ranks."
         )
 
 
 def _instead_of_budget(run: Run) -> str:
-    """A way to keep activations that needs no compiler and goes with the schedule."""
+    """Return activation checkpointing that needs no compiler and works with the schedule."""
     return "memory=full" if run.staging.splits_backward else "memory=selective"
 
 
 def _check_compiler(run: Run, elsewhere: bool) -> None:
-    """Refuse to compile where what it takes is missing, and name a way out that asks for no compiler."""
+    """Reject compiling where its requirements are missing, and name a way without a compiler."""
     lacking = missing_compiler(run.machine, run.compile.backend, elsewhere)
     if lacking is None:
         return
     others = [_instead_of_budget(run)] if run.memory.checkpointing == "budget" else []
     others += ["parallelism.async_tensor=false"] if run.parallelism.async_tensor else []
     raise ConfigError(
-        f"compile={run.choices.get('compile', 'block')}: torch.compile makes no kernels here: {lacking}; "
-        f"mend that, or give {' '.join([*others, 'compile=off'])}."
+        f"compile={run.choices.get('compile', 'block')}: torch.compile can't work here: {lacking}; "
+        f"fix this, or give {' '.join([*others, 'compile=off'])}."
     )

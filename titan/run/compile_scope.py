@@ -1,4 +1,4 @@
-"""What `compile=auto` chooses for a run. Free of torch."""
+"""Choose what `compile=auto` compiles. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ if TYPE_CHECKING:
 
 
 WORTH_SECONDS = 300
-"""Seconds of work, not compiled, from which on compiling pays on a CPU; see docs/benchmarks.md."""
+"""The estimated run time in seconds, without compiling, above which compiling pays on a CPU; see docs/benchmarks.md."""
 
 
 CORE_FLOPS = 55e9
-"""FLOPs that a CPU core does in a second of training."""
+"""FLOP/s of a CPU core in training."""
 
 
 FAST_CORE_FLOPS = 90e9
-"""The same in bf16, on a core that is fast at it."""
+"""FLOP/s of a CPU core in training in bf16, if it has instructions for that."""
 
 
 MOST_LAYERS = 12
-"""Up to so many layers are compiled at once: compiling takes the longer the more there are, see docs/benchmarks.md."""
+"""The most layers that are compiled at once: the more there are, the longer that takes; see docs/benchmarks.md."""
 
 
 MOST_PARAMETERS = 50e6
-"""From so many parameters on compiling all at once gains nothing over blocks on a CPU."""
+"""From so many parameters on, compiling all at once gains nothing over blocks on a CPU."""
 
 
 EMULATION_FACTOR = 10
-"""So many times slower are products in eight bits that are emulated."""
+"""How many times slower emulated 8-bit matmuls are."""
 
 
 def choose_scope(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "block", "model"], str]:
-    """What `compile=auto` comes to, and why, in a few words.
+    """Return the scope that `compile=auto` means for a run, and the reason in a few words.
 
     Args:
-        run: with all that a machine decides; its own scope does not matter.
-        elsewhere: its machine is a node of those that a scheduler will give, where other programs may be installed.
+        run: the run; its own scope does not matter.
+        elsewhere: its machine is a node that a scheduler will provide, where other programs may be installed.
     """
     if run.debug.detect_anomaly:
         return "off", "debug.detect_anomaly"
@@ -55,17 +55,17 @@ def choose_scope(run: Run, elsewhere: bool = False) -> tuple[Literal["off", "blo
         return "off", "Inductor has no kernels for MXFP8's scales on CPUs"
     seconds, pays = eager_seconds(run), WORTH_SECONDS * max(1.0, run.layout.devices / _cores(run))
     if seconds < pays:
-        return "off", f"about {_span(seconds)} of work, and it pays from {_span(pays)} on"
+        return "off", f"estimated run time {_span(seconds)}; compiling pays above {_span(pays)}"
     if why := why_blocks(run):
-        return "block", f"about {_span(seconds)} of work; {why}"
-    return "model", f"about {_span(seconds)} of work on one CPU device"
+        return "block", f"estimated run time {_span(seconds)}; {why}"
+    return "model", f"estimated run time {_span(seconds)} on one CPU device"
 
 
 def why_blocks(run: Run) -> str | None:
-    """Why a CPU compiles blocks for themselves; None where all from tokens to loss is compiled at once.
+    """Return why a CPU compiles blocks one by one; None where all from tokens to loss is compiled at once.
 
-    At once, what is between blocks is fused, too. But where blocks are to compute again, or ranks coordinator to each
-    other, it is what is around blocks that matters, and a graph of each is what was measured.
+    At once, what is between blocks is fused, too. But where blocks are recomputed, or ranks communicate, what is around
+    blocks decides, and one graph per block is what was measured.
     """
     if run.layout.devices > 1:
         return f"blocks, for {run.layout.devices} ranks"
@@ -76,27 +76,27 @@ def why_blocks(run: Run) -> str | None:
     if run.precision.small:
         return f"blocks, for precision={run.precision.products}"
     if run.model.parameters() >= MOST_PARAMETERS:
-        return "blocks, since all at once would be no faster for a model of this size"
+        return "blocks, since compiling all at once is no faster for a model of this size"
     if run.model.layers > MOST_LAYERS:
-        return f"blocks, for {run.model.layers} layers, which take long to compile at once"
+        return f"blocks, since {run.model.layers} layers take long to compile at once"
     return None
 
 
 def keeps_scales(run: Run) -> bool:
-    """Whether compiled blocks would keep MXFP8's scales, a type that Inductor (torch 2.13) has no CPU kernels for."""
+    """Return whether compiled blocks would save MXFP8's scales, for which Inductor (torch 2.13) has no CPU kernels."""
     kept = run.memory.checkpointing == "selective" and run.precision.products == "mxfp8"
     return kept and run.machine.device == "cpu" and run.compile.backend == "inductor"
 
 
 def eager_seconds(run: Run) -> float:
-    """About how long the whole run computes on a CPU if nothing is compiled, whose cores its ranks share."""
+    """Return the estimated run time on a CPU, whose cores the ranks share, if nothing is compiled."""
     how, flops = run.precision, run.training.tokens * run.model.flops_per_token(run.training.seq_len)
     pace = FAST_CORE_FLOPS if how.compute == "bf16" and run.machine.bf16_fast else CORE_FLOPS
     return flops * (EMULATION_FACTOR if how.small and how.emulate else 1) / pace / _cores(run)
 
 
 def _cores(run: Run) -> int:
-    """Cores of all nodes, which are taken to be as this one."""
+    """Return the cores of all nodes, assuming that they are like this one."""
     return run.machine.cores * run.cluster.nodes
 
 

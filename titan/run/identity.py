@@ -1,4 +1,4 @@
-"""Which runs are the same experiment: ids by hash.
+"""The ids of a run, by hash: which runs are the same experiment.
 
 `science_id` hashes the science settings that differ from their defaults, and the data's digest: runs of one science_id
 must learn the same. `group_id` is science_id without the seed. `execution_id` hashes where and how fast an attempt
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from titan.run.run import Run
 
 SCHEMA = 1
-"""Raised when a setting changes its meaning, so that old and new runs are told apart."""
+"""Increased when a setting changes its meaning, so that old and new runs get different ids."""
 SCIENCE = ("model", "dataset", "optimizer", "training", "precision")
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = "titan-code.json"
-"""In a launcher's copy of the code: what the checkout that it was made from said of itself."""
+"""In a launcher's copy of the code: the file with the commit and diff of the checkout that was copied."""
 PACKAGES = ("torch", "numpy", "hydra-core", "omegaconf", "tiktoken", "tokenizers", "torchao")
 
 
@@ -45,9 +45,9 @@ class Ids:
 
 
 def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
-    """The science (or else the execution) settings that differ from their defaults, by dotted name.
+    """Return the science (or else the execution) settings that differ from their defaults, by dotted name.
 
-    Without passwords and tokens in URLs: who gets a new one goes on with the same run.
+    Passwords and tokens in URLs are left out: a new one continues the same run.
     """
     found: dict[str, Any] = {}
     declared = typing.get_type_hints(type(run))
@@ -66,54 +66,54 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
 
 
 def science_of(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
-    """All that decides what the run learns: what is compared before a directory's run is resumed.
+    """Return all that decides what the run learns, which is compared before a run is resumed.
 
     Args:
         run: the run.
         data_digest: digest of the prepared data.
-        parent: the checkpoint that a fork starts from, as "science_id@step"; None for a run that starts fresh.
+        parent: the checkpoint that a fork starts from, as "science_id@step"; None for a run that is no fork.
     """
     data = {"data": data_digest} | ({"parent": parent} if parent else {})
     return settings_of(run, science=True) | data
 
 
 def ids(run: Run, science: Mapping[str, Any]) -> Ids:
-    """The ids of a run whose `science_of` is `science`."""
+    """Return the ids of a run whose `science_of` is `science`."""
     group = {k: v for k, v in science.items() if k != "training.seed"}
     execution = settings_of(run, science=False) | run.layout.degrees()
     return Ids(digest(science), digest(group), digest(execution), digest(code()))
 
 
 def point(run: Run) -> str:
-    """What a point of a grid is named by: all settings but those of the machines it happens to get, and its degrees.
+    """Return the id of a trial: a hash of all settings but those of the machines that it gets, and of its degrees.
 
-    The data's digest is not in it: they need not be prepared yet.
+    The data's digest is not in it: the data need not be prepared yet.
     """
     return digest(_asked(run) | {"devices": run.layout.degrees()})
 
 
 def asked(run: Run) -> str:
-    """What a point is found by on other machines: as `point`, without what open degrees come to on these."""
+    """Return the id of a trial on any machines: as `point`, without the degrees that follow from the machines."""
     return digest(_asked(run))
 
 
 def _asked(run: Run) -> dict[str, Any]:
     execution = {k: v for k, v in settings_of(run, science=False).items() if not k.startswith("cluster.")}
-    if run.compile_why:  # what was asked for is "auto", whatever it comes to on this machine
+    if run.compile_why:  # the setting is "auto", whatever follows from it on this machine
         execution.pop("compile.scope", None)
     return settings_of(run, science=True) | execution | {"device": run.cluster.device}
 
 
 def digest(value: Any) -> str:
-    """12 hex digits of a value's canonical JSON, under the schema's version."""
+    """Return 12 hex digits of a hash of a value's canonical JSON, under the schema's version."""
     text = json.dumps([SCHEMA, value], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def code() -> dict[str, str | None]:
-    """Versions of titan and of the libraries that compute, the git commit and a digest of what differs from it.
+    """Return the versions of titan and of the libraries that compute, the git commit and a digest of the diff to it.
 
-    In a copy of the code that a launcher made, commit and difference are those of the checkout that it was made from.
+    In a copy of the code that a launcher made, commit and diff are those of the checkout that was copied.
     """
     versions = {name: _version(name) for name in PACKAGES}
     diff = git_diff()
@@ -126,13 +126,13 @@ def code() -> dict[str, str | None]:
 
 
 def git_diff() -> str | None:
-    """What the checkout's tracked files differ in from the commit; None outside a checkout."""
+    """Return the diff of the checkout's tracked files to the commit; None outside a checkout."""
     diff: str | None = _frozen("diff", None) or git("diff", "HEAD")
     return diff
 
 
 def _frozen(key: str, default: Any) -> Any:
-    """What a launcher wrote into its copy of the code; elsewhere the default."""
+    """Return what a launcher wrote into its copy of the code; elsewhere the default."""
     try:
         return json.loads((ROOT / FROZEN).read_text())[key]
     except (OSError, ValueError, KeyError):
@@ -140,7 +140,7 @@ def _frozen(key: str, default: Any) -> Any:
 
 
 def git(*arguments: str) -> str | None:
-    """What git says of the checkout that titan lies in; None where there is none."""
+    """Return git's output in titan's checkout; None where there is none."""
     if not (ROOT / ".git").exists():
         return None
     try:

@@ -1,7 +1,7 @@
-"""What a run starts from: another run's checkpoint (a fork), given weights, or neither. Free of torch but for weights.
+"""What a run starts from: another run's checkpoint (a fork), initial weights, or neither.
 
-The first attempt settles it, and it is part of the run's science: later attempts go on from what was recorded then,
-whatever has become of the other run since.
+The first attempt decides it, and it is part of the run's science: later attempts continue from what was recorded then,
+even if the other run has changed since.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Parent:
     """What a run starts from.
 
     Attributes:
-        id: "science_id@step" of a checkpoint, or "weights:digest" of given weights; None for neither.
-        checkpoint: the checkpoint of a fork, where the run has none of its own.
-        weights: the folder of given weights, where the run has no checkpoint of its own.
+        id: "science_id@step" of a checkpoint, or "weights:digest" of initial weights; None for neither.
+        checkpoint: the checkpoint to fork from, where the run itself has none.
+        weights: the folder of initial weights, where the run itself has no checkpoint.
     """
 
     id: str | None = None
@@ -38,21 +38,21 @@ class Parent:
 
 
 def parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, own: bool) -> Parent:
-    """What `run` starts from.
+    """Return what `run` starts from.
 
     Args:
         run: the run.
         attempts: the documents of its earlier attempts.
         mix: its rows.
-        own: whether it has a checkpoint of its own, and so needs nothing of the parent any more.
+        own: whether the run itself has a checkpoint, and so no longer needs its parent.
 
     Raises:
-        ConfigError: when it can't be had, does not fit, or is another one than the first attempt's.
+        ConfigError: when it is missing, does not fit, or is another one than the first attempt's.
     """
     resume, weights = run.checkpoint.resume, run.checkpoint.weights
     if resume and weights:
         raise ConfigError(
-            f"checkpoint.weights={weights}: checkpoint.resume={resume} brings its own; give one of the two."
+            f"checkpoint.weights={weights}: checkpoint.resume={resume} contains weights already; give one of the two."
         )
     recorded = attempts[0].get("parent") if attempts else None
     if recorded and own and _unchanged(run, attempts[-1]):
@@ -65,7 +65,7 @@ def parent(run: Run, attempts: list[dict[str, Any]], mix: RowMixture, own: bool)
 
 
 def _unchanged(run: Run, last: Mapping[str, Any]) -> bool:
-    """Whether this attempt's command names the same place as the last one's."""
+    """Return whether this attempt's command names the same source as the last one's."""
     before = last["config"].get("checkpoint", {})
     return all(redacted(getattr(run.checkpoint, name)) == redacted(before.get(name)) for name in ("resume", "weights"))
 
@@ -84,11 +84,11 @@ def _fork(run: Run, resume: str, mix: RowMixture) -> Parent:
 
 
 def _recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
-    """The checkpoint that a fork started from; its run may have gone on since."""
+    """Return the checkpoint that a fork started from; its run may have continued since."""
     step = recorded.rpartition("@")[2]
-    for place in (resume, f"{resume}/checkpoints/step-{step}", f"{resume}/step-{step}"):
+    for source in (resume, f"{resume}/checkpoints/step-{step}", f"{resume}/step-{step}"):
         with contextlib.suppress(ConfigError):
-            if (found := select.load_named(place)).id == recorded:
+            if (found := select.load_named(source)).id == recorded:
                 return Parent(recorded, found)
     raise ConfigError(
         f"checkpoint.resume={resume}: step {step}, which the fork in {run.directory} started from, is not there; "
@@ -97,7 +97,7 @@ def _recorded_fork(run: Run, resume: str, recorded: str) -> Parent:
 
 
 def _from_weights(run: Run, path: str, recorded: str | None) -> Parent:
-    """Given weights, once it is sure that they fit the model, and are those that the first attempt began with."""
+    """Return initial weights that fit the model and are those of the first attempt."""
     from titan.weights.formats import digest_of, open_weights
     from titan.weights.model_config import check_model
 
@@ -113,7 +113,7 @@ def _from_weights(run: Run, path: str, recorded: str | None) -> Parent:
 
 
 def _check_model(run: Run, found: Candidate) -> None:
-    """Refuse a checkpoint of another model, naming what differs."""
+    """Raise ConfigError for a checkpoint of another model; the message names what differs."""
     here, there = as_model(run), found.about.model
     differ = sorted(k for k in here.keys() | there.keys() if here.get(k) != there.get(k))
     if differ:
@@ -124,7 +124,7 @@ def _check_model(run: Run, found: Candidate) -> None:
 
 
 def rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
-    """How many rows a checkpoint has read, when this run would have read the same ones.
+    """Return how many rows a checkpoint has read, if this run would have read the same ones.
 
     Raises:
         ConfigError: when it would have read others.
@@ -133,6 +133,6 @@ def rows_read(run: Run, mix: RowMixture, saved: Manifest) -> int:
     if rows != run.training.rows_before(saved.step + 1):
         raise ConfigError(
             f"training.global_batch={run.training.global_batch}: the checkpoint read {rows} rows in {saved.step} "
-            "steps; give the global_batch and grow that it was made with, up to there."
+            "steps; give the global_batch and grow of the checkpoint, up to that step."
         )
     return rows

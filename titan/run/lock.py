@@ -1,4 +1,4 @@
-"""The lock on a run's directory. Free of torch."""
+"""Lock a run's directory. Free of torch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from titan.run.paths import BEGUN
 
 @contextmanager
 def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
-    """Hold a run's directory, so that two jobs can't write to it; the lock ends with this process.
+    """Lock a run's directory while the block runs, so that two jobs can't write to it; a kill frees the lock.
 
     Args:
         directory: the run's.
-        patience: seconds to wait for whoever holds it: someone who looks whether it is held does so for a moment, and
-            the lock of a node that was lost goes some time after it.
+        patience: seconds to wait for another lock: `is_locked` takes one for a moment, and that of a node that was lost
+            is freed some time later.
 
     Raises:
-        ConfigError: when another job holds it, or it can't be written to.
+        ConfigError: when another job has locked it, or it can't be written to.
     """
     new = [f for f in (directory, *directory.parents) if not f.exists()]
     fresh = not (directory / ".lock").exists()
@@ -35,9 +35,9 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
         lock = locks.open_lock(directory / ".lock")
     except OSError as error:
         _remove(new)
-        raise _unwritable(directory, error) from error
+        raise unwritable(directory, error) from error
     try:
-        _hold(lock, directory, patience)
+        _acquire(lock, directory, patience)
         yield
     finally:
         if fresh and directory.is_dir() and not {p.name for p in directory.iterdir()} & BEGUN:
@@ -46,11 +46,11 @@ def locked(directory: Path, patience: float = 2.0) -> Iterator[None]:
         os.close(lock)
 
 
-def _hold(lock: int, directory: Path, patience: float) -> None:
-    """Lock a run's directory, and say in the file by whom it is.
+def _acquire(lock: int, directory: Path, patience: float) -> None:
+    """Lock a run's directory, and write into the file which process has done so.
 
     Raises:
-        ConfigError: when another process holds it, or it can't be locked.
+        ConfigError: when another process has locked it, or it can't be locked.
     """
     try:
         locks.acquire(lock, f"hydra.run.dir={directory}", patience)
@@ -59,19 +59,22 @@ def _hold(lock: int, directory: Path, patience: float) -> None:
         raise ConfigError(
             f"hydra.run.dir={directory}: {word(holder)} is running in it; wait for it, or choose another name."
         ) from None
-    with contextlib.suppress(OSError):  # on a full disk nobody is told by whom
+    with contextlib.suppress(OSError):  # on a full disk the message lacks the name
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
 
 
-def _unwritable(directory: Path, error: OSError) -> ConfigError:
+def unwritable(directory: Path, error: OSError) -> ConfigError:
+    """Return the error for a run's directory that can't be written to."""
     reason = error.strerror or str(error)
     way = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-    return ConfigError(f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place.")
+    return ConfigError(
+        f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another directory."
+    )
 
 
 def _remove(folders: list[Path]) -> None:
-    """Take away the folders, innermost first, that came with a run that was refused."""
+    """Remove folders, innermost first, that were made for a run that has not started."""
     for folder in folders:
         with contextlib.suppress(OSError):  # it is not there, or another run has come into it
             folder.rmdir()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
 
 from titan.errors import ConfigError
 
@@ -16,17 +18,19 @@ FILES = {
     "slurm",
 }  # fmt: skip
 """Names in a run's directory."""
+_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
+"""The names of files that `titan.files.atomic` was writing when a kill came."""
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is no folder of its own under runs/."""
+    """Raise ConfigError for a name that is no folder under runs/."""
     if not name.strip("/. ") or ".." in name.split("/") or name.startswith("/"):
         raise ConfigError(f"name={name}: must be the name of a folder under runs/; give another, or hydra.run.dir=DIR.")
     check_length(name, f"name={name}")
 
 
 def check_length(directory: str, typed: str) -> None:
-    """Refuse a directory whose path file systems don't take once a run's files lie in it.
+    """Raise ConfigError for a directory whose path is too long for file systems, with a run's files in it.
 
     Args:
         directory: the path.
@@ -45,3 +49,8 @@ def check_length(directory: str, typed: str) -> None:
 
 BEGUN = FILES - {".lock"}
 """What shows that a run has begun in a directory."""
+
+
+def foreign_files(names: Iterable[str]) -> list[str]:
+    """Return the names in a directory that no run has made, sorted."""
+    return sorted(name for name in set(names) - FILES if not _TEMPORARY.fullmatch(name))

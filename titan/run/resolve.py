@@ -1,5 +1,4 @@
-"""From a recipe and a machine to a run: everything that can be derived and checked before work starts. Free of
-torch."""
+"""Resolve a recipe on a machine to a run: derive and check all that is possible before work starts. Free of torch."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from titan.run.run import Run
 from titan.run.schema import Recipe
 
 FLEX_WIDTH = 16
-"""The least width of heads that FlexAttention's kernel takes."""
+"""The least width of heads that FlexAttention's kernel supports."""
 
 
 def resolve(
@@ -42,11 +41,11 @@ def resolve(
         machine: the devices here.
         directory: where results go.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
-        elsewhere: `machine` is a node of those that a scheduler will give, not this one.
+        elsewhere: `machine` is a node that a scheduler will provide, not this one.
         choices, overrides, hydra, options: see `Run`.
 
     Raises:
-        ConfigError: for what can't work.
+        ConfigError: for combinations that can't work.
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
@@ -83,7 +82,7 @@ def resolve(
 
 
 def moved(run: Run, machine: Machine) -> Run:
-    """The same run on the machine that it has got; its layout stays, what says "auto" follows the machine.
+    """Return the run on the machine of its job: the layout stays, settings that are "auto" follow the machine.
 
     Raises:
         ConfigError: when it does not fit.
@@ -97,13 +96,13 @@ def moved(run: Run, machine: Machine) -> Run:
 
 
 def _scoped(run: Run, elsewhere: bool = False) -> Run:
-    """The run with the scope of compilation that "auto" comes to."""
+    """Return the run with the scope of compilation that "auto" means for it."""
     scope, why = choose_scope(run, elsewhere)
     return dataclasses.replace(run, compile=dataclasses.replace(run.compile, scope=scope), compile_why=why)
 
 
 def _by_blocks(recipe: Recipe, machine: Machine, elsewhere: bool) -> bool:
-    """Whether `training.attention=auto` is FlexAttention: for documents, on GPUs, where its kernel can be made."""
+    """Return whether `training.attention=auto` is FlexAttention: for documents, on GPUs, where Triton is installed."""
     if recipe.training.attention != "auto" or not recipe.dataset.mask_documents or machine.device != "cuda":
         return False
     return recipe.model.head_size >= FLEX_WIDTH and (elsewhere or importlib.util.find_spec("triton") is not None)
@@ -141,5 +140,5 @@ def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
 def _check_ranks(cluster: Cluster, ranks: int) -> None:
     if cluster.devices not in ("auto", ranks):
         raise ConfigError(
-            f"cluster.devices={cluster.devices}: {ranks} ranks were started; start as many, or leave it at auto."
+            f"cluster.devices={cluster.devices}: {ranks} ranks were started; start as many, or give auto."
         )

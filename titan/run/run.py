@@ -1,6 +1,6 @@
 """A run: the composed experiment, typed and frozen, and its derived values.
 
-`Recipe` is what the user chose, one field an axis. `Run` adds what follows from it on this machine. Free of torch.
+`Recipe` is what the user chose, one field per axis. `Run` adds what follows from it on this machine. Free of torch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from titan.run.schema import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Recipe):
-    """A recipe on a machine: what the ranks are given.
+    """A recipe on a machine: what ranks receive.
 
     Attributes:
         machine: the devices here.
         layout: all degrees as numbers.
-        microbatches: micro-batches that each rank's rows are cut into.
+        microbatches: micro-batches that each rank's rows are split into.
         staging: the pipeline's stages.
-        compile_why: why `compile=auto` came to the scope that it has here; empty where the user has said it.
+        compile_why: why `compile=auto` chose the scope; empty where the user has given it.
         directory: where results go, absolute.
         choices: the option chosen in each config group.
         overrides: the command line, as typed.
         hydra: texts of Hydra's own files, by path in the run's directory.
-        options: what else of the command line says where choices come from, such as --config-dir.
+        options: options of the command line that say where choices come from, such as --config-dir.
     """
 
     machine: Machine
@@ -50,12 +50,12 @@ class Run(Recipe):
 
     @property
     def cut(self) -> WeightSharding:
-        """How weights are cut."""
+        """How weights are sharded."""
         return fit.cut(self.parallelism, self.layout)
 
     @property
     def rank_rows(self) -> int:
-        """Rows of a global batch that a rank has room for."""
+        """Rows of a global batch per rank, rounded up."""
         return fit.rank_rows(self, self.layout)
 
     @property
@@ -64,16 +64,16 @@ class Run(Recipe):
         return -(-self.rank_rows // self.microbatches)
 
     def describe(self) -> str:
-        """The choices that decide how much memory the run takes, for messages."""
+        """Return the choices that decide how much memory the run needs, for messages."""
         model, parallelism = self.choices.get("model", "?"), self.choices.get("parallelism", "?")
         return f"model={model} parallelism={parallelism}"
 
 
 def as_config(run: Recipe) -> dict[str, Any]:
-    """The recipe as plain containers without secrets, for run.yaml and for trackers."""
+    """Return the recipe as plain containers without secrets, for run.yaml and for trackers."""
     return {f.name: redacted(plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe)}
 
 
 def as_model(run: Recipe) -> dict[str, Any]:
-    """The model's settings as plain containers, with its kind under `_target_`: `settings.build` reads it."""
+    """Return the model's settings as plain containers, with its kind under `_target_`: `settings.build` reads it."""
     return {"_target_": kind(type(run.model)), **plain(run.model)}

@@ -27,7 +27,7 @@ class Recipe:
 
     name: str = setting(help="the run's name, and its directory under runs/")
     modules: tuple[str, ...] = setting((), "packages beside titan and experiments that _target_ may name")
-    model: Llama  # or another Decoder, which _target_ names; a Llama is what ids leave unsaid
+    model: Llama  # or another Decoder, which _target_ names; ids leave out that it is a Llama
     dataset: Dataset
     optimizer: Optimizer
     training: Training
@@ -42,9 +42,9 @@ class Recipe:
 
     @classmethod
     def axes(cls) -> tuple[str, ...]:
-        """The axes, in the order of the design."""
+        """Return the axes, in the order of the design."""
         return tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "modules"))
 
     def describe(self) -> str:
-        """The settings that decide how much memory a run takes, for messages."""
+        """Return the settings that decide how much memory a run needs, for messages."""
         return f"model of {billions(self.model.parameters())} parameters, {self.precision.compute}"

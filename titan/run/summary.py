@@ -1,4 +1,4 @@
-"""What a run shows: what was composed, how it goes, and what came out. Free of torch."""
+"""Print what a run trains and its results. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 
 def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
-    """Say what was composed, and what was `applied` to the model in which order, before the first step."""
+    """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
     t, chosen = run.training, run.choices
     memory = fit.demand(run, run.layout, run.microbatches, run.machine.device).gib
     table(
         {
-            "run": f"{short(run.directory)}  ({_life(attempt)}, science {attempt.ids.science})",
+            "run": f"{short(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
             **{"note" if i == 0 else " " * (i + 1): note for i, note in enumerate(attempt.notes)},
             "model": f"{chosen.get('model', '')}: {billions(run.model.parameters())} parameters, "
             f"{run.model.layers} layer{'s' * (run.model.layers != 1)} of width {run.model.dim}, "
             f"vocabulary {run.model.vocab:,}",
             **_data(run, mix),
-            "batch": f"{t.global_batch:,} tokens = {t.rows} rows; a rank takes {run.rank_rows} in "
+            "batch": f"{t.global_batch:,} tokens = {t.rows} rows; {run.rank_rows} per rank in "
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_growth(run)}",
             "steps": f"{t.steps:,}, {billions(t.tokens)} tokens; "
             f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {t.schedule}; seed {t.seed}",
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
             **_dimensions(run),
             **{"applied" if i == 0 else f"  {i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; about {memory:.1f} GiB a rank",
+            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank",
         }
     )
 
 
 def _data(run: Run, mix: RowMixture) -> dict[str, str]:
-    """What is read: a line, or where sources are mixed a line each."""
+    """Return the line about the data, or one line per source of a mixture."""
     training, chosen = run.training, run.choices.get("dataset", "")
     reads = mix.reads(training.rows_before(training.steps + 1))
-    apart = "; documents kept apart" if run.dataset.mask_documents else ""
-    of = f"{chosen}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{apart}"
+    masked = "; attention within documents" if run.dataset.mask_documents else ""
+    of = f"{chosen}; tokenizer {mix.sources[0].corpus.tokenizer['name']}{masked}"
     lines = {}
     for source, read in zip(mix.sources, reads, strict=True):
         corpus, rows = source.corpus, source.split.rows(training.seq_len)
-        there = "" if corpus.complete else f" so far ({corpus.units[0]} of {corpus.units[1]} units)"
-        epochs = f", read {read / rows:.2f} times" if rows and corpus.complete else ""
+        there = "" if corpus.complete else f" so far ({corpus.units[0]} of {corpus.units[1]} shard jobs)"
+        epochs = f", {read / rows:.2f} epochs" if rows and corpus.complete else ""
         lines[source.name] = (
             f"{billions(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{there}{epochs}, "
-            f"{billions(corpus.validation.tokens)} held out"
+            f"{billions(corpus.validation.tokens)} tokens for evaluation"
         )
     if len(lines) == 1:
         return {"data": f"{chosen}: {next(iter(lines.values()))}; {of.partition('; ')[2]}"}
@@ -66,24 +66,24 @@ def _data(run: Run, mix: RowMixture) -> dict[str, str]:
 
 
 def _growth(run: Run) -> str:
-    """What becomes of the batch."""
+    """Return the later sizes of a batch that grows."""
     seq_len = run.training.seq_len
     later = [f"{phase.rows * seq_len:,} from step {phase.step:,}" for phase in run.training.phases[1:]]
     return "; " + ", ".join(later) if later else ""
 
 
 PURPOSES = {
-    "pipeline": "hand on hidden states",
-    "replicate": "sum gradients of copies",
-    "shard": "gather weights, sum gradients",
-    "context": "share rows, and attend to each other's parts",
-    "tensor": "share each product",
+    "pipeline": "pass on hidden states",
+    "replicate": "all-reduce the gradients of replicas",
+    "shard": "all-gather weights, reduce-scatter gradients",
+    "context": "split rows, and exchange keys and values",
+    "tensor": "split each matmul",
 }
-"""What ranks along each dimension coordinator about."""
+"""What ranks along each dimension communicate."""
 
 
 def _dimensions(run: Run) -> dict[str, str]:
-    """A line for each dimension: who talks to whom about what."""
+    """Return one line per mesh dimension: its groups of ranks, and what they communicate."""
     lines = {}
     for name, degree in run.layout.degrees().items():
         if degree > 1:
@@ -95,7 +95,7 @@ def _dimensions(run: Run) -> dict[str, str]:
 
 
 def _stages(run: Run) -> str:
-    """The layers of each stage, the schedule, and how much of the time ranks wait."""
+    """Return the layers of each stage, the schedule, and the share of a step in which ranks are idle."""
     layers = [f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in run.staging.layers]
     schedule = run.staging.schedule.rpartition("/")[2]
     return (
@@ -105,12 +105,12 @@ def _stages(run: Run) -> str:
 
 
 def _few(items: list[Any]) -> list[Any]:
-    """The items, or the first and the last of many."""
+    """Return the items, or the first and the last of many."""
     return items if len(items) <= 8 else [*items[:4], "...", items[-1]]
 
 
 def show_result(run: Run, result: Mapping[str, Any]) -> None:
-    """Say what came out."""
+    """Print the results of a run."""
     rows = {
         "loss": _loss(result),
         **_by_source(result),
@@ -124,53 +124,53 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
     print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
     table(rows)
     if result.get("sample"):
-        print("\nSampled from the trained model (its start | what follows):")
+        print("\nSample of the trained model (prompt | continuation):")
         start, text = result["sample"]["start"], result["sample"]["text"]
         print("\n".join("  " + line for line in f"{start}|{text}".splitlines()))
 
 
 def _next(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """The command that goes on, where there is something to go on from."""
+    """Return the command that resumes or continues the run, if there is a checkpoint."""
     if not result.get("checkpoint"):
         return {}
     return {"continue" if result["finished"] else "resume": next_command(run, result)}
 
 
 def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
-    """The command that lets the model speak, where there is one that can."""
+    """Return the command that generates text, if there is a checkpoint and a tokenizer."""
     if not result.get("checkpoint") or not result.get("sample"):
         return {}
     return {"generate": f'python -m titan.generate from={shlex.quote(short(run.directory))} prompt="..."'}
 
 
 def _loss(result: Mapping[str, Any]) -> str:
-    """The losses at both ends, and that of validation."""
+    """Return the first and the last training loss, and the validation loss."""
     validation, bits = result.get("validation_loss"), result.get("bits_per_byte")
     timed = result.get("tokens_per_second") or result.get("last_loss") is not None
     return (
         (
             f"{_number(result.get('first_loss'))} -> {_number(result.get('last_loss'))}"
             if timed
-            else "no step was done here"
+            else "no step in this attempt"
         )
         + (f", validation {_number(validation)}" if validation is not None else "")
-        + (f" ({bits:.3f} bits a byte)" if bits is not None else "")
+        + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
     )
 
 
 def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
-    """A line of what validation gave for each source of a mixture."""
+    """Return the line with the validation loss of each source of a mixture."""
     parts = []
     for key, loss in result.items():
         kind, _, name = key.partition("/")
         if kind == "validation_loss" and name:
             bits = result.get(f"bits_per_byte/{name}")
-            parts.append(f"{name} {_number(loss)}" + (f" ({bits:.3f} bits a byte)" if bits is not None else ""))
-    return {"  held out": ", ".join(parts)} if parts else {}
+            parts.append(f"{name} {_number(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
+    return {"  by source": ", ".join(parts)} if parts else {}
 
 
 def show_finished(finished: FinishedRun) -> None:
-    """Say that there is nothing to do, and what came out when it was done."""
+    """Print that a finished run has nothing to do, and its results."""
     result = finished.result
     print(f"{short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
     rows = {
@@ -183,13 +183,13 @@ def show_finished(finished: FinishedRun) -> None:
 
 
 def next_command(run: Run, result: Mapping[str, Any]) -> str:
-    """The command that resumes the run, or continues a finished one."""
+    """Return the command that resumes the run, or continues a finished one."""
     more = [f"training.steps={run.training.steps * 2}"] if result["finished"] else []
-    more += [f"modules={show(run.modules)}"] if run.modules else []  # which what is recorded can't allow
+    more += [f"modules={show(run.modules)}"] if run.modules else []  # which the recorded command can't permit
     return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
 
 
-def _life(attempt: Attempt) -> str:
+def _describe_attempt(attempt: Attempt) -> str:
     if attempt.kind == "start":
         return "new"
     origin = f" of {attempt.parent}" if attempt.kind == "fork" else ""
@@ -199,15 +199,15 @@ def _life(attempt: Attempt) -> str:
 def _speed(result: Mapping[str, Any]) -> str:
     rate, seconds = result.get("tokens_per_second"), result.get("seconds")
     if rate is None:
-        return "no step was timed"
+        return "not measured"
     mfu = f", MFU {result['mfu']:.1%}" if result.get("mfu") else ""
-    memory = f"peak memory {result.get('memory_gib') or 0:.2f} GiB a rank"
+    memory = f"peak memory {result.get('memory_gib') or 0:.2f} GiB per rank"
     wait = result.get("data_wait") or 0
-    stalled = f", {wait:.0%} of it waiting for data" if wait >= 0.01 else ""
-    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in all{stalled}"
+    stalled = f", {wait:.0%} of the time waiting for data" if wait >= 0.01 else ""
+    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in total{stalled}"
 
 
 def short(path: str) -> str:
-    """A path as one would type it here."""
+    """Return a path relative to the working directory, if it is below it."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path

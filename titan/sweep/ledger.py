@@ -1,12 +1,13 @@
-"""A sweep's directory: what it asks (`sweep.yaml`), and the ledger of its points (`ledger.jsonl`). Free of torch.
+"""A sweep's directory: its specification (`sweep.yaml`), and the ledger of its trials (`ledger.jsonl`). Free of torch.
 
-The ledger is only ever added to, a line an event, under a lock, so that a launcher that was killed leaves a ledger that
-the next one goes on with. A point is known by its id, which follows from its settings, never by a job's number: the
-same command finds what it has begun, and a grid that grew keeps what it has. How a point stands is never written down:
-it follows from what its run's directory holds, from what its job left when it ended, and from Slurm.
+The ledger is append-only, one line per event, under a lock, so that the next launcher can continue after one that was
+killed. A trial is known by its id, which follows from its settings, never by a job's number: the same command finds the
+trials that it has started, and a larger sweep keeps those that it has. The state of a trial is never recorded: it
+follows from its run's directory, from its job's exit records, and from Slurm.
 
-Events: `point` (an id, its directory, its overrides), `sending` (before points are handed to Slurm, with a token that
-their jobs carry), `sent` (with the jobs' numbers), `started` and `ended` (a point on this machine).
+Events: `point` (a trial's id, directory and overrides), `sending` (before trials are submitted to Slurm, with a token
+that their jobs carry), `sent` (with the jobs' numbers), `unsent` (Slurm rejected them), `started` and `ended` (a trial
+on this machine).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from typing import Any, Literal
 import yaml
 
 from titan.files import locks, untrusted
-from titan.run.result import is_finished, is_locked
+from titan.files.atomic import write_atomic
+from titan.run.directory import is_finished, is_locked
 from titan.sweep import job_exit
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
@@ -38,14 +40,14 @@ UNCONFIRMED = "its submission is not confirmed yet"
 
 @dataclass(frozen=True)
 class SweepSpec:
-    """What a sweep is for: the content of `sweep.yaml`.
+    """The specification of a sweep: the content of `sweep.yaml`.
 
     Attributes:
-        question: in words; None for a grid without a name.
+        question: that it answers; None for a sweep without a name.
         axes: the settings that vary, with their values as typed.
-        baseline: of these settings, the values of the arm that the others are held against; may be empty.
+        baseline: of these settings, the values of the variant that the others are compared with; may be empty.
         margin: difference in validation loss, nats, that counts as none.
-        target: the validation loss to come to; None: there is none.
+        target: the validation loss to reach; None: there is none.
     """
 
     question: str | None = None
@@ -57,20 +59,20 @@ class SweepSpec:
 
 @dataclass(frozen=True)
 class TrialState:
-    """A point of the grid and how it stands.
+    """A trial of a sweep and its state.
 
     Attributes:
         id: follows from its settings.
         directory: its run's directory, absolute.
-        overrides: what the command line says of this point alone, such as ("parallelism=fsdp", "training.seed=1").
-        state: how it stands.
-        job: what Slurm calls its last job, such as "123_4"; None where it has none.
-        reason: of a failed or stopped one: why.
+        overrides: those of this trial alone, such as ("parallelism=fsdp", "training.seed=1").
+        state: see `State`.
+        job: the number of its last Slurm job, such as "123_4"; None where it has none.
+        reason: why it failed or was stopped.
         submissions: how often it was submitted or started.
-        token, sent_at: of the submission whose job numbers the ledger does not know, and when it was.
-        jobs: all numbers of its last submission: several where jobs are chained.
-        steps, devices: that its run is to do, on so many ranks.
-        lane: of its last submission, see `launchers.slurm.lanes`; None where it is an array's.
+        token, sent_at: of a submission whose job numbers the ledger does not have, and its time.
+        jobs: all job numbers of its last submission: several where jobs are chained.
+        steps, devices: of its run.
+        lane: of its last submission, see `launchers.slurm.lanes`; None for an array.
         asked: see `titan.run.identity.asked`; empty in a ledger that an older titan wrote.
     """
 
@@ -92,7 +94,7 @@ class TrialState:
 
 @dataclass(frozen=True)
 class SweepState:
-    """What a sweep's directory says, and what is wrong with that."""
+    """The state of a sweep, and notes on what is wrong with its files."""
 
     directory: Path
     asked: SweepSpec
@@ -101,34 +103,34 @@ class SweepState:
 
 
 def read(directory: Path) -> SweepState | None:
-    """The sweep in `directory`, as its ledger and its runs' directories tell, without asking Slurm; None: no sweep.
+    """Return the sweep in `directory`, by its ledger and its runs' directories, without Slurm; None if there is none.
 
-    What was handed to Slurm and has not told of its end counts as queued, or running where its run's lock is held.
+    A trial that was submitted to Slurm and has no exit record counts as queued, or running where its run is locked.
     """
     if not (directory / LEDGER).is_file():
         return None
-    points = tuple(_standing(directory, point) for point in noted(directory))
-    return SweepState(directory, asked(directory), points, tuple(_wrong(directory)))
+    trials = tuple(_with_state(directory, trial) for trial in noted(directory))
+    return SweepState(directory, asked(directory), trials, tuple(_wrong(directory)))
 
 
 def noted(directory: Path) -> list[TrialState]:
-    """The points as the ledger alone has them."""
-    points: dict[str, TrialState] = {}
+    """Return the trials by the ledger alone."""
+    trials: dict[str, TrialState] = {}
     for event in events(directory):
-        _take(points, event, directory)
-    return list(points.values())
+        _apply_event(trials, event, directory)
+    return list(trials.values())
 
 
 def asked(directory: Path) -> SweepSpec:
-    """The content of `sweep.yaml`; empty where there is none."""
+    """Return the content of `sweep.yaml`; empty where there is none."""
     try:
         return _asked(directory)
-    except (OSError, ValueError):  # `read` says so
+    except (OSError, ValueError):  # `read` notes it
         return SweepSpec()
 
 
 def _asked(directory: Path) -> SweepSpec:
-    """As `asked`.
+    """Return the content of `sweep.yaml`.
 
     Raises:
         ValueError: when `sweep.yaml` is damaged.
@@ -151,7 +153,7 @@ _ASKED: dict[str, Any] = {
     "margin": float | None,
     "target": float | None,
 }
-"""What `sweep.yaml` holds, by the types of its values."""
+"""The values of `sweep.yaml` by their types."""
 
 
 def write_asked(directory: Path, content: SweepSpec) -> None:
@@ -163,13 +165,11 @@ def write_asked(directory: Path, content: SweepSpec) -> None:
         "margin": content.margin,
         "target": content.target,
     }
-    temporary = directory / f".{SWEEP}"
-    temporary.write_text(yaml.safe_dump(plain, sort_keys=False))
-    temporary.rename(directory / SWEEP)
+    write_atomic(directory / SWEEP, yaml.safe_dump(plain, sort_keys=False))
 
 
 def listed(directory: Path, token: str) -> list[str]:
-    """The ids of the points that a submission handed to Slurm, in the order of the job array."""
+    """Return the ids of the trials of a submission, in the order of the job array."""
     return next(
         (
             list(event["points"])
@@ -181,7 +181,7 @@ def listed(directory: Path, token: str) -> list[str]:
 
 
 def add(directory: Path, *lines: Mapping[str, Any]) -> None:
-    """Add events to the ledger, in one write."""
+    """Append events to the ledger, in one write."""
     text = "".join(json.dumps({"time": round(time.time(), 3), **line}) + "\n" for line in lines)
     with (directory / LEDGER).open("a+b", buffering=0) as file:
         locks.acquire(file.fileno(), f"hydra.sweep.dir={directory}")
@@ -193,12 +193,12 @@ def add(directory: Path, *lines: Mapping[str, Any]) -> None:
 
 
 def events(directory: Path) -> Iterator[dict[str, Any]]:
-    """The ledger's events in order; a line that a kill cut short, or that is damaged, is left out."""
+    """Yield the ledger's events in order, without lines that are corrupt or incomplete after a kill."""
     return (event for event in _lines(directory) if event is not None)
 
 
 def _lines(directory: Path) -> Iterator[dict[str, Any] | None]:
-    """The ledger's events in order; None for a line that is damaged or cut short."""
+    """Yield the ledger's events in order; None for a line that is corrupt or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         for line in untrusted.read(directory / LEDGER).decode(errors="replace").splitlines():
             try:
@@ -208,7 +208,7 @@ def _lines(directory: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def _event(directory: Path, line: str) -> dict[str, Any]:
-    """An event.
+    """Return the event in a line of the ledger.
 
     Raises:
         ValueError, KeyError: when the line is none, or names a folder elsewhere.
@@ -232,11 +232,11 @@ _EVENTS: dict[str, dict[str, Any]] = {
     "started": {"id": str},
     "ended": {"id": str, "code": int, "reason": str | None},
 }
-"""What each event holds, by the types of its values."""
+"""The values of each event by their types."""
 
 
 def _wrong(directory: Path) -> Iterator[str]:
-    """What is wrong with a sweep's own files, in a sentence each."""
+    """Yield one sentence for each thing that is wrong with a sweep's own files."""
     if broken := sum(event is None for event in _lines(directory)):
         yield f"{LEDGER}: {broken} line{'s are' if broken > 1 else ' is'} damaged or cut short, and not used"
     try:
@@ -249,7 +249,7 @@ def _wrong(directory: Path) -> Iterator[str]:
 
 @contextmanager
 def alone(directory: Path) -> Iterator[None]:
-    """Let one launcher at a time hand points of a sweep on; another one waits."""
+    """Lock a sweep while the block runs: one launcher at a time submits its trials, another one waits."""
     directory.mkdir(parents=True, exist_ok=True)
     lock = locks.open_lock(directory / f".{LEDGER}.lock")
     try:
@@ -259,69 +259,69 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def _take(points: dict[str, TrialState], event: Mapping[str, Any], directory: Path) -> None:
-    """Let one event change what is known of the points."""
+def _apply_event(trials: dict[str, TrialState], event: Mapping[str, Any], directory: Path) -> None:
+    """Apply one event to the trials."""
     kind = event.get("event")
     if kind == "point":
         where = os.path.abspath(directory / event["directory"])
-        point = points.get(event["id"], TrialState(event["id"], where, tuple(event["overrides"]), "planned"))
-        told = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
-        points[point.id] = replace(point, **told)
+        trial = trials.get(event["id"], TrialState(event["id"], where, tuple(event["overrides"]), "planned"))
+        about = {"steps": int(event["steps"]), "devices": int(event["devices"]), "asked": event.get("asked", "")}
+        trials[trial.id] = replace(trial, **about)
         return
-    for name in _concerned(event):
-        if name not in points:
+    for name in _trial_ids(event):
+        if name not in trials:
             continue
-        before = points[name]
+        before = trials[name]
         if kind == "sending":
             sent = {"token": event["token"], "sent_at": float(event["time"]), "submissions": before.submissions + 1}
-            points[name] = replace(before, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **sent)
+            trials[name] = replace(before, job=None, jobs=(), state="queued", reason=UNCONFIRMED, **sent)
         elif kind == "sent":
             jobs = tuple(event["jobs"][name])
             if not jobs:
                 continue
             lane = event.get("lane")
-            points[name] = replace(before, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
+            trials[name] = replace(before, token=None, job=jobs[0], jobs=jobs, lane=lane, state="queued", reason=None)
         elif kind == "unsent":
-            points[name] = replace(before, token=None, state="failed", reason=event["reason"])
+            trials[name] = replace(before, token=None, state="failed", reason=event["reason"])
         elif kind == "started":
-            points[name] = replace(before, state="running", job=None, jobs=(), submissions=before.submissions + 1)
+            trials[name] = replace(before, state="running", job=None, jobs=(), submissions=before.submissions + 1)
         elif kind == "ended":
             state = {0: "finished", 130: "stopped"}.get(event["code"], "failed")
-            points[name] = replace(before, state=state, reason=event.get("reason"))  # type: ignore[arg-type]
+            trials[name] = replace(before, state=state, reason=event.get("reason"))  # type: ignore[arg-type]
 
 
-def _concerned(event: Mapping[str, Any]) -> Iterable[str]:
+def _trial_ids(event: Mapping[str, Any]) -> Iterable[str]:
     return list(event.get("jobs", ())) or list(event.get("points", ())) or [str(event.get("id"))]
 
 
-def _standing(directory: Path, point: TrialState) -> TrialState:
-    """The point as its run's directory and its job's last words have it."""
-    run = Path(point.directory)
-    if is_finished(run, point.steps):
-        return replace(point, state="finished", reason=None)
-    if point.job is not None:
-        return _of_job(directory, point)
-    if point.state == "running" and not is_locked(run):
-        return replace(point, state="stopped", reason="its launcher was killed")
-    if point.state == "finished":
-        return replace(point, state="stopped", reason="its result is gone")
-    return point
+def _with_state(directory: Path, trial: TrialState) -> TrialState:
+    """Return the trial with its state by its run's directory and its job's exit record."""
+    run = Path(trial.directory)
+    if is_finished(run, trial.steps):
+        return replace(trial, state="finished", reason=None)
+    if trial.job is not None:
+        return _with_job_state(directory, trial)
+    if trial.state == "running" and not is_locked(run):
+        return replace(trial, state="stopped", reason="its launcher was killed")
+    if trial.state == "finished":
+        return replace(trial, state="stopped", reason="its result is gone")
+    return trial
 
 
-def _of_job(directory: Path, point: TrialState) -> TrialState:
-    """What a job that is not finished has said of itself: it runs, has ended, or is to be begun again."""
-    job = last_job(directory, point)
-    point = replace(point, job=job)
+def _with_job_state(directory: Path, trial: TrialState) -> TrialState:
+    """Return a trial that is not finished with its state by its job: it runs, has ended, or is to be started again."""
+    job = last_job(directory, trial)
+    trial = replace(trial, job=job)
     end = job_exit.last_exit(directory / SLURM, job)
     if end is None or end.again:
-        running = is_locked(Path(point.directory))
+        running = is_locked(Path(trial.directory))
         return replace(
-            point, state="running" if running else "queued", reason=None if running or not end else end.reason
+            trial, state="running" if running else "queued", reason=None if running or not end else end.reason
         )
-    return replace(point, state="stopped" if end.stopped else "failed", reason=end.reason)
+    return replace(trial, state="stopped" if end.stopped else "failed", reason=end.reason)
 
 
-def last_job(directory: Path, point: TrialState) -> str:
-    """The job of a point's chain that has spoken last, or else the first."""
-    spoken = [job for job in point.jobs if job_exit.last_exit(directory / SLURM, job) is not None]
-    return spoken[-1] if spoken else str(point.job)
+def last_job(directory: Path, trial: TrialState) -> str:
+    """Return the last job of a trial's chain that has an exit record, or else the first job."""
+    ended = [job for job in trial.jobs if job_exit.last_exit(directory / SLURM, job) is not None]
+    return ended[-1] if ended else str(trial.job)

@@ -1,4 +1,4 @@
-"""The sweep node: what a grid of runs asks, and what its variants are compared with. Free of torch."""
+"""The sweep node: the question that a sweep answers, and what its variants are compared with. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ LAUNCHER_MODULE = "hydra_plugins.titan"
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a named grid says of itself; nothing of it changes a run."""
+    """The description of a named sweep; nothing of it changes a run."""
 
-    question: str | None = setting(None, "what the grid is to answer", any_text=True)
+    question: str | None = setting(None, "the question that the sweep answers", any_text=True)
     baseline: Mapping[str, str] | None = setting(
         None, "the variant that the others are compared with, such as {parallelism:single}; null: the first"
     )
-    margin: float = setting(0.02, "difference in validation loss, in nats, that counts as none", above=0, cap=1e6)
-    target: float | None = setting(None, "validation loss to come to; null: none", above=0)
+    margin: float = setting(
+        0.02, "equivalence margin: difference in validation loss, in nats, that counts as none", above=0, cap=1e6
+    )
+    target: float | None = setting(None, "validation loss to reach; null: none", above=0)
 
 
 @dataclass(frozen=True)
 class LocalLaunch:
-    """What `hydra/launcher=local` may be told."""
+    """The settings of `hydra/launcher=local`."""
 
     at_once: int = setting(
-        1, "points that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000
+        1, "trials that run at the same time; above 1 each writes to log/console.log", at_least=1, cap=10_000
     )
 
 
 @dataclass(frozen=True)
 class SlurmLaunch:
-    """What `hydra/launcher=slurm` may be told; a site's own file in conf/hydra/launcher/ extends it."""
+    """The settings of `hydra/launcher=slurm`; a site's own file in conf/hydra/launcher/ extends them."""
 
-    wait: bool = setting(True, "wait until all points have ended; false: submit and leave")
+    wait: bool = setting(True, "wait until all trials have ended; false: submit and leave")
     dry_run: bool = setting(False, "show the batch scripts and the device-hours, and submit nothing")
     snapshot: bool = setting(True, "copy the code beside the sweep, so that jobs in the queue run what was submitted")
-    at_once: int | None = setting(None, "points of the grid that may run at the same time; null: all", at_least=1)
-    array_size: int | None = setting(None, "points in one array at most; null: as many as Slurm allows", at_least=1)
+    at_once: int | None = setting(None, "trials of the sweep that may run at the same time; null: all", at_least=1)
+    array_size: int | None = setting(None, "trials in one array at most; null: as many as Slurm allows", at_least=1)
     max_jobs: int | None = setting(None, "jobs that you may have in the queue at once; null: no limit", at_least=1)
     poll_seconds: float = setting(10.0, "how often Slurm is asked while waiting", above=0, cap=86400)
 
@@ -50,5 +52,4 @@ LAUNCHERS: Mapping[str, tuple[str, type]] = {
     "basic": ("LocalLauncher", LocalLaunch),
     "slurm": ("SlurmLauncher", SlurmLaunch),
 }
-"""The class and the settings of each launcher by name; `basic` is Hydra's own name of what runs a grid on this
-machine."""
+"""The class and the settings of each launcher by name; `basic` is Hydra's own name of its local launcher."""

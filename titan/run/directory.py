@@ -1,0 +1,178 @@
+"""Read the files of a run's directory: run.yaml, result.json, metrics.jsonl and the lock. Free of torch.
+
+Whatever is in them is compared with the types that titan writes, and former names of keys are read under present ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from titan.errors import ConfigError
+from titan.files import locks, untrusted
+from titan.files.former import renamed
+from titan.run.paths import foreign_files
+
+RUN, RESULT, METRICS, LOCK = "run.yaml", "result.json", "metrics.jsonl", ".lock"
+"""Names in a run's directory."""
+TAIL_BYTES = 1 << 16
+"""How much of the end of metrics.jsonl is read for the last step."""
+
+_REQUIRED: dict[str, Any] = {
+    "attempt": int, "run_id": str, "ids": dict[str, Any], "science": dict[str, Any], "config": dict[str, Any],
+}  # fmt: skip
+"""What later attempts need of a document in run.yaml, by the types of the values."""
+_OPTIONAL: dict[str, Any] = {
+    "parent": str | None, "from_step": int | None, "notes": list[str] | None, "overrides": list[str] | None,
+    "choices": dict[str, Any] | None, "layout": dict[str, int] | None, "kind": str | None, "name": str | None,
+}  # fmt: skip
+_RESULT: dict[str, Any] = {
+    **dict.fromkeys(("tokens", "attempt"), int),
+    **dict.fromkeys(("first_loss", "last_loss", "validation_loss", "bits_per_byte", "mfu", "seconds"), float | None),
+    **dict.fromkeys(("tokens_per_second", "data_wait", "memory_gib", "checkpoint_stall_seconds"), float | None),
+    **dict.fromkeys(("checkpoint", "plot"), str | None),
+    "science_id": str,
+    "sample": dict[str, str] | None,
+}
+"""The optional values of result.json by their types; names go up to a slash."""
+_STEP: dict[str, Any] = {"step": int, "loss": float, "tokens_per_second": float, "attempt": int}
+
+
+def read_attempts(directory: Path) -> list[dict[str, Any]]:
+    """Return the documents of `run.yaml`, one per attempt; empty where no run has started.
+
+    Raises:
+        ConfigError: when the directory holds something that is no run.
+    """
+    file = directory / RUN
+    if file.is_file():
+        try:
+            return parse_attempts(untrusted.read(file).decode(errors="replace"), f"hydra.run.dir={directory}")
+        except OSError as error:
+            raise _unreadable(f"hydra.run.dir={directory}", error.strerror or str(error)) from error
+    others = foreign_files(p.name for p in directory.iterdir()) if directory.is_dir() else []
+    if others:
+        raise ConfigError(
+            f"hydra.run.dir={directory}: holds no run, but other things ({', '.join(others[:3])}); "
+            "choose another name or an empty directory."
+        )
+    return []
+
+
+def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
+    """Return the documents in the text of a run.yaml.
+
+    Args:
+        text: the file's.
+        label: the setting that names its place, for messages.
+
+    Raises:
+        ConfigError: when it is not what `titan.run.records` writes.
+    """
+    try:
+        documents = [renamed(document) for document in untrusted.parse_yaml(text) if document]
+    except ValueError as error:
+        raise _unreadable(label, " ".join(str(error).split())[:100]) from error
+    for number, document in enumerate(documents, 1):
+        try:
+            _check_document(document, documents[0])
+        except KeyError as error:
+            raise _unreadable(label, f"its document {number} is not complete: it has no {error}") from error
+        except ValueError as error:
+            raise _unreadable(label, f"its document {number} is not complete: {error}") from error
+    return documents
+
+
+def _check_document(document: Any, first: Any) -> None:
+    """Compare a document of run.yaml with what titan writes.
+
+    Raises:
+        ValueError, KeyError: naming what is missing, of another type, or another run's.
+    """
+    untrusted.check(document, dict[str, Any], "it")
+    for name, kind in _REQUIRED.items():
+        untrusted.check(document[name], kind, name)
+    for name, kind in _OPTIONAL.items():
+        untrusted.check(document.get(name), kind, name)
+    untrusted.check(document["ids"]["science"], str, "ids.science")
+    training = document["config"]["training"]
+    untrusted.check(training, dict[str, Any], "config.training")
+    for name in ("steps", "seed", "repeat", "seq_len", "global_batch"):
+        untrusted.check(training[name] if name == "steps" else training.get(name, 0), int, f"config.training.{name}")
+    if document["run_id"] != first["run_id"]:
+        raise ValueError(f"it is of another run, {untrusted.shown(document['run_id'])}")
+
+
+def _unreadable(label: str, why: str) -> ConfigError:
+    return ConfigError(f"{label}: run.yaml can't be read ({why}); repair it, or choose another name to start again.")
+
+
+def is_finished(directory: Path, steps: int = 0) -> bool:
+    """Return whether the run in a directory has done all its steps, and at least so many."""
+    result, _ = read_result(directory)
+    return bool(result.get("finished")) and int(result["step"]) >= steps
+
+
+def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:
+    """Return the content of a run's `result.json`, empty where there is none; and what is wrong with it, if anything.
+
+    Args:
+        directory: the run's.
+        sciences: the science ids that the run has had, if known: a result with another one is another run's.
+    """
+    try:
+        found = _parse_result(untrusted.read(directory / RESULT))
+    except FileNotFoundError:
+        return {}, None
+    except (OSError, ValueError, KeyError) as error:
+        lacks = f"it has no {error}" if isinstance(error, KeyError) else getattr(error, "strerror", None) or error
+        return {}, f"result.json is damaged and not used: {lacks}"
+    if sciences and found.get("science_id", "") not in {*sciences, ""}:
+        return {}, f"result.json is of another run ({untrusted.shown(found['science_id'])}) and not used"
+    return found, None
+
+
+def _parse_result(text: bytes) -> dict[str, Any]:
+    """Return the content of a `result.json`.
+
+    Raises:
+        ValueError, KeyError: when its values are of other types.
+    """
+    found = renamed(untrusted.parse_object(text))
+    untrusted.check(found["finished"], bool, "finished")
+    untrusted.check(found["step"], int, "step")
+    for name, value in found.items():
+        untrusted.check(value, _RESULT.get(name.partition("/")[0], Any), name)
+    return found
+
+
+def read_last_step(directory: Path) -> dict[str, Any]:
+    """Return the last record of a step in `metrics.jsonl`; empty where there is none."""
+    try:
+        text = untrusted.read(directory / METRICS, TAIL_BYTES).decode(errors="replace")
+    except (OSError, ValueError):
+        return {}
+    for line in reversed(text.splitlines()):
+        with suppress(ValueError):
+            record = renamed(untrusted.parse_object(line))
+            for name, kind in _STEP.items():
+                untrusted.check(record.get(name), kind | None, name)
+            if "loss" in record:
+                return record
+    return {}
+
+
+def has_records(directory: Path, attempt: int) -> bool:
+    """Return whether `metrics.jsonl` ends with a record of an attempt."""
+    try:
+        metrics = (directory / METRICS).read_bytes().rstrip()
+    except OSError:
+        return False
+    return any(metrics.endswith(b'"%s": %d}' % (name, attempt)) for name in (b"attempt", b"life"))
+
+
+def is_locked(directory: Path) -> bool:
+    """Return whether a process of this machine, or of any that shares locks with it, is running in a directory."""
+    return locks.is_locked(directory / LOCK)

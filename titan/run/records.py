@@ -1,0 +1,106 @@
+"""Write what an attempt is into its run's directory: run.yaml, Hydra's own files, env.json. Free of torch."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from titan.console.text import redacted
+from titan.files.atomic import write_atomic
+from titan.run import identity
+from titan.run.directory import RUN, read_attempts
+from titan.run.lock import unwritable
+from titan.run.run import Run, as_config
+
+if TYPE_CHECKING:
+    from titan.run.attempts import Attempt
+
+
+def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earlier: list[dict[str, Any]]) -> None:
+    """Write an attempt's document into run.yaml, after those of `earlier` attempts, and the files beside it.
+
+    Raises:
+        ConfigError: when the directory can't be written to.
+    """
+    directory = Path(run.directory)
+    try:
+        for name, text in run.hydra.items():
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_text(text)
+        (directory / "env.json").write_text(json.dumps(redacted(_environment(run)), indent=1))
+        # last: what fails before it leaves the run as it was
+        write_attempts(directory, [*earlier, redacted(_document(run, attempt, science))])
+    except OSError as error:
+        if not earlier:
+            clear(run)
+        raise unwritable(directory, error) from error
+
+
+def _document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attempt": attempt.number,
+        "kind": attempt.kind,
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "name": run.name,
+        "run_id": attempt.run_id,
+        "parent": attempt.parent,
+        "from_step": attempt.step,
+        "notes": list(attempt.notes),
+        "ids": asdict(attempt.ids),
+        "overrides": list(run.overrides),
+        "options": list(run.options),
+        "choices": dict(run.choices),
+        "layout": run.layout.degrees(),
+        "microbatches": run.microbatches,
+        "science": dict(science),
+        "config": as_config(run),
+    }
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    return {
+        "code": identity.code(),
+        "diff": identity.git_diff(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "device": asdict(run.machine),
+    }
+
+
+def correct_start(directory: Path, attempt: Attempt) -> None:
+    """Replace the start and the notes in the last document of run.yaml by those of `attempt`.
+
+    Raises:
+        ConfigError: when the directory can't be written to.
+    """
+    *earlier, document = read_attempts(directory)
+    changed = redacted({"from_step": attempt.step, "notes": list(attempt.notes)})
+    try:
+        write_attempts(directory, [*earlier, document | changed])
+    except OSError as error:
+        raise unwritable(directory, error) from error
+
+
+def write_attempts(directory: Path, documents: list[dict[str, Any]]) -> None:
+    """Replace run.yaml in one step, so that a kill leaves no half of it."""
+    text = "".join("---\n" + yaml.safe_dump(document, sort_keys=False) for document in documents)
+    write_atomic(directory / RUN, text, sync=True)
+
+
+def clear(run: Run) -> None:
+    """Remove what an attempt wrote that is not recorded."""
+    directory = Path(run.directory)
+    for name in (RUN, "env.json"):
+        (directory / name).unlink(missing_ok=True)
+    for name in ("log", *{file.partition("/")[0] for file in run.hydra}):
+        shutil.rmtree(directory / name, ignore_errors=True)
