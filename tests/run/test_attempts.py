@@ -359,7 +359,7 @@ def test_resuming_on_a_full_disk_is_refused_and_the_run_stays_as_it_was(monkeypa
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [(errno.ENOSPC, "No space left.*free some space"), (errno.EIO, "repair that file system"), (errno.EMFILE, "ulimit")],
+    [(errno.ENOSPC, "No space left.*free some space"), (errno.EIO, "repair that file"), (errno.EMFILE, "ulimit")],
     ids=["full", "broken", "files"],
 )
 def test_what_the_machine_lacks_is_a_sentence(code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
