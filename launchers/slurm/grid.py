@@ -205,9 +205,9 @@ class Grid:
         try:
             for _ in range(max(1, one.cluster.chain)):
                 jobs += self._sbatch(one, self._work(chunk, token, list_, jobs[-1] if jobs else before))
-        except SubmissionRejected as refused:
+        except SubmissionRejected as error:
             if not jobs:
-                ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(refused)})
+                ledger.add(self.root, {"event": "unsent", "points": ids, "reason": str(error)})
                 raise
         ledger.add(self.root, {"event": "sent", "token": token, "jobs": numbered(ids, jobs), "lane": lane})
         if lanes:

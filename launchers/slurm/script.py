@@ -63,7 +63,7 @@ attempt=$folder/$job.${SLURM_RESTART_COUNT:-0}
 record=${chain:-$folder/$job}.restarts
 [ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && rm -f "$record"
 restarted=$(cat "$record" 2>/dev/null | wc -l)
-note='' told='' without=''
+note='' asked='' without=''
 end() {
   printf '{"code": %d, "again": %s, "state": "%s", "why": "%s", "note": "%s"}\n' \
     "$code" "$1" "$state" "$2" "$note" > "$attempt.end.tmp"
@@ -89,7 +89,7 @@ time; these restarts do not count as requeues."""
 AFTER = r"""
 code=$?
 state=$(squeue --noheader --array --jobs="$job" --format=%T 2>/dev/null)
-case $code in TOLD) code=AGAIN ;; 143) code=130 ;; esac
+case $code in ASKED) code=AGAIN ;; 143) code=130 ;; esac
 if [ -e "$attempt/again" ]; then
   code=AGAIN
 elif compgen -G "$attempt/*/*.error" >/dev/null || grep -qsE ": (DIED)" "$attempt.out"; then
@@ -126,7 +126,7 @@ again() {
     next=$job
   else
     note=${note:+Slurm rejected requeueing the job}
-    end false "${told:+Slurm rejected requeueing the job}"
+    end false "${asked:+Slurm rejected requeueing the job}"
     return
   fi
   [ -n "$without" ] || return
@@ -136,7 +136,7 @@ again() {
   done
 }
 if { [ $code = AGAIN ] && [ "${state:-RUNNING}" = RUNNING ]; } || { [ $code = 130 ] && [ "$state" = RUNNING ]; }; then
-  told=yes
+  asked=yes
   if [ -z "$chain" ] && [ "${SLURM_RESTART_COUNT:-0}" -ge $((requeues + restarted)) ]; then
     end false "asked to save and end, and cluster.requeues=$requeues is used up"
   else
@@ -168,9 +168,9 @@ exit $code
 """What follows the ranks: decide what their exit means, and record it. `$chain` names the file that tells the rest of a
 chain of jobs that there is nothing left to do; it is empty where jobs are requeued.
 
-Ranks that ended because they were asked to write a file that says so (`launchers.slurm.job`), and exit with 0: srun
+Ranks that ended because they were asked to write a file for that (`launchers.slurm.job`), and exit with 0: srun
 would end those that have not come as far. Those that the signal before preemption or SIGTERM killed before they handled
-it show 128 and its number (TOLD), or 143. srun gives the highest exit code of all ranks: where one failed, the codes of
+it show 128 and its number (ASKED), or 143. srun has the highest exit code of all ranks: where one failed, the codes of
 ranks that were ended for that do not count. A job that was cancelled is no longer running by Slurm's account; one that
 is running, and was asked to stop by SIGTERM, is being preempted by a Slurm that is not set up to send the other signal.
 Requeueing ends what runs in the job by SIGTERM, also the command that requests it, and what follows it has until
@@ -270,8 +270,8 @@ def command(shape: Shape, work: Work) -> str:
 
 
 def _filled(part: str, cluster: Cluster) -> str:
-    told = str(128 + signal_of(cluster))
-    for name, value in (("AGAIN", str(EXIT_REQUEUE)), ("DIED", DIED), ("TERMINATING", TERMINATING), ("TOLD", told)):
+    asked = str(128 + signal_of(cluster))
+    for name, value in (("AGAIN", str(EXIT_REQUEUE)), ("DIED", DIED), ("TERMINATING", TERMINATING), ("ASKED", asked)):
         part = part.replace(name, value)
     return part.strip()
 
