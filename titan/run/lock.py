@@ -69,7 +69,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
     reason = error.strerror or str(error)
     way = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
     return ConfigError(
-        f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another directory."
+        f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place."
     )
 
 
