@@ -12,10 +12,9 @@ import pytest
 
 from tests.support.machines import detector
 from titan.cluster import devices
-from titan.compile import schema as compiling
 from titan.compile.compiler import missing_compiler
 from titan.errors import ConfigError
-from titan.run import identity
+from titan.run import compile_scope, identity
 from titan.run.compile_scope import eager_seconds
 from titan.run.compose import composed
 from titan.run.resolve import moved
@@ -55,7 +54,7 @@ CHOSEN = [
     pytest.param("cpu", (LONG, DOCUMENTS), "block", "blocks, for dataset.mask_documents", id="documents"),
     pytest.param("cpu", (LONG, *FLOAT8), "block", "blocks, for precision=float8", id="float8"),
     pytest.param("cpu", (LONG, "model.layers=12"), "model", "on one CPU device", id="twelve-layers"),
-    pytest.param("cpu", (LONG, "model.layers=13"), "block", "which take long to compile at once", id="many-layers"),
+    pytest.param("cpu", (LONG, "model.layers=13"), "block", "take long to compile at once", id="many-layers"),
     pytest.param(
         "cpu", (LONG, "model.dim=1024", "model.vocab=32768"), "block", "no faster for a model of this size", id="large"
     ),
@@ -152,12 +151,12 @@ def test_a_budget_and_anomalies_have_a_way_out(scope: str, monkeypatch: pytest.M
 
 
 def test_schedules_that_older_torch_can_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_torch", lambda: (2, 11))
+    monkeypatch.setattr(compile_scope, "torch_version", lambda: (2, 11))
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "off"
     assert on("gpu", "parallelism=fsdp", monkeypatch=monkeypatch).compile.scope == "block"
     job = on("cpu", *ZBV, "cluster=h100", "parallelism.pipeline=2", monkeypatch=monkeypatch, elsewhere=True)
     assert job.compile.scope == "block"
-    monkeypatch.setattr(compiling, "_torch", tuple)  # there is none
+    monkeypatch.setattr(compile_scope, "torch_version", tuple)  # there is none
     assert on("gpu", *ZBV, "parallelism.pipeline=2", monkeypatch=monkeypatch).compile.scope == "block"
 
 
@@ -197,7 +196,7 @@ def test_a_job_compiles_as_its_machines_ask(monkeypatch: pytest.MonkeyPatch) -> 
     here = moved(run, detector("gpu")("cuda"))
     assert (here.compile.scope, here.compile_why) == ("off", "triton is not installed")
     said = on("cpu", SHORT, "cluster=h100", "compile=block", monkeypatch=monkeypatch, elsewhere=True)
-    with pytest.raises(ConfigError, match="triton is not installed; mend that, or give compile=off"):
+    with pytest.raises(ConfigError, match="triton is not installed; fix this, or give compile=off"):
         moved(said, detector("gpu")("cuda"))
 
 
