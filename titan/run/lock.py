@@ -68,9 +68,7 @@ def unwritable(directory: Path, error: OSError) -> ConfigError:
     """Return the error for a run's directory that can't be written to."""
     reason = error.strerror or str(error)
     way = "free some of it" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
-    return ConfigError(
-        f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place."
-    )
+    return ConfigError(f"hydra.run.dir={directory}: can't be written to ({reason}); {way}, or choose another place.")
 
 
 def _remove(folders: list[Path]) -> None:
