@@ -15,7 +15,7 @@ from tests.support.machines import detector
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
-from titan.estimate.fit import GIB, available, demand, microbatches, needed, rank_rows
+from titan.estimate.fit import GIB, available, demand, microbatches, rank_rows, smallest_layout
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.run.compose import composed
@@ -124,7 +124,7 @@ def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> N
     ],
 )
 def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib: tuple[float, float]) -> None:
-    answer = needed(any_layout(model, parallelism))
+    answer = smallest_layout(any_layout(model, parallelism))
     assert answer is not None
     layout, wants = answer
     assert layout.devices == devices_
@@ -169,10 +169,10 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 64))
 @budget(max_examples=40)
-def test_needed_is_the_smallest_that_carries(heads: int, layers: int, width: int) -> None:
+def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, width: int) -> None:
     model = Llama(dim=heads * 128 * width, layers=layers * 8, heads=heads, kv_heads=1, ffn=512 * width, vocab=32000)
     wide = with_(model=model, parallelism=Parallelism(shard=-1))
-    answer = needed(wide)
+    answer = smallest_layout(wide)
     if answer is None:
         return
     layout, gib = answer
@@ -230,7 +230,7 @@ def test_check_refuses_exactly_what_is_more_than_there_is() -> None:
         if fits:
             fit.check(told, Layout(shard=8), there, rows)
         else:
-            with pytest.raises(ConfigError, match="needs about"):
+            with pytest.raises(ConfigError, match="estimated memory is"):
                 fit.check(told, Layout(shard=8), there, rows)
 
 
@@ -264,7 +264,7 @@ def test_auto_degrees_follow_from_cluster_and_model(
 
 def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    with pytest.raises(ConfigError, match=r"With memory=full it takes at least .* Type memory=full instead"):
+    with pytest.raises(ConfigError, match=r"With memory=full it needs .* Try memory=full, or set"):
         composed(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=1048576"], 64
         )
