@@ -71,9 +71,9 @@ class TestChoice:
             pytest.param("float8", {}, 1, {"head": BY_NAME}, id="head"),
             pytest.param("float8", {"skip": ()}, 1, {}, id="head-too"),
             pytest.param("float8", {"skip": ("b", "a.*")}, 1, {"b": BY_NAME, "a.wk": BY_NAME}, id="patterns"),
-            pytest.param("float8", {"skip": ()}, 2, {"c": "24 is no multiple of 16"}, id="inputs-of-a-rank"),
+            pytest.param("float8", {"skip": ()}, 2, {"c": "24 is not a multiple of 16"}, id="inputs-of-a-rank"),
             pytest.param("float8", {"skip": (), "smallest": 64}, 1, {"c": "48 is below precision.smallest"}, id="size"),
-            pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is no multiple of 32"}, id="blocks-of-32"),
+            pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is not a multiple of 32"}, id="blocks-of-32"),
         ],
     )
     def test_what_is_left_alone(self, products: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
@@ -109,13 +109,13 @@ class TestChoice:
     def test_what_is_left_alone_is_told_once_for_all_blocks(self) -> None:
         products = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).products()
         told = Precision("bf16", products="float8").choose(products).left_alone()
-        odd = "(24 is no multiple of 16)"
+        odd = "(24 is not a multiple of 16)"
         assert told == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
 
     def test_start_says_what_is_left_alone(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         train(tiny(tmp_path, *SHAPE, "precision=float8", "precision.skip=[head,layers.0.*]", "training.steps=1"))
         out = capfd.readouterr().out
-        assert "precision bf16, products in float8, emulated" in out
+        assert "precision bf16, float8 matmuls, emulated" in out
         assert (
             "7 of 15 products in float8; in bf16: attention.wq (precision.skip)" in out
             and "head (precision.skip)" in out

@@ -1,4 +1,4 @@
-"""Torch's switches that help to find a fault."""
+"""Apply the debugging options to torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from titan.debug.schema import Debug
 
 
 def set_switches(debug: Debug) -> None:
-    """Set torch's switches for this process."""
+    """Set torch's global debugging switches in this process."""
     import os
 
     import torch
