@@ -259,7 +259,7 @@ def test_every_layout_starts_the_same(config: Llama, layout: str, world: int) ->
 def test_wrong_box_is_an_error() -> None:
     with (
         patch.object(init_weights, "_local", return_value=torch.empty(1)),
-        pytest.raises(RankFailed, match="this rank holds"),
+        pytest.raises(RankFailed, match="the local shape is"),
     ):
         run_ranks(sharded, 1, UNEVEN, "shard")
 
