@@ -96,7 +96,7 @@ ENDS = [
     ),
     pytest.param("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no", id="rank"),
     pytest.param("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup", id="compiler"),
-    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="refusal"),
+    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="config-error"),
     pytest.param("loading\n", "exit code -9", id="killed"),
 ]
 

@@ -1,4 +1,4 @@
-"""The estimate of memory against the peak of live tensors in traces of real steps."""
+"""The memory estimate against the peak of live tensors in traces of real steps."""
 
 from __future__ import annotations
 
