@@ -52,17 +52,17 @@ def _length(model: Any, device: torch.device, length: int, rounds: int) -> dict[
         decoding = Decoding(model, Rules(temperature=0.8, top_k=40, max_tokens=length), device=device)
         return lambda: decoding.run([Row(range(PROMPT), sample) for sample in range(rows)])
 
-    ways = {"anew": lambda: _recompute(model, device, length), "cache": cached(1), "rows": cached(ROWS)}
+    ways = {"uncached": lambda: _recompute(model, device, length), "cache": cached(1), "rows": cached(ROWS)}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: -1 if number % 2 else 1]:
             times[name].append(seconds(ways[name], device))
     rates = {name: length / statistics.median(seconds_) for name, seconds_ in times.items()}
     rates["rows"] *= ROWS
-    ratios = [recomputed / cached_ for recomputed, cached_ in zip(times["anew"], times["cache"], strict=True)]
+    ratios = [recomputed / cached_ for recomputed, cached_ in zip(times["uncached"], times["cache"], strict=True)]
     ratio = statistics.median(ratios)
     print(
-        f"{length:>10} {rates['anew']:>15,.0f} {rates['cache']:>16,.0f} {ratio:>6.2f} {rates['rows']:>18,.0f}",
+        f"{length:>10} {rates['uncached']:>15,.0f} {rates['cache']:>16,.0f} {ratio:>6.2f} {rates['rows']:>18,.0f}",
         flush=True,
     )
     return {"new_tokens": length, "tokens_per_second": rates, "ratios": ratios}

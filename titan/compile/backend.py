@@ -1,4 +1,7 @@
-"""Compile the stages of a model, with per-call values of torch settings that are otherwise global."""
+"""Compile the stages of a model, with per-call values of torch settings that are otherwise global.
+
+The compiler's modules are imported inside functions, because importing them takes seconds that eager runs do not need.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from titan.compile.schema import Compile
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,5 @@ def _separate_cache() -> dict[str, bool]:
 
     torch stops compiling a function after eight graphs, and a rank may have more than four stages.
     """
-    import torch
-
     parameters = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
+import torch
+
 from titan.debug.schema import Debug
 
 
 def set_switches(debug: Debug) -> None:
     """Set torch's global debugging switches in this process."""
-    import os
-
-    import torch
-
     if debug.deterministic != torch.are_deterministic_algorithms_enabled():  # the call alone imports Inductor
         torch.use_deterministic_algorithms(debug.deterministic)
     if debug.deterministic:

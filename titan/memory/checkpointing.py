@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titan.memory.schema import Memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
-
 
 # Operations are compared by name, because which of them exist depends on torch's version and build.
 MATMULS = frozenset(
@@ -48,7 +50,7 @@ COLLECTIVES = frozenset(
 on one device, and the rank's shard of it is saved anyway."""
 
 
-def checkpoint_blocks(blocks: Sequence[torch.nn.Module], memory: Memory, first: int = 0) -> None:
+def checkpoint_blocks(blocks: Sequence[nn.Module], memory: Memory, first: int = 0) -> None:
     """Checkpoint the blocks that `memory` selects; a budget is applied by the compiler (`titan.compile.backend`).
 
     The block's `forward` is replaced instead of wrapping the module: parameter names stay, and FSDP's hooks and
@@ -71,11 +73,9 @@ def checkpoint_blocks(blocks: Sequence[torch.nn.Module], memory: Memory, first: 
             block.forward = _with_selective_recompute(block.forward, _count_matmuls(block))
 
 
-def _count_matmuls(block: torch.nn.Module) -> int:
+def _count_matmuls(block: nn.Module) -> int:
     """Return the number of matmuls in a forward pass of a block."""
-    from torch.nn import Linear
-
-    return sum(isinstance(module, Linear) for module in block.modules())
+    return sum(isinstance(module, nn.Linear) for module in block.modules())
 
 
 def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,6 @@ def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     It is a function with a frame, at which the compiler can start; a partial of torch's `checkpoint` has none.
     """
-    from torch.utils.checkpoint import checkpoint
 
     def run(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
@@ -93,8 +92,6 @@ def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_selective_recompute(forward: Callable[..., Any], matmuls: int) -> Callable[..., Any]:
     """As `_with_recompute`, but save results that are costly to compute (arXiv:2205.05198, section 5)."""
-    from torch.utils.checkpoint import checkpoint
-
     contexts = _contexts(matmuls)
 
     def run(*args: Any) -> Any:
@@ -111,8 +108,6 @@ def _contexts(matmuls: int) -> Callable[[], Any]:
     """
 
     def contexts() -> Any:
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
         return create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
 
     return contexts
@@ -131,8 +126,6 @@ class _Policy:
 
         Not of the last matmul: it is added to the residual stream, and backward needs neither operand of the sum.
         """
-        from torch.utils.checkpoint import CheckpointPolicy
-
         name, recompute = op.name().partition(".")[0], context.is_recompute
         if name in MATMULS:
             self.seen[recompute] += 1

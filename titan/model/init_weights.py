@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 BLOCK_VALUES = 2**18
 """Approximate elements per block: few enough to waste little at a shard's edges, enough to make seeding cheap."""
@@ -108,24 +111,17 @@ def _fill(parameter: Tensor, name: str, how: Initial, seed: int) -> None:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    from torch.distributed.tensor import DTensor
-
     whole = parameter.detach()
     return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 def _is_fake(tensor: Tensor) -> bool:
     """Return whether the tensor is fake and has no values to initialise."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return isinstance(tensor, FakeTensor)
 
 
 def _offset(parameter: Tensor, name: str) -> tuple[int, ...]:
     """Return the offset of this rank's shard in a parameter."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     if not isinstance(parameter, DTensor):
         return (0,) * parameter.dim()
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

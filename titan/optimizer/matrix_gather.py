@@ -39,28 +39,28 @@ def shared(
         mesh: the ranks.
         compute: maps a whole matrix to one of the same shape and type.
     """
-    place = list(mesh.get_coordinate() or ())
+    here = list(mesh.get_coordinate() or ())
     owners = [coordinate(rank, tuple(mesh.shape)) for rank in range(len(parts))]
     device = torch.device(mesh.device_type)
     mine = torch.empty(0)
     for like, part, owner in zip(likes, parts, owners, strict=True):
         whole = _gather(part.to(device), like, mesh)
-        mine = whole if owner == place else mine
-    if place in owners:  # after all gathers, so that no owner waits for another's computation
+        mine = whole if owner == here else mine
+    if here in owners:  # after all gathers, so that no owner waits for another's computation
         mine = compute(mine)
     for like, box, part, owner in zip(likes, boxes, parts, owners, strict=True):
-        whole = mine if owner == place else torch.empty(like.shape, dtype=part.dtype, device=device)
-        _broadcast(whole, place, owner, mesh)
+        whole = mine if owner == here else torch.empty(like.shape, dtype=part.dtype, device=device)
+        _broadcast(whole, here, owner, mesh)
         yield whole[box].to(part.device)
 
 
 def coordinate(rank: int, shape: tuple[int, ...]) -> list[int]:
     """Return the coordinate of a rank in a mesh of that shape, in row-major order."""
-    place = []
+    reversed_ = []
     for size in reversed(shape):
         rank, at = divmod(rank, size)
-        place.append(at)
-    return place[::-1]
+        reversed_.append(at)
+    return reversed_[::-1]
 
 
 def _gather(part: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
@@ -72,10 +72,10 @@ def _gather(part: Tensor, like: DTensor, mesh: DeviceMesh) -> Tensor:
     return sharded.to_local()
 
 
-def _broadcast(whole: Tensor, place: list[int], owner: list[int], mesh: DeviceMesh) -> None:
+def _broadcast(whole: Tensor, here: list[int], owner: list[int], mesh: DeviceMesh) -> None:
     """Broadcast a tensor from its owner to all ranks, one mesh dimension after the other."""
     for dimension, source in enumerate(owner):
-        if place[dimension + 1 :] == owner[dimension + 1 :]:
+        if here[dimension + 1 :] == owner[dimension + 1 :]:
             dist.broadcast(whole, group=mesh.get_group(dimension), group_src=source)
 
 

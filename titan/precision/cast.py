@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
+from titan.precision import low_precision
 from titan.precision.schema import Precision
-
-if TYPE_CHECKING:
-    import torch
 
 
 def set_compute_dtype(
-    model: torch.nn.Module, precision: Precision, taken: tuple[str, ...] = (), sharded: bool = False
+    model: nn.Module, precision: Precision, taken: tuple[str, ...] = (), sharded: bool = False
 ) -> None:
     """Set the compute type of a model on the meta device: the embedding's output type, which later layers follow.
 
@@ -26,6 +24,4 @@ def set_compute_dtype(
     if model.tok_embeddings is not None:
         model.tok_embeddings.dtype = precision.dtype
     if taken:
-        from titan.precision import low_precision
-
         low_precision.apply(model, precision, taken, sharded)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -115,8 +116,6 @@ def _product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _float8(recipe: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    from dataclasses import replace
-
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as function
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
