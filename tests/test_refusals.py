@@ -367,7 +367,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("hydra/launcher=slurm hydra.launcher.poll_seconds=0", "hydra.launcher.poll_seconds=0|above 0"),
     ("hydra/launcher=slurm hydra.launcher.dry_run=true cluster.chain=1000", "cluster.chain=1000|at most 100"),
     ("cluster.time=1:99:00", "cluster.time=1:99:00|at 59"),
-    ("cluster.environment={1BAD:x}", "1BAD|no variable"),
+    ("cluster.environment={1BAD:x}", "1BAD|not a valid name"),
 ]
 CASES = [("cpu", *case) for case in LAPTOP] + [("gpu", *case) for case in SERVER]
 
