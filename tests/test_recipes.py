@@ -186,7 +186,7 @@ def test_no_recipe_is_left_out() -> None:
 def test_a_recipe_yields_to_the_command_line_and_to_smaller_clusters() -> None:
     run = recipe("bench_8b_128", "cluster.nodes=2", "compile=off", "training.global_batch=262144")
     assert (run.layout, run.choices["compile"], run.rank_rows) == (Layout(shard=16), "off", 2)
-    with pytest.raises(ConfigError, match="needs about"):
+    with pytest.raises(ConfigError, match="estimated memory is"):
         recipe("bench_70b_256", "cluster.nodes=1")
 
 

@@ -166,8 +166,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("optimizer.moments=bf16 optimizer.betas=[0.9,0.999]", "optimizer.betas=[0.9,0.999]|0.996|optimizer.moments=fp32"),
     ("optimizer=muon optimizer.adjust=none", "match_rms_adamw, original"),
     ("optimizer.groups={a:{match:[zebra*]}}", "optimizer.groups.a.match=[zebra*]|norm.weight|no parameter"),
-    ("optimizer.groups={a:{match:[layers.6.*]}}", "called layers.6.*"),
-    ("optimizer.groups={a:{match:[head.weight]}} model.tied=true", "called head.weight"),
+    ("optimizer.groups={a:{match:[layers.6.*]}}", "matches layers.6.*"),
+    ("optimizer.groups={a:{match:[head.weight]}} model.tied=true", "matches head.weight"),
     ("optimizer.groups={a:{lr:0.5}}", "optimizer.groups.a.match is missing"),
     ("optimizer.groups={a:{match:['norm*'],lr:-1}}", "optimizer.groups.a.lr=-1: must be at least 0"),
     ("optimizer.groups={a:{match:['norm*'],rate:1}}", "optimizer.groups.a.rate=1: there is no such setting"),
@@ -367,7 +367,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("hydra/launcher=slurm hydra.launcher.poll_seconds=0", "hydra.launcher.poll_seconds=0|above 0"),
     ("hydra/launcher=slurm hydra.launcher.dry_run=true cluster.chain=1000", "cluster.chain=1000|at most 100"),
     ("cluster.time=1:99:00", "cluster.time=1:99:00|at 59"),
-    ("cluster.environment={1BAD:x}", "1BAD|no variable"),
+    ("cluster.environment={1BAD:x}", "1BAD|not a valid name"),
 ]
 CASES = [("cpu", *case) for case in LAPTOP] + [("gpu", *case) for case in SERVER]
 

@@ -1,4 +1,4 @@
-"""The benchmark runs and its figures hang together; how fast anything is, is no test."""
+"""The benchmark runs and its figures are consistent; speeds are not tested."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.support.machines import detector
-from titan.bench import command, measure
-from titan.bench.measure import Alone
+from titan.bench import activation_modes, command, speed
+from titan.bench.speed import SideResult
 from titan.bench.suites import Case, cpu_cases, gpu_cases
 from titan.cluster import devices
-from titan.compile import schema as compiling
+from titan.run import checks, compile_scope
 from titan.run.run import Run
 from titan.training.trainer import Trainer
 
@@ -34,24 +34,25 @@ def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["--suite", "tiny", "--rounds", "2", "--steps", "2", "--case", "fp32, compile off", "--json", str(out)]
     assert command.main(arguments) == 0
     found = json.loads(out.read_text())
-    (speed,) = found["speed"]
-    assert len(speed["ratios"]) == 2 and speed["mfu"] is None
-    assert min(speed["ratios"]) <= speed["titan"] / speed["bare"] <= max(speed["ratios"])
+    (row,) = found["speed"]
+    assert len(row["ratios"]) == 2 and row["mfu"] is None
+    assert min(row["ratios"]) <= row["titan"] / row["bare"] <= max(row["ratios"])
     assert min(found["start"].values()) > 0
     assert found["memory"]["ratio"] == pytest.approx(found["memory"]["titan"] / found["memory"]["bare"])
     assert found["ceilings"]["matmul_fp32_tflops"] > 0
-    assert speed["limit"] * sum(speed["parts"].values()) == pytest.approx(256)
+    assert row["roofline"] * sum(row["parts"].values()) == pytest.approx(256)
     out = capsys.readouterr().out
     assert "command to first step" in out
     assert "fastest titan (fp32, compile off) / bare (fp32, compile off)" in out
-    assert out.endswith("1 cases: 0 left out, 0 with a side that failed\n")
+    assert out.endswith("1 cases: 0 skipped, 0 with a failed side\n")
 
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200, on which torch.compile has what it takes, and the package for float8."""
+    """An H200 with the packages that compiling and float8 need."""
     monkeypatch.setattr(devices, "detect", detector("h200"))
-    monkeypatch.setattr(compiling, "why_not", lambda *rest: None)
+    for module in (checks, compile_scope):
+        monkeypatch.setattr(module, "missing_compiler", lambda *rest: None)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "torchao" or find(name, *rest))
 
@@ -65,28 +66,28 @@ def test_an_h200_has_room_for_each_of_its_cases(case: Case) -> None:
     assert (run.microbatches, run.precision.emulate) == (1, False)
 
 
-def test_what_a_gpu_is_asked() -> None:
+def test_gpu_cases() -> None:
     titles = [case.title for case in gpu_cases()]
     assert len(titles) == len(set(titles))
     large = {f"llama8b, {p}, compile block, memory {m}" for p in ("bf16", "float8") for m in ("selective", "full")}
     assert {"llama1b, bf16, compile model", "llama8b, bf16_pure, compile block, memory none", *large} <= set(titles)
 
 
-def test_waits_are_looked_for_in_each_kind_of_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_case_is_searched_for_host_synchronisation(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def started(what: str, how: Any, overrides: Any) -> dict[str, Any]:
         asked.append(" ".join(overrides))
-        return {"failure": "CUDA out of memory"} if "compile=off" in overrides else {"place": "x.py:1: y.item()"}
+        return {"failure": "CUDA out of memory"} if "compile=off" in overrides else {"location": "x.py:1: y.item()"}
 
-    monkeypatch.setattr(measure, "_started", started)
+    monkeypatch.setattr(speed, "_run_process", started)
     monkeypatch.setattr(command.compose, "composed", lambda overrides: None)
-    found = command._waits(gpu_cases(), [])
+    found = command._host_syncs(gpu_cases(), [])
     assert len(asked) == len(found) == 6
     assert (
         sum("compile=block" in each for each in asked) == 4 and sum("precision=float8" in each for each in asked) == 2
     )
-    assert found["llama1b, bf16, compile off"] == {"place": "", "failure": "CUDA out of memory"}
+    assert found["llama1b, bf16, compile off"] == {"location": "", "failure": "CUDA out of memory"}
 
 
 ENDS = [
@@ -95,26 +96,28 @@ ENDS = [
     ),
     pytest.param("[rank0]: ValueError: no\nWarning: leaked", "[rank0]: ValueError: no", id="rank"),
     pytest.param("torch._dynamo.exc.Unsupported: jump\n  Hint: none", "torch._dynamo.exc.Unsup", id="compiler"),
-    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="refusal"),
+    pytest.param("titan: model=x: there is no such choice.\n", "titan: model=x", id="config-error"),
     pytest.param("loading\n", "exit code -9", id="killed"),
 ]
 
 
-@pytest.mark.parametrize(("text", "reason"), ENDS)
-def test_why_a_process_failed(text: str, reason: str) -> None:
-    assert measure.reason(text, -9).startswith(reason)
+@pytest.mark.parametrize(("text", "line"), ENDS)
+def test_error_line_of_a_process(text: str, line: str) -> None:
+    assert speed.error_line(text, -9).startswith(line)
 
 
 @pytest.mark.parametrize("suite", ["tiny", "modes"])
-def test_a_case_that_there_is_not(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_case(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--suite", suite, "--case", "fp23", "cluster.device=cpu"]) == 2
-    assert "titan: --case fp23: no case's title holds this; give a part of one of: " in capsys.readouterr().err
+    assert (
+        "titan: --case fp23: no case has a title that contains this; give a part of one of: " in capsys.readouterr().err
+    )
 
 
 def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     chunk = ["training.loss_chunk=16", "precision=fp32", "compile=off", "training.steps=3", "dataset=synthetic"]
     run = command.compose.composed([*chunk, *command.QUIET, *SMALL])
-    with measure.trainer(run) as (_, bare_loop):
+    with speed.open_trainer(run) as (_, bare_loop):
         bare = bare_loop(Case("", ()))
     assert bare.model.head.chunked.keywords == {"chunk": 16}
     before = bare.model.head.weight.detach().clone()
@@ -132,12 +135,12 @@ def test_a_cpu_is_asked_for_a_bare_loop_compiled_as_a_whole() -> None:
 
 
 def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks where titan does, all at once where the case says so; in a process of its own, too."""
+    """Blocks as titan does, or all at once if the case says so; in a separate process too."""
     compiled: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: compiled.append(getattr(f, "__name__", "a block")) or f)
     overrides = ["precision=fp32", "compile=block", "compile.backend=eager", "training.steps=3", "dataset=synthetic"]
     run = command.compose.composed([*overrides, *command.QUIET, *SMALL])
-    with measure.trainer(run) as (_, bare_loop):
+    with speed.open_trainer(run) as (_, bare_loop):
         compiled.clear()
         bare_loop(Case("", ()))
         assert len(compiled) == run.model.layers + 1 and "summed" not in compiled
@@ -145,42 +148,42 @@ def test_the_bare_loop_compiles_what_a_case_says(monkeypatch: pytest.MonkeyPatch
         bare_loop(Case("", (), bare="model"))
         assert compiled == ["summed"]
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(measure, "_started", lambda side, how, overrides: asked.update({side: overrides}) or {})
-    measure.apart(run, Case("", ("compile=block",), bare="model"), [], 1, 1)
+    monkeypatch.setattr(speed, "_run_process", lambda side, how, overrides: asked.update({side: overrides}) or {})
+    speed.measure_separately(run, Case("", ("compile=block",), bare="model"), [], 1, 1)
     assert asked == {"bare": ["compile=block", "compile=model"], "titan": ["compile=block"]}
 
 
-def one_fails(run: Run, *rest: Any) -> dict[Any, Alone]:
+def one_fails(run: Run, *rest: Any) -> dict[Any, SideResult]:
     assert run.machine.device == "cuda"
-    return {"bare": Alone(failure="CUDA out of memory"), "titan": Alone((0.16, 0.15, 0.17), 30.0)}
+    return {"bare": SideResult(failure="CUDA out of memory"), "titan": SideResult((0.16, 0.15, 0.17), 30.0)}
 
 
-def test_a_side_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_side_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    monkeypatch.setattr(measure, "apart", one_fails)
+    monkeypatch.setattr(speed, "measure_separately", one_fails)
     overrides = [*command.LONG, *command._base("gpu")]
     assert "compile=off" in gpu_cases()[0].overrides  # so that no compiler is looked for
-    found = measure.speed(gpu_cases()[0], overrides, CEILINGS, 3, 1)
+    found = speed.measure(gpu_cases()[0], overrides, CEILINGS, 3, 1)
     assert (found.bare, found.titan, found.ratios) == (0, pytest.approx(8192 / 0.16), ())
     assert found.mfu is not None and 0.3 < found.mfu < 0.6  # of an H100
     text = found.rows()
-    assert "bare: CUDA out of memory" in text and "titan 30.0 GiB" in text and "limit" in text
+    assert "bare: CUDA out of memory" in text and "titan 30.0 GiB" in text and "roofline" in text
 
 
-def test_a_side_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     overrides = ["dataset=synthetic", "training.steps=100", "precision=fp32", "compile=off", *command.QUIET, *SMALL]
     how = ["--rounds", "2", "--steps", "1"]
-    taken = measure._started("titan", how, overrides)
+    taken = speed._run_process("titan", how, overrides)
     assert len(taken["seconds"]) == 2 and taken["memory_gib"] and not taken["failure"]
-    wrong = measure._started("bare", how, ["training.sleep=1"])
+    wrong = speed._run_process("bare", how, ["training.sleep=1"])
     assert "there is no such setting" in wrong["failure"] and "seconds" not in wrong
 
 
-def test_a_case_that_can_not_be_composed_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_can_not_be_composed_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     cases = [Case("none", ("training.sleep=1",))]
     assert list(command._speeds(cases, [], {}, argparse.Namespace(rounds=1, steps=1))) == []
-    assert "left out: training.sleep=1: there is no such setting" in capsys.readouterr().out
+    assert "skipped: training.sleep=1: there is no such setting" in capsys.readouterr().out
 
 
 def test_where_steps_spend_their_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,12 +193,12 @@ def test_where_steps_spend_their_time(capsys: pytest.CaptureFixture[str]) -> Non
     assert "fp32, compile off: 1 steps" in out and "aten::mm" in out and "Self CPU" in out
 
 
-def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU nothing waits for a device: torch's switch is simulated, and what it raises."""
+def test_host_synchronisation_is_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing synchronises: torch's debug mode and its error are simulated."""
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     run = command.compose.composed([*command.LONG, "cluster=cpu", "dataset=synthetic", "compile=off", *SMALL])
-    assert measure.waiting(run, steps=1) == ""
+    assert speed.sync_location(run, steps=1) == ""
 
     def failing(self: Trainer, before: Any = None) -> Any:
         if modes[-1] == "error":
@@ -204,10 +207,10 @@ def test_what_waits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     step, message = Trainer._step, "called a synchronizing CUDA operation\nand where"
     monkeypatch.setattr(Trainer, "_step", failing)
-    assert re.fullmatch(r"tests/test_bench\.py:\d+: raise RuntimeError\(message\)", measure.waiting(run, steps=1))
+    assert re.fullmatch(r"bench/test_bench\.py:\d+: raise RuntimeError\(message\)", speed.sync_location(run, steps=1))
     message = "CUDA out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
-        measure.waiting(run, steps=1)
+        speed.sync_location(run, steps=1)
     assert modes == ["error", "default"] * 3
 
 
@@ -217,30 +220,30 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatc
     assert capsys.readouterr().err.startswith("titan: cluster.device=cuda")
 
 
-def test_what_a_mode_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mode_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "modes.json"
     arguments = ["--suite", "modes", "--case", "single: full, off", "--json", str(out), "dataset=synthetic"]
     assert command.main([*arguments, *SMALL]) == 0
-    (taken,) = json.loads(out.read_text())
-    assert taken["title"] == "single: full, off"
-    assert taken["tokens_per_second"] == pytest.approx(64 / taken["seconds"])
-    assert 0 < taken["memory_gib"] < 4
+    (row,) = json.loads(out.read_text())
+    assert row["title"] == "single: full, off"
+    assert row["tokens_per_second"] == pytest.approx(64 / row["seconds"])
+    assert 0 < row["memory_gib"] < 4
 
 
-def test_modes_that_there_are() -> None:
+def test_modes() -> None:
     run = command.compose.composed(["cluster.device=cpu"])
-    titles = [mode.title for mode in command.modes.modes(run)]
+    titles = [mode.title for mode in activation_modes.modes(run)]
     assert len(titles) == len(set(titles)) == 6 * (5 * 3 - 1)
     assert "3d: selective, block" in titles
     assert "fsdp: budget, off" not in titles
 
 
-def test_how_fast_text_is_generated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     assert command.main(["--suite", "generate", "--rounds", "1", "--json", str(out), "dataset=synthetic", *SMALL]) == 0
     found = json.loads(out.read_text())
     assert [line["new_tokens"] for line in found] == [64, 256, 512]
     for line in found:
         rates = line["tokens_per_second"]
-        assert line["ratios"] == [pytest.approx(rates["cache"] / rates["anew"])]
+        assert line["ratios"] == [pytest.approx(rates["cache"] / rates["uncached"])]
     assert len(capsys.readouterr().out.strip().splitlines()) == 6

@@ -1,4 +1,4 @@
-"""What saving takes is measured; how fast it is, is no test."""
+"""Saving is measured; its speed is not tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.runs import train
 from titan.bench import command
-from titan.bench.checkpoint import EVERY, taken, write_plainly
+from titan.bench.checkpoint import EVERY, summarise, write_plain_file
 from titan.run.compose import composed
 
 SMALL = [
@@ -25,7 +25,7 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert command.main(["--suite", "checkpoint", "--rounds", "1", "--json", str(out), *SMALL]) == 0
     found = json.loads(out.read_text())
     off, sync, beside = found["saving"]
-    assert [taken["mode"] for taken in found["saving"]] == ["off", "sync", "async"]
+    assert [row["mode"] for row in found["saving"]] == ["off", "sync", "async"]
     assert off["stall"] is None and off["step"] > 0
     assert sync["stall"] > 0 and beside["save"] > 0
     assert sync["gib"] == pytest.approx(beside["gib"], rel=0.01)
@@ -33,7 +33,7 @@ def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     assert "one plain file of the same size" in capsys.readouterr().out
 
 
-def test_what_is_read_from_metrics() -> None:
+def test_metrics_are_summarised() -> None:
     lines = [
         {"step": s, "step_seconds": 5.0 if s % EVERY == 1 else 2.0, "memory_gib": 1 + s / 100} for s in range(1, 16)
     ]
@@ -42,12 +42,12 @@ def test_what_is_read_from_metrics() -> None:
         {"step": s, "checkpoint_step": s, "checkpoint_stall_seconds": w, "checkpoint_seconds": t, "checkpoint_gib": 1.0}
         for s, w, t in saves
     ]
-    found = taken("async", lines, 15)
+    found = summarise("async", lines, 15)
     assert (found.step, found.beside, found.first, found.stall, found.save) == (2.0, 5.0, 3.0, 1.0, 4.0)
     assert found.memory == pytest.approx(1.15)
     assert "50.0%" in found.row()
 
 
-def test_a_plain_file_is_written_and_gone(tmp_path: Path) -> None:
-    assert write_plainly(tmp_path / "file", 40 * 2**20 + 1) > 0
+def test_the_plain_file_is_removed(tmp_path: Path) -> None:
+    assert write_plain_file(tmp_path / "file", 40 * 2**20 + 1) > 0
     assert not list(tmp_path.iterdir())

@@ -52,6 +52,6 @@ def test_a_steps_timeout_is_the_shorter_one(given: dict[str, object], seconds: f
 
 def test_a_steps_timeout_that_is_the_longer_one_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"cluster.step_timeout=90: longer than cluster.timeout=60, .*give a smaller one"
+        ConfigError, match=r"cluster.step_timeout=90: longer than cluster.timeout=60, .*give a smaller value"
     ):
         build(Cluster, {"timeout": 60, "step_timeout": 90}, "cluster").check()

@@ -1,19 +1,23 @@
-"""Machines simulated through a `Probe`: no test here depends on the machine that it runs on, but the last."""
+"""Detection on machines simulated through a `Probe`; only the last test depends on the real machine."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan.cluster.devices import PEAKS, Machine, Probe, detect, peak_tflops
+from titan.cluster.devices import Machine, detect
+from titan.cluster.known_devices import PEAKS, peak_tflops
+from titan.cluster.probe import Probe, optional_module
 from titan.errors import ConfigError
 
 CUDA_TORCH = "cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -28,18 +32,25 @@ def h100s(count: int, name: str = "NVIDIA H100 80GB HBM3", mebibytes: str = "815
     return "".join(f"GPU-{i}{i}aa-bb, {name}, {mebibytes}, {capability}\n" for i in range(count))
 
 
-def says(**outputs: str) -> Runner:
-    """A runner that knows these programs' outputs; a key's underscores stand for dashes."""
+def prints(**outputs: str) -> Runner:
+    """Return a runner with these programs' outputs; underscores in a key stand for dashes."""
     known = {key.replace("_", "-"): text for key, text in outputs.items()}
     return lambda arguments: known.get(arguments[0])
 
 
-NOTHING = says()
+NO_PROGRAMS = prints()
 
 
-def probe(root: Path, run: Runner = NOTHING, torch: str = CUDA_TORCH, **environ: str) -> Probe:
+def probe(root: Path, run: Runner = NO_PROGRAMS, torch: str = CUDA_TORCH, nvml: Any = None, **environ: str) -> Probe:
     return Probe(
-        root=root, environ=environ, run=run, torch_version=torch, cores=16, physical_bytes=64 * GIB, architecture="x"
+        root=root,
+        environ=environ,
+        run=run,
+        nvml=lambda: nvml,
+        torch_version=torch,
+        cores=16,
+        physical_bytes=64 * GIB,
+        architecture="x",
     )
 
 
@@ -58,7 +69,7 @@ def driver_files(count: int, model: str = "NVIDIA A100-SXM4-80GB") -> dict[str, 
 
 
 def test_eight_h100(tmp_path: Path) -> None:
-    machine = detect("auto", probe(tmp_path, says(nvidia_smi=h100s(8))))
+    machine = detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(8))))
     assert (machine.device, machine.name, machine.count, machine.cores) == ("cuda", "NVIDIA H100 80GB HBM3", 8, 16)
     assert machine.memory_gib == pytest.approx(79.65, abs=0.01)
     assert machine.bf16_fast
@@ -66,7 +77,7 @@ def test_eight_h100(tmp_path: Path) -> None:
 
 
 def test_volta_has_no_fast_bf16(tmp_path: Path) -> None:
-    run = says(nvidia_smi=h100s(2, "Tesla V100-SXM2-16GB", "16384", "7.0"))
+    run = prints(nvidia_smi=h100s(2, "Tesla V100-SXM2-16GB", "16384", "7.0"))
     assert not detect("cuda", probe(tmp_path, run)).bf16_fast
 
 
@@ -85,7 +96,7 @@ def test_volta_has_no_fast_bf16(tmp_path: Path) -> None:
     ],
 )
 def test_visible_devices(tmp_path: Path, mask: str, count: int) -> None:
-    simulated = probe(tmp_path, says(nvidia_smi=h100s(8)), CUDA_VISIBLE_DEVICES=mask)
+    simulated = probe(tmp_path, prints(nvidia_smi=h100s(8)), CUDA_VISIBLE_DEVICES=mask)
     machine = detect("auto", simulated)
     assert (machine.device, machine.count) == (("cuda", count) if count else ("cpu", 1))
     if not count:
@@ -98,7 +109,7 @@ def test_visible_devices(tmp_path: Path, mask: str, count: int) -> None:
 @settings(max_examples=30, deadline=None)
 def test_the_first_visible_gpu_names_the_machine(order: list[int]) -> None:
     lines = "".join(f"GPU-{i}, GPU number {i}, {1024 * (i + 1)}, 9.0\n" for i in range(8))
-    simulated = probe(Path("/nowhere"), says(nvidia_smi=lines), CUDA_VISIBLE_DEVICES=",".join(map(str, order)))
+    simulated = probe(Path("/nowhere"), prints(nvidia_smi=lines), CUDA_VISIBLE_DEVICES=",".join(map(str, order)))
     machine = detect("auto", simulated)
     assert (machine.name, machine.count) == (f"GPU number {order[0]}", len(order))
     assert machine.memory_gib == min(order) + 1  # the smallest decides what fits
@@ -121,12 +132,12 @@ def test_a_mig_slice_is_one_small_device(tmp_path: Path) -> None:
 
 
 def test_unified_memory_is_taken_from_the_table(tmp_path: Path) -> None:
-    machine = detect("auto", probe(tmp_path, says(nvidia_smi=h100s(1, "NVIDIA GH200 480GB", "[N/A]"))))
+    machine = detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(1, "NVIDIA GH200 480GB", "[N/A]"))))
     assert machine.memory_gib == 94
 
 
 @pytest.mark.parametrize("output", [None, "", "NVIDIA-SMI has failed because it couldn't communicate\n"])
-def test_without_nvidia_smi_the_driver_answers(tmp_path: Path, output: str | None) -> None:
+def test_without_nvidia_smi_the_drivers_files_are_read(tmp_path: Path, output: str | None) -> None:
     write(tmp_path, driver_files(4))
     machine = detect("auto", probe(tmp_path, lambda _: output, CUDA_VISIBLE_DEVICES="2,3"))
     assert (machine.device, machine.name, machine.count) == ("cuda", "NVIDIA A100-SXM4-80GB", 2)
@@ -140,7 +151,7 @@ def test_a_container_without_gpus_sees_the_hosts_driver_folder(tmp_path: Path) -
 
 def test_cpu_torch_on_a_gpu_machine(tmp_path: Path) -> None:
     write(tmp_path, driver_files(2))
-    simulated = probe(tmp_path, says(nvidia_smi=h100s(2)), torch=CPU_TORCH)
+    simulated = probe(tmp_path, prints(nvidia_smi=h100s(2)), torch=CPU_TORCH)
     machine = detect("auto", simulated)
     assert machine.device == "cpu"
     assert machine.describe().endswith(
@@ -150,17 +161,147 @@ def test_cpu_torch_on_a_gpu_machine(tmp_path: Path) -> None:
         detect("cuda", simulated)
 
 
-def test_no_gpu_is_no_note_but_a_refusal_when_asked_for(tmp_path: Path) -> None:
+def test_no_gpu_is_an_error_only_when_one_is_requested(tmp_path: Path) -> None:
     assert detect("auto", probe(tmp_path)).note == ""
     with pytest.raises(ConfigError, match=r"^cluster.device=cuda: this machine's driver tools show no GPU; "):
         detect("cuda", probe(tmp_path))
 
 
-def test_cpu_asks_no_gpu(tmp_path: Path) -> None:
-    def never(arguments: Sequence[str]) -> str | None:
-        raise AssertionError(arguments)
-
+def test_cpu_runs_no_gpu_program(tmp_path: Path) -> None:
     assert detect("cpu", probe(tmp_path, never)).device == "cpu"
+
+
+class NvmlError(Exception):
+    """Stands for pynvml.NVMLError, the base of all its errors."""
+
+
+class FakeNvml:
+    """A module with nvidia-ml-py's documented functions: handles are GPUs, or (GPU, slot) for MIG slices.
+
+    Attributes:
+        gpus: (name, bytes of memory or None where the GPU reports none, compute capability) of each.
+        slices: (UUID, name, bytes of memory) by (GPU, slot).
+        fails: the name of a function that raises.
+        open: sessions that were begun and not ended.
+    """
+
+    NVMLError = NvmlError
+
+    def __init__(self, gpus: Sequence[Any], slices: Mapping[Any, Any] | None = None, fails: str = "") -> None:
+        self.gpus, self.slices, self.fails, self.open = gpus, slices or {}, fails, 0
+
+    def _call(self, name: str) -> None:
+        if name != "Init":
+            assert self.open == 1, f"{name} outside of a session"
+        if name == self.fails:
+            raise NvmlError(name)
+
+    def nvmlInit(self) -> None:
+        self._call("Init")
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        self._call("Count")
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        self._call("HandleByIndex")
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        self._call("UUID")
+        return f"GPU-{handle}{handle}aa-bb" if isinstance(handle, int) else self.slices[handle][0]
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:
+        self._call("Name")
+        return str(self.gpus[handle][0] if isinstance(handle, int) else self.slices[handle][1])
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+        self._call("Memory")
+        total = self.gpus[handle][1] if isinstance(handle, int) else self.slices[handle][2]
+        if total is None:
+            raise NvmlError("not supported")
+        return SimpleNamespace(total=total)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
+        self._call("Capability")
+        return self.gpus[handle][2]  # type: ignore[no-any-return]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: int) -> int:
+        return 2
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: int, slot: int) -> tuple[int, int]:
+        if (handle, slot) not in self.slices:
+            raise NvmlError("not found")
+        return (handle, slot)
+
+
+H100 = ("NVIDIA H100 80GB HBM3", 81559 * 2**20, (9, 0))
+
+
+def never(arguments: Sequence[str]) -> str | None:
+    raise AssertionError(arguments)
+
+
+def test_nvml_lists_the_gpus_that_nvidia_smi_lists(tmp_path: Path) -> None:
+    nvml = FakeNvml([H100] * 8)
+    machine = detect("auto", probe(tmp_path, never, nvml=nvml))
+    assert machine == detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(8))))
+    assert (machine.count, machine.capability, nvml.open) == (8, 9.0, 0)
+
+
+def test_nvml_obeys_visible_devices_and_capability(tmp_path: Path) -> None:
+    nvml = FakeNvml([H100, ("Tesla V100-SXM2-16GB", 16384 * 2**20, (7, 0))])
+    machine = detect("auto", probe(tmp_path, never, nvml=nvml, CUDA_VISIBLE_DEVICES="GPU-11"))
+    assert (machine.name, machine.count, machine.memory_gib) == ("Tesla V100-SXM2-16GB", 1, 16)
+    assert (machine.bf16_fast, machine.capability) == (False, 7.0)
+
+
+def test_nvml_without_memory_takes_it_from_the_table(tmp_path: Path) -> None:
+    nvml = FakeNvml([("NVIDIA GH200 480GB", None, (9, 0))])
+    assert detect("auto", probe(tmp_path, never, nvml=nvml)).memory_gib == 94
+
+
+@pytest.mark.parametrize("fails", ["Init", "Count", "HandleByIndex", "UUID", "Name", "Capability"])
+def test_nvidia_smi_is_read_where_nvml_fails(tmp_path: Path, fails: str) -> None:
+    nvml = FakeNvml([("another", 2**30, (7, 0))], fails=fails)
+    machine = detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(8)), nvml=nvml))
+    assert (machine.name, machine.count, nvml.open) == (H100[0], 8, 0)
+
+
+def test_nvidia_smi_is_read_where_nvml_has_no_gpus(tmp_path: Path) -> None:
+    assert detect("auto", probe(tmp_path, prints(nvidia_smi=h100s(2)), nvml=FakeNvml([]))).count == 2
+
+
+@pytest.mark.parametrize("named", ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA A100-SXM4-80GB"])
+def test_a_mig_slice_through_nvml(tmp_path: Path, named: str) -> None:
+    """With its memory as the driver reports it, and never with the name, so the peak, of a whole GPU."""
+    slices = {(1, 0): ("MIG-first", "x MIG 3g.40gb", 40 * GIB), (1, 1): ("MIG-second", named, int(9.5 * GIB))}
+    nvml = FakeNvml([("NVIDIA A100-SXM4-80GB", 80 * GIB, (8, 0))] * 2, slices)
+    machine = detect("auto", probe(tmp_path, never, nvml=nvml, CUDA_VISIBLE_DEVICES="MIG-sec"))
+    assert (machine.count, machine.memory_gib, machine.capability, machine.bf16_fast) == (1, 9.5, 8.0, True)
+    assert machine.name.startswith("NVIDIA A100-SXM4-80GB MIG") and peak_tflops(machine.name, "bf16") is None
+
+
+def test_the_fake_nvml_has_functions_of_the_package() -> None:
+    pynvml = pytest.importorskip("pynvml")
+    names = [name for name in vars(FakeNvml) if name.lower().startswith("nvml")]
+    assert len(names) >= 10 and [name for name in names if not hasattr(pynvml, name)] == []
+
+
+def test_memory_without_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert optional_module("psutil") is None
+    assert Probe().physical_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_psutil_reports_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(total=5 * GIB))
+    monkeypatch.setitem(sys.modules, "psutil", fake)
+    assert Probe().physical_bytes == 5 * GIB
 
 
 def rocm(**more: Any) -> str:
@@ -180,14 +321,14 @@ def rocm(**more: Any) -> str:
     ],
 )
 def test_rocm(tmp_path: Path, environ: dict[str, str], count: int) -> None:
-    machine = detect("auto", probe(tmp_path, says(rocm_smi=rocm()), HIP_TORCH, **environ))
+    machine = detect("auto", probe(tmp_path, prints(rocm_smi=rocm()), HIP_TORCH, **environ))
     assert (machine.device, machine.name, machine.count) == ("cuda", "AMD Instinct MI300X OAM", count)
     assert (machine.memory_gib, machine.bf16_fast) == (192, True)
 
 
 @pytest.mark.parametrize("output", ["", "not json", "{}"])
-def test_rocm_without_an_answer_is_the_cpu(tmp_path: Path, output: str) -> None:
-    assert detect("auto", probe(tmp_path, says(rocm_smi=output), HIP_TORCH)).device == "cpu"
+def test_rocm_smi_without_gpus_is_the_cpu(tmp_path: Path, output: str) -> None:
+    assert detect("auto", probe(tmp_path, prints(rocm_smi=output), HIP_TORCH)).device == "cpu"
 
 
 V1, V2 = "4:memory:/job/x\n3:cpu,cpuacct:/job\n0::/\n", "0::/slice/job\n"
@@ -297,10 +438,11 @@ def test_peaks_are_plausible(row: Any) -> None:
 
 
 def test_the_real_machine_without_torch() -> None:
-    """detect() works here, imports no torch, and a program that hangs or is missing is no answer."""
+    """detect() works here and imports no torch; a program that fails or is missing gives None."""
     code = (
-        "import sys; from titan.cluster.devices import detect, _command; m = detect('cpu');"
+        "import sys; from titan.cluster.devices import detect; m = detect('cpu');"
+        "from titan.cluster.probe import run_program;"
         "assert m.cores >= 1 and m.memory_gib > 0, m; assert 'torch' not in sys.modules;"
-        "assert _command(['no-such-program-here']) is None and _command(['false']) is None"
+        "assert run_program(['no-such-program-here']) is None and run_program(['false']) is None"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

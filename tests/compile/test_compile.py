@@ -137,7 +137,7 @@ def saved(one: Stage) -> int:
     one(X, Y).backward()  # compiled without the hooks, which would become part of the graphs
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         one(X, Y).backward()
-    return sum(size for place, size in found.items() if place not in weights)
+    return sum(size for pointer, size in found.items() if pointer not in weights)
 
 
 def test_the_compiler_keeps_to_a_budget() -> None:
@@ -202,10 +202,10 @@ def test_a_failed_compilation_changes_no_settings() -> None:
 def through(stages: list[Stage]) -> None:
     """One step through stages as a pipeline takes it, and an evaluation."""
     for train in (True, False):
-        out, places = X, torch.arange(16).expand(4, 16)
+        out, positions = X, torch.arange(16).expand(4, 16)
         with torch.set_grad_enabled(train):
             for one in stages:
-                out = one(out if out is X else out.detach().requires_grad_(train), Y, places)
+                out = one(out if out is X else out.detach().requires_grad_(train), Y, positions)
         if train:
             out.sum().backward()  # type: ignore[no-untyped-call]
 
@@ -223,7 +223,7 @@ def test_more_stages_than_torch_allows_one_function_are_compiled() -> None:
 
 
 def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Tensors:
-    """Gradients where the weights are cut over ranks, by FSDP or by products."""
+    """Return gradients with weights sharded by FSDP or tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
 
     with torch.device("meta"):

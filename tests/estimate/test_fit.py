@@ -1,4 +1,4 @@
-"""What fits and what does not: monotone in the layout, and sensible for the shapes that people know."""
+"""The memory estimate and its check: monotone in the layout, and plausible for well-known models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.machines import detector
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
-from titan.estimate.fit import GIB, available, demand, microbatches, needed, rank_rows
+from titan.estimate.fit import GIB, available, demand, microbatches, rank_rows, smallest_layout
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.run.compose import composed
@@ -46,7 +46,7 @@ COUNTS = st.integers(8, 64)
 
 
 @given(LAYOUTS, COUNTS)
-def test_cutting_products_takes_less(layout: Layout, count: int) -> None:
+def test_tensor_parallelism_needs_less(layout: Layout, count: int) -> None:
     more = dataclasses.replace(layout, tensor=layout.tensor * 2)
     assert demand(BASE, more, count).gib < demand(BASE, layout, count).gib
 
@@ -124,7 +124,7 @@ def test_rank_rows_have_room_for_all(rows: int, replicate: int, shard: int) -> N
     ],
 )
 def test_what_known_models_take(model: str, parallelism: str, devices_: int, gib: tuple[float, float]) -> None:
-    answer = needed(any_layout(model, parallelism))
+    answer = smallest_layout(any_layout(model, parallelism))
     assert answer is not None
     layout, wants = answer
     assert layout.devices == devices_
@@ -169,10 +169,10 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 64))
 @budget(max_examples=40)
-def test_needed_is_the_smallest_that_carries(heads: int, layers: int, width: int) -> None:
+def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, width: int) -> None:
     model = Llama(dim=heads * 128 * width, layers=layers * 8, heads=heads, kv_heads=1, ffn=512 * width, vocab=32000)
     wide = with_(model=model, parallelism=Parallelism(shard=-1))
-    answer = needed(wide)
+    answer = smallest_layout(wide)
     if answer is None:
         return
     layout, gib = answer
@@ -188,17 +188,17 @@ def test_needed_is_the_smallest_that_carries(heads: int, layers: int, width: int
         pytest.param("cpu", [], 1, 16 * 0.97, id="cpu"),
         pytest.param("cpu", [], 4, 16 * 0.97 / 4, id="cpu-shared"),
         pytest.param("gpu", [], 8, 81559 / 1024 * 0.97, id="gpu-each"),
-        pytest.param("gpu", ["cluster.memory_gib=40"], 8, 40 * 0.97, id="as-told"),
+        pytest.param("gpu", ["cluster.memory_gib=40"], 8, 40 * 0.97, id="as-given"),
     ],
 )
-def test_what_a_rank_may_use(kind: str, overrides: list[str], ranks: int, expected: float) -> None:
+def test_available_memory(kind: str, overrides: list[str], ranks: int, expected: float) -> None:
     machine = detector(kind)()
-    told = dataclasses.replace(BASE.cluster, memory_gib=40.0 if overrides else None)
-    assert available(with_(cluster=told), Layout(replicate=ranks), machine) == pytest.approx(expected)
+    cluster = dataclasses.replace(BASE.cluster, memory_gib=40.0 if overrides else None)
+    assert available(with_(cluster=cluster), Layout(replicate=ranks), machine) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_a_copy_of_the_state_takes_room_beside_it(ranks: int) -> None:
+def test_an_async_checkpoint_adds_a_host_copy_of_the_state(ranks: int) -> None:
     layout = Layout(shard=ranks)
     copied = with_(checkpoint=dataclasses.replace(BASE.checkpoint, mode="async"))
     more = demand(copied, layout, 1, "cpu").bytes - demand(with_(), layout, 1, "cpu").bytes
@@ -213,25 +213,25 @@ def test_processes_and_allocators_are_counted() -> None:
     assert on_cpu > overhead.PROCESS_GIB * GIB
 
 
-def test_unknown_memory_holds_everything() -> None:
+def test_unknown_memory_fits_everything() -> None:
     machine = dataclasses.replace(detector("gpu")(), memory_gib=None)
     unknown = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
     assert available(unknown, Layout(), machine) == math.inf
     fit.check(unknown, Layout(), machine, 1)
 
 
-def test_check_refuses_exactly_what_is_more_than_there_is() -> None:
+def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
     machine = detector("gpu")()
-    told = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
-    rows = rank_rows(told, Layout(shard=8))
-    wants = demand(told, Layout(shard=8), rows).gib
+    given = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
+    rows = rank_rows(given, Layout(shard=8))
+    wants = demand(given, Layout(shard=8), rows).gib
     for share, fits in ((0.99, False), (1.01, True)):
         there = dataclasses.replace(machine, memory_gib=wants * share / fit.USABLE)
         if fits:
-            fit.check(told, Layout(shard=8), there, rows)
+            fit.check(given, Layout(shard=8), there, rows)
         else:
-            with pytest.raises(ConfigError, match="needs about"):
-                fit.check(told, Layout(shard=8), there, rows)
+            with pytest.raises(ConfigError, match="estimated memory is"):
+                fit.check(given, Layout(shard=8), there, rows)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +262,9 @@ def test_auto_degrees_follow_from_cluster_and_model(
     assert demand(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
 
 
-def test_a_refusal_says_when_recomputing_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "detect", detector("gpu"))
-    with pytest.raises(ConfigError, match=r"With memory=full it takes at least .* Type memory=full instead"):
+    with pytest.raises(ConfigError, match=r"With memory=full it needs .* Try memory=full, or set"):
         composed(
             ["model=qwen3_32b", "parallelism=fsdp_pp", "training.seq_len=8192", "training.global_batch=1048576"], 64
         )
@@ -296,6 +296,6 @@ def test_logits_in_chunks_and_one_mask_are_counted() -> None:
     plain, one = memory.peak(BASE, Layout(shard=8), 1).bytes, Layout(shard=8)
     assert memory.peak(chunked, one, 1).bytes < plain
     tokens = rank_rows(BASE, one) * BASE.training.seq_len
-    documents = 8 * tokens  # their numbers
+    documents = 8 * tokens  # their ids
     assert memory.peak(masked, one, 1).bytes - plain == pytest.approx(2 * tokens * BASE.training.seq_len + documents)
     assert memory.peak(flex, one, 1).bytes - plain == pytest.approx(documents)

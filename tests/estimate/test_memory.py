@@ -1,4 +1,4 @@
-"""The estimate of memory against the peak of live tensors in traces of real steps."""
+"""The memory estimate against the peak of live tensors in traces of real steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.traced_memory import Peak, traced
 from titan.estimate import memory
-from titan.estimate.memory import State, _played
+from titan.estimate.pipeline_states import STEADY_STATE, State, schedule_states
 from titan.run.compose import composed
 from titan.run.run import Run
 
@@ -119,6 +119,6 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
     each = 1 if schedule == "1F1B" else 2
 
     def counts(microbatches: int) -> list[set[State]]:
-        return _played(schedule, ranks, each, microbatches)
+        return schedule_states(schedule, ranks, each, microbatches)
 
-    assert counts(memory.STEADY * ranks) == counts(2 * memory.STEADY * ranks)
+    assert counts(STEADY_STATE * ranks) == counts(2 * STEADY_STATE * ranks)

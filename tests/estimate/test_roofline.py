@@ -1,4 +1,4 @@
-"""The limit's arithmetic: by hand for known models, and what must hold for any."""
+"""The roofline's arithmetic: by hand for known models, and properties of any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titan.estimate.roofline import Rates
 from titan.run.compose import composed
 from titan.run.run import Run
 
-H200 = Rates(products=750e12, small=1400e12, copy=4.2e12, attention=0.65 * 750e12)
+H200 = Rates(matmul=750e12, matmul_8bit=1400e12, copy=4.2e12, attention=0.65 * 750e12)
 """About what an H200 is measured to do."""
 LONG = ("training.seq_len=8192", "training.global_batch=8192", "precision=bf16", "cluster.memory_gib=1000000")
 
@@ -32,8 +32,8 @@ def run_of(*overrides: str) -> Run:
     return composed(["dataset=synthetic", *LONG, *overrides])
 
 
-def least(run: Run, rates: Rates) -> roofline.Limit:
-    return roofline.limit(run, run.microbatches, rates)
+def least(run: Run, rates: Rates) -> roofline.Roofline:
+    return roofline.step_roofline(run, run.microbatches, rates)
 
 
 EXPECTED = [
@@ -43,7 +43,7 @@ EXPECTED = [
 
 
 @pytest.mark.parametrize(("model", "expected"), EXPECTED)
-def test_known_models_are_expected_near_their_limit(model: str, expected: float) -> None:
+def test_known_models_are_expected_near_their_roofline(model: str, expected: float) -> None:
     most = least(run_of(model), H200).tokens_per_second
     assert 0.85 * expected < most < 1.25 * expected
 
@@ -54,35 +54,35 @@ def test_parts_of_a_block_by_hand() -> None:
     block = 2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 640
     head = 256 * 4096
     weights = block + head + head + 3 * 256
-    assert parts["products"] == tokens * 6 * (block + head)
-    assert parts["attention"] == tokens * 7 * 256 * 256  # half of 12, and one of six products more
+    assert parts["matmuls"] == tokens * 6 * (block + head)
+    assert parts["attention"] == tokens * 7 * 256 * 256  # half of 12, and one matmul more
     assert parts["loss"] == tokens * 3 * 2 * 4096
     assert parts["casts"] == 2 * (2 + 4) * (block + head)
     assert parts["clipping and optimizer"] == weights * (12 + 12 + 16)
-    assert parts["products in eight bits"] == 0
+    assert parts["8-bit matmuls"] == 0
     per_token = 22 * 256 + 4 * 384 + 8 * 640 + 5 * 256 + 2 * 256 * 3
-    assert parts["norms, rotation, gates, sums"] == tokens * 2 * per_token
+    assert parts["elementwise"] == tokens * 2 * per_token
 
 
-def test_what_is_computed_again_takes_time() -> None:
+def test_recomputation_takes_time() -> None:
     kept: tuple[Any, ...] = ("none", "every_n", "full")
     plain = run_of("model=llama1b")
     runs = [replace(plain, memory=replace(plain.memory, checkpointing=kind)) for kind in kept]
     seconds = [least(run, H200).parts for run in runs]
-    for part in ("products", "attention", "casts", "norms, rotation, gates, sums"):
+    for part in ("matmuls", "attention", "casts", "elementwise"):
         assert seconds[0][part] < seconds[1][part] < seconds[2][part]
-    blocks = 6 * runs[0].model.layers * runs[0].model.block_matmul_parameters() * 8192 / H200.products
-    assert seconds[2]["products"] - seconds[0]["products"] == pytest.approx(blocks / 3)
+    blocks = 6 * runs[0].model.layers * runs[0].model.block_matmul_parameters() * 8192 / H200.matmul
+    assert seconds[2]["matmuls"] - seconds[0]["matmuls"] == pytest.approx(blocks / 3)
 
 
-def test_products_in_eight_bits_are_counted_apart() -> None:
+def test_8_bit_matmuls_are_counted_apart() -> None:
     plain = run_of("model=llama1b")
     small = replace(plain, precision=replace(plain.precision, products="float8"))
     before, after = least(plain, H200), least(small, H200)
-    head = 6 * plain.model.vocab * plain.model.dim * 8192 / H200.products
-    assert after.parts["products"] == pytest.approx(head)
-    moved = before.parts["products"] - after.parts["products"]
-    assert after.parts["products in eight bits"] == pytest.approx(moved * H200.products / H200.small)
+    head = 6 * plain.model.vocab * plain.model.dim * 8192 / H200.matmul
+    assert after.parts["matmuls"] == pytest.approx(head)
+    moved = before.parts["matmuls"] - after.parts["matmuls"]
+    assert after.parts["8-bit matmuls"] == pytest.approx(moved * H200.matmul / H200.matmul_8bit)
     assert before.parts["casts"] < after.parts["casts"]
     assert before.tokens_per_second < after.tokens_per_second
 
@@ -90,7 +90,9 @@ def test_products_in_eight_bits_are_counted_apart() -> None:
 def test_rates_come_from_what_was_measured() -> None:
     found = {"matmul_bf16_tflops": 700.0, "matmul_fp32_tflops": 50.0, "copy_gb_per_second": 4000.0}
     assert roofline.rates(found, run_of("model=llama1b"), "cuda") == Rates(7e14, 7e14, 4e12, pytest.approx(0.65 * 7e14))
-    assert roofline.rates(found | {"matmul_float8_tflops": 1300.0}, run_of("model=llama1b"), "cuda").small == 1.3e15
+    assert (
+        roofline.rates(found | {"matmul_float8_tflops": 1300.0}, run_of("model=llama1b"), "cuda").matmul_8bit == 1.3e15
+    )
 
 
 def test_more_rows_are_never_slower_a_token() -> None:

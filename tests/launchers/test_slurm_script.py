@@ -77,7 +77,7 @@ def test_time_limits(time: str | None, expected: int | None) -> None:
         pytest.param("cluster.time=2", "no longer than cluster.signal_seconds=120", id="shorter-than-the-signal"),
         pytest.param("cluster.container=pyxis", "needs an image", id="no-image"),
         pytest.param("cluster.image=x", "no container is chosen", id="no-container"),
-        pytest.param("cluster.sbatch={output:x}", "titan gives output itself", id="taken"),
+        pytest.param("cluster.sbatch={output:x}", "titan sets output itself", id="taken"),
         pytest.param("cluster.exclusive=maybe", "expected true, false or auto", id="exclusive"),
         pytest.param("cluster.sbatch={comment:'a\n#SBATCH --x'}", "has a control character", id="line-in-a-comment"),
         pytest.param("cluster.partition='a\nb'", "has a control character", id="line-in-a-name"),

@@ -1,4 +1,4 @@
-"""Activation checkpointing: no bit changes, what is computed again and what is kept is what each mode says."""
+"""Activation checkpointing: results are bitwise the same, and each mode recomputes and saves what it should."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.name().partition(".")[0]
-        kinds = {"products": MATMULS, "attention": ATTENTION, "collectives": COLLECTIVES}
+        kinds = {"matmuls": MATMULS, "attention": ATTENTION, "collectives": COLLECTIVES}
         self.seen.update([kind for kind, names in kinds.items() if name in names])
         out = op(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple) else (out,):
@@ -85,8 +85,8 @@ def test_no_bit_changes_with_two_micro_batches_in_flight(how: Memory, compute: t
     found = []
     for mode in (NONE, how):
         one = stage(mode, compute)
-        places, documents = torch.arange(16).expand(2, 16), torch.arange(16).expand(2, 16) // 5
-        losses = [one(*batch(rows), places, documents) for rows in (slice(2), slice(2, 4))]
+        positions, documents = torch.arange(16).expand(2, 16), torch.arange(16).expand(2, 16) // 5
+        losses = [one(*batch(rows), positions, documents) for rows in (slice(2), slice(2, 4))]
         for loss in losses:
             loss.backward()
         found.append(gradients(one, torch.stack(losses)))
@@ -104,13 +104,13 @@ AGAIN = [
 ]
 
 
-@pytest.mark.parametrize(("how", "products", "attention"), AGAIN)
-def test_computes_again_what_the_mode_says(how: Memory, products: int, attention: int) -> None:
+@pytest.mark.parametrize(("how", "matmuls", "attention"), AGAIN)
+def test_each_mode_recomputes(how: Memory, matmuls: int, attention: int) -> None:
     loss = stage(how)(*batch())
     with Watch() as watch:
         loss.backward()
-    own = 2 * (4 * 7 + 1)  # a backward pass has two products for each of the forward pass
-    assert (watch.seen["products"] - own, watch.seen["attention"]) == (products, attention)
+    own = 2 * (4 * 7 + 1)  # backward has two matmuls for each of forward
+    assert (watch.seen["matmuls"] - own, watch.seen["attention"]) == (matmuls, attention)
 
 
 def kept(how: Memory) -> int:
@@ -159,7 +159,7 @@ def test_the_same_product_gets_the_same_answer_in_both_passes() -> None:
     again = [policy(SimpleNamespace(is_recompute=True), op) for _ in range(7)]  # type: ignore[arg-type]
     assert first == again
     assert [answer.name for answer in first[:3]] == ["MUST_SAVE", "PREFER_RECOMPUTE", "MUST_SAVE"]
-    assert first[-1].name == "PREFER_RECOMPUTE", "nothing in the block needs the last product"
+    assert first[-1].name == "PREFER_RECOMPUTE", "nothing in the block needs the last matmul"
 
 
 def test_what_ranks_gather_is_gathered_again_and_what_they_sum_is_kept() -> None:
@@ -191,8 +191,8 @@ def coordinator(rank: int, size: int) -> dict[str, tuple[int, Tensors]]:
 
 def test_what_ranks_said_is_not_said_again_selectively() -> None:
     for found in run_ranks(coordinator, 2):
-        said = {mode: count for mode, (count, _) in found.items()}
-        assert said["none"] == said["selective"] < said["full"]
+        recomputed = {mode: count for mode, (count, _) in found.items()}
+        assert recomputed["none"] == recomputed["selective"] < recomputed["full"]
         assert same(found["selective"][1], found["none"][1])
         assert same(found["full"][1], found["none"][1])
 

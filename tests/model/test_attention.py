@@ -1,4 +1,4 @@
-"""How attention is computed: every kernel gives the same, documents cost one mask or blocks, and torch says which."""
+"""Attention kernels: all give the same result; documents need one mask or block masks; the choice is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def documents(rows: int, length: int, share: float, seed: int = 0) -> Tensor:
 
 
 def visible(mask: flex.BlockMask, rows: int) -> Tensor:
-    """What a mask lets queries see, [rows, t, s]: whole blocks, and what its function says in the others."""
+    """Return a block mask as a dense one, [rows, t, s]: whole blocks, and its `mask_mod` in the others."""
     (length, keys), (block, _) = mask.seq_lengths, mask.BLOCK_SIZE
     query, key = torch.arange(length)[:, None], torch.arange(keys)
     inner = mask.mask_mod(torch.arange(rows)[:, None, None], torch.zeros(1), query, key)
@@ -92,16 +92,16 @@ def test_blocks_that_hide_all_are_passed_over() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers that any operation gives, and the names of all."""
+    """Records the largest number of elements of any result, and the names of all operations."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers, self.names = 0, set[str]()
+        self.elements, self.names = 0, set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.names.add(func._schema.name)
-        self.numbers = max([self.numbers, *(t.numel() for t in [out] if isinstance(t, Tensor))])
+        self.elements = max([self.elements, *(t.numel() for t in [out] if isinstance(t, Tensor))])
         return out
 
 
@@ -109,7 +109,7 @@ def test_blocks_are_found_without_tokens_by_tokens_and_without_the_host() -> Non
     ids = documents(1, 16 * BLOCK, 0.01)
     with Largest() as largest:
         block_mask(ids, torch.arange(16 * BLOCK)[None], torch.float32)
-    assert largest.numbers <= 16 * BLOCK
+    assert largest.elements <= 16 * BLOCK
     assert not largest.names & {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"}
 
 
@@ -202,8 +202,8 @@ def test_the_chosen_kernel_attends(choice: str, flash: bool, how: Callable[[Any]
         found = train(built, None)
     assert (FLASH in {event.name for event in watch.events()}) is flash
     assert far(found, train(model(), None)) <= EXACT
-    said = attention.chosen((4, 2, 8), torch.float32, CPU, built.layers["0"].attention.core.kernels, masked=False)
-    assert said == ("flash" if flash else "math")
+    name = attention.chosen((4, 2, 8), torch.float32, CPU, built.layers["0"].attention.core.kernels, masked=False)
+    assert name == ("flash" if flash else "math")
 
 
 @pytest.mark.parametrize(
@@ -261,9 +261,9 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
     ],
 )
 def test_refusals(overrides: list[str], words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         tiny(tmp_path, *overrides)
-    assert [word for word in words.split("|") if word not in str(refusal.value)] == []
+    assert [word for word in words.split("|") if word not in str(error.value)] == []
 
 
 @pytest.mark.parametrize("method", ["allgather", "ulysses", "ring"])

@@ -38,7 +38,7 @@ def small_blocks() -> Any:
         yield
 
 
-def drawn(
+def sampled(
     shape: tuple[int, ...],
     box: tuple[tuple[int, int], ...] | None = None,
     name: str = "w",
@@ -70,14 +70,14 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, 
 @given(partitions())
 def test_whole_is_the_union_of_any_boxes(partition: tuple[tuple[int, ...], list[tuple[tuple[int, int], ...]]]) -> None:
     shape, boxes = partition
-    whole = drawn(shape)
+    whole = sampled(shape)
     assert not whole.isnan().any()
     for box in boxes:
-        assert torch.equal(drawn(shape, box), whole[tuple(slice(*side) for side in box)])
+        assert torch.equal(sampled(shape, box), whole[tuple(slice(*side) for side in box)])
 
 
 def test_rows_do_not_depend_on_how_many_follow() -> None:
-    assert torch.equal(drawn((13, 8)), drawn((29, 8))[:13])
+    assert torch.equal(sampled((13, 8)), sampled((29, 8))[:13])
 
 
 @pytest.mark.parametrize(
@@ -89,11 +89,11 @@ def test_rows_do_not_depend_on_how_many_follow() -> None:
     ],
 )
 def test_other_names_and_seeds_give_other_values(other: dict[str, Any]) -> None:
-    assert not (drawn((64, 8)) == drawn((64, 8), **other)).any()
+    assert not (sampled((64, 8)) == sampled((64, 8), **other)).any()
 
 
 def test_blocks_differ() -> None:
-    blocks = drawn((64, 8)).reshape(8, -1)
+    blocks = sampled((64, 8)).reshape(8, -1)
     assert not any((a == b).any() for a, b in itertools.combinations(blocks, 2))
 
 
@@ -104,7 +104,7 @@ def test_seeds_of_blocks_keep_their_meaning() -> None:
 
 
 def test_distribution_is_normal_clipped_at_three_deviations() -> None:
-    values = drawn((2000, 200), std=0.5).double() / 0.5
+    values = sampled((2000, 200), std=0.5).double() / 0.5
     n = values.numel()
     assert abs(values.mean()) < 4 / math.sqrt(n)
     assert values.abs().max() == pytest.approx(3, abs=1e-6)
@@ -117,14 +117,14 @@ def test_distribution_is_normal_clipped_at_three_deviations() -> None:
 
 
 def test_low_precision_rounds_the_same_values() -> None:
-    assert torch.equal(drawn((9, 7), dtype=torch.bfloat16), drawn((9, 7)).bfloat16())
+    assert torch.equal(sampled((9, 7), dtype=torch.bfloat16), sampled((9, 7)).bfloat16())
 
 
 def test_global_generator_is_left_alone() -> None:
     torch.manual_seed(3)
     expected = torch.randn(4)
     torch.manual_seed(3)
-    drawn((16, 16))
+    sampled((16, 16))
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -172,7 +172,7 @@ def test_materialise_fills_everything() -> None:
             assert (weight == 1).all()
         else:
             assert weight.std().item() == pytest.approx(how.std, rel=0.1)
-            assert torch.equal(weight, drawn(tuple(weight.shape), name=name, seed=5, std=how.std))
+            assert torch.equal(weight, sampled(tuple(weight.shape), name=name, seed=5, std=how.std))
 
 
 def test_tied_weights_stay_tied() -> None:
@@ -210,7 +210,7 @@ def split_tensors(model: Any, mesh: DeviceMesh) -> None:
 
 
 def parallelise(model: Any, world: int, layout: str) -> None:
-    """Distribute a model as `layout` says."""
+    """Distribute a model with `layout`."""
     mesh = init_device_mesh("cpu", (world,))
     if layout == "replicate-shard":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
@@ -259,7 +259,7 @@ def test_every_layout_starts_the_same(config: Llama, layout: str, world: int) ->
 def test_wrong_box_is_an_error() -> None:
     with (
         patch.object(init_weights, "_local", return_value=torch.empty(1)),
-        pytest.raises(RankFailed, match="this rank holds"),
+        pytest.raises(RankFailed, match="the local shape is"),
     ):
         run_ranks(sharded, 1, UNEVEN, "shard")
 

@@ -85,23 +85,23 @@ class Shapes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.products = 0
+        self.matmuls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.products += func._schema.name in ("aten::mm", "aten::addmm_")
+        self.matmuls += func._schema.name in ("aten::mm", "aten::addmm_")
         several = out if isinstance(out, tuple) else (out,)
         self.seen += [(tuple(t.shape), t.dtype) for t in several if torch.is_tensor(t)]
         return out
 
 
-@pytest.mark.parametrize(("graded", "products"), [pytest.param(True, 3, id="train"), pytest.param(False, 1, id="eval")])
-def test_logits_are_never_whole_and_no_gradient_is_computed_in_vain(graded: bool, products: int) -> None:
+@pytest.mark.parametrize(("graded", "matmuls"), [pytest.param(True, 3, id="train"), pytest.param(False, 1, id="eval")])
+def test_logits_are_never_whole_and_unused_gradients_are_not_computed(graded: bool, matmuls: int) -> None:
     hidden, weight, targets = case((2, 10, 8, 30), 1, 0)
     with Shapes() as shapes, torch.set_grad_enabled(graded):
         in_chunks(hidden.flatten(0, 1).detach(), weight.detach(), targets.flatten(), 8, (graded, graded))
     assert max(shape[0] for shape, _ in shapes.seen if shape[-1:] == (30,) and len(shape) == 2) == 8
-    assert shapes.products == 3 * products  # of three chunks
+    assert shapes.matmuls == 3 * matmuls  # of three chunks
     with torch.set_grad_enabled(graded):
         assert chunked(hidden, weight, targets, chunk=8).requires_grad is graded
 

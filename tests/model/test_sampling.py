@@ -1,4 +1,4 @@
-"""How a token is drawn: which take part, how likely each is, and what decides it."""
+"""Sampling: the candidates, their probabilities, and determinism."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def shares(logits: list[float], temperature: float = 1.0) -> Tensor:
 
 @given(LOGITS, UNIFORM, st.integers(1, 30))
 def test_top_k_draws_from_the_largest(logits: list[float], uniform: float, top_k: int) -> None:
-    drawn = one(logits, uniform, top_k=top_k)
-    assert sum(value > logits[drawn] for value in logits) < top_k
+    sampled = one(logits, uniform, top_k=top_k)
+    assert sum(value > logits[sampled] for value in logits) < top_k
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30).filter(lambda x: sum(x) > 0.1), st.floats(0.01, 1))
@@ -44,8 +44,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(weights: list[float], top_
 
 @given(LOGITS, UNIFORM, st.floats(0.01, 1))
 def test_top_p_draws_from_that_set(logits: list[float], uniform: float, top_p: float) -> None:
-    drawn = one(logits, uniform, top_p=top_p)
-    likelier = [value for value in logits if value > logits[drawn]]
+    sampled = one(logits, uniform, top_p=top_p)
+    likelier = [value for value in logits if value > logits[sampled]]
     before = float(torch.tensor(likelier, dtype=torch.float64).sub(max(logits)).exp().sum())
     whole = float(torch.tensor(logits, dtype=torch.float64).sub(max(logits)).exp().sum())
     assert before / whole < top_p + 1e-9
@@ -60,7 +60,7 @@ def test_a_temperature_of_nought_and_near_it_takes_the_largest(logits: list[floa
 
 
 @given(LOGITS, UNIFORM, st.integers(1, 30), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.5, 1.0]))
-def test_ids_above_the_vocabulary_are_never_drawn(
+def test_ids_above_the_vocabulary_are_never_sampled(
     logits: list[float], uniform: float, vocab: int, temperature: float, top_p: float
 ) -> None:
     assert 0 <= one(logits, uniform, vocab=vocab, temperature=temperature, top_p=top_p) < vocab
@@ -70,12 +70,12 @@ def test_ids_above_the_vocabulary_are_never_drawn(
 @pytest.mark.parametrize("uniform", [0.0, math.nextafter(1, 0)], ids=["lowest", "highest"])
 def test_the_ends_of_the_unit_interval(how: dict[str, float], uniform: float) -> None:
     logits = [0.1 * i for i in range(10)]
-    drawn = one(logits, uniform, **how)
+    sampled = one(logits, uniform, **how)
     likely = shares(logits)
     ordered = sorted(range(10), key=lambda i: -likely[i])
     kept = 9 if how.get("top_p") else 3
     expected = (0, 9) if not how else (ordered[0], ordered[kept - 1])
-    assert drawn == expected[uniform > 0]
+    assert sampled == expected[uniform > 0]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_draws_follow_the_distribution(how: dict[str, float], temperature: float
         expected /= expected.sum()
     generator = source(0, [1, 2, 3], 0)
     uniform = torch.rand(count, generator=generator, dtype=torch.float64)
-    drawn = choose(torch.tensor([logits]).expand(count, -1), uniform, temperature=temperature, **how)  # type: ignore[arg-type]
-    seen = torch.bincount(drawn, minlength=20).double()
+    sampled = choose(torch.tensor([logits]).expand(count, -1), uniform, temperature=temperature, **how)  # type: ignore[arg-type]
+    seen = torch.bincount(sampled, minlength=20).double()
     possible = expected > 0
     assert takes_part in (None, int(possible.sum())) and int(possible.sum()) > 1
     assert seen[~possible].sum() == 0

@@ -121,12 +121,12 @@ def test_families_are_told_apart_and_ids_of_llamas_stay(
         pytest.param({"rope_factor": 8.0, "rope_low": 4.0}, ["model.rope_high=4", "model.rope_low=4"], id="band"),
     ],
 )
-def test_check_refuses(changes: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refusal:
+def test_check_raises(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
         Llama(**changes).check()
-    assert all(word in str(refusal.value) for word in words)
-    assert str(refusal.value).endswith(".")
-    assert "\n" not in str(refusal.value)
+    assert all(word in str(error.value) for word in words)
+    assert str(error.value).endswith(".")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_parameters_are_counted_part_by_part(family: type[Decoder], tied: bool) 
 
 @each_family
 def test_flops_are_those_counted_in_a_step(family: type[Decoder]) -> None:
-    """Counted with attention as plain products, which computes the full square as the closed form does."""
+    """Counted with attention as plain matmuls, which compute the full square as the closed form does."""
     config = family(layers=2, dim=64, kv_heads=4, head_dim=32, ffn=96, vocab=128)
     model, tokens = config.build(), torch.zeros(1, 32, dtype=torch.int64)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):

@@ -42,7 +42,7 @@ def made(how: Optimizer, dtype: torch.dtype = torch.float32, names: Any = NAMES)
 
 
 def step(weights: Weights, optimizer: Any, number: int = 0, bad: float | None = None) -> None:
-    """A step with gradients of chance values; `bad` as the trainer tells of it."""
+    """Run a step with random gradients; `bad` is passed as the trainer passes it."""
     generator = torch.Generator().manual_seed(100 + number)
     for weight in weights.values():
         weight.grad = torch.randn(weight.shape, generator=generator).to(weight.dtype)
@@ -62,7 +62,7 @@ def after(how: Optimizer, steps: int = 4, dtype: torch.dtype = torch.float32) ->
 
 
 def content(weights: Weights, optimizer: Any) -> dict[str, Tensor]:
-    """Copies of all weights and all state."""
+    """Return clones of all weights and all state."""
     found = {name: weight.detach().clone() for name, weight in weights.items()}
     for name, weight in weights.items():
         found |= {f"{name}.{key}": value.clone() for key, value in optimizer.state[weight].items()}
@@ -203,7 +203,7 @@ def test_nothing_to_orthogonalise_is_no_fault() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
 def test_updates_of_matrices_are_as_large_as_adamws(shape: tuple[int, int]) -> None:
-    """About 0.2 a number (arXiv:2502.16982)."""
+    """About 0.2 per element (arXiv:2502.16982)."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     update = orthogonalise(matrix, 5) * scale("match_rms_adamw", shape)
     assert 0.14 < float(update.square().mean().sqrt()) < 0.24
@@ -211,8 +211,8 @@ def test_updates_of_matrices_are_as_large_as_adamws(shape: tuple[int, int]) -> N
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_owners_are_all_ranks_of_a_mesh_once(shape: list[int]) -> None:
-    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
-    assert all(numbers[tuple(coordinate(int(rank), tuple(shape)))] == rank for rank in numbers.flatten())
+    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
+    assert all(ranks[tuple(coordinate(int(rank), tuple(shape)))] == rank for rank in ranks.flatten())
 
 
 @given(st.integers(-100, 100), st.integers(0, 127))
@@ -272,17 +272,17 @@ def test_names_are_known_without_the_model(family: type[Decoder], tied: bool) ->
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD, Muon])
-def test_a_pattern_that_no_name_matches_is_refused(kind: Any) -> None:
+def test_a_pattern_that_no_name_matches_is_rejected(kind: Any) -> None:
     how = kind(groups={"mine": Group(match=("norm*", "heads.*"))})
-    with pytest.raises(ConfigError, match=r"optimizer\.groups\.mine\.match=.*called heads\.\*"):
+    with pytest.raises(ConfigError, match=r"optimizer\.groups\.mine\.match=.*matches heads\.\*"):
         how.check(Llama())
     kind(groups={"mine": Group(match=("norm*", "head.*"))}).check(Llama())
-    with pytest.raises(ConfigError, match=r"called head\.\*"):
+    with pytest.raises(ConfigError, match=r"matches head\.\*"):
         kind(groups={"mine": Group(match=("head.*",))}).check(Llama(tied=True))
 
 
 @pytest.mark.parametrize(
-    ("how", "weight_bytes", "refused"),
+    ("how", "weight_bytes", "rejected"),
     [
         pytest.param(AdamW(betas=(0.9, 0.999)), 4, False, id="fp32"),
         pytest.param(AdamW(betas=(0.9, 0.999), moments="bf16"), 4, True, id="bf16"),
@@ -292,8 +292,8 @@ def test_a_pattern_that_no_name_matches_is_refused(kind: Any) -> None:
         pytest.param(AdamW(betas=(0.9, 0.999), moments="fp32"), 2, False, id="bf16-weights-fp32-moments"),
     ],
 )
-def test_a_decay_too_slow_for_bf16_is_refused(how: AdamW, weight_bytes: int, refused: bool) -> None:
-    if refused:
+def test_a_decay_too_slow_for_bf16_is_rejected(how: AdamW, weight_bytes: int, rejected: bool) -> None:
+    if rejected:
         with pytest.raises(ConfigError, match=r"optimizer\.betas=\[0\.9,0\.99\d*\].*optimizer\.moments=fp32"):
             how.check(Llama(), weight_bytes)
     else:
@@ -316,23 +316,23 @@ def test_a_decay_too_slow_for_bf16_is_refused(how: AdamW, weight_bytes: int, ref
 def test_state_takes_the_bytes_that_are_counted(how: Optimizer, dtype: torch.dtype) -> None:
     weights, optimizer = made(how, dtype)
     step(weights, optimizer)
-    held = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+    stored = [v for s in optimizer.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
     matrices = sum(weights[name].numel() for name in MATRICES)
     others = sum(weight.numel() for weight in weights.values()) - matrices
     counted = how.state_bytes(matrices, others, dtype.itemsize)
-    assert sum(v.numel() * v.element_size() for v in held) == counted
+    assert sum(v.numel() * v.element_size() for v in stored) == counted
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "text"),
     [
         pytest.param(AdamW(), "", id="plain"),
         pytest.param(
-            AdamW(moments="bf16", decay="matrices"), "moments in bf16; weight decay of matrices only", id="bf16"
+            AdamW(moments="bf16", decay="matrices"), "moments in bf16; weight decay for matrices only", id="bf16"
         ),
         pytest.param(SGD(groups={"norms": Group(match=("*norm*",))}), "groups norms", id="groups"),
         pytest.param(Muon(), "muon for the blocks' matrices, adamw for the rest", id="muon"),
     ],
 )
-def test_what_the_start_says(how: Optimizer, told: str) -> None:
-    assert how.describe() == told
+def test_description(how: Optimizer, text: str) -> None:
+    assert how.describe() == text

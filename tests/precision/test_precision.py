@@ -1,4 +1,4 @@
-"""The precision axis: which products are computed in eight bits, how, and that layouts differ by rounding only."""
+"""The precision axis: which linear layers compute in 8 bits, how, and that layouts differ by rounding only."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ class TestChoice:
             pytest.param("float8", {}, 1, {"head": BY_NAME}, id="head"),
             pytest.param("float8", {"skip": ()}, 1, {}, id="head-too"),
             pytest.param("float8", {"skip": ("b", "a.*")}, 1, {"b": BY_NAME, "a.wk": BY_NAME}, id="patterns"),
-            pytest.param("float8", {"skip": ()}, 2, {"c": "24 is no multiple of 16"}, id="inputs-of-a-rank"),
+            pytest.param("float8", {"skip": ()}, 2, {"c": "24 is not a multiple of 16"}, id="inputs-of-a-rank"),
             pytest.param("float8", {"skip": (), "smallest": 64}, 1, {"c": "48 is below precision.smallest"}, id="size"),
-            pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is no multiple of 32"}, id="blocks-of-32"),
+            pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is not a multiple of 32"}, id="blocks-of-32"),
         ],
     )
-    def test_what_is_left_alone(self, products: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
+    def test_layers_in_the_compute_type(self, products: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
         shapes = {"a.wk": (64, 64), "b": (128, 64), "c": (48, 64), "head": (64, 96)}
         model = {name: Product(*shape, rowwise=name == "c") for name, shape in shapes.items()}
         choice = Precision("bf16", products=products, **settings).choose(model, tensor)
@@ -106,16 +106,16 @@ class TestChoice:
         found = Precision("bf16", products="float8", skip=()).gathered(products, cut)
         assert set(found) == set(products) - without
 
-    def test_what_is_left_alone_is_told_once_for_all_blocks(self) -> None:
+    def test_layers_in_the_compute_type_is_told_once_for_all_blocks(self) -> None:
         products = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).products()
-        told = Precision("bf16", products="float8").choose(products).left_alone()
-        odd = "(24 is no multiple of 16)"
-        assert told == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
+        text = Precision("bf16", products="float8").choose(products).left_alone()
+        odd = "(24 is not a multiple of 16)"
+        assert text == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
 
     def test_start_says_what_is_left_alone(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         train(tiny(tmp_path, *SHAPE, "precision=float8", "precision.skip=[head,layers.0.*]", "training.steps=1"))
         out = capfd.readouterr().out
-        assert "precision bf16, products in float8, emulated" in out
+        assert "precision bf16, float8 matmuls, emulated" in out
         assert (
             "7 of 15 products in float8; in bf16: attention.wq (precision.skip)" in out
             and "head (precision.skip)" in out
@@ -133,7 +133,7 @@ def scaled(x: Tensor, kind: torch.dtype, dims: tuple[int, ...] | None, power: bo
 
 
 def blocks(x: Tensor) -> Tensor:
-    """What is left of `x` after MXFP8: of each 32 numbers a power of two, so that none is above the largest float8."""
+    """Return `x` rounded to MXFP8: a power-of-two scale per 32 elements, so that none exceeds the largest float8."""
     parts = x.float().unflatten(-1, (-1, 32))
     scale = torch.exp2(torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True) / 448)))
     return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
@@ -364,7 +364,7 @@ def stored_whole(parameter: Any) -> Tensor:
 
 
 def _data(weight: Any) -> Tensor:
-    """The numbers that a weight is held in while it is used."""
+    """Return the values of a weight as it is used."""
     local = weight._local_tensor if isinstance(weight, DTensor) else weight
     return local._data if hasattr(local, "_data") else local
 
@@ -409,7 +409,7 @@ class TestPure:
 
 EMULATE, OTHER = "precision.emulate=true", "requires precision.compute=bf16"
 SHORT = ["training.seq_len=24", "training.global_batch=24", *SHAPE[:4]]
-REFUSED = [
+REJECTED = [
     pytest.param(["precision=float8"], "precision.emulate=true", id="no-hardware"),
     pytest.param(["precision=mxfp8"], "a Blackwell GPU", id="no-blackwell"),
     pytest.param(["precision=fp32", "precision.weights=bf16"], f"{OTHER}, not fp32", id="pure-fp32"),
@@ -426,8 +426,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "words"), REFUSED)
-def test_refusals(settings: list[str], words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "words"), REJECTED)
+def test_rejected_settings(settings: list[str], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         tiny(tmp_path, *settings)
 
@@ -443,24 +443,24 @@ def test_refusals(settings: list[str], words: str, tmp_path: Path) -> None:
     ],
 )
 def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fits: bool) -> None:
-    said = [
+    overrides = [
         "cluster.device=cuda",
         f"cluster.device_name={name}",
         "cluster.devices_per_node=1",
         f"precision={precision}",
     ]
     if fits:
-        assert composed(said, elsewhere=True).precision.products == precision
+        assert composed(overrides, elsewhere=True).precision.products == precision
     else:
         with pytest.raises(ConfigError, match=f"and here is {name}"):
-            composed(said, elsewhere=True)
+            composed(overrides, elsewhere=True)
 
 
-def test_settings_of_eight_bits_do_not_count_where_there_are_none(tmp_path: Path) -> None:
-    plain, told = (
+def test_8_bit_settings_without_effect_are_dropped(tmp_path: Path) -> None:
+    plain, given = (
         tiny(tmp_path, "precision=bf16", *more) for more in ((), ("precision.skip=[x]", "precision.smallest=9"))
     )
-    assert plain.precision == told.precision
+    assert plain.precision == given.precision
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -79,17 +79,17 @@ def test_what_is_chosen(
     assert run.compile_why.endswith(why)
 
 
-NO_CXX = "no C++ compiler in PATH, which would be g++"
-NO_C = "no C compiler in PATH, which would be gcc or clang"
+NO_CXX = "no C++ compiler (g++) in PATH"
+NO_C = "no C compiler (gcc or clang) in PATH"
 LACKING = [
     pytest.param("cpu", ("g++",), {}, None, id="g++"),
     pytest.param("cpu", ("c++", "clang++", "gcc"), {}, NO_CXX, id="others-are-not-tried"),
     pytest.param("cpu", ("clang++",), {"CXX": "clang++"}, None, id="CXX"),
-    pytest.param("cpu", ("g++",), {"CXX": "icpx"}, "no C++ compiler in PATH, which would be icpx", id="no-CXX"),
+    pytest.param("cpu", ("g++",), {"CXX": "icpx"}, "no C++ compiler (icpx) in PATH", id="no-CXX"),
     pytest.param("gpu", ("gcc",), {}, None, id="gcc"),
     pytest.param("gpu", ("clang",), {}, None, id="clang"),
     pytest.param("gpu", ("g++",), {}, NO_C, id="no-gcc"),
-    pytest.param("gpu", ("gcc",), {"CC": "icx"}, "no C compiler in PATH, which would be icx", id="no-CC"),
+    pytest.param("gpu", ("gcc",), {"CC": "icx"}, "no C compiler (icx) in PATH", id="no-CC"),
 ]
 
 
@@ -113,7 +113,7 @@ def test_compilers_that_it_takes(
 
 def test_gpus_that_triton_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = detector("gpu")()
-    for capability, why in ((6.1, "compute capability 6.1, and triton takes 7.0 or more"), (7.0, ""), (None, "")):
+    for capability, why in ((6.1, "compute capability 6.1, but triton needs 7.0 or higher"), (7.0, ""), (None, "")):
         found = missing_compiler(dataclasses.replace(machine, capability=capability), "inductor")
         assert (found or "").endswith(why) and bool(found) == bool(why)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None)

@@ -1,6 +1,6 @@
-"""Estimates of memory on a CPU beside traced and measured peaks: `python -m tests.support.measured_memory [NAME ...]`.
+"""Memory estimates on a CPU, traced and measured peaks: `python -m tests.support.measured_memory [NAME ...]`.
 
-Each case is a short run of its own, started as a user would. Measured is the largest resident set of any rank.
+Each case is a separate short run, started as a user would. The measured peak is the largest resident set of any rank.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 from titan.estimate import fit, memory
 from titan.run.compose import composed
@@ -66,16 +68,16 @@ CASES: dict[str, tuple[str, ...]] = {
 
 
 def resident(overrides: tuple[str, ...], folder: Path) -> float:
-    """The largest resident set of any rank of a run, in bytes.
+    """Return the largest resident set of any rank of a run, in bytes.
 
     Raises:
-        RuntimeError: where the run fails.
+        RuntimeError: if the run fails.
     """
     command = [sys.executable, "-m", "titan.train", "model=debug", "dataset=synthetic", *FEW, *overrides]
     run = subprocess.Popen([*command, f"hydra.run.dir={folder}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     most: dict[int, int] = {}
     while run.poll() is None:
-        for pid in _family(run.pid):
+        for pid in _processes(run.pid):
             most[pid] = max(most.get(pid, 0), _peak(pid))
         time.sleep(0.05)
     if run.returncode:
@@ -83,19 +85,16 @@ def resident(overrides: tuple[str, ...], folder: Path) -> float:
     return max(most.values())
 
 
-def _family(pid: int) -> list[int]:
-    """A process and all that it started, however indirectly."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:
-            continue
-        found += [member for child in children for member in _family(int(child))]
-    return found
+def _processes(pid: int) -> list[int]:
+    """Return a process and all its descendants."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return [pid]
 
 
 def _peak(pid: int) -> int:
+    """Return the peak resident set, which psutil does not report on Linux."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -104,10 +103,10 @@ def _peak(pid: int) -> int:
 
 
 def main(names: list[str]) -> None:
-    """Print a row for each case."""
+    """Print one row per case."""
     from tests.support.traced_memory import traced
 
-    print(f"{'case':<28} {'live':>8} {'traced':>8} {'all':>8} {'measured':>9}  MiB, and how far the estimate is off")
+    print(f"{'case':<28} {'live':>8} {'traced':>8} {'estimate':>8} {'measured':>9}  MiB, and the estimate's error")
     for name, overrides in CASES.items():
         if names and name not in names:
             continue
@@ -115,7 +114,7 @@ def main(names: list[str]) -> None:
         live = memory.peaks(run, run.layout, run.microbatches, "cpu")
         fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
         rank = fullest * (run.layout.devices // run.layout.pipeline)
-        hidden = run.layout.copies or run.compile.scope != "off"  # DDP and graphs are no Python
+        hidden = run.layout.copies or run.compile.scope != "off"  # DDP's reducer and compiled graphs can't be traced
         trace = 0 if hidden else max(peak.bytes for peak in traced(run, rank).values())
         whole = fit.demand(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,8 @@
-"""The peak of live tensors of a rank's real step, traced in one process on tensors that have shapes only.
+"""The peak of live tensors of a rank's real step, traced in one process on fake tensors.
 
-A fake process group stands for the other ranks, fake tensors for all values: the real build, forward, backward and
-update run, so whatever a job of hundreds of ranks allocates is seen here. What kernels allocate inside, an allocator's
-rounding and message buffers are not.
+A fake process group replaces the other ranks: the real build, forward, backward and optimizer step run, so the
+allocations of a job of hundreds of ranks are traced. Allocations inside of kernels, the allocator's rounding and
+communication buffers are not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from titan.training.build import build
 
 @dataclass
 class Peak:
-    """The most bytes that were live at once, when, and of what."""
+    """The most bytes that were live at once, in which phase, and by tensor."""
 
     bytes: int = 0
     phase: str = ""
@@ -51,7 +51,7 @@ class Peak:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """What GPUs' kernel of the RMSNorm keeps and gives, without values."""
+    """The tensors that the GPU kernel of RMSNorm saves and returns, without values."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def _fused_norm(x: torch.Tensor, shape: Any, weight: torch.Tensor, eps: float) -
 
 
 class Live(TorchDispatchMode):
-    """Follows the storages that operations make; `phase` says of each when it was made."""
+    """Counts the live storages of all operations; `phase` labels the storages created next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Live(TorchDispatchMode):
         self.now, self.phase, self.peak = 0, "", Peak()
 
     def start(self, tensors: Iterator[torch.Tensor] | list[torch.Tensor], name: str) -> None:
-        """Count tensors that are there already."""
+        """Count tensors that exist already."""
         for tensor in tensors:
             self._see(tensor, name)
         self._note()
@@ -95,7 +95,7 @@ class Live(TorchDispatchMode):
         return out
 
     def resized(self, tensor: torch.Tensor) -> None:
-        """Count a storage again whose size was changed behind the dispatcher."""
+        """Count a storage again whose size was changed without a dispatched operation."""
         self._see(tensor, f"{self.phase}: gathered")
         self._note()
 
@@ -164,11 +164,11 @@ def _traced(_: int, __: int, run: Run, rank: int, device: str) -> dict[str, Peak
 
 def _world(run: Run, rank: int) -> mesh.World:
     size = run.layout.devices
-    place, device = RankInfo(rank, size, rank % 8, ""), torch.device("cpu")
+    rank_info, device = RankInfo(rank, size, rank % 8, ""), torch.device("cpu")
     if size == 1:
-        return mesh.World(place, run.layout, device)
+        return mesh.World(rank_info, run.layout, device)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    return mesh.lay_out(place, run.layout, device)
+    return mesh.lay_out(rank_info, run.layout, device)
 
 
 @contextmanager

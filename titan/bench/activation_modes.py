@@ -1,6 +1,6 @@
-"""What each way to keep activations and each scope of compilation takes: `python -m titan.bench --suite modes`.
+"""Measure each kind of activation checkpointing with each scope of compilation: `python -m titan.bench --suite modes`.
 
-Each is a short run of its own, so that peaks of memory do not mix.
+Each is a short separate run, so that each has its own peak memory.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 MEMORY, COMPILE = ("none", "every_n", "selective", "full", "budget"), ("off", "block", "model")
 LAYOUTS = ("single", "fsdp", "tp", "pp", "cp", "3d")
 LONG = (32_768, 131_072, 262_144)
-"""Rows, in tokens, that a GPU is tried with."""
-SETTLED = 3
-"""Steps of a run that its figures leave out: compilation, first allocations."""
+"""Row lengths in tokens, measured on a GPU."""
+WARM = 3
+"""Warm-up steps that are excluded: compilation, first allocations."""
 
 Train = Callable[[list[str], Path], int]
-"""Runs titan.train with overrides in a directory; gives its exit code."""
+"""Runs titan.train with overrides in a directory and returns its exit code."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """One row of the table."""
+    """One row of the table: a title and overrides."""
 
     title: str
     overrides: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a mode took: seconds a step (median), tokens/s, and the first rank's peak memory in GiB."""
+class ModeResult:
+    """The measurement of a mode: median seconds per step, tokens/s, and peak memory of rank 0 in GiB."""
 
     title: str
     seconds: float
@@ -45,7 +45,7 @@ class Taken:
     memory_gib: float
 
     def row(self) -> str:
-        """As a line of the table."""
+        """Return the line of the table."""
         return f"{self.title:<36} {self.seconds:>10.3f} {self.tokens_per_second:>12,.0f} {self.memory_gib:>10.3f}"
 
 
@@ -53,7 +53,7 @@ HEADER = f"{'memory, compile':<36} {'s/step':>10} {'tokens/s':>12} {'GiB':>10}"
 
 
 def modes(run: Run) -> Iterator[Mode]:
-    """What there is to measure: on a CPU in every kind of layout, on one GPU with long rows too."""
+    """Yield the modes to measure: in every kind of layout on a CPU; on one device, and with long rows, on a GPU."""
     layouts = LAYOUTS if run.machine.device == "cpu" else ("single",)
     for layout, memory, scope in itertools.product(layouts, MEMORY, COMPILE):
         if memory == "budget" and scope == "off":
@@ -66,13 +66,13 @@ def modes(run: Run) -> Iterator[Mode]:
             yield Mode(f"single: full, block, rows of {length:,}", (*rows, "memory=full", "compile=block"))
 
 
-def measure(mode: Mode, base: list[str], folder: Path, train: Train, steps: int = 13) -> Taken | None:
-    """Run a mode for some steps; None where the run failed."""
+def measure(mode: Mode, base: list[str], folder: Path, train: Train, steps: int = 13) -> ModeResult | None:
+    """Train a mode for some steps; return None if the run fails."""
     overrides = [*base, *mode.overrides, f"training.steps={steps}", f"hydra.run.dir={folder}"]
     if train(overrides, folder):
         return None
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    seconds = statistics.median(line["step_seconds"] for line in lines[SETTLED:] if "step_seconds" in line)
+    seconds = statistics.median(line["step_seconds"] for line in lines[WARM:] if "step_seconds" in line)
     peak = max(line["memory_gib"] for line in lines if "memory_gib" in line)
     tokens = lines[0]["tokens"]
-    return Taken(mode.title, seconds, tokens / seconds, peak)
+    return ModeResult(mode.title, seconds, tokens / seconds, peak)

@@ -1,4 +1,4 @@
-"""What titan's speed is measured against: the bare PyTorch loop, and what the device can do at most."""
+"""The baselines of titan's speed: the bare PyTorch loop, and the device's peak matmul and copy speeds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from titan.run.run import Run
 
 
 class BareLoop:
-    """The shortest loop that trains the same model on the same rows: nothing is logged, checked or loaded in it.
+    """The shortest loop that trains the same model on the same rows, without logging, checks or data loading.
 
-    Fused optimizer, torch's own clipping and compiling, rows preloaded on the device, no reading of results in between.
+    Fused optimizer, torch's own clipping and compiling, rows preloaded on the device, no metrics read between steps.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class BareLoop:
         """Build the loop.
 
         Args:
-            run: what is trained; its layout must be one device.
-            mix: the rows.
-            device: where.
-            preloaded: so many global batches are loaded beforehand and repeated.
-            autocast: compute in the run's precision through torch.autocast, not as the model does it by itself.
+            run: the run; its layout must be one device.
+            mix: source of the rows.
+            device: the device.
+            preloaded: number of global batches that are loaded in advance and repeated.
+            autocast: compute in the run's precision through torch.autocast instead of the model's own casts.
         """
         with torch.device("meta"):
             self.model: Any = run.model.build()
@@ -52,16 +52,16 @@ class BareLoop:
         self.scale, self.clip, self.step = 1 / run.training.global_batch, run.training.clip_norm, 0
         self.cast = torch.autocast(device.type, run.precision.dtype, enabled=autocast)
 
-    def _compiled(self, how: Compile) -> Callable[[Tensor, Tensor], Any]:
-        """The summed loss of tokens and targets, compiled: blocks and head, all as one graph, or nothing."""
+    def _compiled(self, settings: Compile) -> Callable[[Tensor, Tensor], Any]:
+        """Return the summed loss of tokens and targets, compiled: blocks and head, all as one graph, or not at all."""
 
         def summed(x: Tensor, y: Tensor) -> Any:
             return self.model.head(self.model(x), y)
 
-        if how.scope == "block":
+        if settings.scope == "block":
             for module in (*self.model.blocks(), self.model.head):
-                module.compile(backend=how.backend, fullgraph=True)
-        return torch.compile(summed, backend=how.backend, fullgraph=True) if how.scope == "model" else summed
+                module.compile(backend=settings.backend, fullgraph=True)
+        return torch.compile(summed, backend=settings.backend, fullgraph=True) if settings.scope == "model" else summed
 
     def steps(self, count: int) -> None:
         """Train `count` steps."""
@@ -86,16 +86,16 @@ def _preload(run: Run, mix: RowMixture, device: torch.device, count: int) -> lis
 
 
 def seconds(work: Callable[[], None], device: torch.device) -> float:
-    """How long `work` takes, until the device has done it."""
-    _wait(device)
+    """Return the seconds of `work`, device included."""
+    _synchronize(device)
     start = time.perf_counter()
     work()
-    _wait(device)
+    _synchronize(device)
     return time.perf_counter() - start
 
 
 def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
-    """The best speed of a square matrix product of that size, TFLOP/s."""
+    """Return the best speed of a square matmul of that size in TFLOP/s."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = a @ b
     best = min(seconds(lambda: _repeat(lambda: torch.mm(a, b, out=out), 3), device) for _ in range(repeats))
@@ -103,20 +103,20 @@ def matmul_tflops(device: torch.device, dtype: torch.dtype, size: int, repeats: 
 
 
 def float8_tflops(device: torch.device, size: int, repeats: int = 10) -> float:
-    """The best speed of a square product of float8 matrices with a scale each, TFLOP/s; CUDA only."""
+    """Return the best speed of a square float8 matmul with per-tensor scaling in TFLOP/s; CUDA only."""
     a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
 
-    def product() -> None:
+    def matmul() -> None:
         torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    product()
-    best = min(seconds(lambda: _repeat(product, 3), device) for _ in range(repeats))
+    matmul()
+    best = min(seconds(lambda: _repeat(matmul, 3), device) for _ in range(repeats))
     return 3 * 2 * size**3 / best / 1e12
 
 
 def copy_gb_per_second(device: torch.device, mebibytes: int, repeats: int = 10) -> float:
-    """The best speed of a copy inside the device's memory, bytes read and written, GB/s."""
+    """Return the best speed of a copy within the device's memory in GB/s, bytes read plus written."""
     source = torch.zeros(mebibytes * 2**20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     best = min(seconds(lambda: _repeat(lambda: target.copy_(source), 3), device) for _ in range(repeats))
@@ -128,6 +128,6 @@ def _repeat(work: Callable[[], Any], times: int) -> None:
         work()
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

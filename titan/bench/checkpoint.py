@@ -1,8 +1,8 @@
-"""What saving takes: `python -m titan.bench --suite checkpoint`.
+"""Measure saving checkpoints: `python -m titan.bench --suite checkpoint`.
 
-The same model is trained three times, each in a process of its own: without saving, with saves that training waits for,
-and with saves beside training. Before each, the bytes of a checkpoint are written to the same disk in one plain file,
-for comparison. On a CPU the saving thread and training share the cores, so the steps beside a save are shown too.
+The same model is trained three times, each in a separate process: without saving, with synchronous saves and with
+asynchronous ones. Before each, the bytes of a checkpoint are written to the same disk as one plain file, for
+comparison. On a CPU the saving thread and training share the cores, so steps during an asynchronous save are shown too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from titan.console.numbers import billions
 from titan.errors import ConfigError
 from titan.metrics.plot import read_lines
 from titan.run.run import Run
@@ -29,26 +30,26 @@ SHAPE = [
 MODES = ("off", "sync", "async")
 EVERY = 6
 WARM = 2
-"""Steps at the beginning that are left out: first allocations."""
-_PIECE = 16 * 2**20
+"""Warm-up steps that are excluded: first allocations."""
+_CHUNK = 16 * 2**20
 
 Train = Callable[[list[str], Path], int]
-"""Runs titan.train with overrides in a directory; gives its exit code."""
+"""Runs titan.train with overrides in a directory and returns its exit code."""
 
 
 @dataclass(frozen=True)
-class Taken:
-    """What a mode took; medians.
+class SaveResult:
+    """The measurement of one checkpoint mode; medians.
 
     Attributes:
-        mode: of `checkpoint.mode`.
-        step: seconds of a step.
-        beside: seconds of the step after a save: beside its copy and its writing, where saves are beside training.
-        stall: seconds for which training waited for a save.
-        first: the same for the first save alone, which takes its memory.
+        mode: `checkpoint.mode`.
+        step: seconds per step.
+        beside: seconds of the step after a save, during which an asynchronous save copies and writes.
+        stall: seconds that training waits for a save.
+        first: the same for the first save, which allocates its buffers.
         save: seconds from the call to a complete checkpoint.
-        gib: of a checkpoint.
-        memory: the process's peak, GiB.
+        gib: size of a checkpoint in GiB.
+        memory: the process's peak memory in GiB.
     """
 
     mode: str
@@ -61,14 +62,14 @@ class Taken:
     memory: float
 
     def row(self) -> str:
-        """As a line of the table."""
+        """Return the line of the table."""
         share = f"{self.stall / self.step:.1%}" if self.stall is not None else "-"
         rate = f"{self.gib / self.save:.2f}" if self.gib and self.save else "-"
         cells = (self.step, self.beside, self.stall, share, self.first, self.save, rate, self.memory)
         return f"{self.mode:<8}" + "".join(f"{_cell(value):>14}" for value in cells)
 
 
-TITLES = ("s/step", "after a save", "stall, s", "of a step", "first, s", "save, s", "GiB/s", "peak, GiB")
+TITLES = ("s/step", "after a save", "stall, s", "stall/step", "first, s", "save, s", "GiB/s", "peak, GiB")
 HEADER = f"{'saving':<8}" + "".join(f"{title:>14}" for title in TITLES)
 
 
@@ -76,45 +77,45 @@ def suite(run: Run, overrides: list[str], saves: int, folder: Path, train: Train
     """Measure and print a table.
 
     Args:
-        run: what is trained, for its size.
-        overrides: that give it.
-        saves: how many to time in each mode, beside the first.
-        folder: on the disk that is to be measured.
+        run: the run, for its model's size.
+        overrides: the overrides that compose it.
+        saves: number of timed saves in each mode after the first.
+        folder: a directory on the disk to measure.
         train: see `Train`.
 
     Returns:
-        All figures.
+        All figures, for JSON.
     """
     steps, plain, found = EVERY * (saves + 1) + EVERY // 2, [], []
     size = run.model.parameters() * 12  # weights and AdamW's two moments, in fp32
-    print(f"{run.model.parameters() / 1e6:.0f}M parameters, a save every {EVERY} steps\n\n{HEADER}")
+    print(f"{billions(run.model.parameters())} parameters, a save every {EVERY} steps\n\n{HEADER}")
     for mode in MODES:
-        plain.append(size / 2**30 / write_plainly(folder / "plain", size))
-        how = [f"checkpoint={mode}", f"checkpoint.every={EVERY}", "checkpoint.keep=1", "checkpoint.grace=0"]
-        place = folder / mode
-        if train([*overrides, *how, f"training.steps={steps}", f"hydra.run.dir={place}"], place):
-            raise ConfigError(f"checkpoint={mode}: the run that was to be measured failed; try it with titan.train.")
-        found.append(taken(mode, read_lines(place / "metrics.jsonl"), steps))
-        shutil.rmtree(place)
+        plain.append(size / 2**30 / write_plain_file(folder / "plain", size))
+        settings = [f"checkpoint={mode}", f"checkpoint.every={EVERY}", "checkpoint.keep=1", "checkpoint.grace=0"]
+        directory = folder / mode
+        if train([*overrides, *settings, f"training.steps={steps}", f"hydra.run.dir={directory}"], directory):
+            raise ConfigError(f"checkpoint={mode}: the measured run failed; try it with python -m titan.train.")
+        found.append(summarise(mode, read_lines(directory / "metrics.jsonl"), steps))
+        shutil.rmtree(directory)
         print(found[-1].row(), flush=True)
     print(f"one plain file of the same size, written and synced: {statistics.median(plain):.2f} GiB/s")
-    print(f"peak memory beside that without saving: {', '.join(_added(found))}")
+    print(f"peak memory relative to no saving: {', '.join(_added(found))}")
     return {"plain_gib_per_second": plain, "saving": [asdict(saving) for saving in found]}
 
 
-def _added(found: Sequence[Taken]) -> list[str]:
+def _added(found: Sequence[SaveResult]) -> list[str]:
     without, *others = found
-    return [f"{taken.mode} {taken.memory - without.memory:+.2f} GiB" for taken in others]
+    return [f"{result.mode} {result.memory - without.memory:+.2f} GiB" for result in others]
 
 
-def taken(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> Taken:
-    """What a run took, from its metrics; the save at its end is left out, for which it has to wait."""
+def summarise(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> SaveResult:
+    """Return the measurement of a run from its metrics, without the save at its end, which always blocks."""
     timed = [line for line in lines if "step_seconds" in line and line["step"] > WARM]
     after = [line["step_seconds"] for line in timed if line["step"] % EVERY == 1]
     others = [line["step_seconds"] for line in timed if line["step"] % EVERY != 1]
     saves = [line for line in lines if line.get("checkpoint_step", steps) < steps]
     stalls = [line["checkpoint_stall_seconds"] for line in saves]
-    return Taken(
+    return SaveResult(
         mode=mode,
         step=statistics.median(others),
         beside=statistics.median(after) if mode != "off" else None,
@@ -126,12 +127,12 @@ def taken(mode: str, lines: Sequence[Mapping[str, Any]], steps: int) -> Taken:
     )
 
 
-def write_plainly(file: Path, size: int) -> float:
-    """Seconds that it takes to write and sync one file of `size` bytes that can't be compressed."""
-    piece, began = os.urandom(_PIECE), time.perf_counter()
+def write_plain_file(file: Path, size: int) -> float:
+    """Return the seconds to write and sync one file of `size` incompressible bytes."""
+    chunk, began = os.urandom(_CHUNK), time.perf_counter()
     with file.open("wb", buffering=0) as out:
-        for start in range(0, size, _PIECE):
-            out.write(piece[: size - start])
+        for start in range(0, size, _CHUNK):
+            out.write(chunk[: size - start])
         os.fsync(out.fileno())
     seconds = time.perf_counter() - began
     file.unlink()

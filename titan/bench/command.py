@@ -1,9 +1,11 @@
 """titan against the bare PyTorch loop: `python -m titan.bench [--suite NAME] [SETTING=VALUE ...]`.
 
-Speed is a ratio: titan and the bare loop train the same model, on a CPU in one process, a few steps each in turn, and
-each round gives one ratio; the table shows their median and spread, and the share of what `titan.estimate.roofline`
-says could be. MFU is the share of the device's peak in the type to compute in, which is bf16 with products in float8
+Speed is a ratio: titan and the bare loop train the same model in alternating rounds of a few steps, and each round
+gives one ratio. The table shows their median and range, and titan's fraction of the roofline
+(`titan.estimate.roofline`). MFU is relative to the device's peak in the compute type, which is bf16 for float8 matmuls
 too. Ceilings, data loading, start-up and memory follow.
+
+Modules that import torch are imported inside functions, so that `--help` and errors take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from titan.bench import activation_modes, measure
+from titan.bench import activation_modes, speed
 from titan.bench import checkpoint as saving
-from titan.bench.measure import SIDES, Speed, environment
+from titan.bench.speed import SIDES, HostSync, Speed, environment
 from titan.bench.suites import Case, cpu_cases, gpu_cases
 from titan.cluster.environment import before_torch
 from titan.config.arguments import version
@@ -39,7 +41,7 @@ Titled = TypeVar("Titled", Case, activation_modes.Mode)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     before_torch(os.environ)
     return exit_code(lambda: _main(*_parser().parse_known_args(argv)))
 
@@ -52,15 +54,15 @@ def _parser() -> argparse.ArgumentParser:
         default="cpu",
         help="what to measure",
     )
-    parser.add_argument("--rounds", type=int, default=9, help="rounds a case (default 9)")
-    parser.add_argument("--steps", type=int, default=5, help="steps a round (default 5)")
-    parser.add_argument("--case", default="", help="only the cases whose title holds this text")
-    parser.add_argument("--json", type=Path, help="write all figures to this file too")
-    parser.add_argument("--profile", action="store_true", help="show where the steps of each case spend their time")
-    parser.add_argument("--alone", choices=(*SIDES, "waits"), help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=9, help="rounds per case (default 9)")
+    parser.add_argument("--steps", type=int, default=5, help="steps per round (default 5)")
+    parser.add_argument("--case", default="", help="only cases whose title contains this text")
+    parser.add_argument("--json", type=Path, help="also write all figures to this file")
+    parser.add_argument("--profile", action="store_true", help="print the slowest operators of each case")
+    parser.add_argument("--only", choices=(*SIDES, "sync"), help=argparse.SUPPRESS)
     parser.add_argument("--autocast", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=version())
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = _reject  # type: ignore[method-assign]
     return parser
 
 
@@ -68,15 +70,15 @@ def _main(args: argparse.Namespace, overrides: list[str]) -> int:
     if min(args.rounds, args.steps) < 1:
         raise ConfigError(f"--rounds {args.rounds} --steps {args.steps}: must be at least 1.")
     if args.json is not None and not args.json.parent.is_dir():
-        raise ConfigError(f"--json {args.json}: there is no directory {args.json.parent}; give another file.")
-    if args.alone == "waits":
-        return measure.waits_alone(overrides)
-    if args.alone:
-        return measure.alone(args.alone, overrides, args.rounds, args.steps, args.autocast)
+        raise ConfigError(f"--json {args.json}: directory {args.json.parent} does not exist; give another file.")
+    if args.only == "sync":
+        return speed.print_host_sync(overrides)
+    if args.only:
+        return speed.measure_side(args.only, overrides, args.rounds, args.steps, args.autocast)
     return _suite(args, overrides)
 
 
-def _refuse(message: str) -> NoReturn:
+def _reject(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help.")
 
 
@@ -93,134 +95,134 @@ def _suite(args: argparse.Namespace, overrides: list[str]) -> int:
         return _checkpoint(run, args, base)
     if args.suite == "generate":
         return _generate(run, args)
-    cases = _named(args.case, gpu_cases() if args.suite == "gpu" else cpu_cases())
+    cases = _select(args.case, gpu_cases() if args.suite == "gpu" else cpu_cases())
     if args.profile:
         return _profile(cases, [*LONG, *base], args.steps)
-    _measured(found, cases, base, run, args)
+    _measure_cases(found, cases, base, run, args)
     failed = sum(bool(row["failure"]) for row in found["speed"])
-    print(f"{len(cases)} cases: {len(cases) - len(found['speed'])} left out, {failed} with a side that failed")
+    print(f"{len(cases)} cases: {len(cases) - len(found['speed'])} skipped, {failed} with a failed side")
     return 0
 
 
-def _measured(
+def _measure_cases(
     found: dict[str, Any], cases: Sequence[Case], base: list[str], run: Run, args: argparse.Namespace
 ) -> None:
-    """All that the suite of cases measures, part by part; what is found is written down as it comes."""
+    """Measure all parts of the suite and write the figures found so far after each."""
     found["ceilings"], found["speed"] = _ceilings(run), []
-    print(f"\n{measure.HEADER}")
-    for speed in _speeds(cases, [*LONG, *base], found["ceilings"], args):
-        found["speed"].append(asdict(speed))
-        _keep(args.json, found)
+    print(f"\n{speed.HEADER}")
+    for measured in _speeds(cases, [*LONG, *base], found["ceilings"], args):
+        found["speed"].append(asdict(measured))
+        _write_json(args.json, found)
     if args.suite == "gpu":
-        found["waits"] = _waits(cases, [*LONG, *base])
+        found["host_sync"] = _host_syncs(cases, [*LONG, *base])
     elif found["speed"] and found["speed"][0]["title"] == cases[0].title:
-        _tell_fastest(found["speed"])
-    _keep(args.json, found)
+        _print_fastest(found["speed"])
+    _write_json(args.json, found)
     print()
     found["loading"] = _loading(run, found["speed"])
     found["start"] = _start(base, repeats=1 if args.suite == "tiny" else 3)
     found["memory"] = _memory(base)
-    _keep(args.json, found)
+    _write_json(args.json, found)
 
 
-def _keep(path: Path | None, found: Any) -> None:
-    """Write down what was found so far, where that was asked for; an interruption leaves what was there."""
+def _write_json(path: Path | None, found: Any) -> None:
+    """Write the figures found so far to the file of `--json`, atomically."""
     if path is not None:
         part = path.with_name(f"{path.name}.part")
         part.write_text(json.dumps(found, indent=1))
         part.replace(path)
 
 
-def _named(text: str, cases: Iterable[Titled]) -> list[Titled]:
-    """The cases whose title holds a text."""
+def _select(text: str, cases: Iterable[Titled]) -> list[Titled]:
+    """Return the cases whose title contains a text."""
     known = list(cases)
     found = [case for case in known if text in case.title]
     if not found:
         titles = "; ".join(case.title for case in known)
-        raise ConfigError(f"--case {text}: no case's title holds this; give a part of one of: {titles}.")
+        raise ConfigError(f"--case {text}: no case has a title that contains this; give a part of one of: {titles}.")
     return found
 
 
 def _speeds(
     cases: Sequence[Case], base: Sequence[str], ceilings: Mapping[str, float], args: argparse.Namespace
 ) -> Iterator[Speed]:
-    """The rows of the table of speeds; a case that can't be composed here is told and left out."""
+    """Measure the cases and print their rows; a case that can't be composed here is skipped with its error."""
     for case in cases:
         try:
-            found = measure.speed(case, base, ceilings, args.rounds, args.steps)
-        except ConfigError as refusal:
-            print(f"{case.title:<34} left out: {refusal}", flush=True)
+            found = speed.measure(case, base, ceilings, args.rounds, args.steps)
+        except ConfigError as error:
+            print(f"{case.title:<34} skipped: {error}", flush=True)
         else:
             print(found.rows(), flush=True)
             yield found
 
 
-def _tell_fastest(speeds: Sequence[Mapping[str, Any]]) -> None:
-    """Hold the fastest of titan's, which compute alike on a CPU, against the first of the bare loop's."""
+def _print_fastest(speeds: Sequence[Mapping[str, Any]]) -> None:
+    """Print titan's fastest case, as all compute the same on a CPU, relative to the bare loop in the first case."""
     fastest, first = max(speeds, key=lambda each: each["titan"]), speeds[0]
     print(f"fastest titan ({fastest['title']}) / bare ({first['title']}): {fastest['titan'] / first['bare']:.2f}")
 
 
 def _profile(cases: Sequence[Case], base: Sequence[str], steps: int) -> int:
     for case in cases:
-        print(f"\n{case.title}: {steps} steps\n{measure.profile(case, base, steps)}", flush=True)
+        print(f"\n{case.title}: {steps} steps\n{speed.profile(case, base, steps)}", flush=True)
     return 0
 
 
-def _waits(cases: Sequence[Case], base: Sequence[str]) -> dict[str, Any]:
-    """Whether the host waits for the device within a step: of each model one case of each kind."""
+def _host_syncs(cases: Sequence[Case], base: Sequence[str]) -> dict[str, Any]:
+    """Search the steps of one case per model and kind for host synchronisations."""
     found = {}
     for case in {(case.overrides[0], _kind(case)): case for case in reversed(cases)}.values():
         try:
-            seen = measure.waits([*base, *case.overrides])
-        except ConfigError as refusal:
-            seen = measure.Waits(failure=str(refusal))
-        found[case.title] = asdict(seen)
-        print(f"{case.title}: {seen.describe()}", flush=True)
+            sync = speed.host_sync([*base, *case.overrides])
+        except ConfigError as error:
+            sync = HostSync(failure=str(error))
+        found[case.title] = asdict(sync)
+        print(f"{case.title}: {sync.describe()}", flush=True)
     return found
 
 
 def _kind(case: Case) -> tuple[bool, bool]:
-    """Whether a case compiles, and whether it has products in eight bits."""
+    """Return whether a case compiles, and whether it has float8 matmuls."""
     return "compile=off" not in case.overrides, any(o.startswith("precision=float8") for o in case.overrides)
 
 
 def _modes(run: Run, args: argparse.Namespace, overrides: list[str]) -> int:
-    """Peak memory and time of each way to keep activations, compiled and not."""
+    """Measure peak memory and step time of each kind of activation checkpointing, compiled and not."""
     print(f"\n{activation_modes.HEADER}")
     found = []
-    for mode in _named(args.case, activation_modes.modes(run)):
+    for mode in _select(args.case, activation_modes.modes(run)):
         with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
-            taken = activation_modes.measure(mode, [*QUIET, *overrides], Path(folder) / "run", _train)
-            print(taken.row() if taken else f"{mode.title:<36} failed", flush=True)
-            found += [asdict(taken)] if taken else []
-            _keep(args.json, found)
+            measured = activation_modes.measure(mode, [*QUIET, *overrides], Path(folder) / "run", _train)
+            print(measured.row() if measured else f"{mode.title:<36} failed", flush=True)
+            found += [asdict(measured)] if measured else []
+            _write_json(args.json, found)
     return 0
 
 
 def _data(args: argparse.Namespace) -> int:
-    """How well data are prepared."""
-    from titan.bench import data
+    """Measure the preparing and loading of data."""
+    from titan.bench import preparing
 
-    found = data.suite(args.rounds)
-    _keep(args.json, found)
+    found = preparing.suite(args.rounds)
+    _write_json(args.json, found)
     return 0
 
 
 def _checkpoint(run: Run, args: argparse.Namespace, base: list[str]) -> int:
-    """What saving takes."""
+    """Measure saving checkpoints."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         found = saving.suite(run, [*base, *QUIET[1:]], args.rounds, Path(folder), _train)
-    _keep(args.json, found)
+    _write_json(args.json, found)
     return 0
 
 
 def _generate(run: Run, args: argparse.Namespace) -> int:
-    """How fast text is generated."""
-    from titan.bench import generation as generating
+    """Measure the speed of generation."""
+    from titan.bench import generation
 
-    found = generating.suite(run, args.rounds)
-    _keep(args.json, found)
+    found = generation.suite(run, args.rounds)
+    _write_json(args.json, found)
     return 0
 
 
@@ -230,7 +232,7 @@ def _train(overrides: list[str], folder: Path) -> int:
 
 
 def _base(suite: str) -> list[str]:
-    if suite == "tiny":  # the whole suite at a size that takes little, to see that it works
+    if suite == "tiny":  # the whole suite at a small size, as a smoke test
         shape = ["model.dim=64", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.ffn=128"]
         return [*shape, "dataset=synthetic", "training.seq_len=64", "training.global_batch=256"]
     long = ["dataset=synthetic", "training.seq_len=8192", "training.global_batch=8192"]
@@ -240,6 +242,7 @@ def _base(suite: str) -> list[str]:
 
 
 def _ceilings(run: Run) -> dict[str, float]:
+    """Measure the speeds of large matmuls in each type, and of a copy in the device's memory."""
     import torch
 
     from titan.bench.bare_loop import copy_gb_per_second, float8_tflops, matmul_tflops
@@ -250,15 +253,15 @@ def _ceilings(run: Run) -> dict[str, float]:
     found = {f"matmul_{name}_tflops": matmul_tflops(device, dtype, size) for name, dtype in types.items()}
     if (run.machine.capability or 0) >= CAPABILITY["float8"]:
         found["matmul_float8_tflops"] = float8_tflops(device, size)
-    products = ", ".join(f"{name.split('_')[1]} {value:.3g} TFLOP/s" for name, value in found.items())
+    matmuls = ", ".join(f"{name.split('_')[1]} {value:.3g} TFLOP/s" for name, value in found.items())
     found["copy_gb_per_second"] = copy_gb_per_second(device, mebibytes)
-    torch.cuda.empty_cache()  # for the processes that follow; without a GPU it does nothing
-    print(f"ceilings: matrix product of {size}: {products}; copy {found['copy_gb_per_second']:.0f} GB/s")
+    torch.cuda.empty_cache()  # for the processes that follow; no effect without a GPU
+    print(f"ceilings: square matmul of {size}: {matmuls}; copy {found['copy_gb_per_second']:.0f} GB/s")
     return found
 
 
 def _loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
-    """Tokens/s through the loader, against the fastest training above."""
+    """Measure tokens/s of the loader, relative to the fastest training above."""
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
     from titan.dataset.loader import Loader, Shape
     from titan.parallelism.data_shard import DataShard
@@ -273,12 +276,12 @@ def _loading(run: Run, speeds: list[dict[str, Any]]) -> dict[str, float]:
             next(loader)
         rate = steps * run.training.global_batch / (time.perf_counter() - start)
     times = rate / max((row["titan"] for row in speeds if row["titan"]), default=math.inf)
-    print(f"data loading: {billions(rate)} tokens/s, {times:,.0f} times the fastest training above")
+    print(f"data loading: {billions(rate)} tokens/s, {times:,.0f} x the fastest training above")
     return {"tokens_per_second": rate, "times_training": times}
 
 
 def _start(overrides: list[str], repeats: int = 3) -> dict[str, float]:
-    """Seconds from the command to the end of the first step, and how many of them Python spends on imports."""
+    """Measure seconds from the command to the end of the first step, and the seconds of imports among them."""
     first, imports = [], []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
@@ -291,7 +294,7 @@ def _start(overrides: list[str], repeats: int = 3) -> dict[str, float]:
 
 
 def _seconds_until(text: str, command: list[str]) -> float:
-    """Seconds until a Python command prints a line that begins with `text`; until it ends, without a text."""
+    """Return seconds until a Python command prints a line that starts with `text`; until it ends if that is empty."""
     start, found = time.perf_counter(), 0.0
     with subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment()) as process:
         for line in process.stdout or ():
@@ -303,13 +306,13 @@ def _seconds_until(text: str, command: list[str]) -> float:
 
 
 def _memory(overrides: list[str], steps: int = 20) -> dict[str, float]:
-    """Largest resident size of a process that trains with titan, and of one with the bare loop."""
+    """Measure the peak memory of a process that trains with titan and of one that runs the bare loop."""
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         train = ["-m", "titan.train", f"training.steps={steps}", *QUIET, f"hydra.run.dir={folder}/run", *overrides]
         _output(train)
         titan = json.loads((Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()[-1])["memory_gib"]
-    rounds = ["--rounds", "1", "--steps", str(steps - measure.WARM)]
-    bare = ["-m", "titan.bench", "--alone", "bare", *rounds, f"training.steps={steps}", *QUIET, *overrides]
+    rounds = ["--rounds", "1", "--steps", str(steps - speed.WARM)]
+    bare = ["-m", "titan.bench", "--only", "bare", *rounds, f"training.steps={steps}", *QUIET, *overrides]
     sizes = {"titan": titan, "bare": float(json.loads(_output(bare))["memory_gib"])}
     ratio = sizes["titan"] / sizes["bare"]
     print(f"peak memory of the process: titan {sizes['titan']:.3f} GiB, bare {sizes['bare']:.3f}, ratio {ratio:.3f}")
@@ -317,7 +320,7 @@ def _memory(overrides: list[str], steps: int = 20) -> dict[str, float]:
 
 
 def _output(command: list[str]) -> str:
-    """The last line that a Python command prints."""
+    """Return the last line that a Python command prints."""
     done = subprocess.run([sys.executable, *command], stdout=subprocess.PIPE, text=True, env=environment())
     if done.returncode:
         raise ConfigError(f"{' '.join(command)}: ended with exit code {done.returncode}; see its message above.")

@@ -1,8 +1,8 @@
-"""How fast text is generated: `python -m titan.bench --suite generate`.
+"""Measure the speed of generation: `python -m titan.bench --suite generate`.
 
-With the cache against computing every token anew for each next one, as the trainer's sample does because it works on
-every layout. Weights are random: speed does not depend on them. Rounds alternate, so that other work on the machine
-slows both sides.
+With the key-value cache, relative to recomputing all tokens for each next one, as the trainer's samples do because that
+works on every layout. Weights are random, because speed does not depend on them. Rounds alternate, because other work
+on the machine slows both sides.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from titan.training.sample import sample_continuation
 PROMPT = 16
 """Tokens of each prompt."""
 ROWS = 8
-"""Of a batch."""
+"""Rows of a batch."""
 
 
 def suite(run: Run, rounds: int, lengths: tuple[int, ...] = (64, 256, 512)) -> list[dict[str, Any]]:
-    """Measure a model of random weights and print a line each.
+    """Measure a model with random weights and print one line per length.
 
     Args:
-        run: which model, in which type, on which device.
-        rounds: how often each is taken.
-        lengths: how many tokens are generated.
+        run: gives the model, its type and the device.
+        rounds: number of rounds.
+        lengths: numbers of tokens to generate.
 
     Returns:
-        For each length the median tokens/s, and the ratio of the first two round by round.
+        For each length the median tokens/s, and the ratio of cached to recomputed in each round.
     """
     world = mesh.connect(RankInfo(), run.layout, run.machine.device, run.cluster.timeout)
     model = build.build_for_generation(run.model, run.precision, world)
     init_weights.materialise(model, model.initial(), 0, world.device)
-    together = f"{ROWS} rows together"
-    print(f"\n{'new tokens':>10} {'anew, tokens/s':>15} {'cache, tokens/s':>16} {'ratio':>6} {together:>18}")
+    batch = f"batch of {ROWS}, cache"
+    print(f"\n{'tokens/s of':>10} {'no cache':>15} {'cache':>16} {'ratio':>6} {batch:>18}")
     return [_length(model, world.device, length, rounds) for length in lengths]
 
 
@@ -52,24 +52,24 @@ def _length(model: Any, device: torch.device, length: int, rounds: int) -> dict[
         decoding = Decoding(model, Rules(temperature=0.8, top_k=40, max_tokens=length), device=device)
         return lambda: decoding.run([Row(range(PROMPT), sample) for sample in range(rows)])
 
-    ways = {"anew": lambda: _anew(model, device, length), "cache": cached(1), "rows": cached(ROWS)}
+    ways = {"uncached": lambda: _recompute(model, device, length), "cache": cached(1), "rows": cached(ROWS)}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: -1 if number % 2 else 1]:
             times[name].append(seconds(ways[name], device))
-    rates = {name: length / statistics.median(taken) for name, taken in times.items()}
+    rates = {name: length / statistics.median(seconds_) for name, seconds_ in times.items()}
     rates["rows"] *= ROWS
-    ratios = [anew / cache for anew, cache in zip(times["anew"], times["cache"], strict=True)]
+    ratios = [recomputed / cached_ for recomputed, cached_ in zip(times["uncached"], times["cache"], strict=True)]
     ratio = statistics.median(ratios)
     print(
-        f"{length:>10} {rates['anew']:>15,.0f} {rates['cache']:>16,.0f} {ratio:>6.2f} {rates['rows']:>18,.0f}",
+        f"{length:>10} {rates['uncached']:>15,.0f} {rates['cache']:>16,.0f} {ratio:>6.2f} {rates['rows']:>18,.0f}",
         flush=True,
     )
     return {"new_tokens": length, "tokens_per_second": rates, "ratios": ratios}
 
 
-def _anew(model: Any, device: torch.device, length: int) -> None:
-    """The trainer's way: all tokens go through the model for each next one."""
+def _recompute(model: Any, device: torch.device, length: int) -> None:
+    """Generate as the trainer's samples do: all tokens go through the model for each next one."""
 
     def logits(tokens: list[int]) -> torch.Tensor:
         row = torch.tensor([tokens], device=device)

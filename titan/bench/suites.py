@@ -1,4 +1,4 @@
-"""The cases that `titan.bench` measures speed in: overrides only, composed when their turn comes. Free of torch."""
+"""The cases whose speed `titan.bench` measures: overrides only, composed one at a time. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PRECISIONS, COMPILES = ("fp32", "bf16"), ("off", "block", "model")
-SMALL = ("float8", "float8_rowwise")
+FLOAT8 = ("float8", "float8_rowwise")
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Case:
     """One row of the table of speeds.
 
     Attributes:
-        title: says what is measured.
-        overrides: titan's.
-        autocast: the bare loop computes through torch.autocast.
-        bare: what the bare loop compiles, a scope of `titan.compile.schema`; empty: the same as titan.
+        title: names the choices.
+        overrides: titan's overrides.
+        autocast: whether the bare loop uses torch.autocast.
+        bare: the bare loop's scope of compilation; empty: titan's.
     """
 
     title: str
@@ -27,9 +27,9 @@ class Case:
 
 
 def cpu_cases() -> list[Case]:
-    """Each precision with each scope, blocks also against a bare loop that is compiled as a whole.
+    """Return each precision with each scope of compilation.
 
-    In bf16 the bare loop has another form, too.
+    Compiled blocks are also compared with a bare loop that is compiled as a whole, and bf16 with one under autocast.
     """
     cases = [_case(f"precision={p}", f"compile={c}") for p in PRECISIONS for c in COMPILES]
     blocks = [case for case in cases if "compile=block" in case.overrides]
@@ -40,20 +40,20 @@ def cpu_cases() -> list[Case]:
 
 
 def gpu_cases() -> list[Case]:
-    """The 1B in each precision and scope, and the whole 8B in those modes that fit one device of 141 GB.
+    """Return the 1B model in each precision and scope, and the 8B model in the modes that fit one device of 141 GB.
 
-    With weights and gradients in fp32 the 8B fits only where blocks keep less than all.
+    With weights and gradients in fp32 the 8B model fits only with activation checkpointing.
     """
     small = [
         *(("precision=bf16", f"compile={scope}") for scope in ("off", "block", "model")),
         ("precision=bf16", "compile=block", "training.loss_chunk=2048"),
-        *((f"precision={p}", "compile=block") for p in SMALL),
+        *((f"precision={p}", "compile=block") for p in FLOAT8),
     ]
     frugal = ("optimizer.moments=bf16", "training.loss_chunk=2048")
     large = [
         *(("precision=bf16", f"compile={scope}", "memory=full") for scope in ("off", "block", "model")),
         ("precision=bf16", "compile=block", "memory=selective"),
-        *((f"precision={p}", "compile=block", f"memory={m}") for m in ("selective", "full") for p in SMALL),
+        *((f"precision={p}", "compile=block", f"memory={m}") for m in ("selective", "full") for p in FLOAT8),
         ("precision=bf16_pure", "compile=block", "memory=none"),
     ]
     cases = [_case("model=llama1b", *choices) for choices in small]
@@ -61,11 +61,11 @@ def gpu_cases() -> list[Case]:
 
 
 def _case(*overrides: str, hidden: tuple[str, ...] = ()) -> Case:
-    """A case whose title says the choices, but not `hidden` ones."""
+    """Return a case whose title names the choices except `hidden` ones."""
     return Case(", ".join(map(_words, overrides)), (*overrides, *hidden))
 
 
 def _words(override: str) -> str:
-    """A choice as a title says it: the value alone where that says enough."""
+    """Return a choice for a title: the value alone for models and precisions."""
     name, _, value = override.partition("=")
     return value if name in ("model", "precision") else f"{name.rpartition('.')[2]} {value}"

@@ -1,4 +1,4 @@
-"""The cluster axis: on how many devices, of which kind, a run takes place. Free of torch."""
+"""The cluster axis: the number and kind of devices of a run, and its Slurm job. Free of torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from titan.config.settings import setting, show
 from titan.errors import ConfigError
 
-TAKEN = {
+RESERVED_OPTIONS = {
     "array",
     "dependency",
     "job-name",
@@ -21,147 +21,146 @@ TAKEN = {
     "no-requeue",
     "parsable",
 }
-"""Options of sbatch that titan gives itself, or that change what it reads."""
+"""Options of sbatch that titan sets itself, or that change output it reads."""
 
 
 LONGEST_DAYS = 3650
-"""A time limit above it is a slip."""
+"""The longest accepted time limit; a longer one is a typing error."""
 LONGEST_SECONDS = 30 * 86400.0
-"""What waits longer than a month waits for nothing."""
+"""The longest accepted timeout."""
 STEP_SECONDS = 600.0
-"""How long ranks wait for each other within a step, by default: what torch gives NCCL."""
+"""Default timeout of collectives within a step: torch's default for NCCL."""
 
 
 def _job(default: Any, help: str, **more: Any) -> Any:
-    """A setting of what Slurm is asked for: no id depends on it."""
+    """Return a setting of the Slurm job; no id depends on it."""
     return setting(default, help, told=False, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines of a run; nothing here changes what is learned."""
+    """The machines of a run; no setting here is science."""
 
     devices: int | str = setting(
         "auto",
-        "ranks in all; auto: what the layout asks for on CPU, all devices on GPUs",
+        "total number of ranks; auto: the layout's degrees on CPU, all devices on GPUs",
         at_least=1,
         words=("auto",),
     )
-    nodes: int = setting(1, "machines", at_least=1)
+    nodes: int = setting(1, "number of machines", at_least=1)
     devices_per_node: int | str = setting(
-        "auto", "ranks on each machine; auto: as many as it has devices", at_least=1, words=("auto",)
+        "auto", "ranks per machine; auto: its number of devices", at_least=1, words=("auto",)
     )
     device: Literal["auto", "cpu", "cuda"] = setting(
-        "auto", "auto: GPUs where there are any and torch is built for them, else the CPU"
+        "auto", "auto: GPUs if there are any and torch is built for them, else the CPU"
     )
     restarts: int = setting(
         0,
-        "restarts of all ranks after one of them died; through Slurm without the node that failed, and a second time "
-        "only from a newer checkpoint",
+        "restarts of all ranks after one of them fails; on Slurm without the failed node, a second time only from a "
+        "newer checkpoint",
         at_least=0,
         cap=10_000,
     )
     timeout: float = setting(
         1800.0,
-        "seconds that ranks wait for each other before they give up: while they start, compile, validate and save",
+        "timeout in seconds of collectives outside of steps: at start, compilation, evaluation and saving",
         at_least=1,
         cap=LONGEST_SECONDS,
     )
     step_timeout: float | str = setting(
         "auto",
-        "the same within a step after the first one of a batch size; auto: 600, at most cluster.timeout",
+        "timeout in seconds of collectives within a step, after the first step of a batch size; auto: 600, at most "
+        "cluster.timeout",
         at_least=1,
         cap=LONGEST_SECONDS,
         words=("auto",),
     )
-    memory_gib: float | None = setting(None, "memory of one device in GiB; null: read it", above=0, cap=1e9)
+    memory_gib: float | None = setting(None, "memory of one device in GiB; null: detect it", above=0, cap=1e9)
     peak_tflops: float | None = setting(
         None,
         "dense bf16 peak of one device in TFLOP/s, for MFU; null: from the table of known devices",
         above=0,
         cap=1e9,
     )
-    device_name: str | None = setting(
-        None, "the GPUs of a machine that is not this one, such as NVIDIA H100; null: unknown"
-    )
-    partition: str | None = _job(None, "Slurm's partition")
-    account: str | None = _job(None, "Slurm's account")
-    qos: str | None = _job(None, "Slurm's quality of service")
-    reservation: str | None = _job(None, "Slurm's reservation")
-    constraint: str | None = _job(None, "features that nodes must have")
-    exclude: str | None = _job(None, "nodes to avoid")
-    gres: str | None = _job(None, "generic resources of a node, in place of GPUs by number, such as gpu:h100:8")
+    device_name: str | None = setting(None, "name of the GPUs of another machine, such as NVIDIA H100; null: unknown")
+    partition: str | None = _job(None, "Slurm partition")
+    account: str | None = _job(None, "Slurm account")
+    qos: str | None = _job(None, "Slurm quality of service")
+    reservation: str | None = _job(None, "Slurm reservation")
+    constraint: str | None = _job(None, "required node features")
+    exclude: str | None = _job(None, "nodes to exclude")
+    gres: str | None = _job(None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8")
     exclusive: bool | str = _job(
         False,
-        "take whole nodes, with all their memory; auto: where the job takes all devices of its nodes",
+        "allocate whole nodes with all their memory; auto: if the job uses all devices of its nodes",
         words=("auto",),
     )
-    time: str | None = _job(None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's")
+    time: str | None = _job(None, "time limit of a job: minutes, HH:MM:SS or D-HH:MM:SS; null: the partition's limit")
     signal_seconds: int = _job(
-        120, "how long before the time limit a run is told to save and end", at_least=1, at_most=65535
+        120, "seconds before the time limit at which a run gets the signal to save and stop", at_least=1, at_most=65535
     )
     node_memory_gib: float | None = _job(
         None,
-        "memory of a node that a job asks for; null: all of a whole node, else by cluster.rank_memory_gib",
+        "memory per node that a job requests; null: all of a whole node, else by cluster.rank_memory_gib",
         at_least=1,
         cap=1e6,
     )
     rank_memory_gib: float | None = _job(
-        None, "memory of its node that a job asks for with each rank; null: Slurm's default", above=0, cap=1e6
+        None, "memory that a job requests per rank; null: Slurm's default", above=0, cap=1e6
     )
-    cpus_per_rank: int | None = _job(None, "CPU cores of a rank; null: Slurm's default", at_least=1, cap=65535)
+    cpus_per_rank: int | None = _job(None, "CPU cores per rank; null: Slurm's default", at_least=1, cap=65535)
     tasks: Literal["rank", "node"] = _job(
-        "rank", "what a Slurm task is: a rank, or a node's program that starts its ranks"
+        "rank", "what one Slurm task runs: a rank, or a program per node that starts its ranks"
     )
-    srun: tuple[str, ...] = _job((), "further arguments of srun, such as [--cpu-bind=cores]")
-    sbatch: Mapping[str, str] | None = _job(None, "further options of sbatch, such as {mail-type:END}")
+    srun: tuple[str, ...] = _job((), "additional arguments of srun, such as [--cpu-bind=cores]")
+    sbatch: Mapping[str, str] | None = _job(None, "additional options of sbatch, such as {mail-type:END}")
     modules: tuple[str, ...] = _job((), "environment modules to load")
-    setup: tuple[str, ...] = _job((), "lines of shell to run before the ranks start", any_text=True)
+    setup: tuple[str, ...] = _job((), "shell commands to run before the ranks start", any_text=True)
     environment: Mapping[str, str] | None = _job(
         None, "environment variables of the ranks, such as {NCCL_DEBUG:WARN}", any_text=True
     )
-    container: Literal["none", "pyxis", "apptainer"] = _job("none", "what runs the ranks in an image")
-    image: str | None = _job(None, "the container's image")
-    mounts: tuple[str, ...] = _job((), "paths that the container sees, as SOURCE:TARGET")
-    python: str | None = _job(None, "the nodes' Python; null: the one that submits")
+    container: Literal["none", "pyxis", "apptainer"] = _job("none", "container runtime of the ranks")
+    image: str | None = _job(None, "container image")
+    mounts: tuple[str, ...] = _job((), "bind mounts of the container, as SOURCE:TARGET")
+    python: str | None = _job(None, "Python interpreter on the nodes; null: that of the submitting process")
     requeues: int = _job(
-        10, "how often Slurm may start a job again: preempted, out of time, or its node lost", at_least=0, cap=10_000
+        10, "how often Slurm may requeue a job after preemption, a time limit or a node failure", at_least=0, cap=10_000
     )
     chain: int = _job(
         0,
-        "for sites that forbid requeueing: so many jobs, each after the one before; 0: requeue",
+        "number of jobs that each depend on the one before, for sites that forbid requeueing; 0: requeue",
         at_least=0,
         at_most=100,
     )
 
     @property
     def step_seconds(self) -> float:
-        """`step_timeout` as a number."""
+        """The timeout within a step in seconds."""
         return min(STEP_SECONDS, self.timeout) if self.step_timeout == "auto" else float(self.step_timeout)
 
     def check(self) -> None:
-        """Refuse what no job can have.
+        """Raise ConfigError for settings that no job can have.
 
         Raises:
-            ConfigError: naming the setting to change.
+            ConfigError: with the setting to change.
         """
         if self.step_seconds > self.timeout:
             raise ConfigError(
-                f"cluster.step_timeout={self.step_timeout:g}: longer than cluster.timeout={self.timeout:g}, which is "
-                "for what takes longer than a step; give a smaller one, or a larger cluster.timeout."
+                f"cluster.step_timeout={self.step_timeout:g}: longer than cluster.timeout={self.timeout:g}, the "
+                "timeout outside of steps; give a smaller value, or a larger cluster.timeout."
             )
         limit = minutes(self.time)
         if limit is not None and 60 * limit <= self.signal_seconds:
             raise ConfigError(
-                f"cluster.time={self.time}: no longer than cluster.signal_seconds={self.signal_seconds}, so a run "
-                "would be told to end as it begins; give more time, or a smaller cluster.signal_seconds."
+                f"cluster.time={self.time}: no longer than cluster.signal_seconds={self.signal_seconds}, so a "
+                "run would get the signal to stop at its start; give more time, or a smaller cluster.signal_seconds."
             )
         if odd := [name for name in self.environment or {} if not re.fullmatch(r"[A-Za-z_]\w*", name)]:
             raise ConfigError(
-                f"cluster.environment={show(self.environment)}: no variable can be named {odd[0]}; correct it."
+                f"cluster.environment={show(self.environment)}: {odd[0]} is not a valid name of a variable; correct it."
             )
-        if taken := sorted(set(self.sbatch or {}) & TAKEN):
-            raise ConfigError(f"cluster.sbatch={show(self.sbatch)}: titan gives {taken[0]} itself; leave it out.")
+        if reserved := sorted(set(self.sbatch or {}) & RESERVED_OPTIONS):
+            raise ConfigError(f"cluster.sbatch={show(self.sbatch)}: titan sets {reserved[0]} itself; remove it.")
         if self.container != "none" and self.image is None:
             raise ConfigError(f"cluster.container={self.container}: needs an image; give cluster.image=IMAGE.")
         if self.container == "none" and (self.image or self.mounts):
@@ -171,12 +170,12 @@ class Cluster:
 
 
 def minutes(time: str | None) -> int | None:
-    """A time limit in minutes, rounded up; None where there is none.
+    """Return a time limit in minutes, rounded up; None for None.
 
-    Takes what sbatch takes: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
+    The formats are sbatch's: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM and D-HH:MM:SS (its manual, --time).
 
     Raises:
-        ConfigError: where it is none of these.
+        ConfigError: for other formats, zero and more than `LONGEST_DAYS`.
     """
     if time is None:
         return None

@@ -1,4 +1,7 @@
-"""Compile the stages of a model, under settings of torch that are otherwise global."""
+"""Compile the stages of a model, with per-call values of torch settings that are otherwise global.
+
+The compiler's modules are imported inside functions, because importing them takes seconds that eager runs do not need.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,24 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from titan.compile.schema import Compile
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
 class ConfiguredBackend:
-    """A backend that compiles under settings of torch which are otherwise global.
+    """A torch.compile backend that sets torch's configuration during its call only.
 
-    They matter where autograd's graph is cut into forward and backward, which is within the call. Equal ones are the
-    same to torch's cache: stages that are compiled one after the other share graphs.
+    The settings matter where AOTAutograd partitions the joint graph into forward and backward, which is within the
+    call. Backends that compare equal share cached graphs, so stages compiled one after the other share theirs.
 
     Attributes:
-        name: of torch's backend.
-        share: of activations to keep, see `titan.memory.schema.Memory.share`.
-        keep_buffers: whether a backward pass leaves intact what the forward pass has kept, for a second one.
+        name: torch's backend.
+        share: activation memory budget, see `titan.memory.schema.Memory.share`.
+        keep_buffers: whether backward leaves saved activations intact for a second backward pass.
     """
 
     name: str
@@ -32,38 +34,39 @@ class ConfiguredBackend:
     keep_buffers: bool = False
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], **kwargs: Any) -> Callable[..., Any]:
-        """Compile a graph."""
+        """Compile a graph with the settings."""
         from torch._dynamo import lookup_backend
 
         with ExitStack() as stack:
-            stack.enter_context(_nothing_random())
+            stack.enter_context(_without_rng_state())
             if self.share is not None:
-                stack.enter_context(_budget(self.share))
+                stack.enter_context(_activation_budget(self.share))
             if self.keep_buffers:
-                stack.enter_context(_nothing_donated())
+                stack.enter_context(_without_donated_buffers())
             compiled: Callable[..., Any] = lookup_backend(self.name)(graph, inputs, **kwargs)
         return compiled
 
 
 @contextmanager
-def _budget(share: float) -> Iterator[None]:
+def _activation_budget(share: float) -> Iterator[None]:
+    """Set torch's activation memory budget."""
     from torch._functorch import config
 
     settings: dict[str, Any] = {"activation_memory_budget": share}
     if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
-        settings["unsafe_treat_script_objects_as_zero_size"] = True  # the mesh of a DTensor holds no tensor
+        settings["unsafe_treat_script_objects_as_zero_size"] = True  # a DTensor's mesh has no tensor
     with config.patch(settings):
         yield
 
 
 @contextmanager
-def _nothing_donated() -> Iterator[None]:
-    """Let backward graphs overwrite nothing that was kept for them.
+def _without_donated_buffers() -> Iterator[None]:
+    """Compile backward graphs that do not reuse the memory of saved activations (donated buffers).
 
-    torch's own setting for it, `donated_buffer`, is not enough: it is asked again when backward runs, maybe by a thread
-    for which it was not set, and Inductor's cache on disk gives out graphs that were compiled without it, whose second
-    run is silently wrong. So nothing is found that could be donated, and the cache gets a name of its own; for that,
-    backward has to be compiled now.
+    torch's setting `donated_buffer` is not enough: it is read again when backward runs, possibly in a thread where it
+    is not set, and Inductor's disk cache returns graphs that were compiled without it, whose second run is silently
+    wrong. So the function that collects donated buffers returns none, and the cache key gets a tag; for the tag to
+    apply, backward is compiled eagerly.
     """
     from torch._functorch import config
     from torch._functorch._aot_autograd import graph_compile
@@ -73,53 +76,53 @@ def _nothing_donated() -> Iterator[None]:
     with (
         config.patch({now: True} if hasattr(config, now) else {}),
         caching.patch(cache_key_tag=f"{caching.cache_key_tag} buffers kept"),  # type: ignore[attr-defined]
-        _replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
+        _patched(graph_compile, "collect_bw_donated_buffer_idxs", lambda *args: []),
     ):
         yield
 
 
 @contextmanager
-def _nothing_random() -> Iterator[None]:
-    """Let recomputation leave the random generator alone, as in eager, where titan tells `checkpoint` so.
+def _without_rng_state() -> Iterator[None]:
+    """Save no random state for recomputation, as `checkpoint(preserve_rng_state=False)` does in eager mode.
 
-    The compiler does not hear that. It takes attention for random, for the dropout that it might have, and keeps the
-    generator's state for each; where a weight is a DTensor, whose mesh is kept too, torch 2.13 mixes up the two.
+    The compiler ignores that argument: it treats attention as random, because of its dropout argument, and saves the
+    generator's state for each call. If a weight is a DTensor, whose mesh is saved too, torch 2.13 confuses the two.
     """
     from torch._functorch import partitioners
 
     name = "has_recomputable_rng_ops"
-    with _replaced(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
+    with _patched(partitioners, name, lambda graph: False) if hasattr(partitioners, name) else nullcontext():
         yield
 
 
 @contextmanager
-def _replaced(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Within this context `function` is what `module` knows under `name`."""
-    before = getattr(module, name)
+def _patched(module: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace the attribute `name` of a module within this context."""
+    original = getattr(module, name)
     setattr(module, name, function)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(module, name, original)
 
 
 def compile_stage(
     stage: Any, settings: Compile, *, whole: bool = False, share: float | None = None, keep_buffers: bool = False
 ) -> None:
-    """Compile a stage in place: parameter names stay, and hooks that come later are around what is compiled.
+    """Compile a stage in place: parameter names stay, and hooks registered later run outside of the compiled code.
 
-    With scope "block" equal blocks, also those of other stages, share one graph; the head with the loss is another.
-    What torch compiles anew for evaluation is another graph each, once.
+    With scope "block" equal blocks, also of other stages, share one graph; the head with the loss has another.
+    Evaluation compiles one more graph each.
 
     Args:
         stage: a module with a `model`, a `titan.model.decoder.Decoder` or a part of one.
-        settings: what to compile, by which backend.
-        whole: with scope "model", make it one graph, or raise where that can't be; else torch may cut it, as it has to
-            where FSDP gathers weights inside.
-        share: of the blocks' activations to keep (with scope "model", of all), between 0: as with full checkpointing,
-            and 1: what is fastest. None: what torch thinks best. Without effect with backend "eager".
-        keep_buffers: let backward passes leave intact what was kept, as schedules need that compute the gradients of
-            inputs and of weights in two passes.
+        settings: scope and backend.
+        whole: with scope "model", require one graph (fullgraph); else torch may break it, as it must where FSDP
+            all-gathers weights inside.
+        share: activation memory budget of the blocks (with scope "model", of the model) from 0, as with full
+            checkpointing, to 1, the fastest. None: torch's default. No effect with backend "eager".
+        keep_buffers: leave saved activations intact in backward, for schedules that compute the gradients of inputs
+            and of weights in two passes.
     """
     backend = ConfiguredBackend(settings.backend, share, keep_buffers)
     if settings.scope == "block":
@@ -128,15 +131,13 @@ def compile_stage(
         if stage.model.head is not None:
             stage.model.head.compile(backend=replace(backend, share=None), fullgraph=True)
     elif settings.scope == "model":
-        stage.compile(backend=backend, fullgraph=whole, **_own_cache())
+        stage.compile(backend=backend, fullgraph=whole, **_separate_cache())
 
 
-def _own_cache() -> dict[str, bool]:
-    """What makes torch count the graphs of one module apart from those of others, where it can.
+def _separate_cache() -> dict[str, bool]:
+    """Return the argument that counts recompilations per module, if this version of torch has it.
 
-    It gives up compiling after eight graphs of one function, and a rank may have more stages than four.
+    torch stops compiling a function after eight graphs, and a rank may have more than four stages.
     """
-    import torch
-
-    known = inspect.signature(torch.compile).parameters
-    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+    parameters = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in parameters else {}

@@ -1,4 +1,4 @@
-"""Whether this machine can compile: compilers and versions. Free of torch."""
+"""Check that this machine can compile kernels: compilers and versions. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 TRITON_CAPABILITY = 7.0
-"""The least compute capability of a GPU that triton makes kernels for."""
+"""The lowest compute capability that triton supports."""
 
 
 def missing_compiler(machine: Machine, backend: str, elsewhere: bool = False) -> str | None:
-    """What keeps a backend from making kernels here; None where nothing does, or nothing is known.
+    """Return what is missing to compile kernels with a backend; None if nothing is, or if it can't be known.
 
     Args:
-        machine: where it would compile.
-        backend: as in `Compile`; only inductor makes kernels.
-        elsewhere: `machine` is a node that a scheduler will give, with programs of its own.
+        machine: the machine that compiles.
+        backend: as in `Compile`; only inductor compiles kernels.
+        elsewhere: whether `machine` is a node that a scheduler will allocate, which may have other programs.
     """
     if elsewhere or backend != "inductor":
         return None
     if machine.device == "cuda":
         return _missing_triton(machine)
-    return _missing_program("C++", os.environ.get("CXX", "g++"))  # all that it looks for
+    return _missing_program("C++", os.environ.get("CXX", "g++"))  # Inductor looks for no other
 
 
 def _missing_triton(machine: Machine) -> str | None:
@@ -36,20 +36,20 @@ def _missing_triton(machine: Machine) -> str | None:
         return "triton is not installed"
     if machine.capability is not None and machine.capability < TRITON_CAPABILITY:
         has = f"{machine.name} has compute capability {machine.capability:g}"
-        return f"{has}, and triton takes {TRITON_CAPABILITY} or more"
+        return f"{has}, but triton needs {TRITON_CAPABILITY} or higher"
     named = os.environ.get("CC")
     return _missing_program("C", named) if named else _missing_program("C", "gcc", "clang")
 
 
 def _missing_program(language: str, *programs: str) -> str | None:
-    """That none of these compilers is there; None where one is."""
+    """Return that none of these compilers is in PATH; None if one is."""
     if any(map(shutil.which, programs)):
         return None
-    return f"no {language} compiler in PATH, which would be {' or '.join(programs)}"
+    return f"no {language} compiler ({' or '.join(programs)}) in PATH"
 
 
 def torch_version() -> tuple[int, ...]:
-    """The installed torch's version, without loading it; nothing where there is none."""
+    """Return the installed torch's version without importing it; empty without torch."""
     try:
         return tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
     except (importlib.metadata.PackageNotFoundError, ValueError):

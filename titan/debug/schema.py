@@ -1,4 +1,4 @@
-"""The debug axis: what helps to find a fault, at the price of speed."""
+"""The debug axis: debugging options that cost speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from titan.config.settings import setting
 
 @dataclass(frozen=True)
 class Debug:
-    """What helps to find a fault."""
+    """Debugging options."""
 
-    deterministic: bool = setting(False, "only deterministic kernels, so that a repeated run is bitwise equal")
-    detect_anomaly: bool = setting(False, "name the forward operation whose backward made a value that is not finite")
+    deterministic: bool = setting(False, "use deterministic kernels only, so that a repeated run is bitwise equal")
+    detect_anomaly: bool = setting(
+        False, "report the forward operation whose backward produced a value that is not finite"
+    )

@@ -1,16 +1,16 @@
-"""Torch's switches that help to find a fault."""
+"""Apply the debugging options to torch."""
 
 from __future__ import annotations
+
+import os
+
+import torch
 
 from titan.debug.schema import Debug
 
 
 def set_switches(debug: Debug) -> None:
-    """Set torch's switches for this process."""
-    import os
-
-    import torch
-
+    """Set torch's global debugging switches in this process."""
     if debug.deterministic != torch.are_deterministic_algorithms_enabled():  # the call alone imports Inductor
         torch.use_deterministic_algorithms(debug.deterministic)
     if debug.deterministic:

@@ -1,4 +1,7 @@
-"""Does a run fit its devices, and if not, what would it take? From the schemas alone; free of torch."""
+"""Whether a run fits the memory of its devices, and which layout would if it does not.
+
+Computed from the schemas alone, without torch.
+"""
 
 from __future__ import annotations
 
@@ -17,54 +20,69 @@ if TYPE_CHECKING:
     from titan.cluster.devices import Machine
     from titan.run.schema import Recipe
 
-__all__ = ["GIB", "USABLE", "check", "cut", "demand", "layout", "limits", "microbatches", "needed", "rank_rows"]
+__all__ = [
+    "GIB",
+    "USABLE",
+    "check",
+    "cut",
+    "demand",
+    "layout",
+    "limits",
+    "microbatches",
+    "rank_rows",
+    "smallest_layout",
+]
 
 USABLE = 0.97
-"""Share of a device's memory that a run can count on."""
-SERVER = (80, 8)
-"""The device in terms of which a refusal says what it would take: GiB, and how many there are in a node."""
+"""Fraction of a device's memory that a run may use."""
+REFERENCE_NODE = (80, 8)
+"""Memory of a device in GiB and devices per node of the hardware for which the error message suggests a layout."""
+MAX_POWER = 16
+"""The suggested layout has at most 2**16 devices."""
 
 
 def demand(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
-    """What a run takes on its fullest rank: live tensors at their peak, and what processes and allocators add.
+    """Return the memory estimate of the fullest rank: live tensors at their peak plus process and allocator overhead.
 
     Args:
-        recipe: the choices.
+        recipe: the resolved configuration.
         layout: all degrees.
-        microbatches: of a rank in a step; where its schedule can't have so many, the next number that it can have.
+        microbatches: micro-batches of a rank in one step; rounded up to the next number that the pipeline schedule
+            supports.
         device: "cuda" or "cpu".
     """
-    return overhead.added(recipe, layout, microbatches, memory.peak(recipe, layout, microbatches, device), device)
+    peak = memory.peak(recipe, layout, microbatches, device)
+    return overhead.add_overhead(recipe, layout, microbatches, peak, device)
 
 
 def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
-    """GiB that one rank may use: a GPU each, or the ranks' share of this machine's memory; infinite where unknown."""
-    memory = recipe.cluster.memory_gib or machine.memory_gib or math.inf
-    return memory * USABLE / (layout.devices if machine.device == "cpu" else 1)
+    """Return the GiB that one rank may use: a whole GPU, or an equal part of the host's memory; infinite if unknown."""
+    memory_gib = recipe.cluster.memory_gib or machine.memory_gib or math.inf
+    return memory_gib * USABLE / (layout.devices if machine.device == "cpu" else 1)
 
 
 def microbatches(recipe: Recipe, layout: Layout, gib: float, device: str = "cuda") -> int:
-    """As few micro-batches as fit into `gib`; where none do, the number that takes least.
+    """Return the smallest number of micro-batches that fits into `gib`, or the one that needs least if none fits.
 
-    From the second one on gradients of those before are there, so two can take more than one; of two and more, a larger
-    number never takes more without a pipeline.
+    From the second micro-batch on, the gradients of the earlier ones are in memory, so two can need more than one. From
+    two on, more micro-batches never need more memory without a pipeline, so the number is found by bisection.
     """
     rows = rank_rows(recipe, layout)
 
-    def takes(count: int) -> float:
+    def required(count: int) -> float:
         return demand(recipe, layout, count, device).gib
 
     if layout.pipeline > 1:
-        counts = _smaller(least_microbatches(recipe.parallelism, layout, rows), rows)
-        return next((n for n in counts if takes(n) <= gib), min(counts, key=takes))
-    if takes(1) <= gib or rows == 1:
+        counts = _smaller_microbatches(least_microbatches(recipe.parallelism, layout, rows), rows)
+        return next((n for n in counts if required(n) <= gib), min(counts, key=required))
+    if required(1) <= gib or rows == 1:
         return 1
-    found = _first(2, rows, lambda count: takes(count) <= gib)
-    return found if takes(found) <= gib else min(1, rows, key=takes)
+    found = _bisect(2, rows, lambda count: required(count) <= gib)
+    return found if required(found) <= gib else min(1, rows, key=required)
 
 
-def _smaller(counts: list[int], rows: int) -> list[int]:
-    """Of numbers of micro-batches those that make micro-batches smaller than the one before."""
+def _smaller_microbatches(counts: list[int], rows: int) -> list[int]:
+    """Return the numbers of micro-batches whose micro-batches have fewer rows than those of the number before."""
     kept = counts[:1]
     for count in counts[1:]:
         if -(-rows // count) < -(-rows // kept[-1]):
@@ -72,16 +90,16 @@ def _smaller(counts: list[int], rows: int) -> list[int]:
     return kept
 
 
-def _first(first: int, last: int, fits: Callable[[int], bool]) -> int:
-    """The first number from which on all fit; `last` where none does."""
+def _bisect(first: int, last: int, fits: Callable[[int], bool]) -> int:
+    """Return the smallest number in [first, last] that fits, given that all larger ones fit too; else `last`."""
     while first < last:
         middle = (first + last) // 2
         first, last = (first, middle) if fits(middle) else (middle + 1, last)
     return first
 
 
-def _least(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
-    """GiB that a layout takes with the micro-batches that it would have on devices of `gib`; infinite: it can't be."""
+def _required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
+    """Return the GiB that a layout needs with the micro-batches chosen for `gib`; infinite if it is not possible."""
     given = recipe.parallelism.microbatches
     try:
         count = microbatches(recipe, layout, gib, device) if given == "auto" else int(given)
@@ -90,14 +108,14 @@ def _least(recipe: Recipe, layout: Layout, gib: float, device: str) -> float:
         return math.inf
 
 
-def needed(recipe: Recipe) -> tuple[Layout, float] | None:
-    """The smallest layout on devices of `SERVER` that carries the recipe, and GiB a device; None: no such layout.
+def smallest_layout(recipe: Recipe) -> tuple[Layout, float] | None:
+    """Return the smallest layout on `REFERENCE_NODE` devices that fits the recipe, and its GiB per device.
 
-    A layout whose degrees are all given needs devices of another size instead: then it is itself the answer. A batch
-    with fewer rows than devices counts as one with a row for each.
+    None if there is no such layout, in particular if all degrees are given and do not fit. A batch with fewer rows than
+    devices is extended to one row per device.
     """
-    memory, per_node = SERVER
-    for power in range(17):
+    memory_gib, per_node = REFERENCE_NODE
+    for power in range(MAX_POWER + 1):
         shallowest = min(power, 1) if recipe.parallelism.pipeline == "auto" else 0
         for depth in (2**p for p in range(shallowest, power + 1)):
             if depth > recipe.model.layers:
@@ -105,36 +123,36 @@ def needed(recipe: Recipe) -> tuple[Layout, float] | None:
             layout = _layout(recipe, 2**power, per_node, depth)
             if layout is None:
                 continue
-            gib = _least(_filled(recipe, 2**power), layout, memory * USABLE, "cuda")
-            if gib <= memory * USABLE:
+            gib = _required_gib(_with_rows(recipe, 2**power), layout, memory_gib * USABLE, "cuda")
+            if gib <= memory_gib * USABLE:
                 return layout, gib
             if layout.devices != 2**power:
                 return None
     return None
 
 
-def _filled(recipe: Recipe, devices: int) -> Recipe:
-    """The recipe with at least a row for each device."""
+def _with_rows(recipe: Recipe, devices: int) -> Recipe:
+    """Return the recipe with a global batch of at least one row per device."""
     training = recipe.training
     rows = max(training.rows, devices) * training.seq_len
     return replace(recipe, training=replace(training, global_batch=rows))
 
 
 def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
-    """The layout on so many devices: a pipeline that says "auto" is 2 deep, or as deep as it takes to fit.
+    """Return the layout on `devices` devices; a pipeline degree of "auto" is the smallest that fits, at least 2.
 
     Raises:
-        ConfigError: when the degrees don't multiply to `devices`.
+        ConfigError: if the degrees do not multiply to `devices`.
     """
     found, deepest = [], recipe.model.layers // stages_of_a_rank(recipe.parallelism)
     for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
-        copies = max(2, devices // devices_per_node)
-        one = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth) | {"replicate": copies})
+        replicas = max(2, devices // devices_per_node)
+        one = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth) | {"replicate": replicas})
         has = available(recipe, one, machine)
-        wants = _least(recipe, one, has, machine.device)
-        found.append((wants, one))
+        required = _required_gib(recipe, one, has, machine.device)
+        found.append((required, one))
         deeper = recipe.parallelism.pipeline == "auto" and one.pipeline == depth
-        if wants <= has:
+        if required <= has:
             return one
         if not deeper:
             break
@@ -142,34 +160,45 @@ def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int
 
 
 def limits(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
-    """The largest useful degree of each dimension that says "auto"."""
+    """Return the largest useful degree of each dimension that may be "auto"."""
     model = recipe.model
     tensor = math.gcd(devices_per_node, model.kv_heads, model.heads, model.ffn, model.vocab)
     return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2}
 
 
 def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
-    """Refuse a run that does not fit this machine's memory.
+    """Raise ConfigError when the memory estimate exceeds what each rank may use.
+
+    Args:
+        recipe: the resolved configuration.
+        layout: all degrees.
+        machine: the devices.
+        count: micro-batches of a rank in one step.
 
     Raises:
-        ConfigError: saying what it takes, what is here and what to type instead.
+        ConfigError: with the estimate, the memory of this machine and the setting to change.
     """
-    if machine.device == "cpu":  # where the host's memory is all there is
+    if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
         recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
-    wants, has = demand(recipe, layout, count, machine.device).gib, available(recipe, layout, machine)
-    if wants <= has:
+    required, has = demand(recipe, layout, count, machine.device).gib, available(recipe, layout, machine)
+    if required <= has:
         return
     if machine.device == "cpu" and layout.devices > 1 and has < overhead.PROCESS_GIB:
-        most = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
-        raise ConfigError(
-            f"{recipe.describe()}: {layout.devices} ranks ({layout}) take about {overhead.PROCESS_GIB} GiB each before "
-            f"they hold a tensor, and {_here(machine, Layout(), has)}; give degrees that make at most {most} ranks."
-        )
-    ranks = "" if layout.devices == 1 else f" on each of {layout.devices} ranks ({layout})"
+        raise ConfigError(_too_many_processes(recipe, layout, machine))
+    ranks = "" if layout.devices == 1 else f" per rank on {layout.devices} ranks ({layout})"
     raise ConfigError(
-        f"{recipe.describe()}: needs about {_gib(wants)}{ranks}, and {_here(machine, layout, has)}. "
-        f"{_takes(recipe)} Type {_instead(recipe, layout, has, machine.device)} instead, or give cluster.memory_gib "
-        "where the figure of this machine is wrong."
+        f"{recipe.describe()}: estimated memory is {_gib(required)}{ranks}, but {_machine_has(machine, layout, has)}. "
+        f"{_needs(recipe)} Try {_suggestion(recipe, layout, has, machine.device)}, or set cluster.memory_gib if the "
+        "detected memory is wrong."
+    )
+
+
+def _too_many_processes(recipe: Recipe, layout: Layout, machine: Machine) -> str:
+    """Return the error message for ranks whose processes alone exceed the host's memory."""
+    most = max(1, int((machine.memory_gib or 0) * USABLE / overhead.PROCESS_GIB) - 1)
+    return (
+        f"{recipe.describe()}: each of {layout.devices} ranks ({layout}) needs about {overhead.PROCESS_GIB} GiB for "
+        f"its process alone, but {_machine_has(machine, Layout(), 0)}; reduce the degrees to at most {most} ranks."
     )
 
 
@@ -180,39 +209,42 @@ def _layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout |
         return None
 
 
-def _takes(recipe: Recipe) -> str:
-    memory, _ = SERVER
-    for change, one in (("", recipe), ("With memory=full it", _recomputing(recipe))):
-        if answer := needed(one):
+def _needs(recipe: Recipe) -> str:
+    """Return a sentence that names hardware on which the recipe fits."""
+    memory_gib, _ = REFERENCE_NODE
+    for change, one in (("It needs", recipe), ("With memory=full it needs", _recomputing(recipe))):
+        if answer := smallest_layout(one):
             layout, gib = answer
-            devices = "1 device" if layout.devices == 1 else f"{layout.devices} devices"
-            how = "" if layout.devices == 1 else f" ({layout})"
-            return f"{change or 'It'} takes at least {devices} of {memory} GiB{how}, with {_gib(gib)} used on each."
+            if layout.devices == 1:
+                return f"{change} 1 device of {memory_gib} GiB, using {_gib(gib)}."
+            return f"{change} at least {layout.devices} devices of {memory_gib} GiB ({layout}), using {_gib(gib)} each."
     alone = demand(_recomputing(recipe), Layout(), recipe.training.rows).gib
     whole = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
-    for also, sharded in (("", needed(whole)), (" and memory=full", needed(_recomputing(whole)))):
+    for extra, sharded in (("", smallest_layout(whole)), (" and memory=full", smallest_layout(_recomputing(whole)))):
         if sharded:
-            more = f", or {sharded[0].devices} of {memory} GiB with parallelism=fsdp{also}"
-            return f"It takes devices of {_gib(alone / USABLE)}{more}."
-    return f"It takes devices of {_gib(alone / USABLE)}."
+            more = f", or {sharded[0].devices} of {memory_gib} GiB with parallelism=fsdp{extra}"
+            return f"It needs a device of {_gib(alone / USABLE)}{more}."
+    return f"It needs a device of {_gib(alone / USABLE)}."
 
 
-def _here(machine: Machine, layout: Layout, has: float) -> str:
-    memory = "unknown memory" if machine.memory_gib is None else _gib(machine.memory_gib)
+def _machine_has(machine: Machine, layout: Layout, has: float) -> str:
+    """Return a clause with the memory of this machine."""
+    memory_gib = "unknown memory" if machine.memory_gib is None else _gib(machine.memory_gib)
     if machine.device == "cpu":
-        share = "" if layout.devices == 1 else f", {_gib(max(0.0, has))} for a rank"
-        return f"here is a CPU with {memory}{share}"
-    return f"here are {machine.count} x {machine.name} with {memory} each"
+        per_rank = "" if layout.devices == 1 else f", {_gib(max(0.0, has))} per rank"
+        return f"this machine has {memory_gib}{per_rank}"
+    return f"this machine has {machine.count} x {machine.name} with {memory_gib} each"
 
 
 def _recomputing(recipe: Recipe) -> Recipe:
     return replace(recipe, memory=replace(recipe.memory, checkpointing="full"))
 
 
-def _instead(recipe: Recipe, layout: Layout, has: float, device: str) -> str:
+def _suggestion(recipe: Recipe, layout: Layout, has: float, device: str) -> str:
+    """Return the override that most likely makes the run fit."""
     if recipe.parallelism.microbatches != "auto":
         return "parallelism.microbatches=auto"
-    if _least(_recomputing(recipe), layout, has, device) <= has:
+    if _required_gib(_recomputing(recipe), layout, has, device) <= has:
         return "memory=full"
     smallest = getattr(recipe, "choices", {}).get("model") == "debug"
     return "a smaller training.seq_len" if smallest else "model=debug"

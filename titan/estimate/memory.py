@@ -1,11 +1,19 @@
-"""The peak memory of a rank in closed form, from the schemas alone. Free of torch.
+"""The memory estimate: the peak of live tensors on each rank, in closed form from the schemas. Free of torch.
 
-A step is followed through the moments at which its memory can be largest: the head, the final norm, the backward pass
-of the last and of the first blocks, the embedding's gradient, the update. In a pipeline each rank is followed through
-its schedule, action by action. Every moment is a sum of parts by category; the largest on any rank is the estimate.
+The estimate follows one step through the phases at which memory can peak:
 
-What is counted are live tensors, as a trace of the real step sees them (tests/estimate). What processes, kernels and
-allocators take besides is added by `titan.estimate.overhead`.
+    forward                     of all blocks, and of the head with the loss
+    backward of the head        logits and their gradient, then the head's weight gradient, then the final norm
+    backward of the blocks      the first two and the last two that backward reaches
+    embedding gradient          computed in float32, rounded, and handed to the reduce-scatter
+    reduce-scatter              of gradients that were accumulated unsharded
+    optimizer step              working memory of the update
+
+Each phase is a sum of bytes by category (`Usage`); the largest phase of the largest rank is the estimate. In a
+pipeline the rank's schedule decides how many micro-batches are in flight (`titan.estimate.pipeline_states`).
+
+Counted are live tensors as a trace of the real step shows them (tests/estimate). `titan.estimate.overhead` adds what
+processes, kernels and allocators need.
 """
 
 from __future__ import annotations
@@ -16,10 +24,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
+from titan.estimate.pipeline_states import State, rank_states
 from titan.model.activations import Block, Head, Share
-from titan.parallelism.pipeline.arithmetic import read_csv
-from titan.parallelism.pipeline.schedules import Action, actions_of, order
-from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers, stages_each
+from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers
 from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
@@ -29,52 +36,49 @@ if TYPE_CHECKING:
     from titan.run.schema import Recipe
 
 GIB = 2**30
-REDUCE = 4
-"""Bytes of a gradient's element while ranks sum it: float32 whatever the compute type."""
-SUMS = 4
-"""Bytes of an element of the embedding's gradient while a rank sums it."""
-PRODUCT = 0.3
-"""Of a block's weights those of its largest product: their gradient is there first."""
-ALL_FORWARD = ("GPipe", "LoopedBFS")
-"""Schedules that take all micro-batches forward before the first goes back."""
-STEADY = 8
-"""So many micro-batches for each rank lead other schedules through all their states."""
-TOKEN = 8
-"""Bytes of a token, of a target, of a position and of a document's number."""
+REDUCE_BYTES = 4
+"""Bytes of a gradient element while ranks reduce it: float32 for every compute type."""
+EMBEDDING_GRAD_BYTES = 4
+"""Bytes of an element of the embedding's gradient while its rows are summed: float32."""
+LARGEST_WEIGHT = 0.3
+"""Fraction of a block's weights in its largest matrix, whose gradient is computed first."""
+INDEX_BYTES = 8
+"""Bytes of a token, a target, a position or a document id: int64."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes on one rank at one moment of a step.
+    """Bytes on one rank during one phase of a step.
 
     Attributes:
-        moment: when.
-        parts: bytes by category: weights, optimizer, gradients, gathered weights, activations, logits, messages.
+        phase: its name, such as "forward of the head" or "optimizer step".
+        parts: bytes by category: weights, optimizer, gradients, gathered (all-gathered weights), activations, logits,
+            communication (buffers); overhead adds context, kernels, allocator and checkpoint.
     """
 
-    moment: str
+    phase: str
     parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def bytes(self) -> float:
-        """All of it."""
+        """The sum of all categories."""
         return sum(self.parts.values())
 
     @property
     def gib(self) -> float:
-        """All of it, in GiB."""
+        """The sum of all categories in GiB."""
         return self.bytes / GIB
 
-    def plus(self, moment: str = "", **more: float) -> Usage:
-        """The same with more of some categories."""
+    def plus(self, phase: str = "", **more: float) -> Usage:
+        """Return the usage with bytes added to some categories, and another name if `phase` is given."""
         parts = dict(self.parts)
         for name, size in more.items():
             parts[name] = parts.get(name, 0.0) + size
-        return Usage(moment or self.moment, parts)
+        return Usage(phase or self.phase, parts)
 
 
 class Stage(NamedTuple):
-    """A part of the model on one rank: its blocks, and whether the embedding and the head are in it."""
+    """The layers of one pipeline stage, and whether it has the embedding (`first`) and the head (`last`)."""
 
     layers: range
     first: bool
@@ -82,138 +86,67 @@ class Stage(NamedTuple):
 
 
 def peak(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
-    """The largest moment of the fullest rank.
+    """Return the largest phase of the rank that needs most memory.
 
     Args:
-        recipe: the choices.
+        recipe: the resolved configuration.
         layout: all degrees.
-        microbatches: of a rank in a step.
-        device: "cuda" or "cpu", whose kernels keep different tensors.
+        microbatches: micro-batches of a rank in one step.
+        device: "cuda" or "cpu"; their kernels save different tensors for backward.
     """
     return max(peaks(recipe, layout, microbatches, device), key=lambda usage: usage.bytes)
 
 
 def peaks(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> list[Usage]:
-    """The largest moment of each rank of a pipeline, in their order; of one rank where there is none."""
+    """Return the largest phase of each pipeline rank, in order; of one rank without a pipeline."""
     ranks = []
-    states = _states(recipe.parallelism, layout.pipeline, microbatches)
-    for rank, mine in enumerate(_stages(recipe, layout)):
-        one = _Rank(recipe, layout, microbatches, device, mine)
-        ranks.append(max(one.moments(states[rank]), key=lambda usage: usage.bytes))
+    states = rank_states(recipe.parallelism, layout.pipeline, microbatches)
+    for rank, stages in enumerate(_stages(recipe, layout)):
+        phases = _RankMemory(recipe, layout, microbatches, device, stages).phases(states[rank])
+        ranks.append(max(phases, key=lambda usage: usage.bytes))
     return ranks
 
 
 def rank_rows(recipe: Recipe, layout: Layout) -> int:
-    """Rows of a global batch that the fullest rank reads."""
+    """Return the rows of a global batch that the rank with most rows reads."""
     return math.ceil(recipe.training.rows / layout.data_ranks)
 
 
 def cut(parallelism: Parallelism, layout: Layout) -> WeightSharding:
-    """How a layout cuts weights."""
+    """Return how a layout shards weights."""
     sharded = 1 if layout.copies else layout.sharded
     return WeightSharding(layout.tensor, sharded, again=isinstance(parallelism.reshard, int))
 
 
-def largest(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
-    """The most bytes that a micro-batch's logits take with their loss and gradient, and those of a whole block."""
-    one = _Rank(recipe, layout, microbatches, "cpu", {0: Stage(range(1), False, True)})
-    return max(one.head.forward, one.head.backward) - one.head.norm, one.block.kept
+def largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
+    """Return the most bytes of a micro-batch's logits with their loss and gradient, and the bytes a block saves."""
+    rank = _RankMemory(recipe, layout, microbatches, "cpu", {0: Stage(range(1), False, True)})
+    return max(rank.head.forward, rank.head.backward) - rank.head.norm, rank.block.kept
 
 
 def state_bytes(recipe: Recipe, layout: Layout) -> float:
-    """Bytes of weights and optimizer state on the fullest rank, wherever they are kept."""
-    ranks = [_Rank(recipe, layout, 1, "cpu", mine) for mine in _stages(recipe, layout)]
+    """Return the bytes of weights and optimizer state on the rank that has most, on the device or offloaded."""
+    ranks = [_RankMemory(recipe, layout, 1, "cpu", stages) for stages in _stages(recipe, layout)]
     return max(rank.weights + rank.optimizer for rank in ranks)
 
 
 def _stages(recipe: Recipe, layout: Layout) -> list[dict[int, Stage]]:
-    """The stages of each pipeline rank by their number."""
+    """Return the stages of each pipeline rank by their index."""
     if layout.pipeline == 1:
         return [{0: Stage(range(recipe.model.layers), True, True)}]
     layers = stage_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
     ranks: list[dict[int, Stage]] = [{} for _ in range(layout.pipeline)]
-    for number, (owner, these) in enumerate(layers):
-        ranks[owner][number] = Stage(these, number == 0, number == len(layers) - 1)
+    for index, (rank, of_stage) in enumerate(layers):
+        ranks[rank][index] = Stage(of_stage, index == 0, index == len(layers) - 1)
     return ranks
 
 
-class State(NamedTuple):
-    """What a rank does, and what it has done: all that its memory depends on.
+class _RankMemory:
+    """The memory of one rank; all sizes in bytes after tensor parallelism, FSDP and offloading.
 
-    Attributes:
-        stage: the one at work.
-        kind: F forward, B backward, I and W its two parts.
-        flight: for each stage here the micro-batches that have gone forward and not back, this one included.
-        halfway: for each stage here those that have gone back but for the gradients of weights, this one included.
-        begun: whether any stage here has gradients of an earlier micro-batch.
+    The methods follow a step: `phases`, the forward pass, the backward pass, the optimizer step; then the sizes of
+    activations, gathered weights and gradients that the phases add up.
     """
-
-    stage: int
-    kind: str
-    flight: tuple[tuple[int, int], ...]
-    halfway: tuple[tuple[int, int], ...]
-    begun: bool
-
-
-def _states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
-    """The different states that each rank of a pipeline goes through."""
-    if ranks == 1:
-        begun = (False, True) if microbatches > 1 else (False,)
-        return [{State(0, kind, ((0, 1),), ((0, 0),), again) for kind in "FB" for again in begun}]
-    if parallelism.schedule not in ALL_FORWARD:
-        microbatches = min(microbatches, STEADY * ranks)
-    return _played(parallelism.schedule, ranks, stages_each(parallelism, ranks), microbatches)
-
-
-@lru_cache(256)
-def _played(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
-    custom = schedule.endswith(".csv")
-    rows = [list(row) for row in read_csv(schedule).order] if custom else order(schedule, ranks, stages, microbatches)
-    return [_fullest(set(_replayed([action for cell in row for action in actions_of(cell)]))) for row in rows]
-
-
-def _fullest(states: set[State]) -> set[State]:
-    """The states that take no less than any other of the same stage and kind."""
-
-    def counts(state: State) -> list[int]:
-        return [count for _, count in (*state.flight, *state.halfway)] + [state.begun]
-
-    def less(one: State, other: State) -> bool:
-        same = one[:2] == other[:2] and one != other
-        return same and all(a <= b for a, b in zip(counts(one), counts(other), strict=True))
-
-    return {one for one in states if not any(less(one, other) for other in states)}
-
-
-def _replayed(actions: list[Action]) -> Iterator[State]:
-    """Each state of a rank."""
-    flight, begun = dict.fromkeys(sorted({action.stage for action in actions}), 0), False
-    halfway = dict.fromkeys(flight, 0)
-    for stage, kind, _ in actions:
-        flight[stage] += (kind == "F") - (kind == "I")
-        halfway[stage] += kind == "I"
-        yield State(stage, kind, tuple(flight.items()), tuple(halfway.items()), begun)
-        flight[stage] -= kind == "B"
-        halfway[stage] -= kind == "W"
-        begun = begun or kind in "BW"
-
-
-@lru_cache(256)
-def _used(model: Decoder, precision: Precision, how: WeightSharding) -> tuple[float, float]:
-    """Bytes of the weights in use of one block, and of the head, on one of the ranks that share each product."""
-    products, last = model.products(), f"layers.{model.layers - 1}."
-    of_block = {name: product for name, product in products.items() if name.startswith(last)}
-    used = [precision.used_bytes(these, how) / how.tensor for these in (of_block, {"head": products["head"]})]
-    return used[0], used[1]
-
-
-@lru_cache(256)
-def _largest_matrix(model: Decoder) -> int:
-    return max(product.inputs * product.outputs for product in model.products().values())
-
-
-class _Rank:
-    """One rank of a layout; sizes in bytes, of what tensor ranks share its part."""
 
     def __init__(
         self, recipe: Recipe, layout: Layout, microbatches: int, device: str, stages: Mapping[int, Stage]
@@ -232,176 +165,88 @@ class _Rank:
         )
         self.layers = sum(len(stage.layers) for stage in stages.values())
         self.fsdp = not layout.copies and (layout.sharded > 1 or layout.replicate > 1)
-        self.parts = layout.sharded if self.fsdp else 1
-        self.whole = recipe.parallelism.accumulates_whole(layout)
-        self.block: Block = model.block_activations(self.share, self._core())
+        self.shards = layout.sharded if self.fsdp else 1
+        self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
+        self.block: Block = model.block_activations(self.share, self._context_parallel_bytes())
         self.head: Head = model.head_activations(
             self.share, parts=recipe.parallelism.loss_parallel, chunk=recipe.training.loss_chunk
         )
-        self.splits = layout.pipeline > 1 and splits_backward(recipe.parallelism)
-        self._count()
+        self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
+        self._count_elements()
+        self._size_states()
+        self._size_gathered()
 
-    def _core(self) -> float:
-        """Bytes a token that attention keeps where ranks share a row: a second result, and whole rows of keys."""
-        model, layout = self.recipe.model, self.layout
-        if layout.context == 1:
-            return 0.0
-        gathered = self.recipe.parallelism.context_method == "allgather"
-        keys = 2 * model.kv_heads * (layout.context - 1) if gathered else 0
-        return self.share.bytes * model.head_size * (model.heads + keys) / layout.tensor
-
-    def _mask(self) -> float:
-        """Bytes of a micro-batch's mask of a row by a row, which keeps documents apart; a ring and flex have none."""
-        recipe, layout = self.recipe, self.layout
-        method = recipe.parallelism.context_method if layout.context > 1 else ""
-        if not recipe.dataset.mask_documents or recipe.training.attention == "flex" or method == "ring":
-            return 0.0
-        rows = layout.context if method == "ulysses" else 1
-        return float(self.share.bytes * self.tokens * recipe.training.seq_len * rows)
-
-    def _count(self) -> None:
-        """Elements and bytes of weights, gradients and optimizer state."""
-        model, precision, tensor = self.recipe.model, self.recipe.precision, self.layout.tensor
+    def _count_elements(self) -> None:
+        """Count the weight elements of this rank before FSDP shards them."""
+        model, tensor = self.recipe.model, self.layout.tensor
         first, last = (any(getattr(stage, end) for stage in self.stages.values()) for end in ("first", "last"))
         self.block_elements = model.block_parameters() / tensor
         self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
         self.head_elements = 0.0 if self._tied() or not last else model.head_parameters() / tensor
         self.elements = self.layers * self.block_elements + self.embedding_elements + self.head_elements
-        matrices = self.layers * model.block_matmul_parameters() / tensor
-        kept = 0.0 if self.recipe.memory.offload else 1.0
-        self.weights = kept * precision.weight_bytes * self.elements / self.parts
-        self.optimizer = kept * self.recipe.optimizer.state_bytes(
+
+    def _size_states(self) -> None:
+        """Compute the bytes of weights, optimizer state and one element of a reduced gradient on the device."""
+        model, precision = self.recipe.model, self.recipe.precision
+        on_device = 0.0 if self.recipe.memory.offload else 1.0
+        matrices = self.layers * model.block_matmul_parameters() / self.layout.tensor
+        self.weights = on_device * precision.weight_bytes * self.elements / self.shards
+        self.optimizer = on_device * self.recipe.optimizer.state_bytes(
             int(matrices), int(self.elements - matrices), precision.weight_bytes
-        ) / self.parts  # fmt: skip
-        self.gradient = kept * precision.weight_bytes / self.parts  # of an element, where ranks have summed it
-        self.casts, self.head_cast = self._used()
-        if self.fsdp:
-            self.gathered, self.head_gathered, self.casts, self.head_cast = self.casts, self.head_cast, 0.0, 0.0
-        else:
-            self.gathered = self.head_gathered = 0.0
-        self.embedding_gathered = precision.bytes * self.embedding_elements if self.fsdp else 0.0
+        ) / self.shards  # fmt: skip
+        self.grad_element = on_device * precision.weight_bytes / self.shards
 
-    def _used(self) -> tuple[float, float]:
-        """Bytes of a block's and of the head's weights in use, as FSDP gathers them or autograd keeps what was cast."""
-        how = cut(self.recipe.parallelism, self.layout)
-        how = how._replace(sharded=max(2, how.sharded) if self.fsdp else 1)
-        block, head = _used(self.recipe.model, self.recipe.precision, how)
-        return block, head if any(stage.last for stage in self.stages.values()) else 0.0
+    def _size_gathered(self) -> None:
+        """Compute the bytes of one block's and the head's weights as FSDP gathers them, or as autograd saves casts."""
+        sharding = cut(self.recipe.parallelism, self.layout)
+        sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
+        block, head = _used_weights(self.recipe.model, self.recipe.precision, sharding)
+        head = head if any(stage.last for stage in self.stages.values()) else 0.0
+        self.gathered, self.head_gathered = (block, head) if self.fsdp else (0.0, 0.0)
+        self.casts, self.head_cast = (0.0, 0.0) if self.fsdp else (block, head)
+        self.embedding_gathered = self.recipe.precision.bytes * self.embedding_elements if self.fsdp else 0.0
 
-    def moments(self, states: set[State]) -> Iterator[Usage]:
-        """The moments at which memory can be largest."""
-        for state in states:
-            stage = self.stages[state.stage]
-            whole = (count * self.kept(self.stages[number]) for number, count in state.flight)
-            halves = (count * self.halfway(self.stages[number]) for number, count in state.halfway)
-            kept = sum(whole) + sum(halves)
-            if state.kind == "F":
-                yield from self._forward(stage, kept, state.begun)
-            elif state.kind == "B":
-                yield from self._backward(stage, kept, state.begun)
-            else:
-                yield from self._split(stage, kept, state)
-        yield from self._ends()
+    # ---- phases of a step ----
 
-    def kept(self, stage: Stage) -> float:
-        """Bytes of activations of one micro-batch at a stage, between its forward and its backward pass."""
-        rotation: float = 4 * self.recipe.model.head_size * self.tokens
-        if self.layout.pipeline == 1:
-            rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
-        ends = self.head.kept + self.head_cast if stage.last else self.block.input
-        return self._blocks(stage.layers) + ends + rotation + self._mask()
-
-    def halfway(self, stage: Stage) -> float:
-        """The same where the gradients of inputs are there and those of weights are not: all, and what comes back.
-
-        Of a block that is computed again the first part of a backward pass uses all, the second computes it once more.
-        """
-        whole, again = self.block.kept + self.casts, self._recomputed(stage.layers)
-        blocks = again * self.block.input + (len(stage.layers) - again) * whole
-        return self.kept(stage) - self._blocks(stage.layers) + blocks + len(stage.layers) * self.block.outputs
-
-    def _recomputed(self, layers: range) -> int:
-        """How many of these blocks are computed again as a whole."""
-        memory = self.recipe.memory
-        every = {"full": 1, "every_n": memory.every}.get(memory.checkpointing)
-        return layers.stop // every - layers.start // every if every else 0
-
-    def _blocks(self, layers: range) -> float:
-        """Bytes that blocks keep."""
-        memory, block, whole = self.recipe.memory, self.block, self.block.kept + self.casts
-        count, again = len(layers), self._recomputed(layers)
-        return {
-            "none": count * whole,
-            "full": count * block.input,
-            "every_n": (count - again) * whole + again * block.input,
-            "selective": count * block.selective,
-            "budget": count * (block.input + memory.budget * (whole - block.input)),
-        }[memory.checkpointing]
-
-    def _again(self, layers: range) -> float:
-        """Bytes that come on top of what the last of these blocks keeps while its backward pass goes on."""
-        again = self.block.kept + self.casts - self._blocks(layers[-1:])
-        return max(0.0, again) + self.block.backward
-
-    # ---- moments ----
-
-    def _base(self) -> Usage:
-        """What is there all the time: state, the batch, and what a pipeline or FSDP keeps."""
-        recipe, layout = self.recipe, self.layout
-        fields = 3 if recipe.dataset.mask_documents else 2
-        batch = TOKEN * fields * rank_rows(recipe, layout) * recipe.training.seq_len
-        hidden = (
-            self.microbatches
-            * self.block.input
-            * sum((not stage.first) * (2 if self.splits else 1) + (not stage.last) for stage in self.stages.values())
-        )
-        base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
-        return base.plus(activations=batch, messages=hidden)
-
-    def _gathered(self, blocks: int, left: int, head: bool = False) -> float:
-        """Bytes of gathered weights.
+    def phases(self, states: set[State]) -> Iterator[Usage]:
+        """Yield the phases at which memory can peak.
 
         Args:
-            blocks: those that FSDP has at once where it frees them after their forward pass.
-            left: of a stage that has them from forward to backward, those that backward has not come to the end of.
-            head: whether the head is at work.
+            states: which stages run forward or backward with how many micro-batches in flight.
         """
-        if not self.fsdp:
-            return 0.0
-        how = self.recipe.parallelism.reshards(self.layout)
-        ends = self.head_gathered if head or self._tied() else 0.0
-        if how is True:
-            return blocks * self.gathered + ends
-        if how is False and self.layout.pipeline > 1:  # until the end of the step
-            return self.layers * self.gathered + self.head_gathered + self.embedding_gathered
-        if how is False:
-            return max(blocks, left) * self.gathered + ends + self.embedding_gathered
-        return (blocks + left / how) * self.gathered + ends
+        for state in states:
+            stage = self.stages[state.stage]
+            saved = sum(count * self._saved(self.stages[i]) for i, count in state.in_flight)
+            saved += sum(
+                count * self._saved_for_weight_grads(self.stages[i]) for i, count in state.awaiting_weight_grads
+            )
+            if state.kind == "F":
+                yield from self._forward(stage, saved, state.has_grads)
+            elif state.kind == "B":
+                yield from self._backward(stage, saved, state.has_grads)
+            else:
+                yield from self._split_backward(stage, saved, state)
+        if self.fsdp and self.reduces_once:
+            yield self._reduce_scatter()
+        yield self._optimizer_step()
 
-    def _tied(self) -> bool:
-        return self.recipe.model.tied and self.layout.pipeline == 1
+    def _always(self) -> Usage:
+        """Return what is in memory in every phase: weights, optimizer state, the batch, pipeline buffers."""
+        fields = 3 if self.recipe.dataset.mask_documents else 2
+        batch = INDEX_BYTES * fields * rank_rows(self.recipe, self.layout) * self.recipe.training.seq_len
+        buffers = (
+            self.microbatches
+            * self.block.input
+            * sum(
+                (not stage.first) * (2 if self.splits_backward else 1) + (not stage.last)
+                for stage in self.stages.values()
+            )
+        )
+        base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
+        return base.plus(activations=batch, communication=buffers)
 
-    def _gradients(self, elements: float, begun: bool) -> float:
-        """Bytes of gradients when those of `elements` are there, and of all from an earlier micro-batch if `begun`."""
-        if self.fsdp and self._defers():
-            return REDUCE * (self.elements if begun else elements)
-        if self.layout.copies or begun:
-            elements = self.elements
-        return self.gradient * elements
-
-    def _sent(self, elements: float) -> float:
-        """Bytes of what FSDP hands over to be summed."""
-        return REDUCE * elements if self.fsdp and not self._defers() else 0.0
-
-    def _defers(self) -> bool:
-        return self.whole and self.microbatches > 1
-
-    def _unsharded(self, elements: float) -> float:
-        """Bytes of gradients as autograd computes them, before FSDP takes them or they are added up."""
-        return self.recipe.precision.bytes * elements
-
-    def _forward(self, stage: Stage, kept: float, begun: bool) -> Iterator[Usage]:
-        base = self._base().plus(activations=kept, gradients=self._gradients(0.0, begun))
+    def _forward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
+        base = self._always().plus(activations=saved, gradients=self._gradients(0.0, has_grads))
         if stage.last:
             yield base.plus(
                 "forward of the head",
@@ -412,92 +257,228 @@ class _Rank:
         else:
             yield base.plus("forward", gathered=self._gathered(2, len(stage.layers)))
 
-    def _backward(self, stage: Stage, kept: float, begun: bool) -> Iterator[Usage]:
-        base, head = self._base().plus(activations=kept), self.head_elements if stage.last else 0.0
+    def _backward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
+        base = self._always().plus(activations=saved)
         if stage.last:
-            yield base.plus(
-                "head",
-                activations=-self.head.kept,
-                logits=self.head.backward,
-                gathered=self._gathered(0, len(stage.layers), head=True),
-                gradients=self._gradients(0.0, begun),
-            )
+            yield from self._backward_of_head(base, stage, has_grads)
             base = base.plus(activations=-self.head.kept - self.head_cast)
-            after = base.plus(activations=self.head.norm, messages=self._sent(head))
-            after = after.plus(gathered=self._gathered(1, len(stage.layers)))
-            unsharded = self._gradients(0.0, begun) + self._unsharded(head)
-            yield after.plus("the head's gradient", gradients=unsharded)
-            yield after.plus("final norm", gradients=self._gradients(head, begun))
         else:
             base = base.plus(activations=-self.block.input)
         if len(stage.layers):
-            yield from self._through_blocks(base, stage, head, begun)
+            head = self.head_elements if stage.last else 0.0
+            yield from self._backward_of_blocks(base, stage, head, has_grads)
         if stage.first:
-            yield from self._embedding(base, stage, begun)
+            yield from self._embedding_gradient(base, stage, has_grads)
 
-    def _split(self, stage: Stage, kept: float, state: State) -> Iterator[Usage]:
-        """A part of a backward pass whose gradients of inputs and of weights are computed apart.
-
-        Nothing is freed; what the part for weights computes again stays until its end.
-        """
-        recomputed = self._recomputed(stage.layers)
-        at_work = recomputed if state.kind == "W" else min(1, recomputed)
-        again = at_work * (self.block.kept + self.casts)
-        base = self._base().plus(activations=kept + again, gathered=self._gathered(2, len(stage.layers)))
-        gradients = self._gradients(0.0, state.begun)
-        if stage.last:
-            logits = self.head.backward - self.head.kept
-            yield base.plus("head", logits=logits, gradients=gradients)
+    def _backward_of_head(self, base: Usage, stage: Stage, has_grads: bool) -> Iterator[Usage]:
+        head, layers = self.head_elements, len(stage.layers)
         yield base.plus(
-            "backward", activations=self.block.backward, gradients=gradients + self._unsharded(self.block_elements)
+            "backward of the head",
+            activations=-self.head.kept,
+            logits=self.head.backward,
+            gathered=self._gathered(0, layers, head=True),
+            gradients=self._gradients(0.0, has_grads),
         )
+        after = base.plus(
+            activations=self.head.norm - self.head.kept - self.head_cast,
+            communication=self._reduce_buffer(head),
+            gathered=self._gathered(1, layers),
+        )
+        unreduced = self._gradients(0.0, has_grads) + self._unreduced(head)
+        yield after.plus("gradient of the head", gradients=unreduced)
+        yield after.plus("backward of the final norm", gradients=self._gradients(head, has_grads))
 
-    def _through_blocks(self, base: Usage, stage: Stage, head: float, begun: bool) -> Iterator[Usage]:
-        """The two blocks that backward comes to first, and the two last: each at work, and its gradients reduced."""
-        one, count, all_ = self.block_elements, len(stage.layers), self._blocks(stage.layers)
+    def _backward_of_blocks(self, base: Usage, stage: Stage, head: float, has_grads: bool) -> Iterator[Usage]:
+        """Yield the first two and the last two blocks of backward: during backward, and while gradients are reduced."""
+        one, count, saved = self.block_elements, len(stage.layers), self._saved_by_blocks(stage.layers)
         for done in sorted({0, 1, count - 2, count - 1} & set(range(count))):
             left = stage.layers[: count - done]
-            gradients = self._gradients(head + done * one, begun)
+            gradients = self._gradients(head + done * one, has_grads)
+            previous = self._reduce_buffer(one if done else head)
             yield base.plus(
                 f"backward of block {left[-1]}",
-                activations=self._blocks(left) - all_ + self._again(left),
-                gradients=gradients + self._unsharded(PRODUCT * one),
+                activations=self._saved_by_blocks(left) - saved + self._backward_of_block(left),
+                gradients=gradients + self._unreduced(LARGEST_WEIGHT * one),
                 gathered=self._gathered(min(2, len(left)), len(left)),
-                messages=self._sent(one if done else head),
+                communication=previous,
             )
             ended = base.plus(
                 f"gradients of block {left[-1]}",
-                activations=self._blocks(left[:-1]) - all_ + self.block.input,
-                gradients=gradients + self._unsharded(one),
+                activations=self._saved_by_blocks(left[:-1]) - saved + self.block.input,
+                gradients=gradients + self._unreduced(one),
             )
+            yield ended.plus(gathered=self._gathered(min(2, len(left)), len(left)), communication=previous)
             yield ended.plus(
-                gathered=self._gathered(min(2, len(left)), len(left)), messages=self._sent(one if done else head)
+                gathered=self._gathered(min(1, len(left) - 1), len(left) - 1), communication=self._reduce_buffer(one)
             )
-            yield ended.plus(gathered=self._gathered(min(1, len(left) - 1), len(left) - 1), messages=self._sent(one))
 
-    def _embedding(self, base: Usage, stage: Stage, begun: bool) -> Iterator[Usage]:
-        """The embedding's gradient, which is summed in float32 and then rounded."""
+    def _embedding_gradient(self, base: Usage, stage: Stage, has_grads: bool) -> Iterator[Usage]:
+        """Yield the embedding's gradient, which is summed in float32, rounded, and then reduced over ranks."""
         elements = self.embedding_elements
-        before = self._gradients(self.elements - elements, begun)
-        without = base.plus(activations=self.block.input - self._blocks(stage.layers), gathered=self._gathered(0, 0))
-        summed = SUMS * elements + (self._unsharded(elements) if self.recipe.precision.bytes == 2 else 0.0)
-        yield without.plus(
-            "the embedding's gradient", gradients=before + summed, messages=self._sent(self.block_elements)
+        before = self._gradients(self.elements - elements, has_grads)
+        blocks_done = self.block.input - self._saved_by_blocks(stage.layers)
+        base = base.plus(activations=blocks_done, gathered=self._gathered(0, 0))
+        rounded = self._unreduced(elements) if self.recipe.precision.bytes == 2 else 0.0
+        yield base.plus(
+            "gradient of the embedding",
+            gradients=before + EMBEDDING_GRAD_BYTES * elements + rounded,
+            communication=self._reduce_buffer(self.block_elements),
         )
-        yield without.plus(
-            "the embedding's gradient is sent",
-            gradients=before + self._unsharded(elements),
-            messages=self._sent(elements),
+        yield base.plus(
+            "reduce-scatter of the embedding's gradient",
+            gradients=before + self._unreduced(elements),
+            communication=self._reduce_buffer(elements),
         )
 
-    def _ends(self) -> Iterator[Usage]:
-        """When ranks have summed what they kept whole, and the update."""
-        base = self._base()
+    def _split_backward(self, stage: Stage, saved: float, state: State) -> Iterator[Usage]:
+        """Yield backward for inputs ("I") or for weights ("W") of a schedule that separates them.
+
+        Neither frees saved activations; blocks that "W" recomputes stay in memory until it ends.
+        """
+        recomputed = self._recomputed(stage.layers)
+        at_once = recomputed if state.kind == "W" else min(1, recomputed)
+        again = at_once * (self.block.kept + self.casts)
+        base = self._always().plus(activations=saved + again, gathered=self._gathered(2, len(stage.layers)))
+        gradients = self._gradients(0.0, state.has_grads)
+        if stage.last:
+            logits = self.head.backward - self.head.kept
+            yield base.plus("backward of the head", logits=logits, gradients=gradients)
+        unreduced = self._unreduced(self.block_elements)
+        yield base.plus("backward", activations=self.block.backward, gradients=gradients + unreduced)
+
+    def _reduce_scatter(self) -> Usage:
+        """Return the reduce-scatter at the end of a step whose gradients were accumulated unsharded."""
         largest = max(self.block_elements, self.embedding_elements, self.head_elements)
-        if self.fsdp and self._defers():
-            whole = REDUCE * self.elements
-            weights = self._gathered(0, 0)
-            yield base.plus("gradients are summed", gradients=whole, messages=REDUCE * largest, gathered=weights)
+        return self._always().plus(
+            "reduce-scatter",
+            gradients=REDUCE_BYTES * self.elements,
+            communication=REDUCE_BYTES * largest,
+            gathered=self._gathered(0, 0),
+        )
+
+    def _optimizer_step(self) -> Usage:
         matrix = _largest_matrix(self.recipe.model)
-        update = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.parts))
-        yield base.plus("update", gradients=self._gradients(self.elements, True), optimizer=update)
+        working = self.recipe.optimizer.working_bytes(matrix, int(self.elements / self.shards))
+        gradients = self._gradients(self.elements, True)
+        return self._always().plus("optimizer step", gradients=gradients, optimizer=working)
+
+    # ---- activations ----
+
+    def _saved(self, stage: Stage) -> float:
+        """Return the bytes that a stage saves for backward of one micro-batch."""
+        rotation: float = 4 * self.recipe.model.head_size * self.tokens  # cosines and sines in float32
+        if self.layout.pipeline == 1:
+            rotation /= math.ceil(self.tokens * self.layout.context / self.recipe.training.seq_len)
+        ends = self.head.kept + self.head_cast if stage.last else self.block.input
+        return self._saved_by_blocks(stage.layers) + ends + rotation + self._attention_mask()
+
+    def _saved_for_weight_grads(self, stage: Stage) -> float:
+        """Return the bytes of one micro-batch after "I" and before "W": all saved activations and output gradients.
+
+        A recomputed block has only its input saved, because "W" recomputes it once more.
+        """
+        whole, again = self.block.kept + self.casts, self._recomputed(stage.layers)
+        blocks = again * self.block.input + (len(stage.layers) - again) * whole
+        ends = self._saved(stage) - self._saved_by_blocks(stage.layers)
+        return ends + blocks + len(stage.layers) * self.block.outputs
+
+    def _saved_by_blocks(self, layers: range) -> float:
+        """Return the bytes that blocks save for backward under the activation checkpointing of the recipe."""
+        memory, block, whole = self.recipe.memory, self.block, self.block.kept + self.casts
+        count, again = len(layers), self._recomputed(layers)
+        return {
+            "none": count * whole,
+            "full": count * block.input,
+            "every_n": (count - again) * whole + again * block.input,
+            "selective": count * block.selective,
+            "budget": count * (block.input + memory.budget * (whole - block.input)),
+        }[memory.checkpointing]
+
+    def _backward_of_block(self, layers: range) -> float:
+        """Return the bytes that backward of the last of these blocks needs beyond what the block has saved."""
+        again = self.block.kept + self.casts - self._saved_by_blocks(layers[-1:])
+        return max(0.0, again) + self.block.backward
+
+    def _recomputed(self, layers: range) -> int:
+        """Return how many of these blocks are recomputed as a whole."""
+        memory = self.recipe.memory
+        every = {"full": 1, "every_n": memory.every}.get(memory.checkpointing)
+        return layers.stop // every - layers.start // every if every else 0
+
+    def _context_parallel_bytes(self) -> float:
+        """Return bytes per token that attention saves with context parallelism: a second result, gathered keys."""
+        model, layout = self.recipe.model, self.layout
+        if layout.context == 1:
+            return 0.0
+        gathered = self.recipe.parallelism.context_method == "allgather"
+        keys = 2 * model.kv_heads * (layout.context - 1) if gathered else 0
+        return self.share.bytes * model.head_size * (model.heads + keys) / layout.tensor
+
+    def _attention_mask(self) -> float:
+        """Return the bytes of a micro-batch's document mask [T, T]; ring attention and FlexAttention have none."""
+        recipe, layout = self.recipe, self.layout
+        method = recipe.parallelism.context_method if layout.context > 1 else ""
+        if not recipe.dataset.mask_documents or recipe.training.attention == "flex" or method == "ring":
+            return 0.0
+        rows = layout.context if method == "ulysses" else 1
+        return float(self.share.bytes * self.tokens * recipe.training.seq_len * rows)
+
+    # ---- weights and gradients ----
+
+    def _gathered(self, blocks: int, left: int, head: bool = False) -> float:
+        """Return the bytes of weights that FSDP has all-gathered.
+
+        Args:
+            blocks: blocks gathered at once where FSDP reshards after forward.
+            left: where weights stay gathered from forward to backward: blocks whose backward has not ended.
+            head: whether the head is in use.
+        """
+        if not self.fsdp:
+            return 0.0
+        reshards = self.recipe.parallelism.reshards(self.layout)
+        ends = self.head_gathered if head or self._tied() else 0.0
+        if reshards is True:
+            return blocks * self.gathered + ends
+        if reshards is False and self.layout.pipeline > 1:  # gathered until the end of the step
+            return self.layers * self.gathered + self.head_gathered + self.embedding_gathered
+        if reshards is False:
+            return max(blocks, left) * self.gathered + ends + self.embedding_gathered
+        return (blocks + left / reshards) * self.gathered + ends
+
+    def _tied(self) -> bool:
+        return self.recipe.model.tied and self.layout.pipeline == 1
+
+    def _gradients(self, elements: float, has_grads: bool) -> float:
+        """Return the bytes of accumulated gradients.
+
+        Args:
+            elements: whose gradients of this micro-batch are reduced already.
+            has_grads: whether all gradients of an earlier micro-batch are in memory.
+        """
+        if self.fsdp and self.reduces_once:
+            return REDUCE_BYTES * (self.elements if has_grads else elements)
+        if self.layout.copies or has_grads:
+            elements = self.elements
+        return self.grad_element * elements
+
+    def _reduce_buffer(self, elements: float) -> float:
+        """Return the bytes of FSDP's reduce-scatter input."""
+        return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
+
+    def _unreduced(self, elements: float) -> float:
+        """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
+        return self.recipe.precision.bytes * elements
+
+
+@lru_cache(256)
+def _used_weights(model: Decoder, precision: Precision, sharding: WeightSharding) -> tuple[float, float]:
+    """Return the bytes of one block's and of the head's weights while they are used, on one tensor-parallel rank."""
+    matmuls, last = model.products(), f"layers.{model.layers - 1}."
+    of_block = {name: matmul for name, matmul in matmuls.items() if name.startswith(last)}
+    used = [precision.used_bytes(part, sharding) / sharding.tensor for part in (of_block, {"head": matmuls["head"]})]
+    return used[0], used[1]
+
+
+@lru_cache(256)
+def _largest_matrix(model: Decoder) -> int:
+    return max(matmul.inputs * matmul.outputs for matmul in model.products().values())

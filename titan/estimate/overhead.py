@@ -1,36 +1,37 @@
-"""What processes, allocators and communication libraries take beside a run's live tensors. Free of torch.
+"""The overhead of processes, allocators and communication libraries beside a run's live tensors. Free of torch.
 
-Those of CPUs are fitted on what `python -m tests.support.measured_memory` finds. Those of GPUs are assumed;
-docs/memory.md compares them with published runs.
+The figures for CPUs are fitted to the measurements of `python -m tests.support.measured_memory`. Those for GPUs are
+assumptions; docs/memory.md compares them with published runs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan.estimate.memory import GIB, Usage, largest, state_bytes
+from titan.estimate.memory import GIB, Usage, largest_activations, state_bytes
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
 PROCESS_GIB = 0.42
-"""What a CPU rank takes before it has a tensor: Python, torch, and the kernels' own memory."""
-LOGITS, REST, GATHERED = 0.49, 0.29, 0.06
-"""Free memory between tensors that no later one fits into, as shares of the logits and of all else that is live; with
-FSDP, which gathers weights and frees them, as much more of the latter."""
+"""Memory of a CPU rank before it has a tensor: Python, torch, and the kernels' own memory."""
+LOGITS_FRAGMENTATION, FRAGMENTATION, FSDP_FRAGMENTATION = 0.49, 0.29, 0.06
+"""Memory that the CPU allocator can't reuse, as a fraction of the logits and of all other live tensors; FSDP, which
+gathers and frees weights, adds its fraction of the latter."""
 CONTEXT_GIB = 1.5
-"""What a GPU's context and the communication library take beside the allocator."""
+"""Memory of a GPU's context and the communication library outside of the allocator."""
 FRAGMENTS = 0.1
-"""What a GPU's allocator reserves and can't use, as a share of what is live."""
+"""Memory that the CUDA caching allocator reserves and can't use, as a fraction of live tensors."""
 
 
-def added(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage, device: str) -> Usage:
-    """A rank's usage with what is there besides: context, allocator, kernels and the copies of saves."""
+def add_overhead(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage, device: str) -> Usage:
+    """Return a rank's usage with its overhead: context, kernels, allocator, and the host copy of async checkpoints."""
     if device != "cpu":
         return usage.plus(context=CONTEXT_GIB * GIB, allocator=FRAGMENTS * usage.bytes)
-    logits, block = largest(recipe, layout, microbatches)
+    logits, block = largest_activations(recipe, layout, microbatches)
     sharded = layout.sharded > 1 and not layout.copies
-    unused = LOGITS * logits + (REST + GATHERED * sharded) * max(0.0, usage.bytes - logits)
-    copies = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
-    return usage.plus(context=PROCESS_GIB * GIB, kernels=block, allocator=unused, copies=copies)
+    rest = max(0.0, usage.bytes - logits)
+    unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
+    staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
+    return usage.plus(context=PROCESS_GIB * GIB, kernels=block, allocator=unused, checkpoint=staged)

@@ -1,26 +1,28 @@
-"""Activation checkpointing: which blocks are computed again in the backward pass."""
+"""Activation checkpointing (arXiv:1604.06174): recompute blocks in the backward pass instead of saving activations."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from titan.memory.schema import Memory
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
-    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
-
-
-# Operations go by their names: which of them exist is up to torch's version and build.
+# Operations are compared by name, because which of them exist depends on torch's version and build.
 MATMULS = frozenset(
     f"aten::{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 )
-"""Matrix products: selective checkpointing keeps the results of every other one."""
+"""Matmuls: selective checkpointing saves the results of every other one."""
 
 
 ATTENTION = frozenset(
@@ -38,47 +40,49 @@ ATTENTION = frozenset(
         "titan::ring_attention",
     }
 )
-"""Kernels of attention, whose results selective checkpointing keeps."""
+"""Attention kernels, whose results selective checkpointing saves."""
 
 
 COLLECTIVES = frozenset(
     f"_c10d_functional::{name}" for name in ("reduce_scatter_tensor", "all_reduce", "all_to_all_single")
 )
-"""Messages between ranks, whose results selective checkpointing keeps too. What is gathered is not among them: it is as
-large as on one device, and the part of it that a rank has is kept anyway."""
+"""Collectives whose results selective checkpointing saves too. All-gather is not among them: its result is as large as
+on one device, and the rank's shard of it is saved anyway."""
 
 
-def checkpoint_blocks(blocks: Sequence[torch.nn.Module], memory: Memory, first: int = 0) -> None:
-    """Checkpoint the blocks for which `memory` asks for it; a budget is the compiler's affair (`titan.compile.schema`).
+def checkpoint_blocks(blocks: Sequence[nn.Module], memory: Memory, first: int = 0) -> None:
+    """Checkpoint the blocks that `memory` selects; a budget is applied by the compiler (`titan.compile.backend`).
 
-    The block's own `forward` is replaced, not wrapped in another module: parameter names stay, and what hooks onto the
-    module (FSDP) or compiles it comes around the checkpoint. `first` is the number of the first of these blocks in the
-    whole model, so that stages of a pipeline recompute the same ones.
+    The block's `forward` is replaced instead of wrapping the module: parameter names stay, and FSDP's hooks and
+    compilation apply around the checkpoint.
+
+    Args:
+        blocks: consecutive blocks of the model.
+        memory: the settings.
+        first: index of the first of these blocks in the whole model, so that all pipeline layouts recompute the same
+            blocks.
     """
     if memory.checkpointing == "full":
         for block in blocks:
-            block.forward = _recomputed(block.forward)
+            block.forward = _with_recompute(block.forward)
     elif memory.checkpointing == "every_n":
-        for block in (b for number, b in enumerate(blocks, first + 1) if number % memory.every == 0):
-            block.forward = _recomputed(block.forward)
+        for block in (b for index, b in enumerate(blocks, first + 1) if index % memory.every == 0):
+            block.forward = _with_recompute(block.forward)
     elif memory.checkpointing == "selective":
         for block in blocks:
-            block.forward = _selected(block.forward, _matmuls(block))
+            block.forward = _with_selective_recompute(block.forward, _count_matmuls(block))
 
 
-def _matmuls(block: torch.nn.Module) -> int:
-    """Matrix products in a forward pass of a block."""
-    from torch.nn import Linear
-
-    return sum(isinstance(module, Linear) for module in block.modules())
+def _count_matmuls(block: nn.Module) -> int:
+    """Return the number of matmuls in a forward pass of a block."""
+    return sum(isinstance(module, nn.Linear) for module in block.modules())
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that computes `forward` and, in the backward pass, once more.
+def _with_recompute(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that runs `forward`, and again in the backward pass.
 
-    It has a frame of its own for the compiler to begin at: a partial of torch's `checkpoint` has none.
+    It is a function with a frame, at which the compiler can start; a partial of torch's `checkpoint` has none.
     """
-    from torch.utils.checkpoint import checkpoint
 
     def run(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
@@ -86,11 +90,9 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _selected(forward: Callable[..., Any], products: int) -> Callable[..., Any]:
-    """As `_recomputed`, but results that are costly to compute are kept (arXiv:2205.05198, section 5)."""
-    from torch.utils.checkpoint import checkpoint
-
-    contexts = _contexts(products)
+def _with_selective_recompute(forward: Callable[..., Any], matmuls: int) -> Callable[..., Any]:
+    """As `_with_recompute`, but save results that are costly to compute (arXiv:2205.05198, section 5)."""
+    contexts = _contexts(matmuls)
 
     def run(*args: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
@@ -99,39 +101,35 @@ def _selected(forward: Callable[..., Any], products: int) -> Callable[..., Any]:
 
 
 @cache
-def _contexts(products: int) -> Callable[[], Any]:
-    """What gives the contexts that a forward pass of one block, and its recomputation, run under: both count from one.
+def _contexts(matmuls: int) -> Callable[[], Any]:
+    """Return the `context_fn` of a block: contexts of its forward pass and of its recomputation, with separate counts.
 
-    The same function for all blocks with so many products, so that the compiler sees one.
+    It is cached, so that the compiler sees the same function for all blocks with the same number of matmuls.
     """
 
     def contexts() -> Any:
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-        return create_selective_checkpoint_contexts(_Policy(products))  # type: ignore[no-untyped-call]
+        return create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
 
     return contexts
 
 
 class _Policy:
-    """Says of each operation of one pass through a block whether to keep its results."""
+    """Decides for each operation of one pass through a block whether to save its results."""
 
-    def __init__(self, products: int) -> None:
-        self.last = products
-        # By pass: torch before 2.13 asks again while it recomputes, and the same operation must get the same answer.
-        self.products: Counter[bool] = Counter()
+    def __init__(self, matmuls: int) -> None:
+        self.last = matmuls
+        # Per pass: torch before 2.13 calls the policy in recomputation too, and needs the same answers.
+        self.seen: Counter[bool] = Counter()
 
     def __call__(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Keep results of attention, of messages and of the first, third, fifth... matrix product.
+        """Save the results of attention, of collectives and of the first, third, fifth... matmul.
 
-        Not of the last product: it is added to the residual stream, and backward needs neither.
+        Not of the last matmul: it is added to the residual stream, and backward needs neither operand of the sum.
         """
-        from torch.utils.checkpoint import CheckpointPolicy
-
-        name, again = op.name().partition(".")[0], context.is_recompute
+        name, recompute = op.name().partition(".")[0], context.is_recompute
         if name in MATMULS:
-            self.products[again] += 1
-            keep = self.products[again] % 2 == 1 and self.products[again] != self.last
+            self.seen[recompute] += 1
+            keep = self.seen[recompute] % 2 == 1 and self.seen[recompute] != self.last
         else:
             keep = name in ATTENTION or name in COLLECTIVES
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

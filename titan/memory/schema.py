@@ -1,14 +1,11 @@
-"""The memory axis: what is kept for the backward pass, and what is computed again."""
+"""The memory axis: activation checkpointing and CPU offloading."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from titan.config.settings import setting
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -17,19 +14,21 @@ class Memory:
 
     checkpointing: Literal["none", "full", "every_n", "selective", "budget"] = setting(
         "none",
-        "none: keep all activations; full: keep each block's input and compute the block again; every_n: so for each "
-        "n-th block; selective: keep what is costly to compute; budget: the compiler decides (needs compile)",
+        "none: save all activations; full: save each block's input and recompute the block; every_n: the same for "
+        "every n-th block; selective: save what is costly to compute; budget: the compiler decides (needs compile)",
     )
-    every: int = setting(2, "with every_n: each so many-th block is computed again", at_least=1)
+    every: int = setting(2, "with every_n: every how many blocks one is recomputed", at_least=1)
     budget: float = setting(
         0.5,
-        "with budget: the share of activations to keep, from 0, as with full, to 1, what is fastest",
+        "with budget: fraction of activations to save, from 0 (as with full) to 1 (fastest)",
         at_least=0,
         at_most=1,
     )
-    offload: bool = setting(False, "weights, gradients and optimizer state live in host memory (with FSDP)")
+    offload: bool = setting(
+        False, "keep weights, gradients and optimizer state in host memory (CPU offload; needs FSDP)"
+    )
 
     @property
     def share(self) -> float | None:
-        """The share of activations that the compiler is told to keep; None: it is told nothing."""
+        """The compiler's activation memory budget; None without one."""
         return self.budget if self.checkpointing == "budget" else None

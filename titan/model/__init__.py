@@ -1,1 +1,1 @@
-"""The model axis: shapes and counts (`schema`), building blocks (`layers`) and the models made of them."""
+"""The model axis: shapes and counts (`schema`), layers (`layers`) and the models built from them."""

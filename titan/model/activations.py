@@ -1,7 +1,7 @@
-"""Bytes that a decoder's parts keep for the backward pass, and take while it goes on, on one rank. Free of torch.
+"""Activation memory of a decoder's parts on one rank: saved for backward, and at the peak of each pass. Free of torch.
 
-Each is a sum over the tensors that PyTorch's autograd saves, by their shapes; tests hold them against traces of real
-steps. T tokens of a micro-batch, D hidden width, F width of the feed-forward layer, V vocabulary.
+Each size is a sum over the tensors that autograd saves, from their shapes; tests compare them with traces of real
+steps. T tokens of a micro-batch, D hidden width, F feed-forward width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank computes of a micro-batch.
+    """The part of a micro-batch that one rank computes.
 
     Attributes:
-        tokens: T, of the rank's part of the rows; tensor ranks have the same ones.
-        bytes: of an activation: 4 for float32, 2 for bfloat16.
-        tensor: ranks that share each product.
-        sequence: whether they hold parts of the sequence between products.
-        fused: whether a norm is one kernel, as on GPUs; else autograd keeps two float32 tensors of each.
-        compiled: whether a compiler fuses what is cheap, and computes it again rather than keep it.
+        tokens: T, the tokens of the rank's part of the rows; the same for all tensor-parallel ranks.
+        bytes: bytes per activation element: 4 for float32, 2 for bfloat16.
+        tensor: the tensor-parallel degree.
+        sequence: whether sequence parallelism shards the residual stream.
+        fused: whether a norm is one kernel, as on GPUs; else autograd saves two float32 tensors of each.
+        compiled: whether a compiler fuses elementwise operations and recomputes them instead of saving their results.
     """
 
     tokens: int
@@ -32,20 +32,20 @@ class Share:
 
     @property
     def between(self) -> float:
-        """Tokens of the residual stream."""
+        """Tokens of the residual stream on the rank."""
         return self.tokens / self.tensor if self.sequence else self.tokens
 
     @property
     def norms_fused(self) -> bool:
-        """Whether of a norm's input no copy is kept."""
+        """Whether no float32 copy of a norm's input is saved."""
         return self.fused or self.compiled
 
     def norm(self, width: float) -> float:
-        """Bytes that autograd keeps a token of the RMSNorm of `width` elements, its output not included."""
+        """Return bytes per token that autograd saves of an RMSNorm over `width` elements, without its output."""
         return (self.bytes * width if self.norms_fused else 8 * width) + 4
 
     def norm_backward(self, width: float) -> float:
-        """Bytes a token that its backward pass takes beside that."""
+        """Return bytes per token that its backward pass needs in addition."""
         return (2 * self.bytes if self.norms_fused else 16) * width
 
 
@@ -53,11 +53,11 @@ class Block(NamedTuple):
     """Bytes of one block.
 
     Attributes:
-        input: what comes in: all that is kept where the block is computed again.
-        kept: all that autograd keeps.
-        selective: what selective checkpointing keeps, the input included.
-        backward: the most that its backward pass takes beside what is kept.
-        outputs: gradients of the results of its products, from which those of weights are computed.
+        input: its input, which is all that full checkpointing saves.
+        kept: everything that autograd saves without checkpointing.
+        selective: everything that selective checkpointing saves, input included.
+        backward: the peak of its backward pass beyond what is saved.
+        outputs: gradients of the outputs of its linear layers, from which weight gradients are computed.
     """
 
     input: float
@@ -71,10 +71,10 @@ class Head(NamedTuple):
     """Bytes of the final norm, the head and the loss.
 
     Attributes:
-        kept: what is there between forward and backward.
-        forward: the most that the forward pass takes.
-        backward: the most that the backward pass takes, what is kept included.
-        norm: what the backward pass takes when it has come to the final norm.
+        kept: saved between forward and backward.
+        forward: the peak of the forward pass.
+        backward: the peak of the backward pass, saved tensors included.
+        norm: the backward pass of the final norm.
     """
 
     kept: float
@@ -86,20 +86,20 @@ class Head(NamedTuple):
 def block(
     share: Share, dim: int, queries: int, keys: int, heads: int, ffn: int, head_norms: bool = False, core: float = 0.0
 ) -> Block:
-    """A pre-norm block of attention and SwiGLU.
+    """Return the activation memory of a pre-norm block of attention and SwiGLU.
 
-    A token: in each norm what `Share.norm` says; its output, which tensor ranks gather; rotated queries and keys,
-    values, attention's output and log-sum-exp; of SwiGLU both products, the gate's activation and their product. A
-    compiler computes the gate's activation again.
+    Saved per token: of each norm `Share.norm` and its output, which tensor-parallel ranks all-gather; rotated queries
+    and keys, values, attention's output and log-sum-exp; of SwiGLU both projections, the gate's activation and the
+    input of the last projection. A compiler recomputes the gate's activation.
 
     Args:
-        share: what the rank computes.
+        share: the part that the rank computes.
         dim: D.
         queries, keys: width of all queries, and of all keys.
         heads: query heads.
         ffn: F.
         head_norms: whether queries and keys are normalised.
-        core: bytes a token that attention keeps besides, in a row that ranks share.
+        core: additional bytes per token that attention saves with context parallelism.
     """
     c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
     q, k, f = queries / t, keys / t, ffn / t
@@ -110,7 +110,7 @@ def block(
         attention += n * (share.norm(q) + share.norm(k))
     feed_forward = (3 if share.compiled else 4) * c * f * n
     selective = c * dim * s + (c * (q + k + f + q) + 4 * heads / t) * n
-    if t > 1:  # the sum over ranks behind each of the two products whose inputs are cut
+    if t > 1:  # the reduce-scatter after each of the two rowwise-sharded linear layers
         selective += 2 * c * dim * s
     gradient = c * dim * s
     swiglu = c * n * max(2 * f, f + (dim if t > 1 and share.sequence else 0))
@@ -121,13 +121,13 @@ def block(
 
 
 def head(share: Share, dim: int, vocab: int, *, parts: bool, chunk: int | None) -> Head:
-    """The final norm, the head and the cross-entropy.
+    """Return the activation memory of the final norm, the head and the cross-entropy.
 
     Args:
-        share: what the rank computes.
+        share: the part that the rank computes.
         dim: D.
         vocab: V.
-        parts: whether tensor ranks compute the loss from their parts of the logits.
+        parts: whether tensor-parallel ranks compute the loss from sharded logits (loss parallel).
         chunk: tokens whose logits exist at a time; None: all.
     """
     c, n, s, t = share.bytes, share.tokens, share.between, share.tensor

@@ -1,9 +1,8 @@
-"""How attention is computed: torch's kernels, and FlexAttention where rows hold documents.
+"""Attention kernels: the backends of torch's `scaled_dot_product_attention`, and FlexAttention for document masks.
 
-torch chooses among the kernels of `scaled_dot_product_attention` by device, type and shape; here is said which it may
-choose from, and in which order. None of the fast ones for CUDA takes a mask and leaves out what the mask hides:
-FlexAttention does (arXiv:2412.05496). It is told blocks of keys that a block of queries sees in part or in full, and
-passes over the others.
+torch selects a backend by device, type and shape; this module sets which backends it may select, and their order. The
+fast CUDA backends accept no mask that would let them skip hidden blocks. FlexAttention does (arXiv:2412.05496): its
+block mask lists the blocks of keys that a block of queries attends to partially or fully, and it skips the others.
 
 Shapes: B rows, T tokens of a row, H query and K key heads of width d, N blocks of a row.
 """
@@ -22,28 +21,28 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
 
 BLOCK = 128
-"""Tokens of a block: what FlexAttention's kernels on CUDA are made for."""
+"""Tokens of a block: the default of FlexAttention's CUDA kernels."""
 HOPPER = 9
-"""The compute capability since which cuDNN's kernel is the fastest."""
+"""The compute capability from which cuDNN's kernel is the fastest."""
 NAMED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""torch's kernels by the names that `training.attention` gives them."""
+"""torch's backends by their values of `training.attention`."""
 
 
 class NoKernel(Exception):
-    """torch has none of the kernels that it may use."""
+    """torch can use none of the allowed kernels."""
 
 
 def kernels(choice: str, device: torch.device) -> Kernels:
-    """What `training.attention` lets attention use on a device, in order; nothing: torch's own choice.
+    """Return the kernels that `training.attention` allows on a device, in order of priority; empty: torch's default.
 
     Args:
-        choice: a kernel's name, or "auto": on CUDA the fastest that can, cuDNN's first on Hopper and newer.
-        device: where attention is computed.
+        choice: a kernel's name, or "auto": on CUDA the fastest usable one, cuDNN's first on Hopper and newer.
+        device: the device of attention.
     """
     if choice in NAMED:
         return (NAMED[choice],)
@@ -54,17 +53,17 @@ def kernels(choice: str, device: torch.device) -> Kernels:
 
 
 def chosen(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, of: Kernels, masked: bool) -> str:
-    """The name of the kernel that torch takes, which it is asked for.
+    """Return the name of the kernel that torch selects for these inputs.
 
     Args:
         shape: query heads, key heads and their width on this rank.
-        dtype: of the queries.
-        device: where.
-        of: what it may take.
+        dtype: the queries' type.
+        device: the device of attention.
+        of: the allowed kernels.
         masked: whether there is a mask, as for documents.
 
     Raises:
-        NoKernel: where none of them can.
+        NoKernel: if none of them supports the inputs.
     """
     heads, pairs, width = shape
     q, kv = (torch.zeros(1, n, BLOCK, width, dtype=dtype, device=device, requires_grad=True) for n in (heads, pairs))
@@ -87,13 +86,13 @@ def chosen(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 
 
 def apply(model: Any, choice: str, device: torch.device, blocks: bool) -> None:
-    """Let every `CausalAttention` of a decoder attend as chosen.
+    """Set the attention kernels of every `CausalAttention` of a decoder.
 
     Args:
         model: a `titan.model.decoder.Decoder`, or a part of one.
         choice: see `kernels`.
-        device: where it will compute.
-        blocks: by FlexAttention, whatever the choice says.
+        device: the device of attention.
+        blocks: use FlexAttention instead.
     """
     if blocks:
         model.mask = block_mask
@@ -112,25 +111,25 @@ def _allow(core: CausalAttention, allowed: Kernels) -> None:
 
 
 class Tokens(NamedTuple):
-    """Some tokens of rows: document ids [B, T] and places in the row [1 or B, T], both int64."""
+    """Tokens of rows: document ids [B, T] and positions in the row [1 or B, T], both int64."""
 
     ids: Tensor
     places: Tensor
 
 
 def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> BlockMask:
-    """Which blocks of keys a block of queries of whole rows sees: causal, and inside of documents.
+    """Return the block mask of whole rows: causal, and within documents.
 
     Args:
-        document_ids: int64 [B, T]; None: one document a row.
+        document_ids: int64 [B, T]; None: one document per row.
         positions: [1 or B, T], for the length of rows.
-        dtype: any.
+        dtype: ignored; `titan.model.layers.seen_by` needs it.
     """
     ids = torch.zeros_like(positions[:1]) if document_ids is None else document_ids
     tokens = Tokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
 
     def causal(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key  # the ids made up above are of one row
+        return query >= key  # the zero ids above have one row only
 
     def inside(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[row, query] == ids[row, key])
@@ -139,10 +138,10 @@ def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtyp
 
 
 def visible(queries: Tokens, keys: Tokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Says for FlexAttention whether a query sees a key.
+    """Return FlexAttention's `mask_mod`: whether a query attends to a key.
 
     Args:
-        queries, keys: the places of the first row, and ids where there is one row of them, are those of all rows.
+        queries, keys: positions are taken from the first row for all rows; so are ids if there is one row of them.
     """
     (ids, places), (key_ids, key_places) = queries, keys
     places, key_places = places[0], key_places[0]
@@ -157,14 +156,14 @@ def visible(queries: Tokens, keys: Tokens) -> Callable[[Tensor, Tensor, Tensor, 
 
 
 def blocks_seen(queries: Tokens, keys: Tokens, sees: Callable[..., Tensor]) -> BlockMask:
-    """Which blocks of keys a block of queries sees; the host waits for nothing.
+    """Return the blocks of keys that each block of queries attends to, without synchronising with the device.
 
-    Documents of two blocks can only be the same where the ranges of their ids overlap, and a block is seen in full
-    where both have the same one id: so no mask of tokens by tokens is made, as torch's `create_block_mask` does.
+    Two blocks can share a document only if the ranges of their ids overlap, and a block is visible in full if both have
+    one and the same id. So no [T, T] mask is materialised, as torch's `create_block_mask` does.
 
     Args:
-        queries, keys: of as many rows.
-        sees: for blocks that are seen in part.
+        queries, keys: tokens with the same number of rows.
+        sees: the `mask_mod` of partially visible blocks.
     """
     low, high = (x[:, :, None] for x in _ranges(queries.ids))
     first, last = (x[:, :, None] for x in _ranges(queries.places))
@@ -179,39 +178,39 @@ def blocks_seen(queries: Tokens, keys: Tokens, sees: Callable[..., Tensor]) -> B
 
 
 def _ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest id of each block, [B, N]; the last block may be short."""
+    """Return the smallest and the largest id of each block, [B, N]; the last block may be shorter."""
     missing = -ids.shape[1] % BLOCK
     filled = torch.cat([ids, ids[:, -1:].expand(-1, missing)], 1).view(len(ids), -1, BLOCK)
     return filled.amin(-1), filled.amax(-1)
 
 
 def _listed(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries has, int32 [B, 1, N], and first theirs of all, [B, 1, N, M]."""
+    """Return the number of visible key blocks, int32 [B, 1, N], and key block indices, visible first, [B, 1, N, M]."""
     indices = dense.int().argsort(dim=-1, descending=True, stable=True)
     return dense.sum(-1, dtype=torch.int32)[:, None], indices.int()[:, None].contiguous()
 
 
 class FlexAttention(nn.Module):
-    """Attention that passes over blocks of keys that a mask of blocks hides."""
+    """Attention that skips the blocks of keys that a block mask hides."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> Tensor:
-        """q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
+        """Map q [B, H, T, d], k and v [B, K, T, d] to [B, H, T, d]."""
         out: Tensor = _flex(q)(q, k, v, block_mask=seen, enable_gqa=True)
         return out
 
 
 def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> tuple[Tensor, Tensor]:
-    """The same, and the logarithm of the sum of scores' exponentials, float32 [B, H, T]: minus infinity for no key."""
+    """Return the same, and the log-sum-exp of the scores, float32 [B, H, T]: minus infinity without a visible key."""
     out, more = _flex(q)(q, k, v, block_mask=seen, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, more.lse
 
 
 def _flex(q: Tensor) -> Callable[..., Any]:
-    """What computes FlexAttention: on CUDA a compiled kernel, on a CPU the formula, which there has no gradient.
+    """Return the implementation of FlexAttention: a compiled kernel on CUDA, the eager one, without backward, on a CPU.
 
-    It is compiled once a process, also where blocks are not: without it all scores would be there.
+    It is compiled once per process even if blocks are not, because the eager one materialises all scores.
     """
-    if q.device.type != "cuda" or torch.compiler.is_compiling():  # which compiles what is in the graph by itself
+    if q.device.type != "cuda" or torch.compiler.is_compiling():  # the enclosing graph is compiled as a whole
         return flex_attention
     return _compiled()
 

@@ -1,4 +1,4 @@
-"""Operations of titan's own, which torch.compile takes as they are instead of looking inside."""
+"""Custom operations, which torch.compile treats as opaque instead of tracing into them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def register(name: str, function: Callable[..., Any], shapes: Callable[..., Any]) -> None:
-    """Make `function` the operation `torch.ops.titan.<name>`, for all devices and without a gradient.
+    """Register `function` as the operation `torch.ops.titan.<name>`, for all devices and without a gradient.
 
     Args:
-        name: as `titan::name`.
-        function: annotated with types that torch's schemas know; changes none of its arguments.
-        shapes: gives results of the right shapes and types for the same arguments, on tensors without values.
+        name: such as `titan::name`.
+        function: annotated with types of torch's operator schemas; mutates none of its arguments.
+        shapes: the fake implementation: returns empty results of the same shapes and types.
     """
-    # Not torch.library.custom_op, which loads the compiler when it is first called.
+    # Not torch.library.custom_op, which imports the compiler at the first call.
     torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
     torch.library.impl(name, "default", function)
     torch.library.register_fake(name, shapes)

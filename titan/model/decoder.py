@@ -1,6 +1,6 @@
-"""A decoder of equal blocks, and what it declares about itself: blocks, tensor plan, initial values, names.
+"""A decoder of equal blocks, and what it declares: blocks, tensor-parallel plan, initial values, Hugging Face names.
 
-A family of models is a subclass that says what its blocks are and how their weights are called elsewhere.
+A model family is a subclass that defines its blocks and the Hugging Face names of their weights.
 """
 
 from __future__ import annotations
@@ -18,50 +18,51 @@ from titan.model.layers import Embedding, Head, RMSNorm, inverse_frequencies, ro
 Cut = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
 """How tensor parallelism treats a module.
 
-vocab: embedding or head, its rows (the vocabulary) are cut. region: sees whole sequences; its products are cut.
-colwise: a product whose outputs are cut, rowwise: one whose inputs are. sequence: a weight that every rank has whole
-and uses on its part of the sequence. heads: likewise, used on its part of the heads.
+vocab: embedding or head, sharded over the vocabulary. region: gets whole sequences; its linear layers are sharded.
+colwise: a linear layer with sharded outputs, rowwise: with sharded inputs. sequence: a replicated weight that is used
+on the rank's part of the sequence. heads: a replicated weight that is used on the rank's heads.
 """
 
 OTHER_NAMES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-"""Hugging Face's names of what is outside of the blocks, the same in all families."""
+"""Hugging Face's names of the modules outside of the blocks, the same in all families."""
 RESIDUAL = ("attention.wo", "feed_forward.w2")
-"""The products whose results are added to the residual stream."""
+"""The linear layers whose outputs are added to the residual stream."""
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, norm and head. Build it under `torch.device("meta")`, then
-    `titan.model.init_weights.materialise` it.
+    """Embedding, blocks, norm and head. Build it under `torch.device("meta")`, then call
+    `titan.model.init_weights.materialise`.
 
     Attributes:
-        mask: makes, once a micro-batch, of document ids [B, T] (or None), positions [1 or B, T] and the compute type
-            what every block's attention takes to know which keys a query sees.
+        mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
+            type; returns the mask that every block's attention uses.
+        aliases: parameters that are replicas of a tied weight on another stage, with that weight's name.
     """
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]]
     """Hugging Face's name of each module of a block that has a weight."""
     BLOCK_PLAN: ClassVar[Mapping[str, Cut]]
-    """The tensor plan of a block."""
+    """The tensor-parallel plan of a block."""
     inv_freq: Tensor
 
     def __init__(self, config: Any) -> None:
-        """Make all modules that a schema of `titan.model.schema` asks for."""
+        """Create the modules of a `titan.model.schema.Decoder`."""
         super().__init__()
         self.config = config
         self.tok_embeddings: Embedding | None = Embedding(config.vocab, config.dim)
-        # Keyed by index, so that names stay when a pipeline stage keeps only some of the layers.
+        # Keyed by index, so that parameter names stay when a pipeline stage keeps only some of the layers.
         self.layers = nn.ModuleDict({str(i): self.block() for i in range(config.layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
         self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = seen_by
-        self.aliases: dict[str, str] = {}  # parameters that are known by the name of another, whose copy they are
+        self.aliases: dict[str, str] = {}
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
         self.register_buffer("inv_freq", torch.empty(config.head_size // 2), persistent=False)
         self.init_buffers(self.inv_freq.device)
 
     def block(self) -> nn.Module:
-        """One block of this family."""
+        """Return one block of this family."""
         raise NotImplementedError
 
     def keep(self, layers: Iterable[int], first: bool, last: bool) -> None:
@@ -77,7 +78,7 @@ class Decoder(nn.Module):
             self.aliases = {"head.weight": "tok_embeddings.weight"}
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Compute the rotary frequencies (on the CPU, so that they are the same for all devices) and put them there."""
+        """Compute the rotary frequencies on the CPU, so that they are equal everywhere, and move them to `device`."""
         c = self.config
         frequencies = inverse_frequencies(c.head_size, c.rope_theta)
         if c.rope_factor != 1:
@@ -85,15 +86,15 @@ class Decoder(nn.Module):
         self.inv_freq = frequencies.to(device)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
-        """Hidden states after the final norm; `head` makes logits or the loss of them.
+        """Return hidden states after the final norm, from which `head` computes logits or the loss.
 
         Args:
-            x: tokens [B, T] int64; without the embedding the hidden states [B, T, D] that came out of the block before.
+            x: tokens [B, T] int64; on stages without the embedding the hidden states [B, T, D] of the previous stage.
             positions: [B, T] or [T] int64; None for 0 to T - 1.
-            document_ids: [B, T] int64; attention stays within tokens of equal id. None: one document a row.
+            document_ids: [B, T] int64; tokens attend only to tokens of the same id. None: one document per row.
 
         Returns:
-            [B, T, D] in the compute type; without the final norm what came out of the last block here.
+            [B, T, D] in the compute type; on stages without the final norm the output of the last block.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -106,11 +107,11 @@ class Decoder(nn.Module):
         return hidden if self.norm is None else self.norm(hidden)
 
     def blocks(self) -> list[nn.Module]:
-        """The blocks that this module holds, in order."""
+        """Return the blocks of this module, in order."""
         return list(self.layers.values())
 
     def tensor_plan(self) -> dict[str, Cut]:
-        """How tensor parallelism treats each module, by name; of what is here only."""
+        """Return the tensor-parallel plan of this module's submodules, by name."""
         plan: dict[str, Cut] = {f"layers.{i}.{name}": cut for i in self.layers for name, cut in self.BLOCK_PLAN.items()}
         if self.tok_embeddings is not None:
             plan["tok_embeddings"] = "vocab"
@@ -119,10 +120,11 @@ class Decoder(nn.Module):
         return plan
 
     def initial(self) -> dict[str, Initial]:
-        """How each parameter starts, by name.
+        """Return the initial distribution of each parameter, by name.
 
-        Matrices are normal with deviation 0.02; those that write to the residual stream 0.02 / sqrt(2 * layers), so
-        that the stream's variance does not grow with depth (GPT-2: Radford et al. 2019, section 2.3). Norms are one.
+        Matrices are normal with standard deviation 0.02; those that write to the residual stream
+        0.02 / sqrt(2 * layers), so that the stream's variance does not grow with depth (GPT-2: Radford et al. 2019,
+        section 2.3). Norms are one.
         """
         residual = Normal(0.02 / math.sqrt(2 * self.config.layers))
 
@@ -134,7 +136,7 @@ class Decoder(nn.Module):
         return {name: start(name) for name, _ in self.named_parameters()}
 
     def hf_names(self) -> dict[str, str]:
-        """For each parameter here its name at Hugging Face; a tied head has no entry."""
+        """Return the Hugging Face name of each parameter of this module; a tied head has no entry."""
         return {name: self._hf_name(name.removesuffix(".weight")) + ".weight" for name, _ in self.named_parameters()}
 
     def _hf_name(self, module: str) -> str:

@@ -1,12 +1,12 @@
-"""The building blocks of a decoder: plain modules that know nothing of parallelism.
+"""The layers of a decoder: plain modules without any code for parallelism.
 
 Precision follows the activations: the embedding's output sets the compute type, each layer casts its weight to the
-type of its input where it uses it (which changes nothing when the weight already has that type), and what loses
-most in low precision - norms, rotary embedding, loss - is computed in float32 and cast back.
+type of its input where it uses it (a no-op if the weight has that type already), and the operations that lose most in
+low precision - norms, rotary embedding, loss - compute in float32 and cast back.
 
-Where a technique may take the place of something it is a plain attribute: how a layer takes its weight (`use`), in
-which type (`operand`), multiplies (`product`), looks up (`lookup`), attends (`core`), measures the loss (`loss`, or
-`chunked` without logits) or hands out logits (`whole`).
+What a technique may replace is a plain attribute: how a layer gets its weight (`use`) and in which type (`operand`),
+its matmul (`product`), the embedding look-up (`lookup`), attention (`core`), the loss (`loss`, or `chunked` without
+whole logits) and the gathering of logits (`whole`).
 
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 IGNORED = -100
-"""A target that is no part of the loss."""
+"""Targets with this value are excluded from the loss."""
 
 
 Use = Callable[[Tensor, torch.dtype], Tensor]
-"""Gives a layer its weight to compute with, in the type asked for."""
+"""Returns the weight that a layer computes with, in the requested type."""
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole weight in another type; its gradient returns in the weight's own."""
+    """Return the weight in another type; its gradient is cast back to the weight's type."""
     return weight.to(dtype)
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of a weight in low precision. Their gradients are summed in float32 and rounded once, as a product's are."""
+    """Embedding look-up in low precision. Gradients are summed in float32 and rounded once, as in a matmul."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,12 +48,12 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (tokens,), (dtype, kept) = ctx.saved_tensors, ctx.dtypes
-        sums = torch.ops.aten.embedding_dense_backward  # no name for its result: the rounded one takes its place
+        sums = torch.ops.aten.embedding_dense_backward  # unnamed result, so that it is freed once rounded
         return None, sums(grads[0].float(), tokens, ctx.rows, -1, False).to(dtype).to(kept), None
 
 
 def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [..., D] in `dtype` of a weight [V, D], at tokens [...]."""
+    """Return rows [..., D] in `dtype` of a weight [V, D], at tokens [...]."""
     if dtype == torch.float32:
         return F.embedding(tokens, weight)
     rows: Tensor = _LookUp.apply(tokens, weight, dtype)  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ def look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Embedding(nn.Embedding):
-    """Token embedding; gives `dtype`, the type to compute in (None: the weight's own)."""
+    """Token embedding; its output has `dtype`, the compute type (None: the weight's type)."""
 
     def __init__(self, vocab: int, dim: int) -> None:
         super().__init__(vocab, dim)
@@ -70,33 +70,33 @@ class Embedding(nn.Embedding):
         self.lookup: Callable[[Tensor, Tensor, torch.dtype], Tensor] = look_up
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `titan.model.init_weights.materialise` does, and torch's own way loads its compiler to do it on
+        """Do nothing: `titan.model.init_weights.materialise` initialises, and torch's method imports its compiler on
         meta."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states [B, T, D] of tokens [B, T]."""
+        """Map tokens [B, T] to hidden states [B, T, D]."""
         return self.lookup(tokens, self.use(self.weight, self.weight.dtype), self.dtype or self.weight.dtype)
 
 
 class Linear(nn.Linear):
-    """A product with a weight [out, in], computed in the input's type; no bias."""
+    """A linear layer with a weight [out, in], computed in the input's type; no bias."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
         self.use: Use = cast
-        self.operand: torch.dtype | None = None  # the type in which `product` takes the weight; None: the input's
+        self.operand: torch.dtype | None = None  # the type in which `product` gets the weight; None: the input's
         self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
 
     def reset_parameters(self) -> None:
-        """Draw nothing: `titan.model.init_weights.materialise` does."""
+        """Do nothing: `titan.model.init_weights.materialise` initialises the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
+        """Map [..., in] to [..., out]."""
         return self.product(x, self.use(self.weight, self.operand or x.dtype))
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv:1910.07467), in float32 inside whatever the input's type."""
+    """Root mean square normalisation (arXiv:1910.07467), computed in float32 for every input type."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -105,23 +105,23 @@ class RMSNorm(nn.Module):
         self.use: Use = cast
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]; torch's `rms_norm` accumulates and scales low precision inputs in float32."""
+        """Map [..., D] to [..., D]; torch's `rms_norm` accumulates and scales low precision inputs in float32."""
         return F.rms_norm(x, (x.shape[-1],), self.use(self.weight, x.dtype), self.eps)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The summed cross-entropy in nats, a float32 scalar, of logits [..., vocab] and targets [...] (-100: ignored)."""
+    """Return the summed cross-entropy in nats, float32 [], of logits [..., vocab] and targets [...] (-100: ignored)."""
     logits = logits.float().flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 def as_is(x: Tensor) -> Tensor:
-    """What was given."""
+    """Return the argument."""
     return x
 
 
 class Head(Linear):
-    """The product with the vocabulary and, given targets, the loss, so that a caller may pass slices of the row."""
+    """The linear layer to the vocabulary and, given targets, the loss, so that callers may pass slices of rows."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -130,7 +130,7 @@ class Head(Linear):
         self.whole: Callable[[Tensor], Tensor] = as_is
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits, or the summed cross-entropy.
+        """Return logits, or the summed cross-entropy.
 
         Args:
             hidden: [B, T, D], after the final norm.
@@ -146,57 +146,57 @@ class Head(Linear):
 
 
 def inverse_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Radians a position for each pair of a head, float32 [head_dim / 2] on the CPU (arXiv:2104.09864)."""
+    """Return radians per position of each pair of a head, float32 [head_dim / 2] on the CPU (arXiv:2104.09864)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     return 1.0 / theta**exponents
 
 
 def stretch_frequencies(inv_freq: Tensor, factor: float, low: float, high: float, original: int) -> Tensor:
-    """Llama 3.1's frequencies for contexts longer than `original` (the release's `apply_scaling`).
+    """Return Llama 3.1's scaled frequencies for contexts longer than `original` (the release's `apply_scaling`).
 
-    Wavelengths above original / low are stretched by `factor`, those below original / high are left alone, and in
-    between the two are blended, linearly in the number of turns that fit into `original`.
+    Wavelengths above original / low are scaled by `factor`, those below original / high are unchanged, and those in
+    between are interpolated, linearly in the number of rotations within `original`.
     """
-    turns = original * inv_freq / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * inv_freq / factor + kept * inv_freq
+    rotations = original * inv_freq / (2 * math.pi)
+    unscaled = ((rotations - low) / (high - low)).clamp(0, 1)
+    return (1 - unscaled) * inv_freq / factor + unscaled * inv_freq
 
 
 def rotation(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, float32 [..., T, 1, d / 2], for positions [..., T]."""
+    """Return cosine and sine of each position's angles, float32 [..., T, 1, d / 2], for positions [..., T]."""
     angles = positions[..., None, None].float() * inv_freq
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d / 2) of x [B, T, H, d], the pairing of Hugging Face's weights, in float32."""
+    """Rotate the pairs (i, i + d / 2) of x [B, T, H, d], the pairing of Hugging Face's weights, in float32."""
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.to(x.dtype)
 
 
 def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> Tensor:
-    """What is added to scores, [B, 1, T - first, T]: 0 where a query may see a key, not later and of the same document.
+    """Return the additive attention mask [B, 1, T - first, T]: 0 for keys of the same document at or before the query.
 
-    Minus infinity elsewhere. In the type of the queries, in which every layer can keep it: one that says true or false
-    is turned into this in each. Quadratic in T.
+    Minus infinity elsewhere. It has the queries' type, so that all layers share it; a boolean mask would be converted
+    in each layer. Quadratic in T.
 
     Args:
         document_ids: [B, T].
-        dtype: of the queries.
-        first: the first token that is a query.
+        dtype: the queries' type.
+        first: index of the first query.
     """
     same = document_ids[:, None, first:, None] == document_ids[:, None, None, :]
     return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(first), -torch.inf)
 
 
 def seen_by(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """What `CausalAttention` takes for documents; see `titan.model.decoder.Decoder.mask`."""
+    """Return the mask of `CausalAttention`, None without documents; see `titan.model.decoder.Decoder.mask`."""
     return None if document_ids is None else document_mask(document_ids, dtype)
 
 
 Kernels = tuple[SDPBackend, ...]
-"""Which of torch's kernels of attention may be used: the first of them that can is; none: as torch thinks best."""
+"""torch's attention kernels that may be used: the first usable one is; empty: torch's default choice."""
 
 
 def attend(
@@ -207,14 +207,14 @@ def attend(
     kernels: Kernels = (),
     by: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
-    """Attention by one of torch's kernels.
+    """Compute attention by one of torch's kernels.
 
     Args:
         q: [B, H, t, d].
         k, v: [B, H_kv, s, d].
-        seen: [B, 1, t, s], added to scores; None: causal.
-        kernels: to choose from.
-        by: what is called; another than torch's to ask what it would do.
+        seen: mask [B, 1, t, s], added to scores; None: causal.
+        kernels: the allowed kernels.
+        by: the function to call; another than torch's to query its choice.
 
     Returns:
         [B, H, t, d].
@@ -224,22 +224,22 @@ def attend(
 
 
 class CausalAttention(nn.Module):
-    """Softmax attention without weights; a module, so that other ways to attend can take its place."""
+    """Softmax attention without weights; a module, so that other implementations can replace it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: Kernels = ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
-        """q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or as a `document_mask` says."""
+        """Map q [B, H, T, d], k and v [B, H_kv, T, d] to [B, H, T, d]; causal, or with a `document_mask`."""
         return attend(q, k, v, seen, self.kernels)
 
 
 class Attention(nn.Module):
-    """Causal attention in which each key and value head serves a group of query heads (arXiv:2305.13245).
+    """Causal grouped-query attention (arXiv:2305.13245).
 
-    With `norm_eps` the queries and the keys of each head are RMS-normalised before they are rotated
-    (arXiv:2302.05442, section 2), by a weight [d] that all heads share.
+    With `norm_eps` the queries and the keys of each head are RMS-normalised before RoPE (arXiv:2302.05442, section 2),
+    with a weight [d] that all heads share.
     """
 
     def __init__(self, dim: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float | None = None) -> None:
@@ -254,8 +254,8 @@ class Attention(nn.Module):
         self.core: nn.Module = CausalAttention()
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any) -> Tensor:
-        """[B, T, D] to [B, T, D]; `seen` is for the core."""
-        # -1: as many heads as the weights have here, so that a rank may own some of them.
+        """Map [B, T, D] to [B, T, D]; `seen` is passed to the core."""
+        # -1: the weights decide the number of heads, so that a tensor-parallel rank has its part of them.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -275,7 +275,7 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, ffn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, D] to [B, T, D]."""
+        """Map [B, T, D] to [B, T, D]."""
         out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
         return out
 
@@ -293,7 +293,7 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(dim, ffn)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Any = None) -> Tensor:
-        """x [B, T, D]; cos and sin [1 or B, T, 1, d / 2] float32; seen: what the core takes, None for plain causal."""
+        """Map x [B, T, D] to [B, T, D]; cos, sin float32 [1 or B, T, 1, d / 2]; seen: the core's mask, None: causal."""
         x = x + self.attention(self.attention_norm(x), cos, sin, seen)
         out: Tensor = x + self.feed_forward(self.ffn_norm(x))
         return out

@@ -1,4 +1,4 @@
-"""Llama: its blocks, their tensor plan and their names at Hugging Face."""
+"""Llama: its blocks, their tensor-parallel plan and their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ class Llama(Decoder):
     }
 
     def block(self) -> nn.Module:
-        """Attention and SwiGLU, each behind a norm."""
+        """Return attention and SwiGLU, each after a norm."""
         c = self.config
         return Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps)

@@ -1,14 +1,14 @@
-"""The loss of a head without all its logits: products, loss and gradients of some tokens at a time.
+"""Fused linear cross-entropy in chunks: logits, loss and gradients of some tokens at a time.
 
-The logits of a batch take more room than anything else where a vocabulary is large. They are needed once: the slope of
-the loss follows from them at once, and with it the gradients of hidden states and weight, up to the factor that comes
-from behind the loss. So the forward pass computes those too and forgets the logits of each chunk (Liger Kernel,
-arXiv:2410.10989, section 3.2; that whole logits are not needed also Cut Cross-Entropy, arXiv:2411.09009).
+With a large vocabulary the logits of a batch need more memory than any other tensor. They are needed only once: the
+gradient of the loss follows from them directly, and from it the gradients of hidden states and weight, up to the
+upstream gradient factor. So the forward pass computes those gradients too and frees the logits of each chunk (Liger
+Kernel, arXiv:2410.10989, section 3.2; Cut Cross-Entropy, arXiv:2411.09009, avoids whole logits too).
 
-To the compiler all chunks are one operation, torch.ops.titan.chunked_loss: a graph could keep logits that are freed
-here, or compute them again, and would grow with the number of chunks.
+For the compiler all chunks are one operation, torch.ops.titan.chunked_loss: a traced graph could save logits that are
+freed here, or recompute them, and would grow with the number of chunks.
 
-Shapes: N tokens, D hidden width, V entries of the vocabulary that the weight here has.
+Shapes: N tokens, D hidden width, V vocabulary entries of the rank's weight.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from titan.model.custom_op import register
 from titan.model.layers import IGNORED, as_is
 
 Results = tuple[Tensor, Tensor, Tensor]
-"""The summed loss in nats (an fp32 scalar), and of it the gradients of the hidden states and of the weight, each in the
-type of what it is of; empty where it was not asked for."""
+"""The summed loss in nats (fp32 scalar) and the gradients of hidden states and weight, each in its tensor's type; a
+gradient that was not requested is empty."""
 Operation = Callable[[Tensor, Tensor, Tensor, bool, bool], Results]
-"""Gives them for hidden states [N, D], weight [V, D] and targets [N], and whether each gradient is wanted."""
+"""Returns `Results` for hidden states [N, D], weight [V, D], targets [N] and whether each gradient is requested."""
 Measure = Callable[[Tensor, Tensor, bool], Tensor]
-"""The summed loss of logits, see `slopes`."""
+"""Returns the summed loss of logits, see `slopes`."""
 
 
 def slopes(
@@ -41,32 +41,31 @@ def slopes(
     largest: Callable[[Tensor], Tensor] = as_is,
     total: Callable[[Tensor], Tensor] = as_is,
 ) -> Tensor:
-    """The summed cross-entropy in nats; it is computed in place of the logits.
+    """Return the summed cross-entropy in nats, overwriting the logits.
 
     Args:
-        logits: float32 [N, V]; with `graded` they become the loss's gradient, softmax less one at the target, else of
-            no use.
+        logits: float32 [N, V]; overwritten, with `graded` by the gradient of the loss: softmax minus one-hot targets.
         targets: int64 [N], -100 where ignored.
-        graded: whether the gradient is wanted.
-        first: where the vocabulary here begins, if ranks have parts of it.
-        largest, total: the maximum and the sum over those ranks, of one or more numbers for each token.
+        graded: whether the gradient is requested.
+        first: index of the rank's first vocabulary entry, with a sharded vocabulary.
+        largest, total: max and sum all-reduce over those ranks, of one or more values per token.
     """
-    place, valid = targets - first, targets != IGNORED
-    here = (place >= 0) & (place < logits.shape[-1])
-    place = place.where(here, 0)[:, None]
+    index, valid = targets - first, targets != IGNORED
+    here = (index >= 0) & (index < logits.shape[-1])
+    index = index.where(here, 0)[:, None]
     logits.sub_(largest(logits.amax(-1))[:, None])
-    chosen = logits.gather(-1, place)[:, 0].where(here, 0)
+    chosen = logits.gather(-1, index)[:, 0].where(here, 0)
     sums, chosen = total(torch.stack([logits.exp_().sum(-1), chosen])).unbind()
     if graded:
         logits.mul_((valid / sums)[:, None])
-        logits.scatter_add_(-1, place, -(here & valid).to(logits.dtype)[:, None])
+        logits.scatter_add_(-1, index, -(here & valid).to(logits.dtype)[:, None])
     return (sums.log() - chosen).where(valid, 0).sum()
 
 
 def in_chunks(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, wants: tuple[bool, bool], measure: Measure = slopes
 ) -> Results:
-    """The loss and the gradients that are wanted, from the logits of `chunk` tokens at a time."""
+    """Return the loss and the requested gradients, computing the logits of `chunk` tokens at a time."""
     loss = hidden.new_zeros((), dtype=torch.float32)
     into_hidden = torch.empty_like(hidden) if wants[0] else None
     into_weight = torch.zeros_like(weight, dtype=torch.float32) if wants[1] else None
@@ -90,10 +89,10 @@ def _of_chunk(
     into_hidden: Tensor | None,
     into_weight: Tensor | None,
 ) -> Tensor:
-    """The loss of one chunk; its gradients are written to, and added to, what is given for them."""
+    """Return the loss of one chunk; write its gradient to `into_hidden` and add its gradient to `into_weight`."""
     logits = F.linear(hidden, weight).float()
     loss = measure(logits, targets, into_hidden is not None or into_weight is not None)
-    logits = logits.to(hidden.dtype)  # as autograd rounds the gradient where it goes back through `float`
+    logits = logits.to(hidden.dtype)  # as autograd rounds the gradient in the backward of `float`
     if into_hidden is not None:
         torch.mm(logits, weight, out=into_hidden)
     if into_weight is not None and hidden.dtype == into_weight.dtype:
@@ -104,7 +103,7 @@ def _of_chunk(
 
 
 class _Loss(torch.autograd.Function):
-    """The loss, whose gradients are ready before anyone asks; nothing is changed in backward, which may run twice."""
+    """The loss, with gradients computed in forward; backward does not modify them, so it may run twice."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, by: Operation, graded: bool) -> Tensor:
@@ -122,17 +121,17 @@ class _Loss(torch.autograd.Function):
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, operation: Operation) -> Tensor:
-    """The summed cross-entropy in nats, an fp32 scalar, of hidden states [..., D] and targets [...] by an operation.
+    """Return the summed cross-entropy in nats, fp32 [], of hidden states [..., D] and targets [...].
 
-    Gradients are computed with the loss where autograd is on, and only those that it needs.
+    If grad mode is enabled, the gradients that autograd needs are computed with the loss.
     """
-    graded = torch.is_grad_enabled()  # which forward itself can't see
+    graded = torch.is_grad_enabled()  # grad mode is off inside forward
     out: Tensor = _Loss.apply(hidden, weight, targets, operation, graded)  # type: ignore[no-untyped-call]
     return out
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """`linear_cross_entropy` with a whole weight [vocab, D], from the logits of `chunk` tokens at a time."""
+    """Return `linear_cross_entropy` with an unsharded weight [vocab, D], in chunks of `chunk` tokens."""
 
     def operation(*args: Any) -> Results:
         results: Results = torch.ops.titan.chunked_loss(*args, chunk)
@@ -150,7 +149,7 @@ def _chunked(
 def shapes(
     hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool, *rest: Any
 ) -> Results:
-    """Results of an operation, without values."""
+    """Return empty results of the operation: its fake implementation."""
     return (
         hidden.new_empty((), dtype=torch.float32),
         hidden.new_empty(hidden.shape if wants_hidden else 0),

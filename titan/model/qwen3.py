@@ -1,4 +1,4 @@
-"""Qwen3, dense: what its blocks have beside Llama's, in their plan and their names at Hugging Face."""
+"""Dense Qwen3: Llama's blocks with norms of queries and keys, their plan and their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ class Qwen3(Decoder):
     }
 
     def block(self) -> nn.Module:
-        """Attention and SwiGLU, each behind a norm; queries and keys have norms of their own."""
+        """Return attention, with norms of queries and keys, and SwiGLU, each after a norm."""
         c = self.config
         return Block(c.dim, c.heads, c.kv_heads, c.head_size, c.ffn, c.norm_eps, norm_heads=True)

@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits."""
+"""Sampling of the next token from logits."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def choose(
     top_p: float = 1.0,
     vocab: int | None = None,
 ) -> Tensor:
-    """Draw a token for each row of logits.
+    """Sample a token for each row of logits.
 
-    The distribution is inverted at numbers that the caller draws, so that the same numbers choose the same tokens on
-    every device, and each row may have a source of its own.
+    The inverse of the cumulative distribution is evaluated at the caller's uniform values, so that the same values
+    give the same tokens on every device, and each row may have a separate generator.
 
     Args:
         logits: [B, V], on any device.
-        uniform: numbers in [0, 1), float64 [B].
-        temperature: the logits are divided by it; 0 takes the likeliest token, whatever the rest says.
-        top_k: only so many likeliest tokens take part; 0: all.
-        top_p: only the likeliest tokens take part, the fewest that have this probability together (nucleus sampling,
-            arXiv:1904.09751); after `top_k`.
-        vocab: only ids below it take part; None: all.
+        uniform: values in [0, 1), float64 [B].
+        temperature: the logits are divided by it; 0: greedy decoding, whatever the other arguments are.
+        top_k: sample from this many most likely tokens; 0: all.
+        top_p: sample from the smallest set of most likely tokens with this total probability (nucleus sampling,
+            arXiv:1904.09751), after `top_k`.
+        vocab: sample from ids below it; None: all.
 
     Returns:
         Token ids, int64 [B], on the device of `logits`.
@@ -42,14 +42,14 @@ def choose(
     shares = ((values - values.amax(-1, keepdim=True)) / temperature).softmax(-1)
     reached = nucleus(shares, top_p).cumsum(-1)
     wanted = uniform.to(reached.device)[:, None] * reached[:, -1:]
-    place = (reached <= wanted).sum(-1, keepdim=True)
-    last = (reached < reached[:, -1:]).sum(-1, keepdim=True)  # a number just below one may round to the sum
-    place = place.minimum(last)
-    return (place if ids is None else ids.gather(-1, place))[:, 0]
+    index = (reached <= wanted).sum(-1, keepdim=True)
+    last = (reached < reached[:, -1:]).sum(-1, keepdim=True)  # a value just below one may round to the sum
+    index = index.minimum(last)
+    return (index if ids is None else ids.gather(-1, index))[:, 0]
 
 
 def _candidates(logits: Tensor, top_k: int, ordered: bool) -> tuple[Tensor, Tensor | None]:
-    """The logits that take part and their ids (None: each is at its id), from the largest where that is asked for."""
+    """Return the candidates' logits and ids (None: ids are indices), in descending order if `ordered`."""
     if 0 < top_k < logits.shape[-1]:
         best = logits.topk(top_k)
         return best.values, best.indices
@@ -57,7 +57,7 @@ def _candidates(logits: Tensor, top_k: int, ordered: bool) -> tuple[Tensor, Tens
 
 
 def nucleus(shares: Tensor, top_p: float) -> Tensor:
-    """Probabilities [B, V], sorted from the largest, with those after the first that reach `top_p` together as zero."""
+    """Return sorted probabilities [B, V] with zeros after the first ones that reach `top_p` together."""
     if top_p >= 1:
         return shares
     before = shares.cumsum(-1) - shares
@@ -67,12 +67,12 @@ def nucleus(shares: Tensor, top_p: float) -> Tensor:
 
 
 def source(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
-    """Random numbers of one continuation, on the CPU: they depend on nothing else than these three."""
+    """Return the CPU generator of one continuation, seeded by these three values only."""
     text = f"{seed}\0{sample}\0{','.join(map(str, prompt))}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
 
 def draw_uniform(generators: Sequence[torch.Generator]) -> Tensor:
-    """A number in [0, 1) from each: float64 [B]."""
+    """Return one value in [0, 1) from each generator: float64 [B]."""
     return torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators])

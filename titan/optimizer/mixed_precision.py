@@ -1,7 +1,7 @@
-"""AdamW over weights and moments that need not be fp32: computed in fp32, rounded once when written back.
+"""AdamW for weights and moments in bf16 or fp32: computed in fp32, rounded once when written back.
 
-The update is elementwise, so it is done piece by piece on the parts that a rank holds: only a piece at a time exists in
-fp32. Torch's own functional AdamW computes it.
+The update is elementwise, so it runs on pieces of each rank's shards: only one bucket of pieces at a time exists in
+fp32. torch's functional AdamW computes it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from titan.optimizer.schema import Implementation, Type, flags
 from titan.parallelism.grad_norm import local
 
 BUCKET = 1 << 22
-"""Numbers that are computed at a time: four tensors of 16 MiB."""
+"""Elements per bucket: four fp32 tensors of 16 MiB."""
 
 
 class Piece(NamedTuple):
-    """Rows of a parameter's local part, as views."""
+    """Views of some rows of a parameter's local shard, its gradient and its state."""
 
     weight: Tensor
     gradient: Tensor
@@ -31,18 +31,19 @@ class Piece(NamedTuple):
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW with state and weights of any type (see the module); its state is named as torch's."""
+    """AdamW with state and weights of any type (see the module); its state has the keys of torch's AdamW."""
 
     def __init__(
         self, groups: list[dict[str, Any]], common: dict[str, Any], moments: Type, implementation: Implementation
     ) -> None:
-        """Take what is to be updated.
+        """Create the optimizer.
 
         Args:
             groups: torch's parameter groups.
             common: betas and eps of all groups.
-            moments: the type of the state; auto: that of each parameter.
-            implementation: which of torch's; fused ones honour `found_inf`, so that a bad step changes nothing.
+            moments: the type of the moments; auto: each parameter's type.
+            implementation: torch's implementation; "fused" honours `found_inf`, so that a non-finite step changes
+                nothing.
         """
         super().__init__(groups, common)
         self.moments, self.implementation = moments, implementation
@@ -68,11 +69,11 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def _bad(self) -> Tensor | None:
-        """1 where the step must change nothing, else 0; None where the caller has decided already."""
+        """1 if the step must change nothing, else 0; None if the caller skips such steps itself."""
         return self.found_inf if self._step_supports_amp_scaling else None
 
     def zeros(self, parameter: Tensor) -> Tensor:
-        """A new moment of a parameter, cut as it is."""
+        """Return a new moment of a parameter, with its sharding."""
         dtype = {"auto": parameter.dtype, "fp32": torch.float32, "bf16": torch.bfloat16}[self.moments]
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
@@ -93,10 +94,10 @@ class AdamW(torch.optim.Optimizer):
             yield Piece(weight, gradient, first, second, state["step"])
 
     def _update(self, bucket: list[Piece], group: dict[str, Any]) -> None:
-        held = [[p.weight for p in bucket], [p.first for p in bucket], [p.second for p in bucket]]
-        weights, firsts, seconds = exact = [[t.float() for t in tensors] for tensors in held]
+        stored = [[p.weight for p in bucket], [p.first for p in bucket], [p.second for p in bucket]]
+        weights, firsts, seconds = exact = [[t.float() for t in tensors] for tensors in stored]
         beta1, beta2 = group["betas"]
-        how: dict[str, Any] = flags(self.implementation)
+        kernels: dict[str, Any] = flags(self.implementation)
         adamw(
             weights,
             [p.gradient.float() for p in bucket],
@@ -104,7 +105,7 @@ class AdamW(torch.optim.Optimizer):
             seconds,
             [],
             [p.step.clone() for p in bucket],
-            **how,
+            **kernels,
             found_inf=self._bad,
             amsgrad=False,
             maximize=False,
@@ -114,13 +115,13 @@ class AdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        for old, new in zip(held, exact, strict=True):
+        for old, new in zip(stored, exact, strict=True):
             if pairs := [(a, b) for a, b in zip(old, new, strict=True) if a.dtype != b.dtype]:
                 torch._foreach_copy_([a for a, _ in pairs], [b for _, b in pairs])
 
 
 def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces together, as many as stay within `BUCKET` numbers."""
+    """Group pieces into buckets of at most `BUCKET` elements."""
     bucket: list[Piece] = []
     size = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024): the update of a matrix is its momentum, orthogonalised by Newton-Schulz iterations.
 
-Momentum is kept by the parts that ranks hold. A matrix that is cut has to be whole to be orthogonalised: the ranks
-share that work, see `titan.optimizer.matrix_gather`. A whole one is orthogonalised by every rank that has it.
+The momentum is sharded as the parameter is. A sharded matrix must be gathered to be orthogonalised: the matrices are
+distributed over the ranks, see `titan.optimizer.matrix_gather`. A replicated one is orthogonalised by every rank.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from titan.optimizer import matrix_gather, mixed_precision, schema
 from titan.parallelism.grad_norm import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Jordan's quintic polynomial: steepest at zero, singular values end up between about 0.7 and 1.2."""
+"""Coefficients of Jordan's quintic polynomial: steepest at zero; singular values converge to about 0.7 to 1.2."""
 EPS = 1e-7
-"""The least norm to divide by."""
+"""The smallest norm to divide by."""
 
 
 class Matrix(NamedTuple):
@@ -33,19 +33,19 @@ class Matrix(NamedTuple):
 
 
 class Muon(mixed_precision.AdamW):
-    """Muon for the groups that say `orthogonal`, AdamW for the others."""
+    """Muon for the parameter groups with `orthogonal`, AdamW for the others."""
 
-    def __init__(self, how: schema.Muon, groups: list[dict[str, Any]]) -> None:
-        """Take the settings and torch's parameter groups."""
-        common = {"betas": how.betas, "eps": how.eps}
-        super().__init__(groups, common, how.moments, how.implementation)
-        self.how = how
+    def __init__(self, settings: schema.Muon, groups: list[dict[str, Any]]) -> None:
+        """Create the optimizer from the settings and torch's parameter groups."""
+        common = {"betas": settings.betas, "eps": settings.eps}
+        super().__init__(groups, common, settings.moments, settings.implementation)
+        self.settings = settings
         cut = (p for group in groups if group["orthogonal"] for p in group["params"] if isinstance(p, DTensor))
         self.boxes: dict[Tensor, matrix_gather.Box] = {p: matrix_gather.box_of(p) for p in cut}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; the ranks of a mesh call it together."""
+        """Update all parameters that have a gradient; a collective over the ranks of each mesh."""
         matrices = []
         for group in self.param_groups:
             if group["orthogonal"]:
@@ -56,13 +56,13 @@ class Muon(mixed_precision.AdamW):
             self._orthogonal(those, mesh)
 
     def _orthogonal(self, matrices: list[Matrix], mesh: DeviceMesh | None) -> None:
-        """Update matrices of one mesh (None: whole ones), as many at a time as it has ranks."""
+        """Update the matrices of one mesh (None: unsharded ones), as many at a time as it has ranks."""
         size = 1 if mesh is None else mesh.size()
-        matrices = sorted(matrices, key=lambda m: -m.parameter.numel())  # so that the owners have the same to do
+        matrices = sorted(matrices, key=lambda m: -m.parameter.numel())  # so that the owners have equal work
         for first in range(0, len(matrices), size):
             batch = matrices[first : first + size]
             directions = [self._direction(matrix.parameter) for matrix in batch]
-            compute = partial(orthogonalise, iterations=self.how.iterations)
+            compute = partial(orthogonalise, iterations=self.settings.iterations)
             if mesh is None:
                 parts: Iterable[Tensor] = map(compute, directions)
             else:
@@ -72,37 +72,37 @@ class Muon(mixed_precision.AdamW):
                 self._apply(matrix, part)
 
     def _direction(self, parameter: Tensor) -> Tensor:
-        """Take the gradient into the momentum; what to go along, of the local part, in the type of Newton-Schulz."""
+        """Add the gradient to the momentum; return the local shard of the direction in the type of Newton-Schulz."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = self.zeros(parameter)
-        held, gradient = local(state["momentum_buffer"]), local(parameter.grad).float()  # type: ignore[arg-type]
-        momentum = held.float().lerp(gradient, 1 - self.how.momentum)
-        held.copy_(momentum if self._bad is None else torch.where(self._bad > 0, held.float(), momentum))
-        if self.how.nesterov:
-            momentum = gradient.lerp(momentum, self.how.momentum)
+        stored, gradient = local(state["momentum_buffer"]), local(parameter.grad).float()  # type: ignore[arg-type]
+        momentum = stored.float().lerp(gradient, 1 - self.settings.momentum)
+        stored.copy_(momentum if self._bad is None else torch.where(self._bad > 0, stored.float(), momentum))
+        if self.settings.nesterov:
+            momentum = gradient.lerp(momentum, self.settings.momentum)
         return momentum.to(self._dtype(parameter))
 
     def _dtype(self, parameter: Tensor) -> torch.dtype:
-        """The type in which Newton-Schulz computes; offloaded weights are orthogonalised on their mesh's device."""
+        """Return the type of Newton-Schulz; offloaded weights are orthogonalised on their mesh's device."""
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device.type
         auto = torch.bfloat16 if device == "cuda" else torch.float32
-        return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16}[self.how.newton_schulz]
+        return {"auto": auto, "fp32": torch.float32, "bf16": torch.bfloat16}[self.settings.newton_schulz]
 
     def _apply(self, matrix: Matrix, part: Tensor) -> None:
-        """Decay the local part of a matrix and go along its orthogonalised direction; round once."""
+        """Decay the local shard of a matrix and add its orthogonalised direction; round once."""
         weight, rate = local(matrix.parameter.detach()), matrix.group["lr"]
         new = weight.float() * (1 - rate * matrix.group["weight_decay"])
-        new.add_(part, alpha=-rate * scale(self.how.adjust, tuple(matrix.parameter.shape)))
+        new.add_(part, alpha=-rate * scale(self.settings.adjust, tuple(matrix.parameter.shape)))
         weight.copy_(new if self._bad is None else torch.where(self._bad > 0, weight.float(), new))
 
 
 def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
-    """The nearest matrix with orthogonal rows (or columns), roughly: singular values end up around one.
+    """Return approximately the nearest matrix with orthonormal rows (or columns): singular values near one.
 
     Args:
-        matrix: [rows, columns]; its type is that of the computation.
-        iterations: steps of the quintic Newton-Schulz iteration.
+        matrix: [rows, columns], in the type to compute in.
+        iterations: number of quintic Newton-Schulz iterations.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -115,7 +115,7 @@ def orthogonalise(matrix: Tensor, iterations: int) -> Tensor:
 
 
 def scale(adjust: str, shape: tuple[int, ...]) -> float:
-    """What a matrix's shape scales its update by.
+    """Return the factor of a matrix's update that depends on its shape.
 
     match_rms_adamw: 0.2 * sqrt(max(rows, columns)), so that the root mean square is that of AdamW's updates
     (arXiv:2502.16982, section 2.2). original: sqrt(max(1, rows / columns)), Jordan's.
@@ -125,7 +125,7 @@ def scale(adjust: str, shape: tuple[int, ...]) -> float:
 
 
 def _by_mesh(matrices: list[Matrix]) -> dict[DeviceMesh | None, list[Matrix]]:
-    """Matrices by the mesh that they are cut over; under None those that this rank has whole."""
+    """Group matrices by the mesh over which they are sharded; None for unsharded ones."""
     found: dict[DeviceMesh | None, list[Matrix]] = {}
     for matrix in matrices:
         tensor = matrix.parameter

@@ -1,31 +1,27 @@
-"""Let a model compute in the chosen type."""
+"""Set a model's compute type."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
+from titan.precision import low_precision
 from titan.precision.schema import Precision
-
-if TYPE_CHECKING:
-    import torch
 
 
 def set_compute_dtype(
-    model: torch.nn.Module, precision: Precision, taken: tuple[str, ...] = (), sharded: bool = False
+    model: nn.Module, precision: Precision, taken: tuple[str, ...] = (), sharded: bool = False
 ) -> None:
-    """Let `model`, on meta, compute in the chosen type: what the embedding gives, every later layer and stage follows.
+    """Set the compute type of a model on the meta device: the embedding's output type, which later layers follow.
 
     Args:
         model: the model, or a stage's part of it.
-        precision: the types.
-        taken: the modules whose products are computed in eight bits; those of other stages may be among them.
-        sharded: whether FSDP gathers the weights, in the type to compute in or in float8.
+        precision: the settings.
+        taken: names of the linear layers that compute in 8 bits; names of other stages' are ignored.
+        sharded: whether FSDP all-gathers the weights, in the compute type or in float8.
     """
     if precision.weights != "fp32":
         model.to(precision.weight_dtype)
     if model.tok_embeddings is not None:
         model.tok_embeddings.dtype = precision.dtype
     if taken:
-        from titan.precision import low_precision
-
         low_precision.apply(model, precision, taken, sharded)

@@ -1,12 +1,12 @@
-"""Products in eight bits, through torchao: what a layer multiplies with, and weights that FSDP gathers in float8.
+"""Linear layers in 8 bits through torchao: quantized matmuls, and float8 all-gather of FSDP's weights.
 
-Both operands of a product are scaled, rounded to a float of eight bits and multiplied, with sums in fp32 and results in
-the compute type; so are the two products of the backward pass. Scales come from the operand's own largest value at each
-use (dynamic scaling: Micikevicius et al. 2022, arXiv:2209.05433), of the whole tensor, of each row, or of each 32
-numbers (MXFP8: Rouhani et al. 2023, arXiv:2310.10537). With one scale a weight is rounded from the type that it is kept
-in, on one device and where FSDP gathers it in float8; else from the compute type.
+Both operands of a matmul are scaled, quantized to an 8-bit float and multiplied, with fp32 accumulation and output in
+the compute type; so are the two matmuls of the backward pass. Scales are computed from the operand's absolute maximum
+at each use (dynamic scaling: Micikevicius et al. 2022, arXiv:2209.05433), per tensor, per row, or per 32 elements
+(MXFP8: Rouhani et al. 2023, arXiv:2310.10537). With per-tensor scaling a weight is quantized from its stored type, on
+one device and where FSDP gathers it in float8; else from the compute type.
 
-With tensor parallelism a rank scales the part of a product that it has.
+With tensor parallelism a rank scales its shard of an operand.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,34 +27,34 @@ from titan.model.layers import Linear
 from titan.precision.schema import Precision
 
 RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise", "float8_rowwise_hp": "rowwise_with_gw_hp"}
-"""torchao's names of the ways to scale float8."""
+"""torchao's names of the float8 scaling recipes."""
 
 
 def apply(model: nn.Module, precision: Precision, taken: tuple[str, ...], sharded: bool) -> None:
-    """Let the modules `taken` multiply in eight bits.
+    """Replace the matmuls of the linear layers `taken` by 8-bit ones.
 
     Args:
-        model: the model on meta, or a stage's part of it, which need not have all of them.
-        precision: how.
-        taken: names of modules.
-        sharded: whether FSDP gathers weights.
+        model: the model on the meta device, or a stage's part of it.
+        precision: the settings.
+        taken: names of linear layers; names that the model does not have are ignored.
+        sharded: whether FSDP all-gathers weights.
     """
     product = _product(precision.products, precision.emulate)
     for name, module in model.named_modules():
         if name in taken and isinstance(module, Linear):
             module.product = product
             if precision.products == "float8" and not sharded:
-                module.operand = precision.weight_dtype  # as FSDP rounds it where it gathers in float8: before any cast
+                module.operand = precision.weight_dtype  # quantized before any cast, as in FSDP's float8 all-gather
 
 
 def gather_small(model: nn.Module, names: Iterable[str]) -> None:
-    """Let FSDP, applied next, gather the weights of the modules `names` in float8, with a scale for the whole tensor.
+    """Let FSDP, applied next, all-gather the weights of the modules `names` in float8 with per-tensor scaling.
 
-    Half of what bf16 would take travels; each rank rounds its part before.
+    Each rank quantizes its shard first, so half the bytes of bf16 are sent.
 
     Args:
         model: a model, or a stage's part of it.
-        names: see `Precision.gathered`; those of other stages may be among them.
+        names: see `Precision.gathered`; names of other stages' are ignored.
     """
     from torchao.float8.config import e4m3_dtype
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Small
@@ -65,16 +66,16 @@ def gather_small(model: nn.Module, names: Iterable[str]) -> None:
 
 
 class Scales:
-    """The scales of weights that are gathered in float8, all at once after each update: ranks meet once, not often."""
+    """The scales of weights that are gathered in float8, computed after each update with a single all-reduce."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Take all parameters, and the ranks over which FSDP cuts them."""
+        """Select the float8 ones of all parameters; `group` are the ranks over which FSDP shards them."""
         self.parameters = [p for p in parameters if _is_small(p)]
         self.group = group
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take note of the largest values that the weights have now."""
+        """Compute the scales from the current absolute maxima of the weights."""
         if not self.parameters:
             return
         from torchao.float8.float8_utils import amax_to_scale
@@ -88,7 +89,7 @@ class Scales:
 
 
 def stored(parameter: Tensor) -> Tensor:
-    """A parameter without gradient as checkpoints keep it, sharing its memory: not of the class that gathers it."""
+    """Return a detached parameter for checkpoints: a plain tensor that shares memory, without torchao's wrapper."""
     detached = parameter.detach()
     return _with_local(detached, lambda part: part._tensor) if _is_small(parameter) else detached
 
@@ -98,7 +99,7 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _with_local(tensor: Tensor, change: Callable[[Any], Tensor]) -> Tensor:
-    """The tensor with another tensor as this rank's part."""
+    """Return the tensor with `change` applied to its local shard."""
     if not isinstance(tensor, DTensor):
         return change(tensor)
     return DTensor.from_local(
@@ -109,14 +110,12 @@ def _with_local(tensor: Tensor, change: Callable[[Any], Tensor]) -> Tensor:
 
 @cache
 def _product(kind: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """What multiplies [..., inputs] with a weight [outputs, inputs]; the same object for all, so graphs are shared."""
+    """Return the matmul of [..., inputs] and a weight [outputs, inputs]; cached, so that layers share graphs."""
     with _quiet():
         return _mx(emulate) if kind == "mxfp8" else _float8(RECIPES[kind], emulate)
 
 
 def _float8(recipe: str, emulate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    from dataclasses import replace
-
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as function
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
@@ -156,7 +155,7 @@ def _multiply_mx(x: Tensor, weight: Tensor, function: Any, how: tuple[Any, ...])
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let torchao be imported without its warnings of kernels that it has for other machines."""
+    """Silence the warnings of torchao's import about kernels for other hardware."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,12 +1,12 @@
-"""The precision axis: in which type to compute, which products in eight bits, and in which type weights are kept.
+"""The precision axis: the compute type, the linear layers in 8 bits, and the type of stored weights.
 
-One mechanism serves every layout. Weights, gradients and optimizer state are fp32 (or bf16, by choice); a weight is
-cast to the type of the activations where it is used, and its gradient returns to its own type before it is summed over
-micro-batches or ranks. The embedding is looked up in the weight's type and then cast, so the activations' type is
-decided in one place. FSDP gathers in the compute type what is used in it only: a cast commutes with a gather, so the
-numbers stay those of one device. Norms, rotary embedding and loss compute in fp32 inside.
+One mechanism serves every layout. Weights, gradients and optimizer state are fp32 (or bf16, by choice). A weight is
+cast to the type of the activations where it is used, and its gradient is cast back before it is accumulated over
+micro-batches or ranks. The embedding is looked up in the weight's type and then cast, so its output sets the
+activations' type. FSDP all-gathers in the compute type the weights used only in it: a cast commutes with a gather, so
+the values are those of one device. Norms, rotary embedding and loss compute in fp32 internally.
 
-On top of that products may be computed in eight bits, see `titan.precision.low_precision`.
+In addition, linear layers may compute in 8 bits, see `titan.precision.low_precision`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from titan.model.schema import Product
 
 QUANT_BLOCK = {"float8": 16, "float8_rowwise": 16, "float8_rowwise_hp": 16, "mxfp8": 32}
-"""For each way to compute a product in eight bits, of what its sizes must be multiples: what the kernels take
-(`torch._scaled_mm`), or the numbers that share a scale (OCP Microscaling Formats, version 1.0)."""
+"""The number of which a matmul's sizes must be multiples in each 8-bit format: required by the kernels
+(`torch._scaled_mm`), or the elements per scale (OCP Microscaling Formats, version 1.0)."""
 CAPABILITY = {"float8": 8.9, "float8_rowwise": 8.9, "float8_rowwise_hp": 8.9, "mxfp8": 10.0}
-"""CUDA's compute capability that has kernels for it."""
+"""The lowest CUDA compute capability with kernels for each format."""
 HARDWARE = {
     8.9: "an Ada, Hopper or newer GPU, such as H100 (compute capability 8.9 or higher)",
     10.0: "a Blackwell GPU, such as B200 (compute capability 10.0 or higher)",
@@ -36,13 +36,13 @@ HARDWARE = {
 
 
 class Selection(NamedTuple):
-    """Which products are computed in eight bits, and of the others why not."""
+    """The linear layers that compute in 8 bits (`taken`), and the reason for each of the others (`left`)."""
 
     taken: tuple[str, ...]
     left: Mapping[str, str]
 
     def left_alone(self) -> str:
-        """The others in a few words; those of many blocks once."""
+        """Return the others with their reasons in one phrase; those of many blocks once."""
         found = Counter((name.split(".", 2)[-1], why) for name, why in self.left.items())
         return ", ".join(
             f"{count} x {name} ({why})" if count > 1 else f"{name} ({why})" for (name, why), count in found.items()
@@ -50,12 +50,12 @@ class Selection(NamedTuple):
 
 
 class WeightSharding(NamedTuple):
-    """How weights are cut.
+    """How weights are sharded.
 
     Attributes:
-        tensor: ranks that share each product.
-        sharded: ranks over which FSDP cuts what each of these has.
-        again: whether gathered weights are cut again among fewer ranks, which torch does for plain weights only.
+        tensor: the tensor-parallel degree.
+        sharded: ranks over which FSDP shards each tensor-parallel part.
+        again: whether gathered weights are resharded to fewer ranks, which torch supports for plain weights only.
     """
 
     tensor: int = 1
@@ -65,41 +65,46 @@ class WeightSharding(NamedTuple):
 
 @dataclass(frozen=True)
 class Precision:
-    """In which type to compute."""
+    """The types of computation and of stored weights."""
 
     compute: Literal["auto", "fp32", "bf16"] = setting(
-        "auto", "type of products and activations; auto: bf16 where the device is fast at it, else fp32"
+        "auto", "type of matmuls and activations; auto: bf16 on devices with fast bf16, else fp32"
     )
     weights: Literal["fp32", "bf16"] = setting("fp32", "type of weights and their gradients")
     products: Literal["compute", "float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8"] = setting(
         "compute",
-        "type of the products with weights: as `compute`; float8: a scale a tensor; float8_rowwise: a scale a row; "
-        "float8_rowwise_hp: the same, and gradients of weights in `compute`; mxfp8: a scale for each 32 numbers",
+        "type of the linear layers' matmuls; compute: as precision.compute; float8: per-tensor scaling; "
+        "float8_rowwise: per-row scaling; float8_rowwise_hp: the same, with weight gradients in precision.compute; "
+        "mxfp8: one scale per 32 elements",
     )
     skip: tuple[str, ...] = setting(
-        ("head",), "patterns of the products that stay in `compute`, such as head, *.wk or layers.0.*"
+        ("head",), "patterns of the linear layers that stay in precision.compute, such as head, *.wk or layers.0.*"
     )
-    smallest: int = setting(0, "products with fewer inputs or outputs on a rank stay in `compute`", at_least=0)
+    smallest: int = setting(
+        0, "linear layers with fewer inputs or outputs on a rank stay in precision.compute", at_least=0
+    )
     float8_gather: bool = setting(
-        True, "products=float8: FSDP gathers weights in float8, not in `compute`, where it can", science=False
+        True,
+        "with products=float8: FSDP all-gathers weights in float8 where possible, else in precision.compute",
+        science=False,
     )
     emulate: bool = setting(
-        False, "compute eight-bit products as if the hardware had them: slow, but the same rounding", science=False
+        False, "emulate 8-bit matmuls on hardware without them: slow, but the same rounding", science=False
     )
 
     @property
     def bytes(self) -> int:
-        """Bytes of an activation."""
+        """Bytes per activation element."""
         return 2 if self.compute == "bf16" else 4
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight, and of its gradient."""
+        """Bytes per element of a weight and of its gradient."""
         return 2 if self.weights == "bf16" else 4
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch type of products and activations."""
+        """The torch type of matmuls and activations."""
         import torch
 
         return torch.bfloat16 if self.compute == "bf16" else torch.float32
@@ -113,25 +118,25 @@ class Precision:
 
     @property
     def small(self) -> bool:
-        """Whether any product is computed in eight bits."""
+        """Whether linear layers compute in 8 bits."""
         return self.products != "compute"
 
     def plain(self) -> Precision:
-        """The same without settings for eight bits where there are none, so that they tell no runs apart."""
+        """Return the same without 8-bit settings if they have no effect, so that they do not change ids."""
         return self if self.small else Precision(self.compute, self.weights)
 
     def describe(self) -> str:
-        """One phrase for people."""
-        words = [self.compute] + ["weights too"] * (self.weights == "bf16")
-        words += [f"products in {self.products}{', emulated' * self.emulate}"] * self.small
+        """Return one phrase for the console."""
+        words = [self.compute] + ["bf16 weights"] * (self.weights == "bf16")
+        words += [f"{self.products} matmuls{', emulated' * self.emulate}"] * self.small
         return ", ".join(words)
 
     def choose(self, products: Mapping[str, Product], tensor: int = 1) -> Selection:
-        """Which products are computed in eight bits.
+        """Return which linear layers compute in 8 bits.
 
         Args:
-            products: a model's, by the name of their module.
-            tensor: ranks that share each product.
+            products: a model's linear layers, by the name of their module.
+            tensor: the tensor-parallel degree.
         """
         if not self.small:
             return Selection((), {})
@@ -140,10 +145,10 @@ class Precision:
         return Selection(tuple(name for name in products if name not in left), left)
 
     def gathered(self, products: Mapping[str, Product], cut: WeightSharding) -> tuple[str, ...]:
-        """The products whose weights FSDP gathers in float8, not in `compute`.
+        """Return the linear layers whose weights FSDP all-gathers in float8 instead of the compute type.
 
-        Those in float8 with one scale, whose weights the ranks share evenly; but not the head, which is gathered alone,
-        or is tied to the embedding.
+        Those with per-tensor float8 scaling whose weights shard evenly, except the head, which is gathered alone or is
+        tied to the embedding.
         """
         if self.products != "float8" or not self.float8_gather or cut.sharded == 1 or cut.again:
             return ()
@@ -151,9 +156,9 @@ class Precision:
         return tuple(name for name in taken if products[name].part(cut.tensor).outputs % cut.sharded == 0)
 
     def used_bytes(self, products: Mapping[str, Product], cut: WeightSharding) -> int:
-        """Bytes of all products' weights while they are used, beside those kept: as FSDP gathers them, or as cast.
+        """Return the bytes of the weights as used, beside the stored ones: as FSDP gathers them, or as casts.
 
-        In float8 with one scale a weight that is not gathered is rounded where it is multiplied, and nothing is kept.
+        With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
         """
         gathered, taken = set(self.gathered(products, cut)), set(self.choose(products, cut.tensor).taken)
         cast = self.bytes if cut.sharded > 1 or self.bytes < self.weight_bytes else 0
@@ -162,11 +167,11 @@ class Precision:
         return sum(each[name] * product.inputs * product.outputs for name, product in products.items())
 
     def _why_not(self, name: str, product: Product) -> str | None:
-        """Why a product stays in `compute`; None where it does not."""
+        """Return why a linear layer stays in the compute type; None if it does not."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return "precision.skip"
         sizes, multiple = (product.inputs, product.outputs), QUANT_BLOCK[self.products]
         if min(sizes) < self.smallest:
             return f"{min(sizes)} is below precision.smallest"
         odd = [size for size in sizes if size % multiple]
-        return f"{odd[0]} is no multiple of {multiple}" if odd else None
+        return f"{odd[0]} is not a multiple of {multiple}" if odd else None

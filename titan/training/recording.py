@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from titan.cluster.devices import peak_tflops
+from titan.cluster.known_devices import peak_tflops
 from titan.metrics.recorder import Recorder, Speed
 from titan.metrics.trackers import open_trackers
 from titan.run.attempts import Attempt

@@ -1,16 +1,16 @@
-"""What the data layer is measured by runs, and its figures hang together; how fast anything is, is no test."""
+"""The data suite runs and its figures are consistent; speeds are not tested."""
 
 from __future__ import annotations
 
 import pytest
 
-from titan.bench import data, reading
+from titan.bench import loading, preparing
 
 
 def test_whole_suite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(data, "KILLED_MB", 1)
-    monkeypatch.setattr(reading, "CHECKED", 70_000)
-    found = data.suite(rounds=1, megabytes=1, kills=1, sizes=(1,))
+    monkeypatch.setattr(preparing, "KILLED_MB", 1)
+    monkeypatch.setattr(loading, "CHECKED", 70_000)
+    found = preparing.suite(rounds=1, megabytes=1, kills=1, sizes=(1,))
     speed = found["speed"]
     assert speed["of_bare"] == pytest.approx(speed["one"] / speed["bare"])
     assert speed["two_against_one"] == pytest.approx(speed["two"] / speed["one"])

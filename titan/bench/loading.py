@@ -1,4 +1,4 @@
-"""How well reading does: the loader against numpy on the same rows, and the order of rows.
+"""Measure the loading of rows: the loader relative to numpy on the same rows, and the permutation of rows.
 
 Part of `python -m titan.bench --suite data`.
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from titan.console.numbers import billions
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.loader import Loader, Shape
 from titan.dataset.mixture import RowMixture
@@ -27,52 +28,52 @@ BATCH = 2**16
 CHECKED = 10_000_000
 
 
-def reading(place: Path, megatokens: int, rounds: int) -> list[dict[str, float]]:
-    """Tokens a second through the loader and through a plain loop over a memory map, in turn, for rows of any length.
+def loader_speed(folder: Path, megatokens: int, rounds: int) -> list[dict[str, float]]:
+    """Measure tokens/s of the loader and of a plain loop over a memory map, in alternating rounds, per row length.
 
     Args:
-        place: an empty folder.
+        folder: an empty directory.
         megatokens: millions of tokens in the corpus, all of which are read in each round.
-        rounds: how often.
+        rounds: number of rounds.
     """
-    data = Synthetic(tokens=megatokens * 10**6, vocab=4096, cache=str(place / "reading"), validation=0)
-    folders = open_corpora(prepare_corpora(data))
+    data = Synthetic(tokens=megatokens * 10**6, vocab=4096, cache=str(folder / "reading"), validation=0)
+    corpora = open_corpora(prepare_corpora(data))
     found = []
     for seq_len in SEQ_LENS:
         training = Training(seq_len=seq_len, global_batch=BATCH)
-        mix = build_mixture(data, training, folders)
+        mix = build_mixture(data, training, corpora)
         steps = mix.sources[0].split.tokens // BATCH - 1
-        taken: dict[str, list[float]] = {"loader": [], "numpy": []}
+        times: dict[str, list[float]] = {"loader": [], "numpy": []}
         for number in range(rounds):
             sides = [("loader", _loader), ("numpy", _numpy)]
             for name, work in sides if number % 2 else reversed(sides):
-                taken[name].append(_seconds(partial(work, mix, training, steps)))
-        rates = {name: steps * BATCH / statistics.median(seconds) for name, seconds in taken.items()}
-        share = statistics.median(n / t for t, n in zip(taken["loader"], taken["numpy"], strict=True))
+                times[name].append(_seconds(partial(work, mix, training, steps)))
+        rates = {name: steps * BATCH / statistics.median(seconds) for name, seconds in times.items()}
+        share = statistics.median(n / t for t, n in zip(times["loader"], times["numpy"], strict=True))
         print(
-            f"reading rows of {seq_len:,}: {rates['loader'] / 1e6:,.0f}M tokens/s, {share:.2f} of numpy's speed "
-            f"({rates['numpy'] / 1e6:,.0f}M)",
+            f"loading rows of {seq_len:,}: {billions(rates['loader'])} tokens/s, {share:.2f} x numpy "
+            f"({billions(rates['numpy'])} tokens/s)",
             flush=True,
         )
         found.append({"seq_len": seq_len, **rates, "of_numpy": share})
     return found
 
 
-def order() -> dict[str, float]:
-    """Indices a second, whether an epoch is a permutation, and whether residues of place and row are independent."""
+def check_permutation() -> dict[str, float]:
+    """Measure indices/s, whether an epoch is a permutation, and the independence of residues of position and row."""
     rows = Permutation(CHECKED, 1)
     start = time.perf_counter()
     got = np.concatenate([rows.rows_at(np.arange(i, i + 10_000)) for i in range(0, CHECKED, 10_000)])
     rate = CHECKED / (time.perf_counter() - start)
     bijective = bool((np.bincount(got, minlength=CHECKED) == 1).all())
     worst = max(abs(_deviation(got, modulus)) for modulus in (2, 3, 7, 8, 64, 1000))
-    print(f"order: {rate / 1e6:.1f}M indices/s; {CHECKED:,} rows {'each once' if bijective else 'NOT each once'};")
-    print(f"  residues of place and row: at most {worst:.1f} standard deviations from independence")
+    print(f"permutation: {billions(rate)} indices/s; {CHECKED:,} rows {'each once' if bijective else 'NOT each once'};")
+    print(f"  residues of position and row: at most {worst:.1f} standard deviations from independence")
     return {"indices_per_second": rate, "bijective": bijective, "residues": worst}
 
 
 def _deviation(got: Any, modulus: int) -> float:
-    """Chi-square of (place mod m) against (row mod m), as standard deviations from its mean."""
+    """Return chi-square of (position mod m) against (row mod m), in standard deviations from its mean."""
     table = np.zeros((modulus, modulus))
     np.add.at(table, (np.arange(got.size) % modulus, got % modulus), 1)
     expected = got.size / modulus**2
@@ -94,7 +95,7 @@ def _loader(mix: RowMixture, training: Training, steps: int) -> None:
 
 
 def _numpy(mix: RowMixture, training: Training, steps: int) -> None:
-    """Read the same rows from maps of the files into an array of the same type: tokens and targets, nothing else."""
+    """Read the same rows from memory-mapped files into an array of the same type: tokens and targets only."""
     split, length = mix.sources[0].split, training.seq_len
     maps = [np.memmap(shard.path.with_suffix(".tokens"), split.dtype, mode="r") for shard in split.shards]
     whole = maps[0] if len(maps) == 1 else np.concatenate(maps)

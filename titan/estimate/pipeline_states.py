@@ -1,0 +1,92 @@
+"""The memory states that each rank of a pipeline passes through under a schedule. Free of torch.
+
+A rank's memory depends on the action that it executes and on how many micro-batches each of its stages has in flight.
+The schedule is replayed action by action; of the states that occur only those are kept that can need the most memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from titan.parallelism.pipeline.arithmetic import read_csv
+from titan.parallelism.pipeline.schedules import Action, actions_of, order
+from titan.parallelism.pipeline.stage_plan import stages_each
+
+if TYPE_CHECKING:
+    from titan.parallelism.schema import Parallelism
+
+ALL_FORWARD = ("GPipe", "LoopedBFS")
+"""Schedules that run the forward passes of all micro-batches before the first backward pass."""
+STEADY_STATE = 8
+"""Micro-batches per rank after which the other schedules repeat states that have occurred before."""
+
+
+class State(NamedTuple):
+    """Everything that a rank's memory depends on while it executes one action.
+
+    Attributes:
+        stage: index of the stage that executes the action.
+        kind: "F" forward, "B" full backward, "I" backward for inputs, "W" backward for weights (torch's pipeline
+            schedules name them so).
+        in_flight: for each stage of the rank, micro-batches after forward and before backward, this one included.
+        awaiting_weight_grads: for each stage of the rank, micro-batches after "I" and before "W", this one included.
+        has_grads: whether the rank holds weight gradients of an earlier micro-batch.
+    """
+
+    stage: int
+    kind: str
+    in_flight: tuple[tuple[int, int], ...]
+    awaiting_weight_grads: tuple[tuple[int, int], ...]
+    has_grads: bool
+
+
+def rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list[set[State]]:
+    """Return the states of each pipeline rank in which its memory can be largest.
+
+    Args:
+        parallelism: gives the schedule.
+        ranks: the pipeline degree; with 1 there is one rank, which runs forward and backward in turn.
+        microbatches: micro-batches of a rank in one step.
+    """
+    if ranks == 1:
+        has_grads = (False, True) if microbatches > 1 else (False,)
+        return [{State(0, kind, ((0, 1),), ((0, 0),), earlier) for kind in "FB" for earlier in has_grads}]
+    if parallelism.schedule not in ALL_FORWARD:
+        microbatches = min(microbatches, STEADY_STATE * ranks)
+    return schedule_states(parallelism.schedule, ranks, stages_each(parallelism, ranks), microbatches)
+
+
+@lru_cache(256)
+def schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
+    """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
+    custom = schedule.endswith(".csv")
+    rows = [list(row) for row in read_csv(schedule).order] if custom else order(schedule, ranks, stages, microbatches)
+    return [_largest(set(_replay([action for cell in row for action in actions_of(cell)]))) for row in rows]
+
+
+def _replay(actions: list[Action]) -> Iterator[State]:
+    """Yield the state of a rank during each of its actions."""
+    in_flight, has_grads = dict.fromkeys(sorted({action.stage for action in actions}), 0), False
+    awaiting = dict.fromkeys(in_flight, 0)
+    for stage, kind, _ in actions:
+        in_flight[stage] += (kind == "F") - (kind == "I")
+        awaiting[stage] += kind == "I"
+        yield State(stage, kind, tuple(in_flight.items()), tuple(awaiting.items()), has_grads)
+        in_flight[stage] -= kind == "B"
+        awaiting[stage] -= kind == "W"
+        has_grads = has_grads or kind in "BW"
+
+
+def _largest(states: set[State]) -> set[State]:
+    """Return the states that no other state of the same stage and kind dominates in every count."""
+
+    def counts(state: State) -> list[int]:
+        return [count for _, count in (*state.in_flight, *state.awaiting_weight_grads)] + [state.has_grads]
+
+    def dominates(other: State, one: State) -> bool:
+        same = one[:2] == other[:2] and one != other
+        return same and all(a <= b for a, b in zip(counts(one), counts(other), strict=True))
+
+    return {one for one in states if not any(dominates(other, one) for other in states)}
