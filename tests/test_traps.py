@@ -135,7 +135,7 @@ def large(rank: int, world: int) -> tuple[float, bool]:
     assert group is not None
     logits = 200 * torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     mine, targets = logits.chunk(world, -1)[rank].clone().requires_grad_(), torch.tensor([1, -100, 5])
-    loss = tensor._parts_loss(mine, targets, group)
+    loss = tensor._split_loss(mine, targets, group)
     loss.backward()
     return (loss - cross_entropy(logits, targets)).item(), mine.grad is not None and bool(mine.grad.isfinite().all())
 

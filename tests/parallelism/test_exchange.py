@@ -96,7 +96,7 @@ def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_i
         return missed, exchange.gather(b"second")
 
     missed, second = on_ranks(stores, work, seconds=4)[0]
-    assert missed == "rank 2 gave no message" and second == [b"second"] * 3
+    assert missed == "rank 2 sent no message" and second == [b"second"] * 3
 
 
 def test_nothing_is_said_after_parting(stores: Callable[[], Any]) -> None:

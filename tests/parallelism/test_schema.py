@@ -124,4 +124,4 @@ def test_is_said_in_words(layout: Layout, text: str) -> None:
     ],
 )
 def test_the_mesh_of_weights(layout: Layout, mesh: dict[str, int]) -> None:
-    assert list(layout.weights().items()) == list(mesh.items())
+    assert list(layout.mesh_degrees().items()) == list(mesh.items())

@@ -27,7 +27,7 @@ from titan.dataset import permutation
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.metrics.plot import read_lines
+from titan.metrics.lines import read_lines
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt

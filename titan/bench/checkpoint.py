@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.errors import ConfigError
-from titan.metrics.plot import read_lines
+from titan.metrics.lines import read_lines
 from titan.run.run import Run
 
 SHAPE = [

@@ -68,7 +68,7 @@ def continue_all(job: Job, model: Any, tokenizer: Tokenizer | None, world: World
     """
     s, clock = job.settings, Clock()
     rules = Rules(s.temperature, s.top_k, s.top_p, s.seed, job.vocab, job.eos, s.max_tokens)
-    decoding = Decoding(model, rules, device=world.device, chunk=s.chunk, agree=world.hand_out)
+    decoding = Decoding(model, rules, device=world.device, chunk=s.chunk, agree=world.broadcast_rows)
 
     def show(token: int, text: str) -> None:
         clock.tick()

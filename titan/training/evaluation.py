@@ -116,7 +116,7 @@ def _is_missing(source: Source, count: int) -> bool:
 
 def _own(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
     """This rank's share of the rows, in micro-batches: [fields, microbatches, rows, seq_len]."""
-    total, share, size = fields.shape[1], world.share, run.microbatch_rows
+    total, share, size = fields.shape[1], world.data_shard, run.microbatch_rows
     own = share.rows(total)
     shape = (math.ceil(share.slots(total) / size), size, run.training.seq_len)
     reader = Reader(run.training.seq_len, run.dataset.mask_documents)

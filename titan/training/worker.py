@@ -132,7 +132,7 @@ def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
     Raises:
         ConfigError: when there is none.
     """
-    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.aside)
+    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
     _check_init_weights(run, attempt, coordinator)
     while attempt.checkpoint:
         folder, wrong = _fetched(run, attempt, coordinator)
