@@ -255,7 +255,7 @@ def test_every_group_has_the_runs_timeout(tmp_path: Path) -> None:
 
 
 def stalling(places: list[str]) -> Callable[[Trainer], None]:
-    """Rank 1 stands still in step-N, in validate-N or save-N after it, or in gone-N, the step that it ends in."""
+    """Rank 1 hangs in step-N, in validate-N or save-N after it, or in gone-N, the step that it ends in."""
 
     def before(trainer: Trainer) -> None:
         def slow(name: str) -> None:
@@ -290,7 +290,7 @@ def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None
     seen = train(run, stalling(["gone-3"]))
     assert run.training.phase(3).step == 1
     assert seen[0].failure is not None
-    assert seen[0].failure.startswith("waited 1 s for the other ranks: one of them stands still")
+    assert seen[0].failure.startswith("waited 1 s for the other ranks: one of them hangs")
     assert "raise cluster.step_timeout" in seen[0].failure
 
 

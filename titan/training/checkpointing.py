@@ -121,7 +121,7 @@ class CheckpointPolicy:
         return [] if self.manager is None else self._record_outcomes(self.manager.completed())
 
     def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
-        """Save the state after the last step, unless that is done, with its post-save hooks; all ranks call it together.
+        """Save the state after the last step, unless it is saved, and run post-save hooks; all ranks call it together.
 
         Returns:
             Metrics records of the saves that succeeded.
