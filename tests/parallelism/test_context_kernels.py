@@ -116,7 +116,7 @@ def test_the_kernel_of_blocks(
     world: Any = SimpleNamespace(device=torch.device("cuda"), context=object())
     refused = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
     with refused, FakeTensorMode():
-        assert build._kernel(composed(overrides), world) == kernel
+        assert build._attention_kernel(composed(overrides), world) == kernel
 
 
 # --- what kernels are given
@@ -251,7 +251,7 @@ def test_documents_need_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flex_needs_a_mask_of_blocks() -> None:
     q, kv = inputs(8, 8)
-    with pytest.raises(ValueError, match="without a mask of blocks"):
+    with pytest.raises(ValueError, match="flex needs a block mask"):
         context_kernels.forward("flex", q, kv, KeyMask(causal=True))
 
 
