@@ -70,7 +70,7 @@ def mixed(rank: int, world: int) -> tuple[float, float]:
 
 
 def test_a_norm_over_any_mix_of_meshes() -> None:
-    """torch's clipping refuses mixes, and takes a part of a part for something whole."""
+    """torch's clipping rejects mixed placements, and treats a shard of a shard as a whole tensor."""
     for found, expected in run_ranks(mixed, 4):
         assert found == pytest.approx(expected, rel=1e-6)
 

@@ -92,8 +92,8 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     layout, model = run.layout.degrees(), as_model(run)
     begun = attempts.read_attempts(Path(run.directory))
     run_id = begun[0]["run_id"] if begun else "run"
-    said = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
-    return complete(manifest.folder_of(Path(run.directory), step), said, {"weights": b"w" * 100})
+    manifest_of = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
+    return complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
 
 
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:
