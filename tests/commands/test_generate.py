@@ -1,4 +1,4 @@
-"""`python -m titan.generate`: what it shows and writes, what it refuses, and its exit codes."""
+"""`python -m titan.generate`: what it shows and writes, what it rejects, and its exit codes."""
 
 from __future__ import annotations
 

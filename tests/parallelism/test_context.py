@@ -162,15 +162,15 @@ def test_positions_in_local_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seq", "size", "rank", "balance", "says"),
+    ("seq", "size", "rank", "balance", "message"),
     [
         pytest.param(9, 2, 0, False, "9 tokens can't be split into 2", id="no halves"),
         pytest.param(10, 2, 0, True, "10 tokens can't be split into 4", id="no quarters"),
         pytest.param(8, 2, 2, True, r"rank 2: must be in \[0, 2\)", id="no such rank"),
     ],
 )
-def test_what_cannot_be_split(seq: int, size: int, rank: int, balance: bool, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_split(seq: int, size: int, rank: int, balance: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         positions(seq, size, rank, balance)
 
 

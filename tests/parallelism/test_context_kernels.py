@@ -114,8 +114,8 @@ def test_the_kernel_of_blocks(
     overrides += [f"precision={dtype}", f"model.head_dim={width}", f"dataset.mask_documents={documents}"]
     overrides += [f"parallelism.context_method={method}"]
     world: Any = SimpleNamespace(device=torch.device("cuda"), context=object())
-    refused = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
-    with refused, FakeTensorMode():
+    expectation = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
+    with expectation, FakeTensorMode():
         assert build._attention_kernel(composed(overrides), world) == kernel
 
 

@@ -118,7 +118,7 @@ def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) ->
 
     found = run_ranks(joined, 4, joined=False)
     assert [(share, ranks) for share, ranks, *_ in found] == [(rank, 4) for rank in range(4)]
-    assert [speaks for _, _, speaks, _, _ in found] == [True, False, False, False]
+    assert [is_rank0 for _, _, is_rank0, _, _ in found] == [True, False, False, False]
     assert all(rest == [[4.0, 4.0], [0, 2, 4, 6]] for _, _, _, *rest in found)
 
 

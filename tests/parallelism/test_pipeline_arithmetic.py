@@ -1,4 +1,4 @@
-"""Pipelines as arithmetic: agrees with torch's own schedules, and refuses what torch would choke on."""
+"""Pipelines as arithmetic: agrees with torch's own schedules, and rejects what torch would fail on."""
 
 from __future__ import annotations
 
@@ -365,7 +365,7 @@ def test_negative_costs_are_no_costs() -> None:
         arithmetic.split([1, -1], 1)
 
 
-# ---- refusals ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_negative_costs_are_no_costs() -> None:
             ["parallelism.starts=[4,8]", "2 given", "stages need 3", "stages=3"],
             id="starts",
         ),
-        pytest.param(lambda: arithmetic.explicit(12, 3, (4, 4)), ["starts=[4,4]", "rise"], id="an empty stage"),
+        pytest.param(lambda: arithmetic.explicit(12, 3, (4, 4)), ["starts=[4,4]", "ascend"], id="an empty stage"),
         pytest.param(lambda: arithmetic.explicit(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),
         pytest.param(
             lambda: arithmetic.explicit(12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"], id="an empty last"
@@ -418,10 +418,10 @@ def test_negative_costs_are_no_costs() -> None:
         ),
     ],
 )
-def test_refusals(attempt: Any, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refusal:
+def test_errors(attempt: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
         attempt()
-    _plain(str(refusal.value), words)
+    _plain(str(raised.value), words)
 
 
 def _plain(sentence: str, words: list[str]) -> None:
@@ -459,9 +459,9 @@ def _plain(sentence: str, words: list[str]) -> None:
 def test_refused_files(text: str, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text(text)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as raised:
         arithmetic.check(str(path), 2, 2, 2)
-    _plain(str(refusal.value), [f"parallelism.schedule={path}", *words])
+    _plain(str(raised.value), [f"parallelism.schedule={path}", *words])
 
 
 def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
@@ -486,9 +486,9 @@ def test_files_have_their_own_numbers(
     ranks: int, count: int, microbatches: int, words: list[str], tmp_path: Path
 ) -> None:
     path = written(arithmetic.order("1F1B", 2, 1, 4), tmp_path / "order.csv")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as raised:
         arithmetic.check(str(path), ranks, count, microbatches)
-    _plain(str(refusal.value), words)
+    _plain(str(raised.value), words)
 
 
 def test_a_deadlock_tells_who_waits() -> None:

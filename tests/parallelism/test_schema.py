@@ -1,4 +1,4 @@
-"""Layouts: degrees become numbers that multiply to the devices, or are refused."""
+"""Layouts: degrees become numbers that multiply to the devices, or are rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_layout_has_the_devices_and_the_degrees_given(
     try:
         layout = parallelism.layout(devices, limits)
     except ConfigError:
-        assert devices % fixed, "refused although the degrees divide the devices"
+        assert devices % fixed, "rejected although the degrees divide the devices"
         return
     assert layout.devices == devices
     for name in set(DIMENSIONS) - {"shard"}:

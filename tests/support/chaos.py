@@ -45,7 +45,7 @@ from titan.run.run import Run
 EVERY = 4
 """Steps between checkpoints."""
 LONG = 120.0
-"""Seconds after which a run that shows no sign of life is given up."""
+"""Seconds after which a run that shows no sign of life is ended."""
 EXACT = 1e-5
 """Law 3's bound in fp32."""
 PLAIN = ("dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64")
@@ -185,7 +185,9 @@ class Chaos:
             while self._struck(process):
                 self._witness(verify=False)
                 attempts = self._attempts()
-                until(lambda attempts=attempts: self._attempts() > attempts or process.poll() is not None, "the restart")
+                until(
+                    lambda attempts=attempts: self._attempts() > attempts or process.poll() is not None, "the restart"
+                )
             self._ended(process)
 
     def _started(self, *more: str) -> Any:

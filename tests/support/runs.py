@@ -181,7 +181,7 @@ def steps(run: Run) -> list[dict[str, Any]]:
 
 
 def learned(run: Run) -> list[tuple[Any, ...]]:
-    """What each step's line says of learning: nothing of time, memory and attempts."""
+    """The values of each step's line that training determines: no times, memory or attempts."""
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "rows", "batch_hash")
     return [tuple(map(str, (line[key] for key in keys))) for line in steps(run)]
 

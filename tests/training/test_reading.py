@@ -329,10 +329,10 @@ def _alive(word: str) -> bool:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
-                told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+                found = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
             except OSError:
                 continue
-            if word.encode() in told:
+            if word.encode() in found:
                 return True
     return False
 

@@ -132,7 +132,7 @@ def explicit(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
         )
     cuts = [0, *starts, layers]
     if any(start >= end for start, end in itertools.pairwise(cuts)):
-        raise ConfigError(f"{given}: the numbers must ascend from 1 to at most {layers - 1}, the model's last layer.")
+        raise ConfigError(f"{given}: the numbers must ascend and be from 1 to {layers - 1}, the model's last layer.")
     return _ranges(cuts)
 
 
