@@ -44,8 +44,8 @@ def test_the_median_leaves_out_the_first_steps() -> None:
 
 
 def test_the_share_of_waiting_is_over_the_same_steps() -> None:
-    """Counted over all steps and divided by the time of the latest ones, it would grow above one."""
+    """Waiting of all steps over the time of the latest ones would grow above one."""
     times = StepTimes(latest=4)
-    for _ in range(40):
-        times.add(2.0, 1.0, 0.5)
+    for waited in (*[2.0] * 40, *[0.5] * 4):
+        times.add(2.0, 1.0, waited)
     assert times.data_wait() == pytest.approx(0.25)
