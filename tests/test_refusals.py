@@ -297,7 +297,7 @@ LAPTOP = [  # on a CPU with 16 GiB
         "stages=3|multiple",
     ),
     ("parallelism=pp parallelism.starts=[7]", "parallelism.starts=[7]|from 1 to 5"),
-    ("parallelism=pp parallelism.starts=[1,2]", "parallelism.starts=[1,2]|2 given|2 stages take 1"),
+    ("parallelism=pp parallelism.starts=[1,2]", "parallelism.starts=[1,2]|2 given|2 stages need 1"),
     ("parallelism.starts=[3]", "parallelism.starts=[3]|parallelism=pp"),
     ("parallelism.stages=2", "parallelism.stages=2|parallelism=pp"),
     (

@@ -70,7 +70,7 @@ def mixed(rank: int, world: int) -> tuple[float, float]:
 
 
 def test_a_norm_over_any_mix_of_meshes() -> None:
-    """torch's clipping refuses mixes, and takes a part of a part for something whole."""
+    """torch's clipping rejects mixed placements, and treats a shard of a shard as a whole tensor."""
     for found, expected in run_ranks(mixed, 4):
         assert found == pytest.approx(expected, rel=1e-6)
 
@@ -135,7 +135,7 @@ def large(rank: int, world: int) -> tuple[float, bool]:
     assert group is not None
     logits = 200 * torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
     mine, targets = logits.chunk(world, -1)[rank].clone().requires_grad_(), torch.tensor([1, -100, 5])
-    loss = tensor._parts_loss(mine, targets, group)
+    loss = tensor._split_loss(mine, targets, group)
     loss.backward()
     return (loss - cross_entropy(logits, targets)).item(), mine.grad is not None and bool(mine.grad.isfinite().all())
 

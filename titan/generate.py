@@ -18,22 +18,22 @@ from titan.parallelism.schema import Layout
 HELP = """\
 Text from a trained model: python -m titan.generate from=DIR prompt="..." [SETTING=VALUE ...]
 
-  python -m titan.generate from=runs/first prompt="def main("          continue a text; it appears as it is written
+  python -m titan.generate from=runs/first prompt="def main("          continue a text; it is streamed
   python -m titan.generate from=llama/ prompts=questions.txt output=answers.jsonl temperature=0
   python -m titan.generate from=runs/first tokens=[1,2,3] samples=4    four continuations of token ids
 
-Settings, with what they are unless given:
+Settings and their defaults:
 
 {settings}
-  parallelism.tensor=1 parts of each matrix, a rank each
+  parallelism.tensor=1 ranks that each weight matrix is split over
 
-Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sentence), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong settings (the message says how to correct them), 130 interrupted.
 """
 _PREFIX = "parallelism."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     before_torch(os.environ)
     given = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(given))
@@ -51,7 +51,7 @@ def _main(given: list[str]) -> int:
     machine = devices.detect(settings.device)
 
     from titan.generation.request import plan
-    from titan.weights.formats import open_weights, verify  # only now: refusals need not wait for torch
+    from titan.weights.formats import open_weights, verify  # only now: errors need not wait for torch
 
     weights = open_weights(settings.from_, "from")
     job = plan(settings, layout, texts, weights, machine)
@@ -71,13 +71,13 @@ def _main(given: list[str]) -> int:
 def _layout(given: list[str]) -> Layout:
     try:
         degrees = arguments(Degrees, [argument.removeprefix(_PREFIX) for argument in given])
-    except ConfigError as refusal:
-        raise ConfigError(f"{_PREFIX}{refusal}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{_PREFIX}{error}") from None
     return degrees.layout()
 
 
 def _check_paths(settings: Settings) -> None:
-    """Refuse paths of which it is plain that they are wrong; a name at Hugging Face's hub looks like one, too."""
+    """Raise ConfigError for paths that can't be right; a name at Hugging Face's hub looks like a path, too."""
     path = Path(settings.from_).expanduser()
     if not path.exists() and (path.parent.is_dir() or len(path.parts) != 2):
         raise ConfigError(f"from={settings.from_}: there is no such directory; correct the path.")

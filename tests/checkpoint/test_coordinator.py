@@ -189,13 +189,13 @@ class TestFailuresHeardLate:
         late, told = self.made(begun=6)
         late._record_outcomes([SaveOutcome(3, error="full")])
         assert (late.begun_step, late.retry_at) == (6, None)
-        assert "training goes on, and that of step 6 has begun" in told[0]
+        assert "training continues, the save of step 6 has started" in told[0]
 
     def test_in_time_it_is_tried_again_until_one_succeeds(self) -> None:
         saving, told = self.made(begun=3)
         saving._record_outcomes([SaveOutcome(3, error="full")])
         assert (saving.begun_step, saving.delay) == (0, 16.0)
         assert saving.retry_at is not None
-        assert "it is tried again in 8 s" in told[0]
+        assert "retrying in 8 s" in told[0]
         saving._record_outcomes([SaveOutcome(4)])
         assert (saving.saved_step, saving.retry_at) == (4, None)

@@ -49,9 +49,7 @@ class TestErrorsThatPass:
         with monkeypatch.context() as broken:
             broken.setattr(Remote, "_copy", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             seen = train(run)
-        assert all(
-            "step-4 could not be fetched (rank 0: No space left on device); mend" in str(r.failure) for r in seen
-        )
+        assert all("step-4 could not be fetched (rank 0: No space left on device); fix" in str(r.failure) for r in seen)
         assert Remote(f"file://{tmp_path}/copies/x").index().keys() == {2, 4}
         assert train(run)[0].code == 0
         assert [line["step"] for line in steps(run)] == [5, 6]
@@ -157,7 +155,7 @@ class TestParentsThatGoOn:
         (folder,) = manifest.complete(tmp_path / "parent")
         flip(folder / "__0_0.distcp")
         with pytest.raises(
-            RankFailed, match=r"ConfigError: checkpoint.weights=.*: is damaged: __0_0.distcp has the check"
+            RankFailed, match=r"ConfigError: checkpoint.weights=.*: is corrupt: __0_0.distcp has the check"
         ):
             train(tiny(tmp_path / "run", f"checkpoint.weights={tmp_path}/parent", layout="fsdp2"))
 

@@ -162,9 +162,9 @@ class TestFailedSaves:
         run = tiny(tmp_path, "training.steps=9", "checkpoint.every=3", f"checkpoint={mode}", layout=layout)
         last = train(run, full)[0].last
         said = capfd.readouterr().out
-        assert "step 3: no checkpoint could be saved (" in said
+        assert "step 3: saving the checkpoint failed (" in said
         assert "File too large" in said
-        assert "training goes on, and it is tried again in 0 s. The last one is of step 0." in said
+        assert "training continues, retrying in 0 s. The last complete checkpoint is of step 0." in said
         found = [int(f.name[5:]) for f in manifest.complete(tmp_path)]
         assert found[-1] == 9
         assert same(saved(run, 9), last)

@@ -1,4 +1,4 @@
-"""`python -m titan.generate`: what it shows and writes, what it refuses, and its exit codes."""
+"""`python -m titan.generate`: what it shows and writes, what it rejects, and its exit codes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TITAN4K = load_tokenizer("titan4k")
 MODEL = Llama(**made_weights.SMALL | {"vocab": 4200})
 """With room for ids that the tokenizer has not."""
 FAST = ["device=cpu", "dtype=fp32", "max_tokens=12"]
-SPEED = re.compile(r"titan: [\d,]+ tokens in [\d.]+ s, [\d,.]+ tokens/s; the first after [\d.]+ s\n")
+SPEED = re.compile(r"titan: [\d,]+ tokens in [\d.]+ s, [\d,.]+ tokens/s; first token after [\d.]+ s\n")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_tokens_without_a_tokenizer(bare: Path, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out == "1 2 3 " + " ".join(map(str, line["tokens"])) + "\n"
 
 
-def test_settings_of_a_draw(folder: Path, tmp_path: Path) -> None:
+def test_sampling_settings(folder: Path, tmp_path: Path) -> None:
     def drawn(*more: str) -> list[list[int]]:
         return [line["tokens"] for line in lines(folder, tmp_path, "prompt=import", "samples=3", *more)]
 
@@ -125,7 +125,7 @@ def test_settings_of_a_draw(folder: Path, tmp_path: Path) -> None:
     assert greedy == drawn("top_k=1") == drawn("top_p=1e-9", "top_k=0") == drawn("temperature=1e-9")
 
 
-def test_ids_that_the_tokenizer_has_not_are_never_drawn(folder: Path, tmp_path: Path) -> None:
+def test_ids_outside_of_the_tokenizer_are_never_sampled(folder: Path, tmp_path: Path) -> None:
     found = lines(folder, tmp_path, "prompt=import", "samples=40", "temperature=100", "top_k=0", "batch=40")
     drawn = [token for line in found for token in line["tokens"]]
     assert 4000 < max(drawn) < TITAN4K.vocab_size == 4096 < MODEL.vocab
@@ -198,10 +198,10 @@ def test_a_trained_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     ("more", "sentence"),
     [
         pytest.param([], "prompt is missing", id="nothing"),
-        pytest.param(["prompt="], "prompt=: is empty, and documents begin without a token of their own", id="empty"),
+        pytest.param(["prompt="], "prompt=: is empty, and no token begins a document", id="empty"),
         pytest.param(["prompt=x", "tokens=[1]"], "prompt and tokens: give one of them only.", id="two-ways"),
         pytest.param(["tokens=[]"], "tokens=[]: there is nothing to continue", id="no-tokens"),
-        pytest.param(["tokens=[1,4200]"], "tokens: id 4200 is none of the model's, which are 0 to 4199", id="id"),
+        pytest.param(["tokens=[1,4200]"], "tokens: id 4200 is outside of the model's vocabulary, 0 to 4199", id="id"),
         pytest.param(["tokens=[-1]"], "tokens=[-1]: must be at least 0.", id="negative-id"),
         pytest.param(["prompt=x", "from=gone"], "there is no such directory", id="no-directory"),
         pytest.param(["prompts=gone.txt"], "prompts=gone.txt: can't be read (No such file or directory)", id="no-file"),
@@ -221,7 +221,7 @@ def test_a_trained_run_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
         ),
         pytest.param(
             ["prompt=x", "parallelism.pipeline=2"],
-            "parallelism.pipeline=2: text is generated on one device or on tensor parallel ranks; "
+            "parallelism.pipeline=2: text is generated on one device or with tensor parallelism only; "
             "give parallelism.tensor=2.",
             id="pipeline",
         ),
@@ -249,11 +249,11 @@ def test_a_text_needs_a_tokenizer(bare: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        pytest.param("a.txt", b"\n \n", "holds no prompt", id="empty"),
+        pytest.param("a.txt", b"\n \n", "has no prompt", id="empty"),
         pytest.param("a.txt", b"ab\xff", "not UTF-8 (byte 2)", id="not-utf-8"),
         pytest.param("a.jsonl", b'{"text": "x"}\n{"prompt": "x"}', 'line 2 is not like {"text"', id="no-text"),
         pytest.param("a.jsonl", b"[1]", 'line 1 is not like {"text"', id="a-list"),
-        pytest.param("a.jsonl", b'{"text": 5}', "line 1 has a text that is none", id="a-number"),
+        pytest.param("a.jsonl", b'{"text": 5}', "line 1 has a value of text that is no string", id="a-number"),
     ],
 )
 def test_files_of_prompts_that_are_refused(

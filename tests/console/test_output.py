@@ -14,7 +14,7 @@ from tests.support.processes import ROOT, ended, program, until
 from tests.support.runs import TINY
 from titan.checkpoint import manifest
 from titan.cluster.signals import is_repeat, stopping
-from titan.metrics.plot import read_lines
+from titan.metrics.lines import read_lines
 from titan.training.signals import StopSignals
 
 PROGRAM = """

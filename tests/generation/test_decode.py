@@ -141,7 +141,7 @@ def test_a_row_ends_at_its_own_end_of_text() -> None:
     assert len({len(line) for line in expected}) > 1
 
 
-def test_ids_above_the_vocabulary_are_never_drawn() -> None:
+def test_ids_above_the_vocabulary_are_never_sampled() -> None:
     model, given = tiny(), prompts(vocab=20)
     assert max(map(max, tokens(continued(model, given, temperature=3.0)))) > 20
     assert max(map(max, tokens(continued(model, given, temperature=3.0, vocab=20)))) < 20

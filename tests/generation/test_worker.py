@@ -87,7 +87,7 @@ def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperatu
     model = made(weights, precision, world)
     rows = [Row(prompt, sample) for prompt in prompts() for sample in range(2)]
     rules = Rules(temperature=temperature, max_tokens=40)
-    Decoding(model, rules, device=CPU, chunk=16, agree=world.hand_out).run(rows)
+    Decoding(model, rules, device=CPU, chunk=16, agree=world.broadcast_rows).run(rows)
     heads = model.layers["0"].attention.wk.weight.to_local().shape[0]
     return tokens(rows), heads, weights.taken
 

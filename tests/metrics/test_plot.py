@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan.console.numbers import short
-from titan.metrics.plot import curve, plot_losses, read_lines, smooth
+from titan.metrics.lines import read_lines
+from titan.metrics.plot import curve, plot_losses, smooth
 
 LINES: list[dict[str, Any]] = [
     {"step": 1, "tokens": 2048, "loss": 8.0, "rows": [1, 2]},

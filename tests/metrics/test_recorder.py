@@ -1,4 +1,4 @@
-"""What a run writes down: the lines of metrics.jsonl, and speed from seconds."""
+"""What a run records: the lines of metrics.jsonl, and speed from seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.support.runs import LAYOUTS, TINY, saved, steps, tiny, train
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.shards import open_corpus
-from titan.metrics.recorder import finite, first_and_last_loss, peak_memory_gib
+from titan.metrics.recorder import finite, peak_memory_gib
 from titan.model.init_weights import materialise
 from titan.run.compose import composed
 from titan.run.run import Run
@@ -33,7 +33,7 @@ VALIDATION = {
 
 
 def text_run(folder: Path, layout: str = "single", *more: str) -> Run:
-    """A run on text with a real tokenizer, so that a token has several bytes; half of it is held out."""
+    """A run on text with a real tokenizer, so that a token has several bytes; half of it is the evaluation set."""
     (folder / "text").mkdir()
     for i in range(20):
         (folder / "text" / f"{i}.txt").write_text(f"The {i}. text says: for x in range({i}): return naïve\n" * 9)
@@ -62,11 +62,11 @@ def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
     for line in lines(run):
         schema = STEP if "loss" in line else SAVED if "checkpoint_step" in line else VALIDATION
         assert {key: type(value) for key, value in line.items()} == schema
-    told = [line for line in lines(run) if "checkpoint_step" not in line]
-    assert [("loss" in line, line["step"]) for line in told] == [
+    logged = [line for line in lines(run) if "checkpoint_step" not in line]
+    assert [("loss" in line, line["step"]) for line in logged] == [
         (True, 1), (True, 2), (False, 2), (True, 3), (False, 3),
     ]  # fmt: skip
-    assert [line["tokens"] for line in told] == [128, 256, 256, 384, 384]
+    assert [line["tokens"] for line in logged] == [128, 256, 256, 384, 384]
     assert [(line["step"], line["checkpoint_step"]) for line in lines(run) if "checkpoint_step" in line] == [(3, 3)]
     for line in steps(run):
         assert line["tokens_per_second"] == pytest.approx(128 / line["step_seconds"])
@@ -92,7 +92,7 @@ def test_speed_is_what_a_step_did_over_its_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", ["false", "true"], ids=["untied", "tied"])
 def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
-    """Matrix products forward and backward; attention, which the formula counts in full, is left out on both sides."""
+    """Matmuls forward and backward; attention, which the formula counts in full, is left out on both sides."""
     config, length, rows = tiny(tmp_path, f"model.tied={tied}").model, 16, 3
     with torch.device("meta"):
         model: Any = config.build()
@@ -100,9 +100,9 @@ def test_flops_are_those_that_torch_counts(tied: str, tmp_path: Path) -> None:
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model.head(model(tokens), tokens).backward()
-    products = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
+    matmuls = sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op))
     attention = 12 * config.layers * config.heads * config.head_size * length
-    assert products == (config.flops_per_token(length) - attention) * rows * length
+    assert matmuls == (config.flops_per_token(length) - attention) * rows * length
 
 
 @pytest.mark.parametrize("layout", ["single", "ddp2", "fsdp3"])
@@ -126,26 +126,6 @@ def test_validation_is_that_of_the_whole_set(layout: str, tmp_path: Path) -> Non
     last = lines(run)[-1]
     assert last["validation_loss"] == pytest.approx(nats / 160, rel=1e-6)
     assert last["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("losses", "expected"),
-    [
-        pytest.param([], (None, None), id="none"),
-        pytest.param([3.0], (3.0, 3.0), id="one"),
-        pytest.param([None, 3.0, 2.0], (3.0, 2.0), id="a-bad-first"),
-        pytest.param([3.0, None], (3.0, None), id="a-bad-last"),
-    ],
-)
-def test_first_and_last_loss(losses: list[float | None], expected: Any, tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    records = [{"step": i, "loss": loss} for i, loss in enumerate(losses)]
-    file.write_text("".join(json.dumps(r) + "\n" for r in [*records, {"step": 9, "validation_loss": 1.0}]))
-    assert first_and_last_loss(file) == expected
-
-
-def test_a_run_without_metrics_has_no_losses(tmp_path: Path) -> None:
-    assert first_and_last_loss(tmp_path / "metrics.jsonl") == (None, None)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ KEY = "0123456789abcdef" * 2 + "01234567"
 
 
 class Listing:
-    """A tracker that keeps what it gets, and fails where it is told to."""
+    """A tracker that keeps what it gets, and fails where it is asked to."""
 
     def __init__(self, fails: str = "", hangs: threading.Event | None = None) -> None:
         self.fails, self.hangs = fails, hangs
@@ -47,71 +47,73 @@ class Listing:
             raise OSError(f"no {verb}, key {KEY}\nsecond line")
 
 
-def run_life(all_trackers: Trackers, steps: int = 3) -> None:
+def log_steps(all_trackers: Trackers, steps: int = 3) -> None:
     for step in range(1, steps + 1):
         all_trackers.log({"step": step, "loss": 1.0 / step})
     all_trackers.finish({"loss": 0.5})
 
 
 def test_every_tracker_gets_all_in_order() -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     a, b = Listing(), Listing()
-    run_life(Trackers({"a": a.open, "b": b.open}, said.append), 500)
+    log_steps(Trackers({"a": a.open, "b": b.open}, warnings.append), 500)
     assert [record["step"] for record in a.records] == [record["step"] for record in b.records] == [*range(1, 501)]
     assert a.result == b.result == {"loss": 0.5}
-    assert said == []
+    assert warnings == []
 
 
 @pytest.mark.parametrize("verb", ["open", "log", "finish"])
 def test_a_tracker_that_raises_is_dropped_with_one_warning(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    said: list[str] = []
+    warnings: list[str] = []
     good = Listing()
-    run_life(Trackers({"metrics.bad=true": Listing(verb).open, "good": good.open}, said.append))
-    assert said == [f"metrics.bad=true: no {verb}, key ***; the run goes on without it."]
+    log_steps(Trackers({"metrics.bad=true": Listing(verb).open, "good": good.open}, warnings.append))
+    assert warnings == [f"metrics.bad=true: no {verb}, key ***; the run continues without it."]
     assert len(good.records) == 3 and good.result is not None
 
 
 @pytest.mark.parametrize("verb", ["open", "log", "finish"])
 def test_a_tracker_that_hangs_neither_stalls_nor_ends_the_run(verb: str) -> None:
-    said: list[str] = []
+    warnings: list[str] = []
     release = threading.Event()
     start = time.monotonic()
-    run_life(Trackers({"metrics.bad=true": Listing(verb, release).open}, said.append, patience=0.2))
+    log_steps(Trackers({"metrics.bad=true": Listing(verb, release).open}, warnings.append, patience=0.2))
     assert time.monotonic() - start < 2
     release.set()
-    assert said == ["metrics.bad=true: it is not done 0.2 s after the end; the run goes on without it."]
+    assert warnings == [
+        "metrics.bad=true: it did not close within 0.2 s of the end of the run; the run continues without it."
+    ]
 
 
 def test_a_tracker_that_exits_is_dropped() -> None:
     def leave(warn: Callable[[str], None]) -> Listing:
         raise SystemExit(3)
 
-    said: list[str] = []
-    run_life(Trackers({"bad": leave}, said.append))
-    assert said == ["bad: 3; the run goes on without it."]
+    warnings: list[str] = []
+    log_steps(Trackers({"bad": leave}, warnings.append))
+    assert warnings == ["bad: 3; the run continues without it."]
 
 
 def test_too_long_a_backlog_drops_the_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "BACKLOG", 5)
-    release, said = threading.Event(), list[str]()
-    run_life(Trackers({"slow": Listing("open", release).open}, said.append, patience=0.2), 20)
+    release, warnings = threading.Event(), list[str]()
+    log_steps(Trackers({"slow": Listing("open", release).open}, warnings.append, patience=0.2), 20)
     release.set()
-    assert said == ["slow: 5 records wait for it; the run goes on without it."]
+    assert warnings == ["slow: its queue is full (5 records); the run continues without it."]
 
 
-def test_warnings_are_spoken_in_the_training_thread_and_records_are_copies() -> None:
-    speakers: list[threading.Thread] = []
+def test_warnings_are_shown_in_the_training_thread_and_records_are_copies() -> None:
+    threads: list[threading.Thread] = []
     listing = Listing()
     both = Trackers(
-        {"bad": Listing("log").open, "good": listing.open}, lambda _: speakers.append(threading.current_thread())
+        {"bad": Listing("log").open, "good": listing.open}, lambda _: threads.append(threading.current_thread())
     )
     record = {"step": 1, "loss": 1.0}
     both.log(record)
     record["step"] = 99
     both.finish({})
     both.finish({})
-    assert speakers == [threading.main_thread()]
+    assert threads == [threading.main_thread()]
     assert listing.records == [{"step": 1, "loss": 1.0}]
 
 
@@ -141,25 +143,25 @@ def everything(directory: Path, warn: Callable[[str], None], metrics: Metrics, *
 
 
 def test_none_wanted_opens_none(tmp_path: Path) -> None:
-    said: list[str] = []
-    run_life(everything(tmp_path, said.append, Metrics()))
-    assert said == [] and list(tmp_path.iterdir()) == []
+    warnings: list[str] = []
+    log_steps(everything(tmp_path, warnings.append, Metrics()))
+    assert warnings == [] and list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_package_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    said: list[str] = []
-    run_life(everything(tmp_path, said.append, Metrics(tensorboard=True, wandb=True)))
-    assert len(said) == 2
-    assert said[0].startswith("metrics.tensorboard=true: the package tensorboard is not installed (pip install")
+    warnings: list[str] = []
+    log_steps(everything(tmp_path, warnings.append, Metrics(tensorboard=True, wandb=True)))
+    assert len(warnings) == 2
+    assert warnings[0].startswith("metrics.tensorboard=true: the package tensorboard is not installed (pip install")
 
 
-def test_tensorboard_hides_the_steps_that_a_resumed_life_repeats(tmp_path: Path) -> None:
+def test_tensorboard_hides_the_steps_that_a_resumed_attempt_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    said: list[str] = []
+    warnings: list[str] = []
     for steps, loss in ((range(1, 6), 3.0), (range(4, 8), 2.0)):
-        both = everything(tmp_path, said.append, Metrics(tensorboard=True))
+        both = everything(tmp_path, warnings.append, Metrics(tensorboard=True))
         for step in steps:
             both.log({"step": step, "loss": loss, "rows": [1, 2]})
         both.finish({"loss": loss, "status": "finished"})
@@ -168,14 +170,14 @@ def test_tensorboard_hides_the_steps_that_a_resumed_life_repeats(tmp_path: Path)
         (step, 3.0 if step < 4 else 2.0) for step in range(1, 8)
     ]
     assert events.Scalars("result/loss")[-1].value == 2.0
-    assert said == []
+    assert warnings == []
 
 
 def test_tensorboard_where_nothing_can_be_written_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file in the way")
-    said: list[str] = []
-    run_life(everything(tmp_path, said.append, Metrics(tensorboard=True)))
-    assert len(said) == 1 and said[0].startswith("metrics.tensorboard=true: ")
+    warnings: list[str] = []
+    log_steps(everything(tmp_path, warnings.append, Metrics(tensorboard=True)))
+    assert len(warnings) == 1 and warnings[0].startswith("metrics.tensorboard=true: ")
 
 
 @pytest.fixture
@@ -195,23 +197,23 @@ def end_wandb() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_wandb_key", "end_wandb")
-def test_wandb_offline_two_lives_and_no_secret_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_two_attempts_and_no_secret_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUD_SECRET", "planted-secret")
     monkeypatch.setattr(sys, "argv", ["train", "dataset.path=https://me:planted-secret@host/x"])
     monkeypatch.setattr(trackers, "PATIENCE", 120.0)  # its service writes the files, however busy the machine is
-    said: list[str] = []
+    warnings: list[str] = []
     for _ in range(2):
         config = {"model": {"dim": 64, "api_key": "planted-secret"}, "path": "s3://me:planted-secret@host/x"}
-        run_life(everything(tmp_path, said.append, Metrics(wandb=True, wandb_mode="online"), **config))
-    assert len(said) == 2 and "there is no key here" in said[0] and "stays offline" in said[0]
+        log_steps(everything(tmp_path, warnings.append, Metrics(wandb=True, wandb_mode="online"), **config))
+    assert len(warnings) == 2 and "no API key is stored" in warnings[0] and "stays offline" in warnings[0]
     deadline = time.monotonic() + 30  # W&B's service may end, and write, after the call that ends it
     while time.monotonic() < deadline:
         files = [file for file in (tmp_path / "wandb").rglob("*") if file.is_file() and not file.is_symlink()]
-        told = [b"train/loss" in file.read_bytes() for file in files if file.name == "run-abc.wandb"]
-        if told == [True, True]:
+        logged = [b"train/loss" in file.read_bytes() for file in files if file.name == "run-abc.wandb"]
+        if logged == [True, True]:
             break
         time.sleep(0.2)
-    assert told == [True, True]
+    assert logged == [True, True]
     assert not any(b"planted-secret" in file.read_bytes() for file in files)
     assert not (tmp_path / "netrc").exists()
 
@@ -243,9 +245,9 @@ def test_wandb_with_a_wrong_key_falls_back_to_offline(
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", server)
-    said: list[str] = []
-    run_life(everything(tmp_path, said.append, Metrics(wandb=True, wandb_mode="online")))
-    assert len(said) == 1 and "401" in said[0] and "stays offline" in said[0]
+    warnings: list[str] = []
+    log_steps(everything(tmp_path, warnings.append, Metrics(wandb=True, wandb_mode="online")))
+    assert len(warnings) == 1 and "401" in warnings[0] and "stays offline" in warnings[0]
     assert len(list((tmp_path / "wandb").glob("offline-run-*-abc/run-abc.wandb"))) == 1
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert not any(KEY.encode() in file.read_bytes() for file in files)
@@ -253,7 +255,7 @@ def test_wandb_with_a_wrong_key_falls_back_to_offline(
 
 def test_obstacles_on_the_way_online(tmp_path: Path, server: str) -> None:
     environ = {"NETRC": str(tmp_path / "netrc"), "WANDB_API_KEY": KEY}
-    assert online_obstacle({"NETRC": str(tmp_path / "netrc")}).startswith("there is no key here")
+    assert online_obstacle({"NETRC": str(tmp_path / "netrc")}).startswith("no API key is stored")
     assert online_obstacle(environ | {"WANDB_BASE_URL": server}) == ""
     assert "unknown://x does not answer" in online_obstacle(environ | {"WANDB_BASE_URL": "unknown://x"})
     with socket.socket() as silent:

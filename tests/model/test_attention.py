@@ -230,11 +230,11 @@ def test_no_kernel_that_can_is_said() -> None:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        pytest.param([], "attention by torch's flash kernel for CPU", id="auto"),
-        pytest.param(["training.attention=math"], "attention by torch's math kernel for CPU", id="math"),
+        pytest.param([], "attention kernel: flash (CPU)", id="auto"),
+        pytest.param(["training.attention=math"], "attention kernel: math (CPU)", id="math"),
         pytest.param(
             ["dataset.mask_documents=true", "dataset.longest=12"],
-            "attention by torch's flash kernel for CPU, documents by a mask of tokens by tokens",
+            "attention kernel: flash (CPU), dense document mask",
             id="documents",
         ),
     ],

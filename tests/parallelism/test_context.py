@@ -22,8 +22,9 @@ from tests.support.ranks import run_ranks
 from titan.model import attention
 from titan.model.layers import Block, CausalAttention, document_mask, inverse_frequencies, rotation
 from titan.model.schema import Llama
-from titan.parallelism import context, context_kernels
-from titan.parallelism.context import ContextAttention, apply, positions
+from titan.parallelism import context, context_kernels, context_ring
+from titan.parallelism.context import ContextAttention, apply
+from titan.parallelism.context_chunks import positions
 
 METHODS = ("allgather", "ulysses", "ring")
 BALANCE = (False, True)
@@ -116,7 +117,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "flex": {
         "torch.nn.attention.flex_attention._validate_device": no_guard,
         "titan.model.attention.BLOCK": 4,
-        "titan.parallelism.context.BLOCK": 4,
+        "titan.parallelism.context_ring.BLOCK": 4,
     },
 }
 """What a kernel needs for these tests: on CPUs a guard is in the way of FlexAttention's gradient, which is right."""
@@ -147,29 +148,29 @@ def parameters(cases: list[Case]) -> list[Any]:
 @settings(max_examples=40)
 def test_every_token_is_on_one_rank_and_balance_makes_work_even(size: int, length: int, balance: bool) -> None:
     seq = size * length * (2 if balance else 1)
-    places = [positions(seq, size, rank, balance) for rank in range(size)]
-    assert torch.cat(places).sort().values.tolist() == list(range(seq))
-    assert {p.dtype for p in places} == {torch.int64}
-    assert {len(p) for p in places} == {seq // size}
+    parts = [positions(seq, size, rank, balance) for rank in range(size)]
+    assert torch.cat(parts).sort().values.tolist() == list(range(seq))
+    assert {p.dtype for p in parts} == {torch.int64}
+    assert {len(p) for p in parts} == {seq // size}
     if balance:
-        assert len({int((p + 1).sum()) for p in places}) == 1  # keys seen by a rank's queries
+        assert len({int((p + 1).sum()) for p in parts}) == 1  # keys seen by a rank's queries
 
 
-def test_places_in_local_order() -> None:
+def test_positions_in_local_order() -> None:
     assert [positions(8, 2, r, True).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert [positions(8, 2, r, False).tolist() for r in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
-    ("seq", "size", "rank", "balance", "says"),
+    ("seq", "size", "rank", "balance", "message"),
     [
-        pytest.param(9, 2, 0, False, "9 tokens can't be cut into 2", id="no halves"),
-        pytest.param(10, 2, 0, True, "10 tokens can't be cut into 4", id="no quarters"),
-        pytest.param(8, 2, 2, True, "there are 2 ranks", id="no such rank"),
+        pytest.param(9, 2, 0, False, "9 tokens can't be split into 2", id="no halves"),
+        pytest.param(10, 2, 0, True, "10 tokens can't be split into 4", id="no quarters"),
+        pytest.param(8, 2, 2, True, r"rank 2: must be in \[0, 2\)", id="no such rank"),
     ],
 )
-def test_what_cannot_be_cut(seq: int, size: int, rank: int, balance: bool, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_split(seq: int, size: int, rank: int, balance: bool, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         positions(seq, size, rank, balance)
 
 
@@ -182,11 +183,11 @@ def test_arguments_that_cannot_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "copies"),
+    ("heads", "size", "repeats"),
     [(8, 2, 1), (2, 4, 2), (1, 8, 8), (3, 2, 2), (6, 4, 2)],
 )
-def test_key_heads_are_repeated_as_little_as_needed(heads: int, size: int, copies: int) -> None:
-    assert context._repeats(heads, size) == copies
+def test_key_heads_are_repeated_as_little_as_needed(heads: int, size: int, repeats: int) -> None:
+    assert context._key_repeats(heads, size) == repeats
 
 
 # --- the numbers
@@ -230,16 +231,16 @@ def test_a_message_loses_no_bit(dtype: torch.dtype, tokens: int, seed: int) -> N
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, 1, 3, tokens, 2, generator=generator).to(dtype)
     dkv = torch.randn(kv.shape, generator=generator)
-    first, second = context._unpack(context._pack(kv, dkv), kv)
+    first, second = context_ring._unpack(context_ring._pack(kv, dkv), kv)
     assert torch.equal(first, kv)
     assert torch.equal(second, dkv)
 
 
-# --- what keeps documents apart
+# --- document masks
 
 
 class Ranks:
-    """A group without ranks, which only counts them."""
+    """A process group that has only a size and a rank."""
 
     def __init__(self, size: int, rank: int) -> None:
         self._size, self._rank = size, rank
@@ -252,16 +253,16 @@ class Ranks:
 
 
 def masks(core: ContextAttention, ids: Tensor, mine: Tensor) -> tuple[Any, list[tuple[Any, Tensor]]]:
-    """What a method's mask is; and the masks of blocks in it, each with the places of its keys."""
-    seen, whole = core.mask(ids[:, mine], mine[None], torch.float32), torch.arange(SEQ)
+    """Return a method's mask, and the block masks in it, each with the positions of its keys."""
+    mask, whole = core.mask(ids[:, mine], mine[None], torch.float32), torch.arange(SEQ)
     if core.kernel != "flex":
-        return seen, []
+        return mask, []
     if core.method != "ring":
-        return seen, [(seen, whole)]
+        return mask, [(mask, whole)]
     size, rank, balance = core.group.size(), core.group.rank(), core.balance
-    ring = context._Ring("", rank, size, balance, "flex")
-    places = [positions(SEQ, size, source, balance) for source in range(size)]
-    return seen, [(context._blocks_of(ring, n, len(mine), list(seen)), place) for n, place in enumerate(places)]
+    ring = context_ring._Ring("", rank, size, balance, "flex")
+    keys = [positions(SEQ, size, source, balance) for source in range(size)]
+    return mask, [(context_ring._block_mask(ring, n, len(mine), list(mask)), of) for n, of in enumerate(keys)]
 
 
 @pytest.mark.parametrize("balance", BALANCE)
@@ -273,14 +274,15 @@ def test_blocks_show_what_tokens_may_see(
     """On CPUs the formula reads each block's function, on GPUs kernels read the lists, too: both are right."""
     ids, size = documents(), 4
     parts = torch.stack([ids[:, positions(SEQ, size, n, balance)] for n in range(size)])
-    monkeypatch.setattr(context, "all_gather", lambda x, dim, group: parts)
-    monkeypatch.setattr(context, "BLOCK", 2)
+    for module in (context, context_ring):
+        monkeypatch.setattr(module, "all_gather", lambda x, dim, group: parts)
+    monkeypatch.setattr(context_ring, "BLOCK", 2)
     monkeypatch.setattr(attention, "BLOCK", 2)
     core = ContextAttention(method, cast(Any, Ranks(size, rank)), balance, kernel="flex")
     mine = positions(SEQ, size, rank, balance)
     queries = torch.arange(SEQ) if method == "ulysses" else mine
-    for mask, places in masks(core, ids, mine)[1]:
-        exact = (ids[:, queries, None] == ids[:, None, places]) & (queries[:, None] >= places)
+    for mask, keys in masks(core, ids, mine)[1]:
+        exact = (ids[:, queries, None] == ids[:, None, keys]) & (queries[:, None] >= keys)
         assert torch.equal(visible(mask, ROWS), exact)
         some = exact.unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).any(4).any(2)
         part, full = listed(mask)
@@ -303,9 +305,9 @@ def rank_mask_uses(rank: int, world: int, kernel: str) -> dict[str, tuple[int, i
         apply(model, method, cast(dist.ProcessGroup, dist.group.WORLD), True, kernel)
         for block in model.blocks():
             block.attention.core.register_forward_pre_hook(lambda core, args, taken=taken: taken.add(id(args[3])))
-        context.all_gather = counted
+        context.all_gather = context_ring.all_gather = counted
         model(torch.zeros(ROWS, SEQ // world, dtype=torch.int64), mine, documents()[:, mine])
-        context.all_gather = gather
+        context.all_gather = context_ring.all_gather = gather
         found[method] = (gathers[0], len(taken))
     return found
 
@@ -320,7 +322,7 @@ def test_masks_of_tokens_are_as_large_as_what_a_rank_has() -> None:
     """Of a row's T queries by T keys a rank makes the part of its own queries, up to the end of each chunk."""
     core = ContextAttention("allgather", cast(Any, Ranks(4, 1)), True)
     ids = documents()
-    core.gathered = lambda part: ids  # type: ignore[method-assign]
+    core.gather_ids = lambda part: ids  # type: ignore[method-assign]
     first, last = core.mask(ids[:, positions(SEQ, 4, 1, True)], torch.arange(8)[None], torch.bfloat16)
     assert (first.shape, last.shape) == ((ROWS, 1, 4, 8), (ROWS, 1, 4, 28))
     whole = document_mask(ids, torch.bfloat16)
@@ -328,11 +330,11 @@ def test_masks_of_tokens_are_as_large_as_what_a_rank_has() -> None:
     assert torch.equal(last, whole[:, :, 24:28, :28])
 
 
-# --- work and travel
+# --- work and messages
 
 
 def rank_events(rank: int, world: int, balance: bool) -> tuple[list[str], int]:
-    """What the ring's forward pass does, in order, and how many pairs of query and key it computes."""
+    """Return the operations of the ring's forward pass, in order, and the number of pairs of query and key."""
     events: list[str] = []
     pairs = 0
 
@@ -345,9 +347,9 @@ def rank_events(rank: int, world: int, balance: bool) -> tuple[list[str], int]:
 
         return call
 
-    context._hop = noted("hop", context._hop)
+    context_ring._hop = noted("hop", context_ring._hop)
     context_kernels.forward = noted("block", context_kernels.forward)
-    context.wait = noted("wait", context.wait)
+    context_ring.wait = noted("wait", context_ring.wait)
     (q, k, v, _), _ = inputs(Case("ring", balance, 2, False))
     mine = positions(SEQ, world, rank, balance)
     group = cast(dist.ProcessGroup, dist.group.WORLD)
@@ -355,7 +357,7 @@ def rank_events(rank: int, world: int, balance: bool) -> tuple[list[str], int]:
     return events, pairs
 
 
-def test_keys_travel_while_a_block_is_computed_and_later_keys_cost_nothing() -> None:
+def test_keys_are_sent_while_a_block_is_computed_and_later_keys_cost_nothing() -> None:
     even, uneven = (run_ranks(rank_events, 4, balance) for balance in (True, False))
     round_trip = ["hop", "block", *["wait", "hop", "block"] * 2, "wait", "block"]
     assert all(events == round_trip for events, _ in even)
@@ -454,8 +456,8 @@ def block_results(rank: int, world: int, method: str, balance: bool, masked: boo
     apply(block, method, cast(dist.ProcessGroup, dist.group.WORLD), balance, "flex" if "flex" in how else "flash")
     x = x[:, mine].requires_grad_()
     cos, sin = rotation(inverse_frequencies(8, 1e4), mine[None])
-    seen = block.attention.core.mask(documents()[:, mine] if masked else None, mine[None], x.dtype)
-    out = wrapped(block, how)(x, cos, sin, seen)
+    mask = block.attention.core.mask(documents()[:, mine] if masked else None, mine[None], x.dtype)
+    out = wrapped(block, how)(x, cos, sin, mask)
     out.square().sum().backward()
     return [out.detach(), cast(Tensor, x.grad), *(cast(Tensor, p.grad) for p in block.parameters())]
 
@@ -487,7 +489,7 @@ def test_checkpointing_and_compiling_change_nothing(cases: list[Any]) -> None:
 
 
 def rank_hops(rank: int, world: int) -> dict[str, int]:
-    found, hop = {}, context._hop
+    found, hop = {}, context_ring._hop
     for how in ("plain", "full", "selective"):
         count = [0]
 
@@ -495,7 +497,7 @@ def rank_hops(rank: int, world: int) -> dict[str, int]:
             count[0] += 1
             return hop(*args)
 
-        context._hop = counted
+        context_ring._hop = counted
         block_results(rank, world, "ring", True, False, how)
         found[how] = count[0]
     return found

@@ -22,7 +22,7 @@ from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.model import attention
 from titan.parallelism import context_kernels
-from titan.parallelism.context_kernels import PADDED, Seen
+from titan.parallelism.context_kernels import PADDED, KeyMask
 from titan.run.compose import composed
 from titan.training import build
 
@@ -114,9 +114,9 @@ def test_the_kernel_of_blocks(
     overrides += [f"precision={dtype}", f"model.head_dim={width}", f"dataset.mask_documents={documents}"]
     overrides += [f"parallelism.context_method={method}"]
     world: Any = SimpleNamespace(device=torch.device("cuda"), context=object())
-    refused = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
-    with refused, FakeTensorMode():
-        assert build._kernel(composed(overrides), world) == kernel
+    expectation = nullcontext() if kernel else pytest.raises(ConfigError, match=f"training.attention={choice}")
+    with expectation, FakeTensorMode():
+        assert build._attention_kernel(composed(overrides), world) == kernel
 
 
 # --- what kernels are given
@@ -145,7 +145,7 @@ def inputs(queries: int, keys: int, make: Callable[..., Tensor] = torch.randn) -
 @pytest.mark.parametrize("kernel", GPU_KERNELS)
 @pytest.mark.parametrize(("queries", "keys"), [(50, 50), (50, 96), (64, 32)])
 def test_arguments_and_shapes(kernel: str, queries: int, keys: int) -> None:
-    causal, (attend, gradients) = queries == keys, context_kernels.TORCHS[kernel]
+    causal, (attend, gradients) = queries == keys, context_kernels.KERNELS[kernel]
     with Calls() as calls:
         q, kv = inputs(queries, keys, partial(torch.empty, dtype=torch.bfloat16, device="meta"))
         out, lse = attend(q, *kv, causal)
@@ -221,7 +221,7 @@ def stand_ins() -> SimpleNamespace:
 def parts(kernel: str, q: Tensor, kv: Tensor, grad: Tensor) -> list[Tensor]:
     """Causal attention to s keys of the last t tokens, put together from two blocks, and its gradients."""
     before = kv.shape[3] - q.shape[2]
-    own, past = (kv[:, :, :, before:], Seen(causal=True)), (kv[:, :, :, :before], Seen(causal=False))
+    own, past = (kv[:, :, :, before:], KeyMask(causal=True)), (kv[:, :, :, :before], KeyMask(causal=False))
     out, lse = context_kernels.begin(*context_kernels.forward(kernel, q, *own))
     context_kernels.merge(out, lse, *context_kernels.forward(kernel, q, *past))
     last, first = (context_kernels.backward(kernel, (grad, q, out.to(q.dtype), lse), *block) for block in (own, past))
@@ -244,15 +244,15 @@ def test_documents_need_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids of documents are never dropped, whatever the kernel."""
     q, kv = inputs(50, 50)
     ids = (torch.arange(50)[None].expand(ROWS, -1) // 20,) * 2
-    by_flash, by_formula = (context_kernels.forward(k, q, kv, Seen(causal=True, ids=ids)) for k in ("flash", "math"))
+    by_flash, by_formula = (context_kernels.forward(k, q, kv, KeyMask(causal=True, ids=ids)) for k in ("flash", "math"))
     assert torch.equal(by_flash[0], by_formula[0])
-    assert not torch.equal(by_flash[0], context_kernels.forward("flash", q, kv, Seen(causal=True))[0])
+    assert not torch.equal(by_flash[0], context_kernels.forward("flash", q, kv, KeyMask(causal=True))[0])
 
 
 def test_flex_needs_a_mask_of_blocks() -> None:
     q, kv = inputs(8, 8)
-    with pytest.raises(ValueError, match="without a mask of blocks"):
-        context_kernels.forward("flex", q, kv, Seen(causal=True))
+    with pytest.raises(ValueError, match="flex needs a block mask"):
+        context_kernels.forward("flex", q, kv, KeyMask(causal=True))
 
 
 def test_names_are_those_of_the_setting() -> None:

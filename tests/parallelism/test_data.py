@@ -112,19 +112,19 @@ def test_each_data_rank_has_a_share_of_its_own(layout: Layout, tmp_path: Any) ->
         world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 30)
         try:
             ones = world.sum(torch.ones(2))
-            return world.share.rank, world.share.ranks, world.is_rank0, ones.tolist(), world.gather(rank * 2)
+            return world.data_shard.rank, world.data_shard.ranks, world.is_rank0, ones.tolist(), world.gather(rank * 2)
         finally:
             world.close()
 
     found = run_ranks(joined, 4, joined=False)
     assert [(share, ranks) for share, ranks, *_ in found] == [(rank, 4) for rank in range(4)]
-    assert [speaks for _, _, speaks, _, _ in found] == [True, False, False, False]
+    assert [is_rank0 for _, _, is_rank0, _, _ in found] == [True, False, False, False]
     assert all(rest == [[4.0, 4.0], [0, 2, 4, 6]] for _, _, _, *rest in found)
 
 
 def test_one_rank_needs_nobody() -> None:
     world = mesh.connect(RankInfo(), Layout(), "cpu", 30)
-    assert (world.mesh, world.share.rank, world.share.ranks, world.is_rank0) == (None, 0, 1, True)
+    assert (world.mesh, world.data_shard.rank, world.data_shard.ranks, world.is_rank0) == (None, 0, 1, True)
     assert world.gather("a") == ["a"]
     assert world.sum(torch.tensor(3.0)) == 3
     assert world.dimensions("replicate", "shard") is None

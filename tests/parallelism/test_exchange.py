@@ -80,14 +80,14 @@ def test_a_rank_that_leaves_is_missed_at_once(gone: int, stores: Callable[[], An
 def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_in_step(
     stores: Callable[[], Any],
 ) -> None:
-    said, late = threading.Event(), threading.Event()
+    answered, late = threading.Event(), threading.Event()
 
     def work(exchange: Exchange) -> Any:
         if exchange.rank != 1:
-            (late if exchange.rank else said).wait(20)
+            (late if exchange.rank else answered).wait(20)
         try:
             exchange.gather(b"first")
-            said.set()
+            answered.set()
         except ConnectionError as error:
             late.set()
             missed = str(error).partition(" (")[0]
@@ -96,7 +96,7 @@ def test_a_rank_that_says_nothing_is_named_after_a_while_and_the_next_round_is_i
         return missed, exchange.gather(b"second")
 
     missed, second = on_ranks(stores, work, seconds=4)[0]
-    assert missed == "rank 2 gave no message" and second == [b"second"] * 3
+    assert missed == "rank 2 sent no message" and second == [b"second"] * 3
 
 
 def test_nothing_is_said_after_parting(stores: Callable[[], Any]) -> None:

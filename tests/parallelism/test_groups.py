@@ -24,7 +24,7 @@ from tests.support.runs import tiny, train
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism import mesh
-from titan.parallelism.pipeline.runtime import Pipeline, Plan, link, linked, neighbours
+from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, in_direction_group, neighbours, p2p_groups
 from titan.parallelism.schema import Layout
 from titan.run.compose import composed
 from titan.training.trainer import Trainer
@@ -79,12 +79,12 @@ def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
             fixed = here.keys() - set(names)
             return [other for other, there in enumerate(at) if all(there[n] == here[n] for n in fixed)]
 
-        for name in layout.weights():
+        for name in layout.mesh_degrees():
             assert members(world.group(name)) == along(name, *(["context"] if name == "shard" else []))
         if layout.context > 1:
             assert members(world.context) == along("context")
         if max(layout.pipeline, layout.context, layout.tensor) > 1:
-            assert members(world.sharers) == along("pipeline", "context", "tensor")
+            assert members(world.model_parallel) == along("pipeline", "context", "tensor")
 
 
 def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
@@ -94,11 +94,11 @@ def test_the_layouts_of_the_table_are_those_of_recipes() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_making_them_takes_does_not_grow_with_their_number(name: str) -> None:
-    """One split of all ranks for each kind of group, and four of a pipeline's for its links."""
+    """One split of all ranks for each kind of group, and four of a pipeline's for its messages."""
     layout = LAYOUTS[name]
     for rank in (0, layout.devices - 1):
         done = count(layout, now, rank)
-        kinds = len(layout.weights()) + (layout.context > 1) + 1
+        kinds = len(layout.mesh_degrees()) + (layout.context > 1) + 1
         assert done.splits.count(layout.devices) == kinds
         assert set(done.splits) <= {layout.devices, layout.pipeline}
         assert len(done.splits) <= kinds + 4
@@ -148,7 +148,7 @@ def test_the_tables_store_traffic_is_gloos(size: int, monkeypatch: pytest.Monkey
     assert sum(store.bytes for store in stores) / size == pytest.approx(expected, rel=0.1)
 
 
-# --- a pipeline's links
+# --- a pipeline's groups for messages
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 16])
@@ -162,23 +162,23 @@ def test_neighbours_meet_in_few_rounds(ranks: int, shape: str) -> None:
     assert len(rounds) <= 2 + (shape == "looped" and ranks % 2)
 
 
-def plan(schedule: str, owners: tuple[int, ...]) -> Plan:
-    return Plan(schedule, owners, 1, 4, 4, 1, torch.float32)
+def shape(schedule: str, owners: tuple[int, ...]) -> PipelineShape:
+    return PipelineShape(schedule, owners, 1, 4, 4, 1, torch.float32)
 
 
 def test_each_direction_between_neighbours_has_a_group(fake: Callable[[int, int], None]) -> None:
     fake(1, 5)
     world = dist.group.WORLD
-    links = link(plan("Interleaved1F1B", (0, 1, 2, 3, 4) * 2), world, 30)
-    assert set(links) == {(0, 1), (1, 0), (1, 2), (2, 1)}
-    assert len({group.group_name for group in links.values()}) == 4
-    assert {ranks: members(group) for ranks, group in links.items()} == {r: sorted(r) for r in links}
+    groups = p2p_groups(shape("Interleaved1F1B", (0, 1, 2, 3, 4) * 2), world, 30)
+    assert set(groups) == {(0, 1), (1, 0), (1, 2), (2, 1)}
+    assert len({group.group_name for group in groups.values()}) == 4
+    assert {ranks: members(group) for ranks, group in groups.items()} == {r: sorted(r) for r in groups}
     tensor = torch.zeros(1)
     for how, other, way in ((dist.isend, 2, (1, 2)), (dist.irecv, 2, (2, 1)), (dist.irecv, 0, (0, 1))):
-        op = linked(dist.P2POp(how, tensor, other, world), links)
+        op = in_direction_group(dist.P2POp(how, tensor, other, world), groups)
         assert (op.op, op.tensor is tensor, op.peer) == (how, True, other)
-        assert op.group is links[way]
-    assert link(plan("1F1B", (0, 1, 2, 3, 4)), world, 30) == {}
+        assert op.group is groups[way]
+    assert p2p_groups(shape("1F1B", (0, 1, 2, 3, 4)), world, 30) == {}
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
@@ -192,8 +192,8 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
             return real(ops)
 
         dist.batch_isend_irecv = noted
-        how = plan(schedule, owners)
-        Pipeline({}, how, dist.group.WORLD, CPU, link(how, dist.group.WORLD, 30))
+        how = shape(schedule, owners)
+        Pipeline({}, how, dist.group.WORLD, CPU, p2p_groups(how, dist.group.WORLD, 30))
         return sent
 
     found = run_ranks(connected, 3)
@@ -203,7 +203,7 @@ def test_neighbours_are_connected_before_the_first_step(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "ZBVZeroBubble"])
-def test_messages_between_stages_go_over_the_links(schedule: str, tmp_path: Path) -> None:
+def test_messages_between_stages_use_the_group_of_their_direction(schedule: str, tmp_path: Path) -> None:
     run = tiny(
         tmp_path / "run", "parallelism=pp", f"parallelism.schedule={schedule}", "parallelism.microbatches=4",
         "model.layers=4", "training.steps=1", "checkpoint=off", "metrics.sample_tokens=0", layout="single",
@@ -217,7 +217,7 @@ def test_messages_between_stages_go_over_the_links(schedule: str, tmp_path: Path
         def noted(ops: Any, desc: str | None = None) -> Any:
             for op in ops:
                 way = (me, other) if op.op is dist.isend else (other, me)
-                seen.append((op.op is dist.isend, op.group is runner.links[way]))
+                seen.append((op.op is dist.isend, op.group is runner.groups[way]))
             return real(ops, desc)
 
         schedules._batch_p2p = noted
@@ -241,21 +241,21 @@ def test_every_group_has_the_runs_timeout(tmp_path: Path) -> None:
     layout = Layout(pipeline=2, shard=2, tensor=2)
 
     def joined(rank: int, size: int) -> tuple[list[float], list[float]]:
-        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 77, aside=True)
+        world = mesh.connect(RankInfo(rank, size, rank, f"file://{tmp_path}/meeting"), layout, "cpu", 77, exchange=True)
         group = world.group("pipeline")
         assert group is not None
-        link(plan("GPipe", (0, 1)), group, world.timeout)
+        p2p_groups(shape("GPipe", (0, 1)), group, world.timeout)
         before = timeouts()
-        world.set_timeout(33, meet=True)
+        world.set_timeout(33, barrier=True)
         return before, timeouts()
 
     for before, after in run_ranks(joined, 8, joined=False):
-        assert before == [77.0] * 7  # all, 3 of the mesh, sharers, 2 links
+        assert before == [77.0] * 7  # all, 3 of the mesh, model_parallel, 2 of the pipeline
         assert after == [33.0] * 7
 
 
 def stalling(places: list[str]) -> Callable[[Trainer], None]:
-    """Rank 1 stands still in step-N, in validate-N or save-N after it, or in gone-N, the step that it ends in."""
+    """Rank 1 hangs in step-N, in validate-N or save-N after it, or in gone-N, the step that it ends in."""
 
     def before(trainer: Trainer) -> None:
         def slow(name: str) -> None:
@@ -290,7 +290,7 @@ def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None
     seen = train(run, stalling(["gone-3"]))
     assert run.training.phase(3).step == 1
     assert seen[0].failure is not None
-    assert seen[0].failure.startswith("waited 1 s for the other ranks: one of them stands still")
+    assert seen[0].failure.startswith("waited 1 s for the other ranks: one of them hangs")
     assert "raise cluster.step_timeout" in seen[0].failure
 
 

@@ -1,4 +1,4 @@
-"""Pipelines as arithmetic: agrees with torch's own schedules, and refuses what torch would choke on."""
+"""Pipelines as arithmetic: agrees with torch's own schedules, and rejects what torch would fail on."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_a_file_is_accepted_when_torch_accepts_it(chosen: tuple[str, int, int, i
         row[i], row[j] = row[j], row[i]
     with mock.patch("builtins.open", mock.mock_open(read_data="\n".join(",".join(row) for row in order))):
         mine, theirs = _verdict(lambda: arithmetic.read_csv("x.csv")), _verdict(lambda: _loaded(ranks, laps, count))
-    assert mine == theirs or "out of turn" in mine, (mine, theirs)
+    assert mine == theirs or "out of order" in mine, (mine, theirs)
 
 
 def _loaded(ranks: int, laps: int, count: int) -> None:
@@ -255,7 +255,7 @@ def _verdict(attempt: Any) -> str:
     try:
         attempt()
     except (ConfigError, AssertionError, IndexError) as error:  # torch can fail to print what it refuses
-        return "out of turn" if "out of turn" in str(error) else "no"
+        return "out of order" if "out of order" in str(error) else "no"
     return "yes"
 
 
@@ -365,7 +365,7 @@ def test_negative_costs_are_no_costs() -> None:
         arithmetic.split([1, -1], 1)
 
 
-# ---- refusals ----
+# ---- errors ----
 
 
 @pytest.mark.parametrize(
@@ -375,10 +375,10 @@ def test_negative_costs_are_no_costs() -> None:
         pytest.param(lambda: arithmetic.by_layers(3, 4), ["parallelism.stages=4", "3 layers"], id="too few, by number"),
         pytest.param(
             lambda: arithmetic.explicit(12, 4, (4, 8)),
-            ["parallelism.starts=[4,8]", "2 given", "stages take 3", "stages=3"],
+            ["parallelism.starts=[4,8]", "2 given", "stages need 3", "stages=3"],
             id="starts",
         ),
-        pytest.param(lambda: arithmetic.explicit(12, 3, (4, 4)), ["starts=[4,4]", "rise"], id="an empty stage"),
+        pytest.param(lambda: arithmetic.explicit(12, 3, (4, 4)), ["starts=[4,4]", "ascend"], id="an empty stage"),
         pytest.param(lambda: arithmetic.explicit(12, 3, (0, 4)), ["starts=[0,4]", "from 1 to 11"], id="an empty first"),
         pytest.param(
             lambda: arithmetic.explicit(12, 3, (4, 12)), ["starts=[4,12]", "from 1 to 11"], id="an empty last"
@@ -418,10 +418,10 @@ def test_negative_costs_are_no_costs() -> None:
         ),
     ],
 )
-def test_refusals(attempt: Any, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refusal:
+def test_errors(attempt: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
         attempt()
-    _plain(str(refusal.value), words)
+    _plain(str(raised.value), words)
 
 
 def _plain(sentence: str, words: list[str]) -> None:
@@ -450,18 +450,18 @@ def _plain(sentence: str, words: list[str]) -> None:
         pytest.param("0F0,0W0", ["0W0", "without 0I0"], id="weights without inputs"),
         pytest.param("0F0,0I0", ["0I0", "without 0W0"], id="inputs without weights"),
         pytest.param("0F0,0B0,0W0", ["0W0", "0B0", "either"], id="both"),
-        pytest.param("0F0,0W0,0I0", ["comes to a halt", "row 1", "0W0"], id="weights before inputs"),
-        pytest.param("0F0,0B0\n1B0,1F0", ["comes to a halt", "row 1", "0B0"], id="backward before forward"),
-        pytest.param("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", ["comes to a halt"], id="each waits for the other"),
-        pytest.param("0F1,0F0,0B0,0B1", ["micro-batch 1", "out of turn"], id="losses out of turn"),
+        pytest.param("0F0,0W0,0I0", ["deadlocks", "row 1", "0W0"], id="weights before inputs"),
+        pytest.param("0F0,0B0\n1B0,1F0", ["deadlocks", "row 1", "0B0"], id="backward before forward"),
+        pytest.param("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", ["deadlocks"], id="each waits for the other"),
+        pytest.param("0F1,0F0,0B0,0B1", ["micro-batch 1", "out of order"], id="losses out of turn"),
     ],
 )
 def test_refused_files(text: str, words: list[str], tmp_path: Path) -> None:
     path = tmp_path / "order.csv"
     path.write_text(text)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as raised:
         arithmetic.check(str(path), 2, 2, 2)
-    _plain(str(refusal.value), [f"parallelism.schedule={path}", *words])
+    _plain(str(raised.value), [f"parallelism.schedule={path}", *words])
 
 
 def test_files_that_can_not_be_read_are_refused(tmp_path: Path) -> None:
@@ -486,9 +486,9 @@ def test_files_have_their_own_numbers(
     ranks: int, count: int, microbatches: int, words: list[str], tmp_path: Path
 ) -> None:
     path = written(arithmetic.order("1F1B", 2, 1, 4), tmp_path / "order.csv")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as raised:
         arithmetic.check(str(path), ranks, count, microbatches)
-    _plain(str(refusal.value), words)
+    _plain(str(raised.value), words)
 
 
 def test_a_deadlock_tells_who_waits() -> None:

@@ -1,4 +1,4 @@
-"""Layouts: degrees become numbers that multiply to the devices, or are refused."""
+"""Layouts: degrees become numbers that multiply to the devices, or are rejected."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_layout_has_the_devices_and_the_degrees_given(
     try:
         layout = parallelism.layout(devices, limits)
     except ConfigError:
-        assert devices % fixed, "refused although the degrees divide the devices"
+        assert devices % fixed, "rejected although the degrees divide the devices"
         return
     assert layout.devices == devices
     for name in set(DIMENSIONS) - {"shard"}:
@@ -124,4 +124,4 @@ def test_is_said_in_words(layout: Layout, text: str) -> None:
     ],
 )
 def test_the_mesh_of_weights(layout: Layout, mesh: dict[str, int]) -> None:
-    assert list(layout.weights().items()) == list(mesh.items())
+    assert list(layout.mesh_degrees().items()) == list(mesh.items())

@@ -115,9 +115,9 @@ class TestChoice:
     def test_start_says_what_is_left_alone(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         train(tiny(tmp_path, *SHAPE, "precision=float8", "precision.skip=[head,layers.0.*]", "training.steps=1"))
         out = capfd.readouterr().out
-        assert "precision bf16, float8 matmuls, emulated" in out
+        assert "precision: bf16, float8 matmuls, emulated" in out
         assert (
-            "7 of 15 products in float8; in bf16: attention.wq (precision.skip)" in out
+            "7 of 15 matmuls in float8; in bf16: attention.wq (precision.skip)" in out
             and "head (precision.skip)" in out
         )
 

@@ -45,7 +45,7 @@ from titan.run.run import Run
 EVERY = 4
 """Steps between checkpoints."""
 LONG = 120.0
-"""Seconds after which a run that shows no sign of attempt is given up."""
+"""Seconds after which a run that shows no sign of life is ended."""
 EXACT = 1e-5
 """Law 3's bound in fp32."""
 PLAIN = ("dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64")
@@ -152,7 +152,7 @@ class Chaos:
             name, plan: which run.
             kills: how often to kill it.
             dice: draws moments and victims.
-            folder: new, for the run, the one left alone and the copies.
+            folder: new, for the run, the undisturbed one and the copies.
         """
         self.plan, self.kills, self.dice, self.folder = plan, kills, dice, folder
         self.directory = folder / "run"
@@ -184,15 +184,17 @@ class Chaos:
         with self._started(f"cluster.restarts={self.kills}") as process:
             while self._struck(process):
                 self._witness(verify=False)
-                attempts = self._lives()
-                until(lambda attempts=attempts: self._lives() > attempts or process.poll() is not None, "the restart")
+                attempts = self._attempts()
+                until(
+                    lambda attempts=attempts: self._attempts() > attempts or process.poll() is not None, "the restart"
+                )
             self._ended(process)
 
     def _started(self, *more: str) -> Any:
-        layout = self.plan.layouts[self._lives() % len(self.plan.layouts)]
+        layout = self.plan.layouts[self._attempts() % len(self.plan.layouts)]
         command = ["-m", "titan.train", *self._settings(self.directory), *layout, *more]
         self.folder.mkdir(exist_ok=True)
-        return program(*command, output=(self.folder / "said").open("a"))
+        return program(*command, output=(self.folder / "output").open("a"))
 
     def _settings(self, directory: Path) -> list[str]:
         common = [setting for setting in TINY if not setting.startswith("dataset")]
@@ -269,9 +271,9 @@ class Chaos:
         file = self.directory / "metrics.jsonl"
         return file.read_bytes().count(b'"loss"') if file.is_file() else 0
 
-    def _lives(self) -> int:
+    def _attempts(self) -> int:
         file = self.directory / "run.yaml"
-        return file.read_text().count("\nlife: ") if file.is_file() else 0
+        return file.read_text().count("\nattempt: ") if file.is_file() else 0
 
     def _witness(self, verify: bool) -> None:
         """Look at what a kill has left."""
@@ -293,11 +295,11 @@ class Chaos:
         """Wait for the end, which must be a good one."""
         until(lambda: process.poll() is not None, "the end", seconds=10 * LONG)
         if process.returncode:
-            tail = " ".join((self.folder / "said").read_text()[-600:].split())
+            tail = " ".join((self.folder / "output").read_text()[-600:].split())
             self.report.wrong.append(f"exit code {process.returncode} after {self.report.kills} kills: {tail}")
 
     def _compare(self) -> None:
-        """With the run that was left alone."""
+        """With the undisturbed run."""
         one = composed([*self._settings(self.folder / "alone"), *self.plan.layouts[0]])
         ranks, mine = train(one, timeout=600), composed(self._settings(self.directory))
         self._compare_steps(one, mine)
@@ -306,24 +308,24 @@ class Chaos:
 
     def _compare_steps(self, one: Run, mine: Run) -> None:
         lines = [json.loads(text) for text in (self.directory / "metrics.jsonl").read_text().splitlines()]
-        told, expected = [line for line in lines if "loss" in line], steps(one)
+        logged, expected = [line for line in lines if "loss" in line], steps(one)
         report, last = self.report, steps(mine)
-        report.attempts = self._lives()
+        report.attempts = self._attempts()
         report.resumed = sum(begun["from_step"] > 0 for begun in read_attempts(self.directory))
         report.checkpoints = len({line["checkpoint_step"] for line in lines if "checkpoint_step" in line})
-        report.again = len(told) - len(last)
-        firsts = {line["attempt"]: line for line in reversed(told)}.values()
-        report.loss = max(_apart(line, expected) for line in (firsts if self.plan.moves else told))
-        report.later = max(_apart(line, expected) for line in told)
+        report.again = len(logged) - len(last)
+        firsts = {line["attempt"]: line for line in reversed(logged)}.values()
+        report.loss = max(_apart(line, expected) for line in (firsts if self.plan.moves else logged))
+        report.later = max(_apart(line, expected) for line in logged)
         if report.loss > (EXACT if self.plan.moves else 0):
             report.wrong.append("losses differ")
         if [(line["rows"], line["batch_hash"]) for line in last] != expected_rows(one):
             report.wrong.append("rows are not those of the data's order")
-        if any(line["batch_hash"] != expected[line["step"] - 1]["batch_hash"] for line in told):
+        if any(line["batch_hash"] != expected[line["step"] - 1]["batch_hash"] for line in logged):
             report.wrong.append("a step that was done again read other rows")
 
     def _compare_ends(self, alone: Seen, state: Tensors) -> None:
-        """The last checkpoint against the state of the run that was left alone."""
+        """The last checkpoint against the state of the undisturbed run."""
         if self.plan.moves:
             if difference(state, alone.last) > 1e-3:  # rounding of hundreds of steps; a lost momentum is far more
                 self.report.wrong.append(f"the last states differ by {difference(state, alone.last):.0e}")
@@ -338,17 +340,17 @@ class Chaos:
             self.report.wrong.append("half a checkpoint is left")
         if not self.plan.copied:
             return
-        place = self.folder / "copies" / self.directory.name
-        index = Remote(str(place)).index()
-        folders = {f.name for f in place.iterdir() if f.is_dir() and any(f.iterdir())}
+        copies = self.folder / "copies" / self.directory.name
+        index = Remote(str(copies)).index()
+        folders = {f.name for f in copies.iterdir() if f.is_dir() and any(f.iterdir())}
         if max(index, default=0) != self.steps or folders != {f"step-{step}" for step in index}:
             self.report.wrong.append(f"copies of {sorted(index)} are counted, and there are {sorted(folders)}")
         for step in index:
-            manifest.verify(place / f"step-{step}", manifest.inspect(place / f"step-{step}").files)  # type: ignore[union-attr]
+            manifest.verify(copies / f"step-{step}", manifest.inspect(copies / f"step-{step}").files)  # type: ignore[union-attr]
 
 
 def _apart(line: dict[str, Any], expected: list[dict[str, Any]]) -> float:
-    """How far a step's loss and norm are from those of the run that was left alone, relatively."""
+    """How far a step's loss and norm are from those of the undisturbed run, relatively."""
     other = expected[line["step"] - 1]
     return max(abs(line[key] / other[key] - 1) for key in ("loss", "grad_norm"))
 
@@ -380,7 +382,7 @@ def _waited(process: subprocess.Popen[str], true: Callable[[], Any]) -> bool:
         if process.poll() is not None:
             return False
         if time.monotonic() > deadline:
-            raise TimeoutError("the run shows no sign of attempt")
+            raise TimeoutError("the run shows no sign of life")
         time.sleep(0.001)
     return process.poll() is None
 

@@ -32,7 +32,8 @@ from titan.run.lock import locked
 from titan.run.run import Run
 from titan.training.build import build
 from titan.training.signals import StopSignals
-from titan.training.trainer import LOSS, VALID, Trainer
+from titan.training.step_metrics import LOSS, VALID
+from titan.training.trainer import Trainer
 
 PIPELINED = ("parallelism.pipeline=2", "parallelism.microbatches=4")
 LAYOUTS = {
@@ -185,7 +186,7 @@ def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folder
     try:
         with trainer.loader as loader:
             batch, trainer.loader = next(loader), None  # type: ignore[assignment]
-            return [_try(trainer, batch, folder, Coordinator(rank, size, world.aside)) for folder in folders]
+            return [_try(trainer, batch, folder, Coordinator(rank, size, world.exchange)) for folder in folders]
     finally:
         trainer.saving.close()
         world.close()

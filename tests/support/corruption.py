@@ -563,7 +563,7 @@ def _others() -> Iterator[Damage]:
         yield Damage(f"run.yaml {title}", lambda s, h=harm: h(s.directory / "run.yaml"), attempts, None, code=2)
     yield Damage("metrics.jsonl cut", lambda s: append(s.directory / "metrics.jsonl"), "resume from step 4", 4)
     yield Damage("result.json garbage", lambda s: cut(s.directory / "result.json"), "resume from step 4", 4)
-    full = "the last checkpoint, of step 6, could not be saved in 3 attempts; mend what stands above"
+    full = "the last checkpoint, of step 6, could not be saved in 3 attempts; fix the error above"
     yield Damage("a disk that is full", lambda s: None, full, 4, during=limited(20_000), code=1)
     yield Damage("a directory that is read-only", lambda s: None, full, 4, during=powerless, code=1, root=True)
     yield Damage("killed before the manifest", lambda s: None, "resume from step 4", 4, during=killed, code=-1)

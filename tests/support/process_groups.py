@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.cluster.rank_info import RankInfo
 from titan.parallelism import mesh
-from titan.parallelism.pipeline.runtime import Plan, link
+from titan.parallelism.pipeline.runtime import PipelineShape, p2p_groups
 from titan.parallelism.schema import Layout
 
 COLOR_AND_KEY = 8
@@ -80,12 +80,12 @@ def now(layout: Layout, rank: int) -> None:
     group = world.group("pipeline")
     if group is not None:
         owners = tuple(range(layout.pipeline)) * 2
-        link(Plan("Interleaved1F1B", owners, 1, 1, 1, 1, torch.float32), group, world.timeout)
+        p2p_groups(PipelineShape("Interleaved1F1B", owners, 1, 1, 1, 1, torch.float32), group, world.timeout)
 
 
 def one_by_one(layout: Layout, rank: int) -> None:
     """Make them with `new_group` for each, but for the mesh's; a pipeline has one group for all messages."""
-    degrees = layout.weights()
+    degrees = layout.mesh_degrees()
     device_mesh.init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
     wide = [name for name in ("pipeline", "context", "tensor") if getattr(layout, name) > 1]
     if layout.context > 1:

@@ -27,7 +27,7 @@ from titan.dataset import permutation
 from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import RunError
-from titan.metrics.plot import read_lines
+from titan.metrics.lines import read_lines
 from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt
@@ -92,8 +92,8 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     layout, model = run.layout.degrees(), as_model(run)
     begun = attempts.read_attempts(Path(run.directory))
     run_id = begun[0]["run_id"] if begun else "run"
-    said = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
-    return complete(manifest.folder_of(Path(run.directory), step), said, {"weights": b"w" * 100})
+    manifest_of = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
+    return complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})
 
 
 def train(run: Run, before: Callable[[Trainer], Any] | None = None, timeout: float = 60) -> list[Seen]:
@@ -181,7 +181,7 @@ def steps(run: Run) -> list[dict[str, Any]]:
 
 
 def learned(run: Run) -> list[tuple[Any, ...]]:
-    """What each step's line says of learning: nothing of time, memory and attempts."""
+    """The values of each step's line that training determines: no times, memory or attempts."""
     keys = ("step", "tokens", "loss", "grad_norm", "lr", "rows", "batch_hash")
     return [tuple(map(str, (line[key] for key in keys))) for line in steps(run)]
 

@@ -35,10 +35,10 @@ def test_says_each_transformation_in_order(tmp_path: Path) -> None:
     built(tiny(tmp_path, "memory=full", "compile=block", "compile.backend=eager"), notes)
     starts = [
         "built on meta: ",
-        "precision fp32",
-        "attention by torch's flash kernel for CPU",
-        "activation checkpointing full",
-        "compile block",
+        "precision: fp32",
+        "attention kernel: flash (CPU)",
+        "activation checkpointing: full",
+        "compile: block",
         "initial weights from",
     ]
     assert len(notes) == len(starts)
@@ -127,9 +127,9 @@ def test_full_checkpointing_computes_each_block_again(memory: str, times: int, t
 def test_a_part_of_rows_has_its_own_positions_and_documents() -> None:
     """Rotation is relative, so that no training would show positions of another token."""
     tokens = torch.arange(24).view(1, 2, 12)
-    positions, documents, places = tokens % 5, tokens // 5, torch.tensor([0, 1, 10, 11])
-    part = Microbatches(tokens, tokens + 1, positions, documents).cut(places)
+    positions, documents, indices = tokens % 5, tokens // 5, torch.tensor([0, 1, 10, 11])
+    part = Microbatches(tokens, tokens + 1, positions, documents).select(indices)
     expected = [t[..., [0, 1, 10, 11]] for t in (tokens, tokens + 1, positions, documents)]
     assert all(torch.equal(a, b) for a, b in zip(part, expected, strict=True) if a is not None)
-    assert torch.equal(Microbatches(tokens).cut(places).positions, places)  # type: ignore[arg-type]
-    assert [t is None for t in Microbatches(tokens).cut(places)] == [False, True, False, True]
+    assert torch.equal(Microbatches(tokens).select(indices).positions, indices)  # type: ignore[arg-type]
+    assert [t is None for t in Microbatches(tokens).select(indices)] == [False, True, False, True]

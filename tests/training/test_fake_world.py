@@ -68,7 +68,7 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
         train_step.backward(Microbatches(tokens, targets), 1.0)
         train_step.norm()
         train_step.optimizer.step()
-    length = shape[-1] if train_step.places is None else len(train_step.places(shape[-1]))
+    length = shape[-1] if train_step.token_positions is None else len(train_step.token_positions(shape[-1]))
     return Simulated(products.flops, sum(p.numel() for p in train_step.parameters()), length)
 
 
@@ -85,7 +85,7 @@ def cluster(directory: Path, *overrides: str, nodes: int) -> Run:
 def stage_flops(run: Run, rank: int) -> float:
     """What the products of a rank's stages take for its tokens, in closed form: 6 for each weight and token."""
     model, tokens = run.model, run.microbatches * -(-run.rank_rows // run.microbatches) * run.training.seq_len
-    mine = run.staging.mine(run.layout.coordinates(rank)["pipeline"])
+    mine = run.staging.stages_of(run.layout.coordinates(rank)["pipeline"])
     layers = sum(end - first for first, end in (run.staging.layers[s] for s in mine))
     weights = layers * model.block_matmul_parameters()
     weights += model.vocab * model.dim if run.staging.count - 1 in mine else 0

@@ -112,9 +112,9 @@ def test_what_was_read_may_not(change: list[str], words: str, tmp_path: Path) ->
     run = mixture(tmp_path / "run", "training.steps=6")
     lived(run)
     save_of(run, 3)
-    with pytest.raises(ConfigError, match="another experiment") as refusal:
+    with pytest.raises(ConfigError, match="another experiment") as raised:
         attempts.begin_attempt(mixture(tmp_path / "run", "training.steps=6", *change))
-    assert words in str(refusal.value)
+    assert words in str(raised.value)
 
 
 def lived(run: Run) -> attempts.Attempt:
@@ -136,8 +136,8 @@ def test_a_fork_skips_the_rows_of_a_spike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["single", "fsdp3"])
 def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    held = ["dataset.validation=0.2", "metrics.validation_tokens=96"]
-    run = mixture(tmp_path / "run", *held, layout=layout)
+    evaluation = ["dataset.validation=0.2", "metrics.validation_tokens=96"]
+    run = mixture(tmp_path / "run", *evaluation, layout=layout)
     train(run)
     result = json.loads((Path(run.directory) / "result.json").read_text())
     parts = [result["validation_loss/a"], result["validation_loss/b"]]
@@ -146,10 +146,10 @@ def test_each_source_has_its_own_validation(layout: str, tmp_path: Path, capsys:
     summary.show_result(run, result)
     assert f"a {parts[0]:.4f} (" in capsys.readouterr().out
     assert result["bits_per_byte/a"] == pytest.approx(parts[0] / np.log(2), rel=1e-6), "a token is a byte here"
-    alone = ["dataset.tokens=9000", "dataset.seed=1", *held, "optimizer.lr=1e-12"]
+    alone = ["dataset.tokens=9000", "dataset.seed=1", *evaluation, "optimizer.lr=1e-12"]
     untrained = {}
     for name, one in (
-        ("mix", mixture(tmp_path / "m", "optimizer.lr=1e-12", *held)),
+        ("mix", mixture(tmp_path / "m", "optimizer.lr=1e-12", *evaluation)),
         ("b", tiny(tmp_path / "b", *alone)),
     ):
         train(one)
@@ -196,14 +196,14 @@ def test_less_is_computed_where_documents_are_apart(tmp_path: Path) -> None:
     assert 128 * model.flops_per_token(2) < figures["true"] < 128 * model.flops_per_token(9)
 
 
-def test_an_epoch_too_many_is_refused(tmp_path: Path) -> None:
+def test_an_epoch_too_many_is_rejected(tmp_path: Path) -> None:
     run = mixture(tmp_path / "run", "training.steps=60", "dataset.sources.a.epochs=1")
     with pytest.raises(ConfigError, match=r"dataset.sources.a.epochs=1: training.steps=60 reads a 1\.\d+ times"):
         attempts.begin_attempt(run)
     lived(mixture(tmp_path / "run", "training.steps=20", "dataset.sources.a.epochs=1"))
 
 
-def test_sources_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+def test_sources_of_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("some text\n" * 1000)
     other = ["+dataset@dataset.sources.c=text", f"dataset.sources.c.path={tmp_path}/x.txt"]
     with pytest.raises(ConfigError, match="different tokenizers"):
@@ -262,7 +262,7 @@ def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Pa
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert any("so far (" in line for line in lines)
-    assert len(rows_of(run_of(tmp_path / "live-run"))) == 2, "a window has three steps; the third is told later"
+    assert len(rows_of(run_of(tmp_path / "live-run"))) == 2, "a window has three steps; the third is reported later"
     deadline = time.monotonic() + 10
     while _alive(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -308,9 +308,9 @@ def test_when_what_prepares_is_killed_the_run_that_waits_says_so(tmp_path: Path)
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
                 spawned = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
                 os.kill(int(spawned[-1]), signal.SIGKILL)
-        said = process.stderr.read()
+        stderr = process.stderr.read()
     assert process.returncode == 1
-    assert "the process that prepared them was killed by signal 9" in said
+    assert "the process that prepared them was killed by signal 9" in stderr
 
 
 def test_rows_that_are_not_there_yet_can_not_be_shown(tmp_path: Path) -> None:
@@ -329,10 +329,10 @@ def _alive(word: str) -> bool:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
             try:
-                told = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+                found = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
             except OSError:
                 continue
-            if word.encode() in told:
+            if word.encode() in found:
                 return True
     return False
 

@@ -37,7 +37,7 @@ def drawn(**changes: Any) -> list[int]:
         pytest.param({"top_k": 3}, range(17, 20), id="the-likeliest-three"),
     ],
 )
-def test_what_may_be_drawn(changes: dict[str, Any], possible: range) -> None:
+def test_what_may_be_sampled(changes: dict[str, Any], possible: range) -> None:
     assert set(drawn(**changes)) <= set(possible)
     assert len(set(drawn(**changes))) > len(possible) // 2
     assert drawn(**changes) == drawn(**changes)
@@ -56,7 +56,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_draws_the_same(layout: str, tmp_path: Any) -> None:
+def test_every_rank_samples_the_same(layout: str, tmp_path: Any) -> None:
     def before(trainer: Any) -> list[list[int]]:
         drawn: list[list[int]] = []
         finish = trainer.validate

@@ -26,7 +26,7 @@ from titan.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Poisoned(TrainStep):
-    """An train_step whose steps in `bad` fail on one rank, and that keeps the state before each step."""
+    """A train step whose steps in `bad` fail on one rank, and that keeps the state before each step."""
 
     rank: int = 0
     bad: frozenset[int] = frozenset()
@@ -93,8 +93,8 @@ def test_a_step_that_is_not_finite_changes_nothing(
     assert [line["rows"][0] for line in lines] == [0, 8, 16, 24, 32, 40]
     for rank_number in range(len(seen)):
         log = (tmp_path / "log" / f"rank-{rank_number}.log").read_text()
-        what = f"the loss of rank {last}" if loss_only else "gradients, of a finite loss"
-        assert f"step 4: {what} not finite (rows 24 to 31)" in log
+        what = f"the loss of rank {last}" if loss_only else "the gradients (the loss is finite)"
+        assert f"step 4: not finite: {what}, rows 24 to 31; the weights are unchanged" in log
     assert same(saved(run, 6), seen[0].last)
 
 
@@ -122,7 +122,7 @@ def test_bad_steps_in_a_row_end_the_run(layout: str, tmp_path: Path) -> None:
             assert part in one.failure
 
 
-def test_a_first_stop_ends_the_life_and_the_next_one_finishes(tmp_path: Path) -> None:
+def test_a_first_stop_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path) -> None:
     run = tiny(tmp_path, "training.steps=5", "metrics.validation_tokens=64")
     assert train(run, stop_at(2))[0].code == 130
     result = json.loads((tmp_path / "result.json").read_text())

@@ -119,9 +119,9 @@ def test_refused_batch_names_the_nearest_that_fits(seq_len: int, batch: int) -> 
         training.check()
         assert training.rows * seq_len == batch
         return
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as raised:
         training.check()
-    nearest = int(str(refusal.value).split()[-1].rstrip("."))
+    nearest = int(str(raised.value).split()[-1].rstrip("."))
     assert nearest > 0
     assert nearest % seq_len == 0
     assert abs(nearest - batch) <= seq_len / 2 or nearest == seq_len

@@ -1,4 +1,4 @@
-"""How a rank ends: what it says and closes, and that a rank that failed leaves its process groups alone."""
+"""How a rank ends: its error message and what it closes; a rank that failed does not destroy its process groups."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny, train
 from titan import train as training
+from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.generation import worker as generation
 from titan.run import attempts
@@ -23,7 +24,7 @@ from titan.training.trainer import Trainer
 
 
 class Closing:
-    """A trainer that fails, and writes down what is done with it."""
+    """A trainer that fails, and records the calls."""
 
     def __init__(self, run: Any, error: Exception) -> None:
         self.run, self.error, self.done = run, error, list[Any]()
@@ -36,7 +37,7 @@ class Closing:
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         pytest.param(ValueError("a bug"), "a bug", id="bug"),
         pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory in", id="memory"),
@@ -45,26 +46,26 @@ class Closing:
         ),
     ],
 )
-def test_an_error_is_told_before_a_save_under_way_has_ended(error: Exception, said: str, tmp_path: Path) -> None:
+def test_an_error_is_reported_before_a_save_has_ended(error: Exception, message: str, tmp_path: Path) -> None:
     trainer: Any = Closing(tiny(tmp_path), error)
     with pytest.raises(type(error)):
-        worker._trained(trainer, trainer.done.append)
-    told, closed = trainer.done
-    assert str(told).startswith(said)
+        worker._train(trainer, trainer.done.append)
+    reported, closed = trainer.done
+    assert str(reported).startswith(message)
     assert closed == "closed"
 
 
 @pytest.mark.parametrize(("milliseconds", "name"), [(600000, "step_timeout"), (1800000, "timeout")])
 def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Path) -> None:
-    plain = worker._user_error(
+    error = worker._user_error(
         tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation")
     )
-    assert isinstance(plain, RunError)
-    assert f"slower than cluster.{name} allows" in str(plain)
+    assert isinstance(error, RunError)
+    assert f"slower than cluster.{name} allows" in str(error)
 
 
 def destroyed() -> list[bool]:
-    """What will hold an entry for each time that process groups are destroyed from now on."""
+    """Return a list that gets an entry for each time that process groups are destroyed from now on."""
     calls, real = list[bool](), dist.destroy_process_group
 
     def noted(*groups: Any) -> None:
@@ -101,9 +102,9 @@ def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> 
                 raise RunError("no model")
 
             calls = destroyed()
-            worker.assemble = fail  # type: ignore[assignment]
+            worker.build = fail  # type: ignore[assignment]
             try:
-                worker.work(run, attempt, worker.Place(number, size, number, f"file://{tmp_path}/meeting"))
+                worker.work(run, attempt, RankInfo(number, size, number, f"file://{tmp_path}/meeting"))
             except RunError as failure:
                 return str(failure), calls, dist.is_initialized()
             return "", calls, False
@@ -113,7 +114,7 @@ def test_a_rank_that_fails_before_training_leaves_them_alone(tmp_path: Path) -> 
 
 def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class World:
-        speaks, closed = False, False
+        is_rank0, closed = False, False
 
         def close(self) -> None:
             self.closed = True
@@ -128,7 +129,7 @@ def test_a_rank_that_fails_to_generate_leaves_them_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(generation.mesh, "connect", lambda *arguments: world)
     monkeypatch.setattr(generation, "_model", fail)
     with pytest.raises(RunError, match="out of memory"):
-        generation.work(job, worker.Place())  # type: ignore[arg-type]
+        generation.work(job, RankInfo())  # type: ignore[arg-type]
     assert not world.closed
 
 
@@ -136,7 +137,7 @@ def test_a_rank_under_torchrun_leaves_without_tidying_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = list[int]()
-    monkeypatch.setattr(training.place, "found", lambda env: worker.Place(1, 2))
+    monkeypatch.setattr(training.rank_info, "from_environment", lambda env: RankInfo(1, 2))
     monkeypatch.setattr(training, "main", lambda: 1 // 0)
     monkeypatch.setattr(training, "leave", left.append)
     monkeypatch.setattr(training.output, "best_effort", lambda: None)  # this process keeps its own

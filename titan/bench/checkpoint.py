@@ -18,7 +18,7 @@ from typing import Any
 
 from titan.console.numbers import billions
 from titan.errors import ConfigError
-from titan.metrics.plot import read_lines
+from titan.metrics.lines import read_lines
 from titan.run.run import Run
 
 SHAPE = [

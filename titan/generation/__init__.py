@@ -1,1 +1,1 @@
-"""Text from a trained model: a cache of keys and values, drawing tokens, and putting them together."""
+"""Text from a trained model: a key-value cache, sampling, and incremental detokenization."""

@@ -1,11 +1,11 @@
-"""Keys and values of the tokens so far, so that each further token costs a forward pass of that token alone.
+"""A key-value cache, so that each further token takes a forward pass of that token only.
 
-A `CachedAttention` takes the place of a model's plain attention in each layer and holds that layer's keys and values.
-Token number n of a row lies in column n, whatever the other rows hold: a query at position p sees the columns up to p,
-and what is behind them - filling, or what a longer row has there - is written over before it is seen. So rows of
-different lengths go together, and none sees that it is not alone.
+A `CachedAttention` replaces the plain attention of each layer and has that layer's keys and values. Token number n of a
+row is in column n, whatever the other rows have: a query at position p sees the columns up to p, and later columns
+(padding, or tokens of longer rows) are overwritten before they are seen. So rows of different lengths are computed
+together without influence on each other.
 
-Shapes: B rows, T new tokens of each, H query and K key heads of width d on this rank, S columns that are looked at.
+Shapes: B rows, T new tokens of each, H query and K key heads of width d on this rank, S columns that are seen.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from titan.model.layers import CausalAttention
 
 
 class Cache:
-    """Where the tokens of the coming forward pass go, and all layers' keys and values.
+    """All layers' keys and values, and the columns of the next forward pass.
 
-    `extend` or `step` say where the tokens stand, then the model is called; all its layers go by that.
+    Call `extend` or `step` to set the columns of the next tokens, then the model; all its layers use them.
     """
 
     def __init__(self, length: int, device: torch.device) -> None:
-        """Have room for `length` tokens a row; the layers take their memory when they first see a key."""
+        """Create a cache of `length` tokens per row; layers allocate their memory in their first forward pass."""
         self.length, self.device = length, device
         self.layers: list[CachedAttention] = []
         self.columns: slice | Tensor = slice(0, 0)
@@ -35,46 +35,46 @@ class Cache:
         self.mask: Tensor | None = None
 
     def extend(self, start: int, count: int) -> Tensor:
-        """The coming tokens stand at `start` and behind, in all rows.
+        """Put the next `count` tokens of all rows into the columns from `start` on.
 
         Returns:
             Their positions, int64 [T].
         """
-        self._room(start + count)
+        self._check_length(start + count)
         self.columns, self.seen = slice(start, start + count), start + count
         positions = torch.arange(start, self.seen, device=self.device)
-        self.mask = self._mask(positions[None]) if start else None  # at the beginning plain causal attention will do
+        self.mask = self._mask(positions[None]) if start else None  # None: plain causal attention
         return positions
 
-    def step(self, places: list[int]) -> Tensor:
-        """A single token of each row comes, at a place of its own.
+    def step(self, positions: list[int]) -> Tensor:
+        """Put the next token of each row into the row's own column.
 
         Returns:
             The positions, int64 [B, 1].
         """
-        self._room(max(places) + 1)
-        self.columns = torch.tensor(places, device=self.device)
-        self.seen = max(places) + 1
+        self._check_length(max(positions) + 1)
+        self.columns = torch.tensor(positions, device=self.device)
+        self.seen = max(positions) + 1
         self.mask = self._mask(self.columns[:, None])
         return self.columns[:, None]
 
-    def _room(self, needed: int) -> None:
+    def _check_length(self, needed: int) -> None:
         if needed > self.length:
             raise ValueError(f"{needed} tokens do not fit into a cache of {self.length}")
 
     def _mask(self, positions: Tensor) -> Tensor:
-        """True where a query sees a column: [B or 1, 1, T, S]."""
+        """Return which columns each query sees, bool [B or 1, 1, T, S]."""
         return (torch.arange(self.seen, device=self.device) <= positions[..., None])[:, None]
 
     def select(self, rows: list[int]) -> None:
-        """Go on with these rows, in this order; a row may be there several times."""
+        """Keep these rows, in this order; a row may be repeated."""
         index = torch.tensor(rows, device=self.device)
         for layer in self.layers:
             layer.select(index)
 
 
 class CachedAttention(nn.Module):
-    """Softmax attention to the tokens of a cache, in the place of `CausalAttention`; rows are one document each."""
+    """Softmax attention to the tokens of a cache, in place of `CausalAttention`; each row is one document."""
 
     def __init__(self, cache: Cache) -> None:
         super().__init__()
@@ -84,16 +84,16 @@ class CachedAttention(nn.Module):
         cache.layers.append(self)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, document_ids: Tensor | None) -> Tensor:
-        """q [B, H, T, d], k and v [B, K, T, d] of the new tokens to [B, H, T, d]; no gradient."""
-        self.keys, self.values = self._put(self.keys, k), self._put(self.values, v)
+        """Map q [B, H, T, d], k and v [B, K, T, d] of the new tokens to [B, H, T, d]; no gradient."""
+        self.keys, self.values = self._store(self.keys, k), self._store(self.values, v)
         if self.cache.mask is None:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         seen = slice(0, self.cache.seen)
         return _grouped(q, self.keys[:, :, seen], self.values[:, :, seen], self.cache.mask)
 
-    def _put(self, buffer: Tensor | None, new: Tensor) -> Tensor:
-        """Write the new tokens' part where it belongs."""
-        if buffer is None:  # zeros: what no query sees yet still counts nought times, which must be nought
+    def _store(self, buffer: Tensor | None, new: Tensor) -> Tensor:
+        """Write the new tokens into their columns."""
+        if buffer is None:  # zeros: masked columns are multiplied by zero, and NaN times zero is NaN
             buffer = new.new_zeros((*new.shape[:2], self.cache.length, new.shape[3]))
         columns = self.cache.columns
         if isinstance(columns, slice):
@@ -103,15 +103,15 @@ class CachedAttention(nn.Module):
         return buffer
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows."""
+        """Keep these rows."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention in which the query heads that share a key head are more queries of it.
+    """Compute attention with the query heads of a key head as further queries of it.
 
-    So keys need not be repeated for each of them, which is most of the work when there is a single new token.
+    So keys need not be repeated for each query head, which is most of the work for a single new token.
     """
     rows, heads, count, width = q.shape
     group = heads // k.shape[1]
@@ -122,15 +122,15 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 @contextmanager
 def cached(model: nn.Module, length: int, device: torch.device) -> Iterator[Cache]:
-    """Within it, every layer of `model` keeps keys and values of up to `length` tokens a row, in the cache given."""
-    cache, places = Cache(length, device), []
+    """Return a context in which every layer of `model` uses the returned cache, of up to `length` tokens per row."""
+    cache, replaced = Cache(length, device), []
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, CausalAttention):
-                places.append((module, name, child))
+                replaced.append((module, name, child))
                 setattr(module, name, CachedAttention(cache))
     try:
         yield cache
     finally:
-        for module, name, child in places:
+        for module, name, child in replaced:
             setattr(module, name, child)

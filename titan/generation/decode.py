@@ -1,10 +1,10 @@
-"""From prompts to what follows them: all prompts at once, then a token of each row at a time.
+"""Batched decoding: all prompts at once, then one token of each row at a time.
 
-    prefill    the prompts go through the model in chunks; each layer keeps keys and values, the last token gives logits
-    draw       a token for each row, from its own random numbers; rows that ended leave the batch
-    step       the drawn tokens go through the model, which gives the next logits
+    prefill    the model computes the prompts in chunks; each layer caches keys and values, the last token gives logits
+    sample     a token for each row, from its own random numbers; rows that ended leave the batch
+    step       the model computes the sampled tokens, which gives the next logits
 
-Under tensor parallelism all ranks do the same; they take the tokens that the first of them drew.
+With tensor parallelism all ranks do the same, and use the tokens that the first rank sampled.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from titan.generation.text import Text
 from titan.model import sampling
 
 Reason = Literal["stop", "length"]
-"""Why a continuation ended: by a token or a text that ends it, or because it is long enough."""
+"""Why a continuation ended: at a stop token or text, or at the maximum length."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How tokens are drawn, and when a continuation ends.
+    """How tokens are sampled, and when a continuation ends.
 
     Attributes:
         temperature, top_k, top_p, seed: see `titan.model.sampling`.
-        vocab: ids below it may be drawn.
-        eos: the token that ends a document; None: there is none, or it ends nothing.
-        max_tokens: where every continuation ends.
+        vocab: only ids below it are sampled.
+        eos: the token that ends a continuation; None: no token does.
+        max_tokens: the maximum length of a continuation.
     """
 
     temperature: float = 0.0
@@ -52,10 +52,10 @@ class Row:
     Attributes:
         prompt: its tokens, at least one.
         sample: its number among the continuations of this prompt.
-        text: where its text is put together; None without a tokenizer.
-        show: told what there is to show after each token: the token, and the text that came with it.
-        tokens: those generated so far, the one that ends a document included.
-        reason: why it ended; None while it goes on.
+        text: its incremental detokenizer; None without a tokenizer.
+        show: called with each token and the text that it completes.
+        tokens: those generated so far, including the one that ends a document.
+        reason: why it ended; None while it continues.
     """
 
     prompt: Sequence[int]
@@ -66,12 +66,12 @@ class Row:
     reason: Reason | None = None
 
     @property
-    def place(self) -> int:
+    def position(self) -> int:
         """The position of the last token."""
         return len(self.prompt) + len(self.tokens) - 1
 
-    def take(self, token: int, rules: Rules) -> None:
-        """Take the token that was drawn."""
+    def append(self, token: int, rules: Rules) -> None:
+        """Append a sampled token, and end the row where `rules` say so."""
         self.tokens.append(token)
         if token == rules.eos:
             self.reason = "stop"
@@ -97,14 +97,14 @@ class Decoding:
         chunk: int = 512,
         agree: Callable[[Tensor], Tensor] = lambda tokens: tokens,
     ) -> None:
-        """Take what it needs.
+        """Take a model and the rules.
 
         Args:
-            model: a whole `titan.model.decoder.Decoder`, perhaps cut over tensor ranks; on `device`.
-            rules: how to draw, when to end.
-            device: where the model is.
-            chunk: how many tokens of the prompts go through the model at a time.
-            agree: gives all ranks the same tokens in the place of their own.
+            model: a whole `titan.model.decoder.Decoder`, or its part on a tensor rank; on `device`.
+            rules: how to sample, when to end.
+            device: of the model.
+            chunk: tokens of the prompts that the model computes at a time.
+            agree: replaces the tokens by those of the first rank.
         """
         self.model, self.rules, self.device, self.chunk, self.agree = model, rules, device, chunk, agree
 
@@ -120,22 +120,22 @@ class Decoding:
         with cached(self.model, longest + self.rules.max_tokens, self.device) as cache:
             logits = self._prefill(rows, cache)
             while live:
-                tokens = self._draw(logits, [generator for _, generator in live])
-                going = self._take(tokens.tolist(), [row for row, _ in live])
-                if 0 < len(going) < len(live):
-                    cache.select(going)
-                tokens, live = tokens[going], [live[i] for i in going]
+                tokens = self._sample(logits, [generator for _, generator in live])
+                active = self._append(tokens.tolist(), [row for row, _ in live])
+                if 0 < len(active) < len(live):
+                    cache.select(active)
+                tokens, live = tokens[active], [live[i] for i in active]
                 if live:
-                    logits = self._step(tokens, [row.place for row, _ in live], cache)
+                    logits = self._step(tokens, [row.position for row, _ in live], cache)
 
-    def _take(self, tokens: Sequence[int], rows: Sequence[Row]) -> list[int]:
-        """Give each row its token; the indices of those that go on."""
+    def _append(self, tokens: Sequence[int], rows: Sequence[Row]) -> list[int]:
+        """Append its token to each row, and return the indices of the rows that continue."""
         for row, token in zip(rows, tokens, strict=True):
-            row.take(token, self.rules)
+            row.append(token, self.rules)
         return [i for i, row in enumerate(rows) if row.reason is None]
 
     def _prefill(self, rows: Sequence[Row], cache: Cache) -> Tensor:
-        """Take the prompts into the cache, equal ones once; the logits [B, V] after each."""
+        """Compute the prompts into the cache, equal ones once, and return the logits [B, V] after each."""
         prompts = list(dict.fromkeys(tuple(row.prompt) for row in rows))
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64)
@@ -148,31 +148,31 @@ class Decoding:
         return self._logits(hidden)[index]
 
     def _last_hidden(self, tokens: Tensor, last: Tensor, cache: Cache) -> Tensor:
-        """The hidden states [B, 1, D] at each row's place `last`, int64 [B]; tokens [B, T] go in chunk by chunk."""
+        """Return the hidden states [B, 1, D] at each row's index `last`, int64 [B], of tokens [B, T], in chunks."""
         out: Tensor | None = None
         for start in range(0, tokens.shape[1], self.chunk):
             part = tokens[:, start : start + self.chunk]
             hidden = self.model(part, cache.extend(start, part.shape[1]))
-            place = (last - start).clamp(0, part.shape[1] - 1)
-            found = hidden[torch.arange(len(last), device=self.device), place][:, None]
+            index = (last - start).clamp(0, part.shape[1] - 1)
+            found = hidden[torch.arange(len(last), device=self.device), index][:, None]
             out = found if out is None else torch.where((last >= start)[:, None, None], found, out)
         if out is None:
             raise ValueError("prompts without tokens")
         return out
 
-    def _step(self, tokens: Tensor, places: list[int], cache: Cache) -> Tensor:
-        """The logits [B, V] after one more token of each row."""
-        return self._logits(self.model(tokens[:, None], cache.step(places)))
+    def _step(self, tokens: Tensor, positions: list[int], cache: Cache) -> Tensor:
+        """Return the logits [B, V] after one more token of each row."""
+        return self._logits(self.model(tokens[:, None], cache.step(positions)))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.model.head(hidden)[:, 0]
         return logits
 
-    def _draw(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """The next token of each row, int64 [B]."""
+    def _sample(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+        """Return the next token of each row, int64 [B]."""
         rules = self.rules
         if not bool(logits.isfinite().all()):
-            raise RunError("the model's logits are not finite: its weights are damaged, or too large for dtype.")
+            raise RunError("the model's logits are not finite: its weights are corrupt, or too large for dtype.")
         uniform = sampling.draw_uniform(generators)
         how = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
         return self.agree(sampling.choose(logits, uniform, **how))  # type: ignore[arg-type]

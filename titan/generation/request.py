@@ -1,4 +1,4 @@
-"""From settings and weights to what the ranks are given: prompts as tokens, and everything checked. Free of torch."""
+"""Checks a generation's settings against weights and machine, and builds the ranks' job. Free of torch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are given.
+    """The input of the ranks.
 
     Attributes:
         settings: as the user gave them.
-        path: where the weights lie: of a run, the checkpoint that was its last.
+        path: of the weights; for a run, its last checkpoint.
         prompts: the tokens of each, at least one.
-        tokenizer: what `load_tokenizer` takes; None without one.
-        vocab: ids below it may be drawn.
-        eos: the token that ends a continuation; None: none does.
+        tokenizer: the argument of `load_tokenizer`; None without a tokenizer.
+        vocab: only ids below it are sampled.
+        eos: the token that ends a continuation; None: no token does.
         layout: the ranks.
-        device: their kind.
-        precision: the type to compute in.
+        device: their device type.
+        precision: the compute type.
     """
 
     settings: Settings
@@ -50,17 +50,17 @@ class Job:
 
 
 def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: Weights, machine: Machine) -> Job:
-    """Check what can be checked before work starts.
+    """Return the job of the ranks, after all checks that are possible before work starts.
 
     Args:
         settings: as the user gave them.
         layout: the ranks.
         texts: the prompts; None for `settings.tokens`.
         weights: the opened weights.
-        machine: the devices here.
+        machine: this machine's devices.
 
     Raises:
-        ConfigError: for what can't work.
+        ConfigError: when prompts, layout or memory don't fit the model or the machine.
     """
     tokenizer = None if weights.tokenizer is None else load_tokenizer(weights.tokenizer)
     prompts = _prompts(settings, texts, tokenizer)
@@ -77,7 +77,7 @@ def plan(settings: Settings, layout: Layout, texts: list[str] | None, weights: W
 
 
 def _prompts(settings: Settings, texts: list[str] | None, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """The tokens of each prompt, begun as documents begin."""
+    """Return the tokens of each prompt, with the token that begins a document."""
     if texts is None:
         return (settings.tokens or (),)
     if tokenizer is None:
@@ -89,7 +89,7 @@ def _prompts(settings: Settings, texts: list[str] | None, tokenizer: Tokenizer |
         ids = encode(text)
         ids = ids if ids[:1] == beginning else [*beginning, *ids]
         if not ids:
-            raise ConfigError("prompt=: is empty, and documents begin without a token of their own; give some text.")
+            raise ConfigError("prompt=: is empty, and no token begins a document; give some text.")
         found.append(tuple(ids))
     return tuple(found)
 
@@ -97,8 +97,8 @@ def _prompts(settings: Settings, texts: list[str] | None, tokenizer: Tokenizer |
 def _check_ids(prompts: Sequence[Sequence[int]], vocab: int, settings: Settings) -> None:
     largest = max(map(max, prompts))
     if largest >= vocab:
-        how = "tokens" if settings.tokens is not None else "prompt"
-        raise ConfigError(f"{how}: id {largest} is none of the model's, which are 0 to {vocab - 1}; give others.")
+        name = "tokens" if settings.tokens is not None else "prompt"
+        raise ConfigError(f"{name}: id {largest} is outside of the model's vocabulary, 0 to {vocab - 1}; give others.")
 
 
 def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
@@ -111,13 +111,13 @@ def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
             )
     if machine.device == "cuda" and degree > machine.count:
         raise ConfigError(
-            f"parallelism.tensor={degree}: here are {machine.count} x {machine.name}; give {machine.count} at most, "
-            "or device=cpu."
+            f"parallelism.tensor={degree}: this machine has {machine.count} x {machine.name}; give at most "
+            f"{machine.count}, or device=cpu."
         )
 
 
-def demand(settings: Settings, longest: int, model: Any, precision: Precision) -> tuple[float, float]:
-    """GiB of all weights, and of the keys and values of one batch."""
+def estimate_memory(settings: Settings, longest: int, model: Any, precision: Precision) -> tuple[float, float]:
+    """Return the GiB of all weights, and of one batch's keys and values."""
     columns = (longest + settings.max_tokens) * settings.batch
     cache = 2 * model.layers * model.kv_heads * model.head_size * columns
     return model.parameters() * precision.bytes / GIB, cache * precision.bytes / GIB
@@ -128,20 +128,18 @@ def _check_memory(
 ) -> None:
     if machine.memory_gib is None:
         return
-    weights, cache = demand(settings, longest, model, precision)
+    weights, cache = estimate_memory(settings, longest, model, precision)
     ranks = layout.tensor
-    here = machine.memory_gib * USABLE * (ranks if machine.device == "cuda" else 1)
-    here -= PROCESS_GIB * ranks if machine.device == "cpu" else 0
-    if weights + cache > here:
-        ways = [
-            *(["dtype=bf16"] if precision.bytes > 2 else []),
-            *([f"a batch below {settings.batch}"] * (cache > 0.1)),
-        ]
-        ways += ["a larger parallelism.tensor" if machine.device == "cuda" else "a machine with more memory"]
+    available = machine.memory_gib * USABLE * (ranks if machine.device == "cuda" else 1)
+    available -= PROCESS_GIB * ranks if machine.device == "cpu" else 0
+    if weights + cache > available:
+        options = ["dtype=bf16"] if precision.bytes > 2 else []
+        options += [f"a batch below {settings.batch}"] if cache > 0.1 else []
+        options += ["a larger parallelism.tensor" if machine.device == "cuda" else "a machine with more memory"]
         raise ConfigError(
             f"from={settings.from_}: {billions(model.parameters())} parameters in {precision.compute} take "
-            f"{weights:.1f} GiB and the keys and values of a batch {cache:.1f} GiB, and here are {here:.1f} GiB on "
-            f"{ranks} rank{'s' * (ranks > 1)}; give {' or '.join(ways)}."
+            f"{weights:.1f} GiB and the keys and values of a batch {cache:.1f} GiB, but {ranks} "
+            f"rank{'s have' if ranks > 1 else ' has'} {available:.1f} GiB; give {' or '.join(options)}."
         )
 
 
@@ -149,7 +147,7 @@ def _warn_of_length(longest: int, weights: Weights) -> None:
     trained = getattr(weights, "config", {}).get("max_position_embeddings")
     if trained is not None and longest > trained:
         print(
-            f"titan: warning: a prompt and max_tokens make up to {longest:,} tokens, and the model was trained on up "
-            f"to {trained:,}: what comes later may make no sense.",
+            f"titan: warning: a prompt with max_tokens has up to {longest:,} tokens, but the model was trained on up "
+            f"to {trained:,}; later tokens may be of low quality.",
             file=sys.stderr,
         )

@@ -16,16 +16,16 @@ from titan.parallelism.schema import DIMENSIONS, Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Degrees:
-    """The degree of each dimension, by the names that training has for them."""
+    """The degree of each dimension, with the names of the parallelism axis."""
 
     pipeline: int = setting(1, "stages; 1 only", at_least=1)
-    replicate: int = setting(1, "copies; 1 only", at_least=1)
-    shard: int = setting(1, "parts that weights are kept in; 1 only", at_least=1)
-    context: int = setting(1, "parts of a sequence; 1 only", at_least=1)
-    tensor: int = setting(1, "parts of each matrix, a rank each", at_least=1)
+    replicate: int = setting(1, "replicas; 1 only", at_least=1)
+    shard: int = setting(1, "ranks that weights are sharded over; 1 only", at_least=1)
+    context: int = setting(1, "ranks that each sequence is split over; 1 only", at_least=1)
+    tensor: int = setting(1, "ranks that each weight matrix is split over", at_least=1)
 
     def layout(self) -> Layout:
-        """The degrees together.
+        """Return the layout.
 
         Raises:
             ConfigError: when another dimension than tensor is above one.
@@ -33,7 +33,7 @@ class Degrees:
         for name in DIMENSIONS:
             if (degree := getattr(self, name)) > 1 and name != "tensor":
                 raise ConfigError(
-                    f"parallelism.{name}={degree}: text is generated on one device or on tensor parallel ranks; "
+                    f"parallelism.{name}={degree}: text is generated on one device or with tensor parallelism only; "
                     f"give parallelism.tensor={degree}."
                 )
         return Layout(tensor=self.tensor)
@@ -41,40 +41,38 @@ class Degrees:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to continue, with which model, and how."""
+    """The model, the prompts and the sampling of a generation."""
 
     from_: str = setting(MISSING, "a run, a checkpoint, or a folder in the format of Hugging Face or Meta")
     prompt: str | None = setting(None, "a text to continue, or several: [a,b]", any_text=True)
-    prompts: str | None = setting(None, "a file with a prompt a line, or *.jsonl with the key text")
-    tokens: tuple[int, ...] | None = setting(None, "token ids to continue, taken as they are: [1,2,3]", at_least=0)
-    markup: bool = setting(False, "special tokens that a prompt spells are taken for them")
-    max_tokens: int = setting(128, "tokens to generate at most", at_least=1, cap=10**9)
+    prompts: str | None = setting(None, "a file with one prompt per line, or *.jsonl with the key text")
+    tokens: tuple[int, ...] | None = setting(None, "token ids to continue, used unchanged: [1,2,3]", at_least=0)
+    markup: bool = setting(False, "parse special tokens in the text of prompts")
+    max_tokens: int = setting(128, "maximum number of tokens to generate", at_least=1, cap=10**9)
     samples: int = setting(1, "continuations of each prompt", at_least=1, cap=10**6)
     temperature: float = setting(
-        0.8, "the logits are divided by it; 0: always the likeliest token", at_least=0, cap=1e6
+        0.8, "the logits are divided by it; 0: always the most likely token", at_least=0, cap=1e6
     )
-    top_k: int = setting(40, "draw from so many likeliest tokens; 0: from all", at_least=0)
+    top_k: int = setting(40, "sample from so many most likely tokens; 0: from all", at_least=0)
     top_p: float = setting(
-        1.0, "draw from the fewest likeliest tokens that have this probability together", above=0, at_most=1
+        1.0, "sample from the fewest most likely tokens with this total probability", above=0, at_most=1
     )
-    seed: int = setting(0, "of the draws", at_least=0, below=2**63)
-    stop: str | None = setting(
-        None, "a text that ends the continuation where it comes, or several: [a,b]", any_text=True
-    )
-    ignore_eos: bool = setting(False, "go on after the token that ends a document")
-    output: str | None = setting(None, "a file to write to as JSON Lines; null: the terminal")
+    seed: int = setting(0, "of the random numbers", at_least=0, below=2**63)
+    stop: str | None = setting(None, "a text before which the continuation ends, or several: [a,b]", any_text=True)
+    ignore_eos: bool = setting(False, "continue after the token that ends a document")
+    output: str | None = setting(None, "a JSON Lines file to write; null: the terminal")
     dtype: Literal["auto", "bf16", "fp32"] = setting(
-        "auto", "type of the weights and to compute in; auto: bf16 where the device is fast at it, else fp32"
+        "auto", "type of the weights and of computation; auto: bf16 where the device is fast at it, else fp32"
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: GPUs where there are any, else the CPU")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: GPUs if available, else the CPU")
     batch: int = setting(8, "continuations computed together", at_least=1, cap=10**6)
     chunk: int = setting(512, "tokens of a prompt computed together", at_least=1)
 
     def texts(self) -> list[str] | None:
-        """The prompts that are texts; None where `tokens` are given.
+        """Return the prompts as texts; None where `tokens` are given.
 
         Raises:
-            ConfigError: when there is none, or several ways to give them are mixed, or a file can't be read.
+            ConfigError: when there are none, or given in more than one way, or in a file that can't be read.
         """
         given = [name for name in ("prompt", "prompts", "tokens") if getattr(self, name) is not None]
         if len(given) > 1:
@@ -88,40 +86,40 @@ class Settings:
         return None if self.prompt is None else listed(self.prompt)
 
     def stops(self) -> tuple[str, ...]:
-        """The texts that end a continuation."""
+        """Return the texts that end a continuation."""
         return tuple(text for text in listed(self.stop or "") if text)
 
 
 def listed(text: str) -> list[str]:
-    """The texts in `[a,b]`, as YAML writes a list of them; what is none is a text itself."""
+    """Return the strings of a YAML list, `[a,b]`; any other text is a single string."""
     if not (text.startswith("[") and text.endswith("]")):
         return [text]
     try:
-        found = yaml.load(text, yaml.BaseLoader)  # which leaves numbers and the like texts
+        found = yaml.load(text, yaml.BaseLoader)  # keeps numbers as strings
     except yaml.YAMLError:
         return [text]
     return found if found and all(isinstance(item, str) for item in found) else [text]
 
 
 def read_prompts(name: str) -> list[str]:
-    """The prompts in a file: its lines without their ends, of *.jsonl what is under the key text; empty lines are none.
+    """Return the prompts in a file: one per line, in *.jsonl the value of the key text; empty lines are skipped.
 
     Raises:
-        ConfigError: when it can't be read, or has none.
+        ConfigError: when it can't be read, or has no prompt.
     """
     try:
         content = Path(name).expanduser().read_bytes().decode()
     except OSError as error:
         raise ConfigError(
-            f"prompts={name}: can't be read ({error.strerror}); give a file with a prompt a line."
+            f"prompts={name}: can't be read ({error.strerror}); give a file with one prompt per line."
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"prompts={name}: not UTF-8 (byte {error.start}); convert it.") from error
-    # not splitlines, which cuts at characters that JSON leaves inside of a text
+    # not splitlines, which splits at characters that JSON allows inside of a string
     numbered = enumerate((line.removesuffix("\r") for line in content.split("\n")), start=1)
     lines = [(number, line) for number, line in numbered if line.strip()]
     if not lines:
-        raise ConfigError(f"prompts={name}: holds no prompt; give a file with a prompt a line.")
+        raise ConfigError(f"prompts={name}: has no prompt; give a file with one prompt per line.")
     json_lines = Path(name).suffix == ".jsonl"
     return [_text_of(line, f"prompts={name}: line {number}") if json_lines else line for number, line in lines]
 
@@ -130,7 +128,7 @@ def _text_of(line: str, where: str) -> str:
     try:
         text = json.loads(line)["text"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{where} is not like {{"text": "a prompt"}}; mend it.') from error
+        raise ConfigError(f'{where} is not like {{"text": "a prompt"}}; correct it.') from error
     if not isinstance(text, str):
-        raise ConfigError(f"{where} has a text that is none; mend it.")
+        raise ConfigError(f"{where} has a value of text that is no string; correct it.")
     return text

@@ -1,4 +1,4 @@
-"""Where continuations go: to the terminal as they come, or one after the other; or to a file. Free of torch."""
+"""Output of continuations: streamed to the terminal, printed one after the other, or written to a file. No torch."""
 
 from __future__ import annotations
 
@@ -18,70 +18,70 @@ if TYPE_CHECKING:
     from titan.generation.decode import Row
 
 
-class Screen(Protocol):
-    """What shows continuations; a context manager."""
+class Output(Protocol):
+    """Shows continuations; a context manager."""
 
-    def __enter__(self) -> Screen: ...
+    def __enter__(self) -> Output: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """A single continuation, of this prompt, is about to come piece by piece."""
+        """Start a continuation of this prompt."""
 
     def piece(self, token: int, text: str) -> None:
-        """The next token of it, and the text that came with it."""
+        """Show the next token, and the text that it completes."""
 
     def done(self, row: Row) -> None:
-        """A continuation has ended."""
+        """End a continuation."""
 
 
 def text_of(prompt: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The text of a prompt, without the token that begins a document."""
+    """Return the text of a prompt, without the token that begins a document."""
     return tokenizer.decode(prompt[1:] if prompt[0] == tokenizer.bos else prompt)
 
 
-class Nowhere:
+class NoOutput:
     """For ranks that show nothing."""
 
-    def __enter__(self) -> Nowhere:
+    def __enter__(self) -> NoOutput:
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """See `Screen`."""
+        """See `Output`."""
 
     def piece(self, token: int, text: str) -> None:
-        """See `Screen`."""
+        """See `Output`."""
 
     def done(self, row: Row) -> None:
-        """See `Screen`."""
+        """See `Output`."""
 
 
-class Terminal(Nowhere):
-    """Prints each prompt with its continuation; as ids where there is no tokenizer."""
+class Terminal(NoOutput):
+    """Prints each prompt with its continuation; as token ids where there is no tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None, count: int) -> None:
-        """Take what reads tokens, and how many continuations there will be: a single one is shown as it comes."""
+        """Take the tokenizer and the number of continuations: a single one is streamed."""
         self.tokenizer, self.count, self.number = tokenizer, count, 0
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that can't show a character shows something else
+            sys.stdout.reconfigure(errors="replace")  # for characters that the terminal's encoding lacks
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """See `Screen`."""
+        """See `Output`."""
         if self.count == 1:
             print(self._prompt(prompt), end="", flush=True)
 
     def piece(self, token: int, text: str) -> None:
-        """See `Screen`."""
+        """See `Output`."""
         if self.count == 1:
             print(text if self.tokenizer is not None else f" {token}", end="", flush=True)
 
     def done(self, row: Row) -> None:
-        """See `Screen`."""
+        """See `Output`."""
         self.number += 1
         if self.count == 1:
             print(flush=True)
@@ -93,11 +93,11 @@ class Terminal(Nowhere):
         return " ".join(map(str, prompt)) if self.tokenizer is None else text_of(prompt, self.tokenizer)
 
 
-class JsonLines(Nowhere):
-    """Writes a line for each continuation: {prompt, text, tokens, finish_reason}; texts are null without tokenizer."""
+class JsonLines(NoOutput):
+    """Writes one line per continuation: {prompt, text, tokens, finish_reason}; texts are null without a tokenizer."""
 
     def __init__(self, file: Path, tokenizer: Tokenizer | None) -> None:
-        """Take the file, which is written anew."""
+        """Take the file, which is overwritten."""
         self.file, self.tokenizer = file, tokenizer
 
     def __enter__(self) -> JsonLines:
@@ -111,7 +111,7 @@ class JsonLines(Nowhere):
         self.out.close()
 
     def done(self, row: Row) -> None:
-        """See `Screen`."""
+        """See `Output`."""
         line = {
             "prompt": None if self.tokenizer is None else text_of(row.prompt, self.tokenizer),
             "text": None if row.text is None else row.text.given,
@@ -123,21 +123,21 @@ class JsonLines(Nowhere):
 
 
 @dataclass
-class Clock:
-    """How fast tokens came, prompts included."""
+class Throughput:
+    """Measures tokens per second, including the time for prompts."""
 
     began: float = field(default_factory=time.perf_counter)
     first: float | None = None
     tokens: int = 0
 
-    def tick(self) -> None:
-        """A token came."""
+    def count(self) -> None:
+        """Count a token."""
         self.tokens += 1
         self.first = self.first or time.perf_counter()
 
     def line(self) -> str:
-        """What to say at the end."""
+        """Return the figures in one line."""
         seconds = time.perf_counter() - self.began
         wait = (self.first or self.began) - self.began
         rate = self.tokens / seconds
-        return f"{self.tokens:,} tokens in {seconds:.2f} s, {rate:,.1f} tokens/s; the first after {wait:.2f} s"
+        return f"{self.tokens:,} tokens in {seconds:.2f} s, {rate:,.1f} tokens/s; first token after {wait:.2f} s"

@@ -1,4 +1,4 @@
-"""Tokens to text as they come. Free of torch."""
+"""Incremental detokenization: text from tokens as they are generated. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from titan.dataset.tokenizers.base import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _CONTEXT = 6
-"""How many tokens of the prompt are decoded with what follows: some tokenizers write a text's first word otherwise."""
+"""Tokens of the prompt that are decoded with what follows: some tokenizers decode a text's first word differently."""
 
 
 class Text:
     """The text of one continuation, which grows token by token.
 
-    A character may be spread over several tokens: it is given once it is complete. What may become a stop text is held
-    back until it has become one, or something else.
+    A character may consist of several tokens: it is returned once it is complete. What may be the beginning of a stop
+    text is buffered until it is one, or not.
 
     Attributes:
-        given: the text so far, without what is held back.
-        stopped: whether a stop text came; the text ends before it.
+        given: the text so far, without the buffer.
+        stopped: whether a stop text was generated; the text ends before it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, [text for text in stop if text]
         self.tokens = list(prompt[-_CONTEXT:])
         self.begin, self.decoded = 0, len(self.tokens)
-        self.held, self.given, self.stopped = "", "", False
+        self.buffer, self.given, self.stopped = "", "", False
 
     def add(self, token: int) -> str:
-        """Take a token; the text that can be shown since."""
+        """Add a token, and return the text that can be shown now."""
         self.tokens.append(token)
-        return self._give(self._decode(last=False))
+        return self._filter_stops(self._decode(last=False))
 
     def end(self) -> str:
-        """No token follows; what was held back of the text."""
+        """End the text, and return what was buffered."""
         if self.stopped:
             return ""
-        rest = self._give(self._decode(last=True))
-        self.given, rest, self.held = self.given + self.held, rest + self.held, ""
+        rest = self._filter_stops(self._decode(last=True))
+        self.given, rest, self.buffer = self.given + self.buffer, rest + self.buffer, ""
         return rest
 
     def _decode(self, last: bool) -> str:
-        """The text of the tokens that were not decoded yet; nothing while their last character is incomplete."""
+        """Return the text of the tokens that were not decoded yet; "" while their last character is incomplete."""
         before = self.tokenizer.decode(self.tokens[self.begin : self.decoded])
         text = self.tokenizer.decode(self.tokens[self.begin :])
         if len(text) <= len(before) or (text.endswith(_UNFINISHED) and not last):
@@ -50,20 +50,20 @@ class Text:
         self.begin, self.decoded = self.decoded, len(self.tokens)
         return text[len(before) :]
 
-    def _give(self, new: str) -> str:
-        """What of the held and the new text can be shown."""
-        text = self.held + new
-        ends = [place for place in (text.find(stop) for stop in self.stop) if place >= 0]
+    def _filter_stops(self, new: str) -> str:
+        """Return what can be shown of the buffer and the new text."""
+        text = self.buffer + new
+        ends = [index for index in (text.find(stop) for stop in self.stop) if index >= 0]
         if ends and not self.stopped:
-            self.stopped, shown, self.held = True, text[: min(ends)], ""
+            self.stopped, shown, self.buffer = True, text[: min(ends)], ""
         else:
-            shown, self.held = _cut(text, self.stop)
+            shown, self.buffer = _split_stop(text, self.stop)
         self.given += shown
         return shown
 
 
-def _cut(text: str, stops: Sequence[str]) -> tuple[str, str]:
-    """`text`, and apart from it the longest end that is the beginning of a stop text."""
+def _split_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
+    """Split `text` before its longest end that is the beginning of a stop text."""
     longest = min(len(text), max((len(stop) - 1 for stop in stops), default=0))
     for size in range(longest, 0, -1):
         if any(stop.startswith(text[-size:]) for stop in stops):

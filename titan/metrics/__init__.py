@@ -1,1 +1,1 @@
-"""The metrics axis: what a run reports while it learns, and to whom."""
+"""The metrics axis: what a run reports while it trains, and where to."""

@@ -1,8 +1,7 @@
-"""loss.png: the loss of a run over the tokens that it has seen."""
+"""loss.png: the loss of a run over tokens."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import itertools
 import math
@@ -12,20 +11,20 @@ from pathlib import Path
 from typing import Any
 
 from titan.console.numbers import short
-from titan.files.former import renamed
-from titan.files.untrusted import check, parse_object, read
+from titan.metrics.lines import read_lines
 
-SHARE = 0.02  # of the run that one smoothed point averages over
+SHARE = 0.02
+"""The share of the run that one smoothed point averages over."""
 BLUE, ORANGE, GREY = "#2c6fbb", "#d9571e", "#6b6b6b"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One quantity over training.
+    """One metric over training.
 
     Attributes:
-        steps: in rising order.
-        tokens: seen up to each step.
+        steps: in ascending order.
+        tokens: read up to each step.
         values: at each step, all finite.
     """
 
@@ -35,14 +34,14 @@ class Curve:
 
 
 def plot_losses(metrics_file: Path, png: Path) -> Path | None:
-    """Draw training and validation loss from metrics.jsonl.
+    """Plot training and validation loss from metrics.jsonl.
 
     Args:
-        metrics_file: lines with step, tokens and loss or validation_loss; the last line of a step counts.
+        metrics_file: lines with step, tokens and loss or validation_loss; the last line of each step counts.
         png: the file to write.
 
     Returns:
-        The file; None where matplotlib isn't installed or there is nothing to draw.
+        The file; None where matplotlib isn't installed or there is no loss.
     """
     lines = read_lines(metrics_file)
     training, validation = curve(lines, "loss"), curve(lines, "validation_loss")
@@ -52,36 +51,8 @@ def plot_losses(metrics_file: Path, png: Path) -> Path | None:
     return png
 
 
-def read_lines(metrics_file: Path) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl; a line that is cut short or damaged is left out, a missing file has none."""
-    records = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in read(metrics_file).decode(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                records.append(_record(line))
-    return records
-
-
-def _record(line: str) -> dict[str, Any]:
-    """A line's record.
-
-    Raises:
-        ValueError: when it is none, or its values are of other types.
-    """
-    record = renamed(parse_object(line))
-    for name, kind in _KINDS.items():
-        check(record.get(name, 0), kind, name)
-    return record
-
-
-_KINDS: dict[str, Any] = {
-    "step": int,
-    "tokens": float, "loss": float | None, "validation_loss": float | None,
-}  # fmt: skip
-
-
 def curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
-    """The finite values of `key` by step, where a later record of the same step replaces the earlier one."""
+    """Return the finite values of `key` by step; a later record of the same step replaces the earlier one."""
     last = {record["step"]: record for record in records if key in record and "step" in record}
     kept = [last[step] for step in sorted(last) if _finite(last[step][key])]
     return Curve(
@@ -96,7 +67,7 @@ def _finite(value: Any) -> bool:
 
 
 def smooth(values: Sequence[float], span: int) -> list[float]:
-    """The mean over windows of about `span` values, each centred on its own value and so shorter towards the ends.
+    """Return the mean over windows of about `span` values, each centred on its value and so shorter towards the ends.
 
     Centred, because an average over the past alone lies above a falling loss.
     """
@@ -109,7 +80,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
 
 
 def _draw(training: Curve, validation: Curve, png: Path) -> None:
-    """Without pyplot, which keeps figures in a global register."""
+    """Draw without pyplot, which keeps figures in a global registry."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -117,7 +88,7 @@ def _draw(training: Curve, validation: Curve, png: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if training.steps:
-        _training(axes, training)
+        _plot_training(axes, training)
     if validation.steps:
         axes.plot(
             validation.tokens,
@@ -130,11 +101,11 @@ def _draw(training: Curve, validation: Curve, png: Path) -> None:
             zorder=4,
             label=f"validation, last {validation.values[-1]:.3f}",
         )
-    _dress(axes, training, validation)
+    _format_axes(axes, training, validation)
     figure.savefig(png)
 
 
-def _training(axes: Any, training: Curve) -> None:
+def _plot_training(axes: Any, training: Curve) -> None:
     span = round(SHARE * len(training.values))
     if span < 2:
         axes.plot(training.tokens, training.values, ".-", color=BLUE, linewidth=1.5, label="training")
@@ -144,7 +115,7 @@ def _training(axes: Any, training: Curve) -> None:
     axes.plot(training.tokens, smoothed, color=BLUE, linewidth=1.8, zorder=3, label=f"training, mean over {span} steps")
 
 
-def _dress(axes: Any, training: Curve, validation: Curve) -> None:
+def _format_axes(axes: Any, training: Curve, validation: Curve) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("loss (nats per token)")
     axes.xaxis.set_major_formatter(lambda tokens, _: short(tokens))
@@ -158,7 +129,7 @@ def _dress(axes: Any, training: Curve, validation: Curve) -> None:
 
 
 def _step_axis(axes: Any, by: Curve) -> None:
-    """A second scale on top, in steps: exact where every step has as many tokens, else by the run's average."""
+    """Add a second axis on top, in steps: exact where all steps have equally many tokens, else by the average."""
     from matplotlib.ticker import MaxNLocator
 
     per_step = by.tokens[-1] / max(1, by.steps[-1]) or 1.0
@@ -171,7 +142,7 @@ def _step_axis(axes: Any, by: Curve) -> None:
 
 
 def _limits(*curves: Sequence[float]) -> tuple[float, float]:
-    """The range of the loss, where a few spikes at the very top may leave the picture."""
+    """Return the range of the loss axis; the highest 0.5% of the values may lie outside of it."""
     values = sorted(value for each in curves for value in each)
     low, high = values[0], values[-1]
     usual = values[int(0.995 * (len(values) - 1))]

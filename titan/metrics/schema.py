@@ -8,22 +8,22 @@ from typing import Literal
 from titan.config.settings import setting
 
 WARM = 3
-"""Steps at the beginning of an attempt that no figure of speed counts: compilation, first allocations."""
+"""The first steps of an attempt, which no speed counts: they compile and allocate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """What a run reports beside metrics.jsonl, which every run writes."""
 
-    console_every: int = setting(10, "steps between lines when there is no terminal", at_least=1)
+    console_every: int = setting(10, "steps between progress lines where there is no terminal", at_least=1)
     tensorboard: bool = setting(False, "write TensorBoard event files to tensorboard/")
     wandb: bool = setting(False, "log to Weights & Biases, files in wandb/")
     wandb_project: str = setting("titan", "the project at Weights & Biases")
     wandb_entity: str | None = setting(None, "the user or team at Weights & Biases; null: your default one")
     wandb_mode: Literal["offline", "online"] = setting(
-        "offline", "offline: files only, to be sent later by `wandb sync`; online: send while training"
+        "offline", "offline: files only, for a later `wandb sync`; online: send while training"
     )
-    plot: bool = setting(True, "draw loss.png at the end")
+    plot: bool = setting(True, "plot loss.png at the end")
     sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0, cap=10**6)
-    validate_every: int = setting(50, "steps between validations; 0: only at the end", at_least=0)
-    validation_tokens: int = setting(16384, "tokens of the fixed validation set; 0: no validation", at_least=0)
+    validate_every: int = setting(50, "steps between evaluations; 0: only at the end", at_least=0)
+    validation_tokens: int = setting(16384, "tokens of each source's evaluation set; 0: no evaluation", at_least=0)

@@ -1,1 +1,1 @@
-"""The parallelism axis: degrees, the mesh, and what is cut or copied over it."""
+"""The parallelism axis: degrees, the device mesh, and data, tensor, context and pipeline parallelism on it."""

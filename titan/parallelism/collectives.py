@@ -1,8 +1,7 @@
-"""Collective operations that autograd and torch.compile see through.
+"""Collective operations that autograd and torch.compile can trace.
 
-All are torch's functional collectives, waited for at once: what comes out is a plain tensor in eager and in compiled
-code alike. A tensor that is still under way (torch's AsyncCollectiveTensor) would give wrong gradients when it enters a
-compiled block.
+All are torch's functional collectives followed by a wait, so that the result is a plain tensor in eager and in compiled
+code. A pending tensor (torch's AsyncCollectiveTensor) would give wrong gradients when it enters a compiled block.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ _OPS = torch.ops._c10d_functional
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """The tensor, once it has arrived."""
+    """Wait for a functional collective, and return its result."""
     out: Tensor = _OPS.wait_tensor(tensor)
     return out
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, all of one shape, one after the other along `dim`. No gradient."""
+    """Concatenate the ranks' tensors, all of one shape, along `dim`. No gradient."""
     out = wait(_OPS.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name))
     return out if dim == 0 else torch.cat(out.chunk(group.size()), dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part along `dim` of the sum over ranks; all parts are equally long. No gradient."""
+    """Return this rank's part along `dim` of the sum over ranks; all parts have one size. No gradient."""
     if dim != 0:
         x = torch.cat(x.chunk(group.size(), dim))
     return wait(_OPS.reduce_scatter_tensor(x.contiguous(), "sum", group.size(), group.group_name))
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, how: str = "sum") -> Tensor:
-    """The sum (or "max") over ranks, in a new tensor. No gradient."""
+    """Return the sum (or "max") over ranks, in a new tensor. No gradient."""
     return reduced(x, group.group_name, how)
 
 
 def reduced(x: Tensor, group: str, how: str = "sum") -> Tensor:
-    """`all_reduce` over a group that is given by its name, as operations are that the compiler takes as they are."""
+    """Do as `all_reduce`, for a group given by its name: for custom operations, which take no process groups."""
     return wait(_OPS.all_reduce(x.contiguous(), how, group))
 
 
@@ -100,7 +99,7 @@ class _Join(torch.autograd.Function):
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather along `dim`; each rank uses the result for something else, so the gradient is reduce-scattered."""
+    """All-gather along `dim`; ranks use the result for different things, so the gradient is reduce-scattered."""
     out: Tensor = _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
@@ -112,18 +111,18 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same tensor, which each rank uses for something else: the gradient is summed."""
+    """Return the same tensor; ranks use it for different things, so the gradient is all-reduced."""
     out: Tensor = _Copy.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, which all ranks then use for the same: the gradient goes to each as it is."""
+    """All-reduce; all ranks use the result for the same thing, so the gradient passes unchanged."""
     out: Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """All-gather along `dim`; all ranks use the result for the same, so each takes its part of the gradient."""
+    """All-gather along `dim`; all ranks use the result for the same thing, so each takes its part of the gradient."""
     out: Tensor = _Join.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out

@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2 (`fully_shard`), its hybrid with copies, and DDP.
+"""Data parallelism: FSDP2 (`fully_shard`), HSDP and DDP.
 
 Gradients are summed, never averaged: the loss is divided by the global number of tokens before backward.
 """
@@ -18,19 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 def shard(
     stage: Any, mesh: DeviceMesh, compute: torch.dtype, *, reshard: bool | int, prefetch: int = 0, offload: bool = False
 ) -> None:
-    """Cut the parameters of a stage over `mesh` (of one dimension: FSDP; of two, replicate and shard: HSDP).
+    """Shard the parameters of a stage over `mesh` (one dimension: FSDP; two, replicate and shard: HSDP).
 
-    Each block, the embedding and the head are gathered in the compute type, for use only. Backward needs no weight of
-    an embedding. Tied, embedding and head are one group, which stays gathered from the one's forward pass to the
-    other's backward pass.
+    Each block, the embedding and the head are gathered in the compute type when they are used. The backward pass of an
+    embedding needs no weight. Tied embedding and head are one FSDP group, which stays gathered from the forward pass of
+    the embedding to the backward pass of the head.
 
     Args:
-        stage: holds a `model`; the module whose forward pass is the whole of it.
-        mesh: dimensions replicate (copies, where there are any) and shard.
-        compute: the type of products.
-        reshard: whether a block's gathered weights are freed after its forward pass; a number: cut among so many ranks.
-        prefetch: blocks that are gathered ahead of the one at work; 0: as FSDP thinks best.
-        offload: keep parts in host memory.
+        stage: the module whose forward pass uses all of its `model`.
+        mesh: dimensions replicate (where its degree is above one) and shard.
+        compute: the dtype of matmuls.
+        reshard: whether a block's gathered weights are freed after its forward pass; a number: reshard over so many
+            ranks.
+        prefetch: blocks that are gathered ahead of the one that computes; 0: FSDP's default.
+        offload: keep the shards in host memory.
     """
     model = stage.model
     common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(offload, mesh.device_type)}
@@ -60,19 +61,19 @@ def _offload(offload: bool, device_type: str) -> OffloadPolicy:
 
 
 def _prefetch(blocks: list[Any], count: int) -> None:
-    """Gather the next `count` blocks, of the forward and of the backward pass, while one is at work."""
+    """Gather the next `count` blocks of the forward and of the backward pass while one computes."""
     for i, block in enumerate(blocks if count else []):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + count])
         block.set_modules_to_backward_prefetch(blocks[max(0, i - count) : i][::-1])
 
 
 def replicate(losses: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
-    """Sum the gradients of copies while the backward pass goes on (DDP)."""
+    """Wrap a stage in DDP, which sums the replicas' gradients during the backward pass."""
     module = DistributedDataParallel(
         losses,
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
-        init_sync=False,  # all start the same by themselves
+        init_sync=False,  # all replicas initialise the same weights
         broadcast_buffers=False,
     )
     module.register_comm_hook(mesh.get_group(), _sum)
@@ -80,12 +81,12 @@ def replicate(losses: nn.Module, mesh: DeviceMesh) -> DistributedDataParallel:
 
 
 def accumulating(module: nn.Module, last: bool, whole: bool) -> AbstractContextManager[None]:
-    """Within this context the gradients of a micro-batch are summed over ranks as far as it takes.
+    """Return the context of a micro-batch's backward pass, which sums gradients over ranks only where it is due.
 
     Args:
-        module: what FSDP or DDP has wrapped.
-        last: whether it is the step's last micro-batch. What copies sum, they sum only then.
-        whole: FSDP keeps unsharded gradients until the last micro-batch; else it reduces those of each.
+        module: wrapped by FSDP or DDP, or plain.
+        last: whether it is the step's last micro-batch. Replicas sum their gradients only then.
+        whole: FSDP keeps unsharded gradients until the last micro-batch; else it reduces after each.
     """
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last or not whole)
@@ -97,7 +98,7 @@ def accumulating(module: nn.Module, last: bool, whole: bool) -> AbstractContextM
 
 
 def part(model: nn.Module) -> None:
-    """Make parameters parts again: a forward pass that no backward pass follows leaves some of them gathered (FSDP)."""
+    """Reshard parameters (FSDP): a forward pass without a backward pass leaves some of them gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,4 @@
-"""Which rows of a step a data-parallel rank computes. Free of torch."""
+"""The rows of a step that a data-parallel rank computes. Free of torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DataShard:
-    """Rank `rank` of the `ranks` among which the rows of a step are divided."""
+    """Shard `rank` of the `ranks` equal shards that the rows of a step are divided into."""
 
     rank: int
     ranks: int
 
     def __post_init__(self) -> None:
-        """Refuse a rank outside [0, ranks)."""
+        """Raise ValueError when the rank is not in [0, ranks)."""
         if not 0 <= self.rank < self.ranks:
             raise ValueError(f"rank {self.rank} of {self.ranks}")
 
     def slots(self, rows: int) -> int:
-        """How many places each rank has for a step of `rows` rows."""
+        """Return the number of rows that each rank computes in a step of `rows` rows, padding included."""
         return -(-rows // self.ranks)
 
     def rows(self, rows: int) -> range:
-        """Which of a step's `rows` rows are this rank's."""
+        """Return this rank's range of a step's `rows` rows."""
         slots = self.slots(rows)
         return range(min(rows, self.rank * slots), min(rows, (self.rank + 1) * slots))

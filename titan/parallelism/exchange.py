@@ -1,17 +1,16 @@
-"""Short messages between all ranks, beside the collectives of training: to rank 0, and from it to all.
+"""Short messages between all ranks, outside of the process groups: to rank 0, and from rank 0 to all.
 
-They go over the store at which the ranks met. A process group would cost more: gloo connects every rank with every
-other one when a group is made and gathers in a ring through all of them, and NCCL's group belongs to the thread that
-trains. Here a round takes a few small requests for each rank to one server, and any thread may make them.
+They use the rendezvous store. A process group would cost more: gloo connects every rank with every other one when a
+group is created and gathers in a ring through all of them, and NCCL's group belongs to the thread that trains. Here a
+round takes a few small requests per rank to one server, and any thread may make them.
 
-    gather     every rank leaves its message under a key; rank 0 reads and deletes them
-    broadcast  rank 0 leaves its message under one key; every other rank reads it
-    scatter    rank 0 leaves a message for each rank under a key, which that rank reads and deletes
+    gather     every rank writes its message under a key; rank 0 reads and deletes them
+    broadcast  rank 0 writes its message under one key; every other rank reads it
+    scatter    rank 0 writes a message for each rank under a key, which that rank reads and deletes
 
 The rounds are numbered, so all ranks have to make the same ones in the same order, each from one thread at a time. A
-rank that leaves for good marks that in place of its next message, so that rank 0, or all others where it is rank 0,
-fail at once instead of waiting. One that is killed is missed after `PATIENCE`; whoever started the ranks ends the
-others before that.
+rank that leaves writes a mark in place of its next message, so that rank 0 (or all others where it is rank 0) fails at
+once instead of waiting. A killed rank causes a timeout after `PATIENCE`; the launcher ends the other ranks before that.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from datetime import timedelta
 from typing import Any
 
 PATIENCE = timedelta(hours=1)
-"""How long a rank waits for a message: another one may have gigabytes to write first."""
+"""The timeout of a message: another rank may have gigabytes to write first."""
 PARTING = timedelta(minutes=1)
-"""How long rank 0 waits at the end until all have read its last message."""
+"""The timeout at the end, while rank 0 waits until all ranks have read its last message."""
 _MESSAGE, _LEFT = b"+", b"-"
 
 
 class Exchange:
-    """All ranks' messages, from one rank."""
+    """One rank's end of the messages between all ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, patience: timedelta = PATIENCE) -> None:
-        """Take a connection of its own to the store at which `size` ranks met; this one is number `rank`.
+        """Open a separate connection to the store of `size` ranks; this one is `rank`.
 
-        A request that waits blocks its connection, which training's own requests must not wait for.
+        A request that waits blocks its connection, and training's requests must not wait for it.
         """
         self.store: Any = store.clone()
         self.store.set_timeout(patience)
@@ -44,13 +43,13 @@ class Exchange:
         self.parted = False
 
     def gather(self, message: bytes) -> list[bytes] | None:
-        """Give rank 0 a message of each rank; all ranks call it together.
+        """Send a message of each rank to rank 0; all ranks call it together.
 
         Returns:
-            On rank 0 all messages by rank, its own included; on the others None.
+            On rank 0 all messages in rank order, its own included; on the others None.
 
         Raises:
-            ConnectionError: on rank 0, when a rank has left or gave no message in time.
+            ConnectionError: on rank 0, when a rank has left or sent no message in time.
         """
         number, self.gathered, self.parted = self.gathered, self.gathered + 1, False
         if self.rank:
@@ -61,10 +60,10 @@ class Exchange:
         return messages
 
     def broadcast(self, message: bytes = b"") -> bytes:
-        """Give rank 0's message to all ranks, which call it together.
+        """Send rank 0's message to all ranks, and return it; all ranks call it together.
 
         Raises:
-            ConnectionError: when rank 0 has left, or gave no message in time.
+            ConnectionError: when rank 0 has left, or sent no message in time.
         """
         number, self.answered = self.answered, self.answered + 1
         if self.rank:
@@ -73,10 +72,10 @@ class Exchange:
         return message
 
     def scatter(self, messages: Sequence[bytes] = ()) -> bytes:
-        """Give each rank its own of rank 0's messages, one for each; all ranks call it together.
+        """Send one of rank 0's messages to each rank, and return this rank's; all ranks call it together.
 
         Raises:
-            ConnectionError: when rank 0 has left, or gave no message in time.
+            ConnectionError: when rank 0 has left, or sent no message in time.
         """
         number, self.answered = self.answered, self.answered + 1
         if self.rank:
@@ -86,7 +85,7 @@ class Exchange:
         return messages[0]
 
     def part(self) -> None:
-        """Let rank 0 wait until all have read its last message: the store may live in its process."""
+        """Let rank 0 wait until all ranks have read its last message: the store may live in its process."""
         self.store.set_timeout(PARTING)
         with contextlib.suppress(ConnectionError, RuntimeError):
             self.gather(b"")
@@ -94,7 +93,7 @@ class Exchange:
         self.parted = True
 
     def leave(self) -> None:
-        """Mark that this rank takes part no more, so that the others' next round fails; nothing after `part`."""
+        """Mark that this rank has left, so that the others' next round fails; does nothing after `part`."""
         if self.parted:
             return
         number = self.answered
@@ -112,18 +111,18 @@ class Exchange:
         try:
             found: bytes = self.store.get(key)
         except RuntimeError as error:
-            raise ConnectionError(f"rank {rank} gave no message ({' '.join(str(error).split())[:120]})") from error
+            raise ConnectionError(f"rank {rank} sent no message ({' '.join(str(error).split())[:120]})") from error
         if found[:1] == _LEFT:
             raise ConnectionError(f"rank {rank} has left")
         return found[1:]
 
     def _forget(self) -> None:
-        """Delete rank 0's earlier messages: all ranks have read them, since each is in a later round now."""
+        """Delete rank 0's earlier messages: all ranks have read them, since each has started a later round."""
         for number in range(self.deleted, self.answered):
             self.store.delete_key(_key(number))
         self.deleted = self.answered
 
 
 def _key(number: int, rank: int = 0, to: int | None = None) -> str:
-    """Where a rank leaves its message of a round, to rank 0; rank 0 to all, or to one."""
+    """Return the store's key of a rank's message in a round: to rank 0, or from rank 0 to all or to one rank."""
     return f"titan/exchange/{rank}/{number}{'' if to is None else f'/{to}'}"

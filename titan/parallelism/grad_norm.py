@@ -12,29 +12,31 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
+    """Return a tensor's local shard on this rank; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(gradients: Iterable[Tensor], device: torch.device, pipeline: dist.ProcessGroup | None = None) -> Tensor:
-    """The 2-norm of all gradients together, the same number on every rank, as on one device.
+    """Return the 2-norm of all gradients, an fp32 scalar that is equal on every rank and to one device's.
 
-    Gradients are grouped by the ranks among which they are cut; squares are summed here first, then over those ranks.
+    Gradients are grouped by the mesh dimensions that they are sharded over; squares are summed locally, then over the
+    ranks of these dimensions.
 
     Args:
-        gradients: plain tensors and DTensors, cut in any way, of which no rank has an addend only.
-        device: where the norm is wanted; that of no gradients is zero.
+        gradients: plain tensors and DTensors, sharded or replicated; no partial sums.
+        device: of the result; without gradients it is zero.
         pipeline: the ranks that hold other layers.
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
-        groups.setdefault(_cut(gradient), []).append(local(gradient))
+        groups.setdefault(_sharding(gradient), []).append(local(gradient))
     total = torch.zeros((), device=device)
-    for cut, parts in groups.items():
-        square = _square(parts).to(device)
-        if cut is not None:
-            for dimension in cut[1]:
-                dist.all_reduce(square, group=cut[0].get_group(dimension))
+    for sharding, shards in groups.items():
+        square = _sum_of_squares(shards).to(device)
+        if sharding is not None:
+            mesh, dimensions = sharding
+            for dimension in dimensions:
+                dist.all_reduce(square, group=mesh.get_group(dimension))
         total = total + square
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
@@ -47,25 +49,26 @@ def clip(gradients: Iterable[Tensor], norm: Tensor, largest: float) -> None:
 
 
 def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply all gradients in place by a number that is on the device."""
-    parts = [local(g) for g in gradients]
-    torch._foreach_mul_(parts, factor.to(parts[0].device))
+    """Multiply all gradients in place by a scalar tensor."""
+    shards = [local(g) for g in gradients]
+    torch._foreach_mul_(shards, factor.to(shards[0].device))
 
 
-def _square(parts: list[Tensor]) -> Tensor:
-    """The sum of all squares, an fp32 scalar.
+def _sum_of_squares(shards: list[Tensor]) -> Tensor:
+    """Return the sum of all squares, an fp32 scalar.
 
-    On a CPU a norm adds up element after element, which loses five digits on a large matrix: there rows come first.
+    On a CPU `vector_norm` adds one element after another, which loses five digits on a large matrix: so each row's norm
+    is computed first.
     """
-    if parts[0].device.type == "cpu":
-        norms = torch.cat([torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32).view(-1) for part in parts])
+    if shards[0].device.type == "cpu":
+        norms = torch.cat([torch.linalg.vector_norm(shard, dim=-1, dtype=torch.float32).view(-1) for shard in shards])
     else:
-        norms = torch.stack(torch._foreach_norm(parts, dtype=torch.float32))
+        norms = torch.stack(torch._foreach_norm(shards, dtype=torch.float32))
     return norms.square().sum()
 
 
-def _cut(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh and those of its dimensions over which a gradient is cut; None when every rank has it whole."""
+def _sharding(gradient: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
+    """Return the mesh and the dimensions that a gradient is sharded over; None when every rank has the whole."""
     if not isinstance(gradient, DTensor):
         return None
     dimensions = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())

@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 class Microbatches(NamedTuple):
-    """Rows on a rank's device, or of each the part that the rank has: T tokens.
+    """Rows on a rank's device, or the rank's part of each row: T tokens.
 
     Attributes:
         tokens: int64 [microbatches, rows, T].
-        targets: the same shape; None to get logits.
+        targets: the same shape; None for logits.
         positions: the same shape, or [T] for all rows; None: 0 to T - 1.
-        documents: the same shape as tokens; attention stays among equal ones. None: all of a row.
+        documents: the same shape as tokens: document ids, within which attention stays. None: one document per row.
     """
 
     tokens: Tensor
@@ -22,8 +22,8 @@ class Microbatches(NamedTuple):
     positions: Tensor | None = None
     documents: Tensor | None = None
 
-    def at(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Micro-batch i, as `Stage` takes it."""
+    def microbatch(self, i: int) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return micro-batch i: tokens, targets, positions and document ids, the arguments of `Stage.forward`."""
         positions = self.positions
         return (
             self.tokens[i],
@@ -32,8 +32,8 @@ class Microbatches(NamedTuple):
             None if self.documents is None else self.documents[i],
         )
 
-    def cut(self, places: Tensor) -> Microbatches:
-        """Of each row the tokens at `places`, with their positions."""
-        positions = places if self.positions is None else self.positions[..., places]
-        targets, documents = (None if part is None else part[..., places] for part in (self.targets, self.documents))
-        return Microbatches(self.tokens[..., places], targets, positions, documents)
+    def select(self, indices: Tensor) -> Microbatches:
+        """Return the tokens of each row at `indices`, int64 [T], with their positions."""
+        positions = indices if self.positions is None else self.positions[..., indices]
+        targets, documents = (None if part is None else part[..., indices] for part in (self.targets, self.documents))
+        return Microbatches(self.tokens[..., indices], targets, positions, documents)

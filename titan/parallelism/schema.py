@@ -10,7 +10,7 @@ from titan.config.settings import setting
 from titan.errors import ConfigError
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
-"""The mesh's dimensions, outermost first: neighbours in the last one are neighbours in a node."""
+"""The mesh's dimensions, outermost first: ranks that are adjacent along the last one are adjacent in a node."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +39,32 @@ class Layout:
 
     @property
     def sharded(self) -> int:
-        """Parts that weights are cut into over shard and context together."""
+        """Parts that weights are sharded into, over shard and context together."""
         return self.shard * self.context
 
     @property
     def copies(self) -> bool:
-        """Whether the model is only copied (DDP), and neither cut nor staged."""
+        """Whether every rank has a replica of the whole model (DDP)."""
         return self.replicate > 1 and self.replicate == self.devices
 
-    def weights(self) -> dict[str, int]:
-        """The mesh that weights are laid out over, outermost first: what is one is left out, context is part of shard.
+    def mesh_degrees(self) -> dict[str, int]:
+        """Return the dimensions of the weights' mesh, outermost first: degrees above one, context as a part of shard.
 
-        Copies of what tensor or pipeline have cut are kept by FSDP too, as a shard of one.
+        Replicas of tensor or pipeline parallel parts are kept by FSDP too, with a shard dimension of one.
         """
         sizes = {n: d for n, d in self.degrees().items() if n != "context"} | {"shard": self.sharded}
-        lone = self.replicate > 1 and not self.copies
-        return {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and lone)}
+        keeps_shard = self.replicate > 1 and not self.copies
+        return {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and keeps_shard)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place along each dimension."""
-        places = {}
+        """Return a rank's coordinate along each dimension."""
+        found = {}
         for name, degree in reversed(self.degrees().items()):
-            rank, places[name] = divmod(rank, degree)
-        return places
+            rank, found[name] = divmod(rank, degree)
+        return found
 
     def groups(self, name: str) -> list[range]:
-        """The ranks that coordinator to each other along a dimension, group by group."""
+        """Return the ranks that communicate along a dimension, group by group."""
         names = list(self.degrees())
         step = math.prod(degree for n, degree in self.degrees().items() if names.index(n) > names.index(name))
         width = step * getattr(self, name)
@@ -86,7 +86,7 @@ class StagePlan:
         layers: first layer and end of each stage.
         owners: the pipeline rank of each stage.
         splits_backward: whether gradients of inputs and of weights are computed in two passes.
-        idle: share of a step in which ranks wait for each other.
+        idle: share of a step in which ranks wait for each other (the pipeline bubble).
     """
 
     schedule: str
@@ -100,8 +100,8 @@ class StagePlan:
         """Stages in all."""
         return len(self.owners)
 
-    def mine(self, rank: int) -> list[int]:
-        """The stages of a pipeline rank."""
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a pipeline rank."""
         return [stage for stage, owner in enumerate(self.owners) if owner == rank]
 
 
@@ -115,55 +115,51 @@ def _degree(help: str) -> int | str:
 class Parallelism:
     """The degree of each dimension."""
 
-    replicate: int | str = _degree("copies of the model (DDP; with shard: HSDP)")
-    shard: int | str = _degree("parts that weights, gradients and optimizer state are cut into (FSDP)")
-    context: int | str = _degree("parts of a sequence")
-    tensor: int | str = _degree("parts of each matrix")
+    replicate: int | str = _degree("replicas of the model (DDP; with shard: HSDP)")
+    shard: int | str = _degree("ranks that weights, gradients and optimizer state are sharded over (FSDP)")
+    context: int | str = _degree("ranks that each sequence is split over")
+    tensor: int | str = _degree("ranks that each weight matrix is split over")
     pipeline: int | str = _degree("stages of the pipeline")
     microbatches: int | str = setting(
         "auto",
-        "micro-batches that a rank's rows are cut into; auto: as few as memory allows",
+        "micro-batches that a rank's rows are split into; auto: as few as memory allows",
         words=("auto",),
         at_least=1,
     )
     reshard: int | str = setting(
         "auto",
         "free a block's gathered weights after the forward pass (FSDP): always, never, auto (unless there is a "
-        "pipeline), or keep the parts of so many ranks",
+        "pipeline), or a number: reshard over so many ranks",
         words=("auto", "always", "never"),
         at_least=2,
     )
     accumulate: Literal["auto", "sharded", "whole"] = setting(
         "auto",
-        "gradients of several micro-batches (FSDP): sharded: reduced after each, a rank keeps its part; whole: reduced "
-        "once, a rank keeps all of its stage in fp32; auto: sharded, with a pipeline whole",
+        "gradient accumulation (FSDP): sharded: reduce after each micro-batch, keep shards; whole: reduce once per "
+        "step, keep the stage's gradients unsharded in fp32; auto: sharded, with a pipeline whole",
     )
-    prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one at work; 0: as torch does", at_least=0)
-    sequence_parallel: bool = setting(True, "with tensor: cut the sequence too, between products")
-    loss_parallel: bool = setting(True, "with tensor: compute the loss from parts of the logits, never whole ones")
-    async_tensor: bool = setting(False, "with tensor: overlap products with communication (CUDA, compile=block)")
+    prefetch: int = setting(0, "blocks that FSDP gathers ahead of the one that computes; 0: as torch does", at_least=0)
+    sequence_parallel: bool = setting(True, "with tensor: split the sequence too, between matmuls")
+    loss_parallel: bool = setting(True, "with tensor: compute the loss from split logits, never from whole ones")
+    async_tensor: bool = setting(False, "with tensor: overlap matmuls with communication (CUDA, compile=block)")
     context_method: Literal["allgather", "ulysses", "ring"] = setting(
         "allgather", "how parts of a sequence attend to each other: allgather, ulysses or ring"
     )
-    balance: bool = setting(True, "with context: give each rank a part of the row's head and of its tail")
-    schedule: str = setting("1F1B", "of the pipeline: a name, or a CSV file of actions")
+    balance: bool = setting(True, "with context: give each rank a chunk of the row's head and one of its tail")
+    schedule: str = setting("1F1B", "pipeline schedule: a name, or a CSV file of actions")
     stages: int | str = setting(
         "auto", "stages in all; auto: as few as the schedule can have", words=("auto",), at_least=1
     )
     split: Literal["balanced", "layers"] = setting(
-        "balanced", "stages of equal cost, the head counted (an embedding costs nothing), or of equal numbers of layers"
+        "balanced", "balanced: stages of equal cost, including the head; layers: equal numbers of layers"
     )
     starts: tuple[int, ...] = setting(
         (), "the first layer of each stage after the first, in place of split", at_least=1
     )
-    idle: float = setting(0.15, "idle share of a pipeline for which micro-batches are chosen", above=0, below=1)
+    idle: float = setting(0.15, "largest idle share of a pipeline for which micro-batches are chosen", above=0, below=1)
 
     def check(self) -> None:
-        """Refuse degrees that can't be numbers.
-
-        Raises:
-            ConfigError: naming the degree.
-        """
+        """Raise ConfigError when a degree is 0, or more than one is -1."""
         rest = [name for name in DIMENSIONS if getattr(self, name) == -1]
         if len(rest) > 1:
             raise ConfigError(f"parallelism.{rest[0]}=-1: parallelism.{rest[1]} is -1 too; only one can take the rest.")
@@ -172,7 +168,7 @@ class Parallelism:
                 raise ConfigError(f"parallelism.{name}=0: must be 1 or more, -1 for the rest, or auto.")
 
     def reshards(self, layout: Layout) -> bool | int:
-        """Whether a block's gathered weights are freed after its forward pass, or kept in so many parts."""
+        """Whether a block's gathered weights are freed after its forward pass; a number: reshard over so many ranks."""
         if self.reshard == "auto":
             return layout.pipeline == 1
         return self.reshard == "always" if isinstance(self.reshard, str) else self.reshard
@@ -182,17 +178,17 @@ class Parallelism:
         return layout.pipeline > 1 if self.accumulate == "auto" else self.accumulate == "whole"
 
     def multiple(self, layout: Layout) -> int:
-        """What the length of a row has to be a multiple of."""
+        """Return the number that the length of a row must be a multiple of."""
         head_and_tail = 2 if self.balance and layout.context > 1 else 1
         return layout.context * head_and_tail * (layout.tensor if self.sequence_parallel else 1)
 
     def layout(self, devices: int | None, limits: dict[str, int]) -> Layout:
-        """Turn degrees into numbers.
+        """Resolve -1 and "auto" to numbers.
 
         Args:
-            devices: ranks in all; None where there are as many as the layout asks for (a CPU): then each open degree
-                is 2, so that any composition can be tried with the fewest ranks.
-            limits: the largest useful degree of a dimension that says "auto" (default 2).
+            devices: ranks in all; None where the layout decides (on a CPU): then each open degree is 2, so that any
+                composition can be tried with the fewest ranks.
+            limits: the largest useful degree of each dimension that is "auto" (default 2).
 
         Raises:
             ConfigError: when the degrees don't multiply to `devices`.
@@ -211,7 +207,7 @@ class Parallelism:
             if degrees[name] == "auto":
                 unknown -= 1
                 most = math.gcd(max(1, left), limits.get(name, 2))
-                # as large as leaves two for each of the others
+                # the largest that leaves two for each of the others
                 fitting = (d for d in range(most, 0, -1) if most % d == 0 and left // d >= 2**unknown)
                 degrees[name] = next(fitting, 1)
                 left //= int(degrees[name])

@@ -1,1 +1,1 @@
-"""The training axis: what a rank does from start to end."""
+"""The training axis: the train step, the loop around it, and what a rank does from start to end."""

@@ -1,7 +1,7 @@
-"""When a run saves, and what it says of how that went.
+"""When a run saves, and what is reported of each save.
 
-A save that fails - a full disk, a folder that is gone - does not end the run: it says so, and tries again after a
-while, at the latest when the next save is due. Only the last save has to succeed.
+A save that fails - a full disk, a folder that is gone - does not end the run: it is reported and retried after a while,
+at the latest with the next regular save. Only the last save has to succeed.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from titan.weights.formats import open_weights
 log = logging.getLogger("titan")
 
 SAVE_FILE = "save"
-"""A file of this name in the run's directory asks for a checkpoint; it is removed when one is made."""
-RETRY_SECONDS, LONGEST_SECONDS = 10.0, 600.0
-"""How long after a save that failed the next one is tried; twice as long each time, up to the longest."""
+"""A file of this name in the run's directory requests a checkpoint; it is removed when one is made."""
+RETRY_SECONDS, MAX_RETRY_SECONDS = 10.0, 600.0
+"""Seconds between a failed save and its retry; they double with each failure, up to the maximum."""
 ATTEMPTS = 3
-"""How often the last save is tried."""
+"""How many times the last save is tried."""
 META_BYTES = 20e9
-"""About how large a file in Meta's format may be: it is held in memory while it is written."""
+"""The approximate size limit of a file in Meta's format: the whole file is in memory while it is written."""
 POLL_SECONDS = 1.0
-"""How often the directory is looked at for a file that asks for a checkpoint."""
+"""Seconds between two looks at the directory for a file that requests a checkpoint."""
 
 
 class CheckpointPolicy:
-    """An attempt's checkpoints, seen from one rank."""
+    """Decides when an attempt saves, retries failed saves and reports them; one for each rank."""
 
     def __init__(
         self, run: Run, attempt: Attempt, train_step: TrainStep, mix: RowMixture, tell: Callable[[str], None]
@@ -53,11 +53,11 @@ class CheckpointPolicy:
             run, attempt: what it belongs to.
             train_step: whose state is saved; its optimizer must have its state already.
             mix: the rows, for the data's position and tokenizer.
-            tell: shows a warning.
+            tell: writes a warning to the log and the terminal.
         """
         self.run, self.attempt, self.mix, self.tell = run, attempt, mix, tell
         world = train_step.world
-        coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.aside)
+        coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
         self.is_rank0, self.off = world.is_rank0, run.checkpoint.mode == "off"
         how = (
             Path(run.directory),
@@ -70,14 +70,14 @@ class CheckpointPolicy:
         self.manager = None if self.off else Manager(*how)
         self.tokenizer = _tokenizer(mix)
         self.saved_step = self.begun_step = attempt.step
-        self.saved_at = self.looked_at = time.monotonic()
+        self.saved_at = self.polled_at = time.monotonic()
         self.retry_at: float | None = None
         self.delay, self.ending = RETRY_SECONDS, False
         self.wrong: str | None = None
         self.stalled = 0.0
 
     def resume_post_save(self) -> None:
-        """Begin what was to follow the checkpoint that the attempt begins from, where a kill came between.
+        """Rerun the post-save hooks of the checkpoint that the attempt starts from, where a kill interrupted them.
 
         All ranks call it together.
         """
@@ -87,47 +87,47 @@ class CheckpointPolicy:
         ):
             self.manager.rerun_post_save(step)
 
-    def due(self) -> bool:
-        """Whether it is time to save, for reasons that all ranks have to be told of."""
+    def should_save(self) -> bool:
+        """Whether this rank requests a save: rank 0 does so by time, for a retry, and for the file `save`."""
         if self.off or not self.is_rank0:
             return False
         now = time.monotonic()
         timed = 0 < self.run.checkpoint.minutes * 60 <= now - self.saved_at
-        return timed or (self.retry_at is not None and now >= self.retry_at) or self._asked(now)
+        return timed or (self.retry_at is not None and now >= self.retry_at) or self._requested(now)
 
-    def _asked(self, now: float) -> bool:
-        if now - self.looked_at < POLL_SECONDS:
+    def _requested(self, now: float) -> bool:
+        if now - self.polled_at < POLL_SECONDS:
             return False
-        self.looked_at = now
+        self.polled_at = now
         return (Path(self.run.directory) / SAVE_FILE).exists()
 
     def save(self, step: int, rows: int) -> None:
-        """Save the state after `step` updates and `rows` rows; all ranks call it together."""
+        """Start to save the state after `step` updates and `rows` rows; all ranks call it together."""
         if self.manager is None or step == self.begun_step:
             return
         self.begun_step, self.saved_at, self.retry_at = step, time.monotonic(), None
         if self.is_rank0:
             with contextlib.suppress(OSError):
                 (Path(self.run.directory) / SAVE_FILE).unlink()
-        self.manager.save(self._about(step, rows), self.tokenizer)
+        self.manager.save(self._manifest(step, rows), self.tokenizer)
 
     def wait_for_staging(self) -> None:
-        """Call it before the weights change."""
+        """Wait until the last save has copied the state; call it before the weights change."""
         if self.manager is not None:
             self.manager.wait_for_staging()
 
     def poll_finished(self) -> list[dict[str, Any]]:
-        """Take note of the saves that have ended; a record of each that succeeded, for the metrics."""
+        """Process the saves that have finished, and return a metrics record of each that succeeded."""
         return [] if self.manager is None else self._record_outcomes(self.manager.completed())
 
     def finish(self, step: int, rows: int) -> list[dict[str, Any]]:
-        """Save the state after the last step, unless that is done, with all that follows; all ranks together.
+        """Save the state after the last step, unless it is saved, and run post-save hooks; all ranks call it together.
 
         Returns:
-            Records of the saves that succeeded.
+            Metrics records of the saves that succeeded.
 
         Raises:
-            RunError: when it can't be saved.
+            RunError: when the save or a post-save hook fails in all of `ATTEMPTS` tries.
         """
         if self.manager is None:
             return []
@@ -148,21 +148,21 @@ class CheckpointPolicy:
     def _check_last(self, step: int) -> None:
         if self.saved_step != step:
             raise RunError(
-                f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; mend what stands "
-                f"above, and give the same command again: it goes on from step {self.saved_step}."
+                f"the last checkpoint, of step {step}, could not be saved in {ATTEMPTS} attempts; fix the error above "
+                f"and rerun the same command: it resumes from step {self.saved_step}."
             )
         if self.wrong is not None:
             raise RunError(
-                f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but not all that was to "
-                f"follow it ({self.wrong}); mend that, and give the same command again."
+                f"the last checkpoint, of step {step}, is complete in {self.run.directory}, but its copy or export "
+                f"failed ({self.wrong}); fix this and rerun the same command."
             )
 
     def wait(self) -> list[dict[str, Any]]:
-        """Wait for what is under way; then as `hear`."""
+        """Wait for saves in progress, then do as `poll_finished`."""
         return [] if self.manager is None else self._record_outcomes(self.manager.finish())
 
     def close(self) -> None:
-        """End what runs beside training."""
+        """Stop the background threads."""
         if self.manager is not None:
             self.manager.close()
 
@@ -171,9 +171,9 @@ class CheckpointPolicy:
         for outcome in outcomes:
             self.stalled += outcome.stall
             if outcome.error:
-                self._failed(outcome)
+                self._retry_later(outcome)
                 continue
-            log.info("saved step %d in %.2f s, %.2f s of it waiting", outcome.step, outcome.seconds, outcome.stall)
+            log.info("saved step %d in %.2f s; training waited %.2f s", outcome.step, outcome.seconds, outcome.stall)
             self.saved_step, self.delay = max(self.saved_step, outcome.step), RETRY_SECONDS
             self.retry_at = None
             self.wrong = outcome.after
@@ -182,19 +182,19 @@ class CheckpointPolicy:
             records += [_record(outcome)] if outcome.bytes else []
         return records
 
-    def _failed(self, outcome: SaveOutcome) -> None:
-        late = outcome.step < self.begun_step  # heard of once a later one is under way
-        again = f"that of step {self.begun_step} has begun" if late else f"it is tried again in {self.delay:.0f} s"
-        more = "" if self.ending else f"; training goes on, and {again}"
+    def _retry_later(self, outcome: SaveOutcome) -> None:
+        late = outcome.step < self.begun_step  # known only after a later save has started
+        again = f"the save of step {self.begun_step} has started" if late else f"retrying in {self.delay:.0f} s"
+        more = "" if self.ending else f"; training continues, {again}"
         self.tell(
-            f"step {outcome.step}: no checkpoint could be saved ({outcome.error}){more}. "
-            f"The last one is of step {self.saved_step}."
+            f"step {outcome.step}: saving the checkpoint failed ({outcome.error}){more}. "
+            f"The last complete checkpoint is of step {self.saved_step}."
         )
         if not late:
             self.begun_step, self.retry_at = self.saved_step, time.monotonic() + self.delay
-        self.delay = min(2 * self.delay, LONGEST_SECONDS)
+        self.delay = min(2 * self.delay, MAX_RETRY_SECONDS)
 
-    def _about(self, step: int, rows: int) -> Manifest:
+    def _manifest(self, step: int, rows: int) -> Manifest:
         return Manifest(
             step=step,
             tokens=rows * self.run.training.seq_len,
@@ -209,24 +209,25 @@ class CheckpointPolicy:
 
 
 def _tokenizer(mix: RowMixture) -> str | None:
-    """The tokenizer's file or name; looked for once, since the data may be out of reach for a moment later."""
+    """Return the tokenizer's file or name; looked up once, since the data may be out of reach for a moment later."""
     corpus = mix.sources[0].corpus
     return None if corpus.tokenizer["fingerprint"] == "none" else corpus.tokenizer_path
 
 
 def _post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, ...]:
-    """What follows each save."""
-    how = run.checkpoint
-    copies = (
-        (remote.copying(how, how.path, run.directory, coordinator),) if how.path else ()
-    )  # first: it is what may be lost
-    return (*copies, _export_hook(how.export, how.export_dtype, coordinator)) if how.export else copies
+    """Return what runs after each save: the copy elsewhere and the export."""
+    how, hooks = run.checkpoint, list[PostSaveHook]()
+    if how.path:  # first: it is what protects against loss
+        hooks.append(remote.copying(how, how.path, run.directory, coordinator))
+    if how.export:
+        hooks.append(_export_hook(how.export, how.export_dtype, coordinator))
+    return tuple(hooks)
 
 
 def _export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: Coordinator) -> PostSaveHook:
-    """What writes the weights of each checkpoint in another format, into a folder in its own; each rank some files."""
+    """Return what exports each checkpoint's weights into a folder inside of it; each rank writes some of the files."""
 
-    def write(folder: Path, about: Manifest) -> None:
+    def write(folder: Path, manifest: Manifest) -> None:
         with describing(f"the export to {folder / format}"):
             weights, out = coordinator.run_all(lambda: open_weights(folder)), folder / format
             how: dict[str, Any] = {"format": format, "dtype": dtype, "meta_ranks": _meta_ranks(weights.model)}
@@ -240,7 +241,7 @@ def _export_hook(format: Literal["hf", "meta"], dtype: str, coordinator: Coordin
 
 
 def _meta_ranks(model: Any) -> int:
-    """For how many tensor parallel ranks Meta's files are cut: as many as make none too large for memory."""
+    """Return the number of tensor parallel ranks that Meta's files are split for: each file has to fit into memory."""
     ranks = 1
     while 2 * model.parameters() / ranks > META_BYTES and model.kv_heads % (2 * ranks) == 0:
         ranks *= 2
@@ -248,6 +249,7 @@ def _meta_ranks(model: Any) -> int:
 
 
 def _record(outcome: SaveOutcome) -> dict[str, Any]:
+    """Return the line of metrics.jsonl for a save."""
     return {
         "checkpoint_step": outcome.step,
         "checkpoint_seconds": outcome.seconds,

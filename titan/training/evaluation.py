@@ -1,4 +1,4 @@
-"""Validation: the loss on fixed rows of each source, which no run trains on."""
+"""Evaluation during training: the loss on the evaluation set of each source, fixed rows that no run trains on."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from titan.run.run import Run
 from titan.training.train_step import TrainStep
 
 _POLL_SECONDS = 0.5
-_TELL_POLLS = 40
+_POLLS_PER_MESSAGE = 40
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The fixed rows of one source.
+    """The evaluation set of one source.
 
     Attributes:
-        rows: this rank's part of them.
+        rows: this rank's rows of it.
         count: targets that count, of all ranks.
-        bytes: of the text that these targets stand for; 0 when unknown.
+        bytes: bytes of text of these targets; 0 when unknown.
     """
 
     rows: Microbatches
@@ -40,69 +40,70 @@ class EvalSet:
 
 
 def eval_sets(
-    run: Run, world: World, mix: RowMixture, tell: Callable[[str], None], stopped: Callable[[], bool]
+    run: Run, world: World, mix: RowMixture, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> dict[str, EvalSet]:
-    """The fixed rows of each source that has any: `metrics.validation_tokens` of each.
+    """Return the evaluation set of each source that has one: `metrics.validation_tokens` of each.
 
-    While a source is being prepared this waits until they are there, so that they are the same as afterwards.
+    While a source is being prepared this waits until the rows exist, so that they are the same as afterwards.
 
     Args:
-        run: how many, and how they lie.
-        world: this rank's share.
+        run: the number of rows, and their shape.
+        world: this rank's data-parallel shard.
         mix: the sources.
-        tell: called now and then while it waits.
-        stopped: whether to give up waiting.
+        show: called with a line now and then while it waits.
+        stopped: whether a signal asks to stop waiting.
 
     Raises:
-        Interrupted: when it gave up.
-        RunError: when it waited in vain.
+        StopRequested: when a signal came while it waited.
+        RunError: when the rows are not prepared within `cluster.timeout`.
     """
     count, found = run.metrics.validation_tokens // run.training.seq_len, {}
     for source in mix.sources if count else ():
-        _wait(source, count, run.cluster.timeout, tell, stopped)
+        _wait(source, count, run.cluster.timeout, show, stopped)
         corpus = source.corpus
         fields = fixed_rows(corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked)
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
-            rows = Microbatches(*torch.from_numpy(_own(run, world, fields)).to(world.device).long())
+            rows = Microbatches(*torch.from_numpy(_local_rows(run, world, fields)).to(world.device).long())
             found[source.name] = EvalSet(rows, targets.size, int(corpus.token_bytes[targets].sum()))
     return found
 
 
-def evaluate(train_step: TrainStep, world: World, held: Mapping[str, EvalSet]) -> dict[str, float]:
-    """The mean loss of a token and bits a byte, over all sources and, where there are several, of each; all ranks call
-    it together."""
-    losses = {name: world.sum(train_step.evaluate(part.rows).double()).item() for name, part in held.items()}
-    found = _figures("", sum(losses.values()), list(held.values()))
-    for name, part in held.items() if len(held) > 1 else ():
-        found |= _figures(f"/{name}", losses[name], [part])
+def evaluate(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
+    """Return the mean loss per token and bits per byte, over all sources and, where there are several, of each.
+
+    All ranks call it together.
+    """
+    losses = {name: world.sum(train_step.evaluate(part.rows).double()).item() for name, part in sets.items()}
+    found = _metrics("", sum(losses.values()), list(sets.values()))
+    for name, part in sets.items() if len(sets) > 1 else ():
+        found |= _metrics(f"/{name}", losses[name], [part])
     return found
 
 
-def _figures(suffix: str, loss: float, parts: list[EvalSet]) -> dict[str, float]:
-    figures = {f"validation_loss{suffix}": loss / sum(part.count for part in parts)}
-    if text_bytes := sum(part.bytes for part in parts):
-        figures[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
-    return figures
+def _metrics(suffix: str, loss: float, sets: list[EvalSet]) -> dict[str, float]:
+    metrics = {f"validation_loss{suffix}": loss / sum(part.count for part in sets)}
+    if text_bytes := sum(part.bytes for part in sets):
+        metrics[f"bits_per_byte{suffix}"] = loss / math.log(2) / text_bytes
+    return metrics
 
 
 class StopRequested(Exception):
     """A signal came before training had begun."""
 
 
-def _wait(
-    source: Source, count: int, patience: float, tell: Callable[[str], None], stopped: Callable[[], bool]
-) -> None:
+def _wait(source: Source, count: int, timeout: float, show: Callable[[str], None], stopped: Callable[[], bool]) -> None:
+    """Wait until the evaluation rows of a source are prepared."""
     polls, began = 0, time.monotonic()
     while _is_missing(source, count):
         if stopped():
             raise StopRequested
         done, units = source.corpus.units
-        line = f"held-out rows of {source.name}: {done} of {units} units are prepared"
-        if time.monotonic() - began > patience:
-            raise RunError(f"waited {patience:.0f} s for {line}; prepare more first, or give cluster.timeout.")
-        if polls % _TELL_POLLS == 1:
-            tell(f"waiting for {line}")
+        line = f"the evaluation set of {source.name}: {done} of {units} shard jobs are done"
+        if time.monotonic() - began > timeout:
+            raise RunError(f"waited {timeout:.0f} s for {line}; prepare more data first, or raise cluster.timeout.")
+        if polls % _POLLS_PER_MESSAGE == 1:
+            show(f"waiting for {line}")
         polls += 1
         time.sleep(_POLL_SECONDS)
         source.corpus.check_alive()
@@ -114,11 +115,11 @@ def _is_missing(source: Source, count: int) -> bool:
     return corpus.held_out and not corpus.complete and corpus.validation.rows(source.seq_len) < count
 
 
-def _own(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
-    """This rank's share of the rows, in micro-batches: [fields, microbatches, rows, seq_len]."""
-    total, share, size = fields.shape[1], world.share, run.microbatch_rows
-    own = share.rows(total)
-    shape = (math.ceil(share.slots(total) / size), size, run.training.seq_len)
+def _local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return this rank's rows, in micro-batches: [fields, microbatches, rows, seq_len]."""
+    total, shard, size = fields.shape[1], world.data_shard, run.microbatch_rows
+    own = shard.rows(total)
+    shape = (math.ceil(shard.slots(total) / size), size, run.training.seq_len)
     reader = Reader(run.training.seq_len, run.dataset.mask_documents)
     out = reader.blank(reader.room(shape))
     out.reshape(len(out), -1, shape[-1])[:, : len(own)] = fields[:, own.start : own.stop]

@@ -8,11 +8,11 @@ from titan.training.schema import Training
 
 
 def lr_factor(training: Training, step: int) -> float:
-    """The share of the peak learning rate that holds in `step` (1 is the first).
+    """Return the learning rate of `step` (1 is the first) as a share of its peak.
 
     Warm-up is linear. Then `wsd` (warmup-stable-decay, Hu et al. 2024, arXiv:2404.06395) stays at the peak and falls
-    linearly over the last `decay` of the steps, `cosine` (Loshchilov and Hutter 2017, arXiv:1608.03983) falls along
-    half a period and `linear` falls evenly; all would reach `final_lr` in the step after the last.
+    linearly over the last `decay` of the steps, `cosine` (Loshchilov and Hutter 2017, arXiv:1608.03983) follows half a
+    period of a cosine and `linear` falls linearly; all would reach `final_lr` in the step after the last.
     """
     start = training.warmup_steps
     if step <= start:

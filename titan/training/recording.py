@@ -13,7 +13,7 @@ from titan.run.run import Run, as_config
 
 
 def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None]) -> Recorder:
-    """What writes the records of this attempt, here and to trackers."""
+    """Return what writes this attempt's records to metrics.jsonl and to the trackers."""
     directory = Path(run.directory)
     trackers = open_trackers(
         run.metrics,
@@ -28,6 +28,6 @@ def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None]) -> Recorde
 
 
 def speed(run: Run) -> Speed:
-    """What gives throughput and MFU from the seconds of a step."""
+    """Return what turns the seconds of a step into throughput and MFU."""
     known = peak_tflops(run.machine.name, run.precision.compute) if run.machine.device == "cuda" else None  # type: ignore[arg-type]
     return Speed(run.model, run.layout.devices, run.cluster.peak_tflops or known)

@@ -1,4 +1,4 @@
-"""Text from a model under training, to see what it has learned."""
+"""Text sampled from a model under training, to see what it has learned."""
 
 from __future__ import annotations
 
@@ -7,7 +7,31 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from titan.dataset.mixture import RowMixture
+from titan.dataset.tokenizers.base import load_tokenizer
 from titan.model import sampling
+from titan.run.run import Run
+from titan.training.train_step import TrainStep
+
+_PROMPT_TOKENS = 16
+
+
+def sample_text(run: Run, train_step: TrainStep, mix: RowMixture) -> dict[str, str] | None:
+    """Return the start of the first evaluation row and a sampled continuation, as text; all ranks call it together.
+
+    Returns:
+        {"start": ..., "text": ...}; None where `metrics.sample_tokens` is 0 or the data have no tokenizer.
+    """
+    count, seq_len = run.metrics.sample_tokens, run.training.seq_len
+    corpus = mix.sources[0].corpus
+    if not count or corpus.tokenizer["fingerprint"] == "none":
+        return None
+    split = corpus.validation if corpus.validation.rows(seq_len) else corpus.train
+    tokenizer = load_tokenizer(corpus.tokenizer_path)
+    start = [int(t) for t in split.read(0, min(_PROMPT_TOKENS, seq_len // 2))]
+    vocab, seed = min(tokenizer.vocab_size, run.model.vocab), run.training.seed
+    tokens = sample_continuation(train_step.logits, start, count, window=seq_len, vocab=vocab, seed=seed)
+    return {"start": tokenizer.decode(start), "text": tokenizer.decode(tokens)}
 
 
 @torch.no_grad()
@@ -22,15 +46,15 @@ def sample_continuation(
     temperature: float = 0.8,
     top_k: int = 40,
 ) -> list[int]:
-    """Sample `count` tokens that follow `start`; every rank must call it, and every rank gets the same.
+    """Sample `count` tokens that follow `start`; all ranks call it together, and all get the same tokens.
 
     Args:
         logits: gives the logits [vocab] of the token that follows others.
         start: token ids, at least one.
         count: how many tokens.
         window: the longest input, in tokens.
-        vocab: ids below it may be drawn (a model's vocabulary may be larger than the tokenizer's).
-        seed: of the draws.
+        vocab: only ids below it are sampled (a model's vocabulary may be larger than the tokenizer's).
+        seed: of the random numbers.
         temperature, top_k: see `titan.model.sampling.choose`.
     """
     generators = [sampling.source(seed, start, 0)]
@@ -38,6 +62,6 @@ def sample_continuation(
     with torch.compiler.set_stance("force_eager"):  # or every new length would be compiled
         for _ in range(count):
             uniform = sampling.draw_uniform(generators)
-            follows = logits(tokens[-window:])[None].cpu()
-            tokens += sampling.choose(follows, uniform, temperature=temperature, top_k=top_k, vocab=vocab).tolist()
+            next_logits = logits(tokens[-window:])[None].cpu()
+            tokens += sampling.choose(next_logits, uniform, temperature=temperature, top_k=top_k, vocab=vocab).tolist()
     return tokens[len(start) :]

@@ -1,4 +1,4 @@
-"""The training axis: how long, on how much, from which seed, and the learning rate at every step. Free of torch."""
+"""The training axis: steps, batch sizes, seed, learning rate schedule and loss. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from titan.errors import ConfigError
 
 @dataclass(frozen=True)
 class Training:
-    """How long to train, and on how much at a time."""
+    """The number of steps, the global batch and the schedule of the learning rate."""
 
     steps: int = setting(200, "optimizer updates", at_least=1, cap=10**9)
-    global_batch: int = setting(2048, "tokens an update, over all devices", at_least=1, cap=10**10)
+    global_batch: int = setting(2048, "tokens per update, over all devices", at_least=1, cap=10**10)
     grow: tuple[tuple[int, int], ...] = setting(
         (),
         "larger global batches later: [[tokens,global_batch],...], each from the step that begins at or after tokens",
     )
-    seq_len: int = setting(256, "tokens a row", at_least=2, cap=10**9)
+    seq_len: int = setting(256, "tokens per row", at_least=2, cap=10**9)
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
-    repeat: int = setting(0, "number of a repeat, to run the same thing again; changes nothing else", science=False)
+    repeat: int = setting(0, "number of a repeated run with the same settings; changes nothing else", science=False)
     schedule: Literal["wsd", "cosine", "linear"] = setting("wsd", "learning rate after warm-up: wsd, cosine or linear")
     warmup: int | str = setting(
         "auto",
@@ -33,32 +33,32 @@ class Training:
     )
     decay: float = setting(0.2, "share of the steps in which wsd falls at the end", at_least=0, at_most=1)
     final_lr: float = setting(0.0, "learning rate at the end, as a share of optimizer.lr", at_least=0, at_most=1)
-    clip_norm: float | None = setting(1.0, "largest norm of the gradient; null: no clipping", above=0)
+    clip_norm: float | None = setting(1.0, "maximum norm of the gradient; null: no clipping", above=0)
     bad_steps: int = setting(
-        3, "steps in a row with a loss or gradient that is not finite, to give up at", at_least=1, cap=10**9
+        3, "consecutive steps with a loss or gradient that is not finite, after which to fail", at_least=1, cap=10**9
     )
     loss_chunk: int | None = setting(
         None,
-        "tokens whose logits there are at a time, in head and loss: less memory; null: those of all",
+        "tokens per chunk of logits in head and loss, to save memory; null: all tokens at once",
         science=False,
         at_least=1,
     )
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = setting(
         "auto",
-        "the kernel of attention: flash, cudnn, efficient, math or flex; auto: the fastest that can; on CUDA "
-        "flex for documents that are kept apart",
+        "attention kernel: flash, cudnn, efficient, math or flex; auto: the fastest one available; on CUDA flex "
+        "with document masks",
         science=False,
     )
-    gc_every: int = setting(50, "steps between collections of Python's garbage", science=False, at_least=1)
+    gc_every: int = setting(50, "steps between runs of Python's garbage collection", science=False, at_least=1)
 
     @property
     def rows(self) -> int:
-        """Rows in the first global batch, which is the smallest."""
+        """Rows of the first global batch, which is the smallest."""
         return self.global_batch // self.seq_len
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """The stretches of steps that have the same batch."""
+        """The phases of training, each with one batch size."""
         phases = [Phase(1, 0, self.rows)]
         for tokens, batch in self.grow:
             last = phases[-1]
@@ -71,13 +71,13 @@ class Training:
         return [phase for phase in self.phases if phase.step <= step][-1]
 
     def rows_before(self, step: int) -> int:
-        """Rows that are read in the steps before `step`."""
+        """Return the rows that are read before `step`."""
         phase = self.phase(step)
         return phase.before + (step - phase.step) * phase.rows
 
     @property
     def tokens(self) -> int:
-        """Tokens that all steps read."""
+        """Tokens of all steps."""
         return self.rows_before(self.steps + 1) * self.seq_len
 
     @property
@@ -86,11 +86,7 @@ class Training:
         return min(2000, self.steps // 10) if self.warmup == "auto" else int(self.warmup)
 
     def check(self) -> None:
-        """Refuse what fits no row, and a schedule without room.
-
-        Raises:
-            ConfigError: naming the setting to change.
-        """
+        """Raise ConfigError for batches that are no whole rows, batches that don't grow, and too long a warm-up."""
         self._check_rows("training.global_batch", self.global_batch)
         self._check_growth()
         if self.warmup_steps >= self.steps:
@@ -112,15 +108,15 @@ class Training:
             self._check_rows("training.grow: a batch", batch)
             if tokens <= before[0] or batch <= before[1]:
                 raise ConfigError(
-                    f"training.grow={show(self.grow)}: both numbers must grow from one pair to the next, from "
-                    f"[0,{self.global_batch}] on; give them in order."
+                    f"training.grow={show(self.grow)}: both numbers must increase from one pair to the next, starting "
+                    f"above [0,{self.global_batch}]; give them in ascending order."
                 )
             before = tokens, batch
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps that have the same batch: from `step` on, before which `before` rows were read, `rows` rows each."""
+    """Steps of `rows` rows each, from `step` on; `before` rows are read before it."""
 
     step: int
     before: int

@@ -1,4 +1,4 @@
-"""What computes a step on a rank, whatever the layout: forward, backward, evaluation, and what gradients came out."""
+"""The computation of a step on a rank, for all layouts: forward, backward, evaluation, gradients and their norm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titan.precision.low_precision import Scales
 
 
 class Stage(nn.Module):
-    """A model, or the part of it that a stage of a pipeline has, as one module from tokens to the summed loss."""
+    """A model, or a pipeline stage's part of it, as one module from tokens to the summed loss."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -30,70 +30,71 @@ class Stage(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
     ) -> Tensor:
-        """What this part makes of its input.
+        """Compute this part of the model.
 
         Args:
-            x: int64 tokens [rows, seq_len], or the hidden states that the stage before gave.
+            x: int64 tokens [rows, seq_len], or the previous stage's hidden states.
             targets: int64 [rows, seq_len].
             positions, document_ids: see `titan.model.decoder.Decoder.forward`.
 
         Returns:
-            Hidden states; of the last stage the summed loss (an fp32 scalar), or without targets the logits.
+            Hidden states; from the last stage the summed loss (an fp32 scalar), or without targets the logits.
         """
         hidden: Tensor = self.model(x, positions, document_ids)
         return hidden if self.model.head is None else self.model.head(hidden, targets)
 
-    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters here under the names that they have in the whole model; a copy has the original's."""
+    def global_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters with their names in the whole model; a tied weight's replica has the original's."""
         return ((self.model.aliases.get(name, name), p) for name, p in self.model.named_parameters())
 
 
 class MicrobatchRunner(Protocol):
-    """How micro-batches go through the stages of this rank."""
+    """Runs micro-batches through the stages of this rank."""
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """Forward and backward; this rank's summed loss, zero where the last stage is elsewhere."""
+        """Run forward and backward, and return this rank's summed loss, zero where the last stage is elsewhere."""
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
-        """Forward only: what the last stage gives, a micro-batch each; nothing where it is elsewhere."""
+        """Run forward, and return the last stage's output for each micro-batch; nothing where it is elsewhere."""
 
 
 class GradAccumulation:
-    """One stage, micro-batch after micro-batch; gradients are complete after the last."""
+    """Runs one stage on one micro-batch after another; gradients are complete after the last."""
 
     def __init__(self, stage: nn.Module, wrapped: nn.Module, whole: bool = False) -> None:
-        """Take the stage, the same with whatever sums the gradients of copies, and how FSDP accumulates gradients."""
+        """Take the stage, the stage in DDP where it has replicas, and whether FSDP accumulates unsharded gradients."""
         self.stage, self.wrapped, self.whole = stage, wrapped, whole
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """See `Runner`."""
+        """See `MicrobatchRunner`."""
         count, total = len(rows.tokens), torch.zeros((), device=rows.tokens.device)
         for i in range(count):
             with data.accumulating(self.wrapped, last=i == count - 1, whole=self.whole):
-                loss = self.wrapped(*rows.at(i))
+                loss = self.wrapped(*rows.microbatch(i))
                 (loss * scale).backward()
             total += loss.detach()
         return total
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
-        """See `Runner`."""
-        return [self.stage(*rows.at(i)) for i in range(len(rows.tokens))]
+        """See `MicrobatchRunner`."""
+        return [self.stage(*rows.microbatch(i)) for i in range(len(rows.tokens))]
 
 
 @dataclass(frozen=True)
 class TrainStep:
-    """What computes a step on this rank.
+    """The model's part on this rank, the optimizer, and what runs a step on them.
 
     Attributes:
-        stages: the parts of the model that this rank holds, in order; one without a pipeline.
-        runner: takes micro-batches through them.
+        stages: the stages of this rank, in order; one without a pipeline.
+        runner: runs micro-batches through them.
         optimizer: over their parameters.
         world: the ranks.
-        scales: to be updated after the weights are, where some are gathered in float8.
-        places: this rank's places of a row, int64 on its device, for its length; None where ranks have whole rows.
-        tied_weights: a tied weight of which this rank has one of two, or both; see
+        scales: updated after the weights, where some are gathered in float8.
+        token_positions: gives this rank's positions of a row, int64 on its device, from the row's length; None where
+            ranks have whole rows.
+        tied_weights: a tied weight of which this rank has one replica or both; see
             `titan.parallelism.pipeline.runtime.TiedWeights`.
-        multiple: rows have to be a multiple of so many tokens.
+        seq_len_multiple: the number that the length of a row must be a multiple of.
         notes: what was applied to the model, in order.
     """
 
@@ -102,79 +103,79 @@ class TrainStep:
     optimizer: torch.optim.Optimizer
     world: World
     scales: Scales | None = None
-    places: Callable[[int], Tensor] | None = None
+    token_positions: Callable[[int], Tensor] | None = None
     tied_weights: TiedWeights | None = None
-    multiple: int = 1
+    seq_len_multiple: int = 1
     notes: tuple[str, ...] = ()
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         return self.world.device
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """Run micro-batch after micro-batch forward and backward; gradients are complete afterwards.
+        """Run forward and backward for every micro-batch; afterwards gradients are complete and reduced over ranks.
 
         Args:
             rows: whole rows, with targets.
-            scale: what each token's loss counts in the gradient: 1 / (tokens of the global batch).
+            scale: the factor of each token's loss: 1 / (tokens of the global batch).
 
         Returns:
-            This rank's summed loss, an fp32 scalar on its device: over all ranks they add up to the whole.
+            This rank's summed loss, an fp32 scalar on its device; the sum over all ranks is the global batch's.
         """
-        loss = self.runner.backward(self._part(rows), scale)
+        loss = self.runner.backward(self._local_rows(rows), scale)
         if self.tied_weights is not None:
-            self.tied_weights.meet()
+            self.tied_weights.sum_gradients()
         for parameter in self.parameters():
             tensor.settle(parameter)
         return loss if self.world.counts_loss else torch.zeros_like(loss)
 
     @torch.no_grad()
     def evaluate(self, rows: Microbatches) -> Tensor:
-        """This rank's summed loss on whole rows, without gradients; see `backward`."""
-        losses = self.runner.forward(self._part(rows))
+        """Return this rank's summed loss on whole rows, without gradients; see `backward`."""
+        losses = self.runner.forward(self._local_rows(rows))
         if not losses or not self.world.counts_loss:
             return torch.zeros((), device=rows.tokens.device)
         return torch.stack(losses).sum()
 
     @torch.no_grad()
     def logits(self, tokens: list[int]) -> Tensor:
-        """The logits [vocab] (fp32) of the token after `tokens`; every rank must call it, and every rank gets them."""
-        row = torch.zeros(-(-len(tokens) // self.multiple) * self.multiple, dtype=torch.int64, device=self.world.device)
-        row[: len(tokens)] = torch.tensor(tokens)  # what is filled up comes later: attention does not see it
-        part = self._part(Microbatches(row[None, None]))
-        positions = part.positions
+        """Return the logits [vocab] (fp32) of the token after `tokens`, on every rank; all ranks call it together."""
+        length = -(-len(tokens) // self.seq_len_multiple) * self.seq_len_multiple
+        row = torch.zeros(length, dtype=torch.int64, device=self.world.device)
+        row[: len(tokens)] = torch.tensor(tokens)  # causal attention does not see the padding behind them
+        local = self._local_rows(Microbatches(row[None, None]))
+        positions = local.positions
         last = len(tokens) - 1 if positions is None else (positions == len(tokens) - 1).nonzero().flatten()
         out = torch.zeros(self.stages[0].model.config.vocab, device=self.world.device)
-        share = self.world.share
-        for logits in self.runner.forward(part):
-            if self.world.counts_loss and share.rank == 0:
+        for logits in self.runner.forward(local):
+            if self.world.counts_loss and self.world.data_shard.rank == 0:
                 out += logits[0, last].float().sum(0) if positions is not None else logits[0, last].float()
         return self.world.sum(out)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that there are, in the order of the parameters."""
+        """Return the gradients that exist, in the order of the parameters."""
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def norm(self) -> Tensor:
-        """The 2-norm of all gradients, the same on every rank as on one device."""
-        double = self.tied_weights.last if self.tied_weights is not None else None
-        counted = [p.grad for p in self.parameters() if p.grad is not None and p is not double]
-        return grad_norm.total_norm(counted, self.world.device, self.world.group("pipeline"))
+        """Return the 2-norm of all gradients, an fp32 scalar that is equal on every rank and to one device's."""
+        replica = self.tied_weights.last if self.tied_weights is not None else None  # counted as the embedding's
+        gradients = [p.grad for p in self.parameters() if p.grad is not None and p is not replica]
+        return grad_norm.total_norm(gradients, self.world.device, self.world.group("pipeline"))
 
-    def _part(self, rows: Microbatches) -> Microbatches:
-        """This rank's part of whole rows."""
-        return rows if self.places is None else rows.cut(self.places(rows.tokens.shape[-1]))
+    def _local_rows(self, rows: Microbatches) -> Microbatches:
+        """Return this rank's tokens of whole rows (context parallelism)."""
+        return rows if self.token_positions is None else rows.select(self.token_positions(rows.tokens.shape[-1]))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters here under the names that they have in the whole model, each name once."""
+        """Return this rank's parameters with their names in the whole model, each name once."""
         seen: set[str] = set()
         for stage in self.stages:
-            for name, parameter in stage.named():
+            for name, parameter in stage.global_parameters():
                 if name not in seen:
                     seen.add(name)
                     yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters here."""
+        """Return all parameters on this rank."""
         return (p for stage in self.stages for p in stage.parameters())

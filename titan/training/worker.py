@@ -1,4 +1,4 @@
-"""The body of a rank: join the others, assemble, train, leave."""
+"""The body of a rank: join the process group, build the train step, train, leave."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ def work(
 
     Args:
         run: the experiment.
-        attempt: which execution of it this is.
-        place: this rank.
-        store: what the ranks have met at already, under torchrun or srun.
-        failed: told of an error at once, before anything is put in order, which may take as long as a save does.
+        attempt: the execution of it that this is.
+        rank_info: this rank.
+        store: a store that the ranks have connected to already, under torchrun or srun.
+        failed: called with an error at once, before the clean-up, which may take as long as a save.
 
     Returns:
-        0 when all steps are done, 130 when a signal ended them, 75 when a scheduler's did that is to start them again.
+        0 when all steps are done, 130 when a signal ended them, 75 when a scheduler is to start them again.
 
     Raises:
-        RunError: when the run can't go on, in a plain sentence.
+        ConfigError: when no checkpoint to resume from is intact.
+        RunError: when the run can't continue.
     """
     _log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
@@ -70,24 +71,24 @@ def work(
                 world.device,
             )
             train_step = build(run, world, log.info)
-            ended = _trained(Trainer(run, attempt, world, train_step, stop), failed)
+            exit_code = _train(Trainer(run, attempt, world, train_step, stop), failed)
         except StopRequested:
             return exit_code_of_stop(stop.again)
         except Exception as error:
-            if stop.asked and _of_the_compiler(error):
+            if stop.asked and _from_compiler(error):
                 log.warning("stopped while compiling: the signal ended the compiler too")
                 return exit_code_of_stop(stop.again)
-            plain = _user_error(run, error)
-            if plain is error:
+            user_error = _user_error(run, error)
+            if user_error is error:
                 raise
-            raise plain from error
-        # At no other end: with NCCL that waits for operations that other ranks have begun or not (pytorch #141510).
+            raise user_error from error
+        # only after success: with NCCL this waits for operations that other ranks may never start (pytorch #141510)
         world.close()
-        return ended
+        return exit_code
 
 
-def _trained(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
-    """Train, and close what the trainer has opened; of an error tell first."""
+def _train(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
+    """Train, and close the trainer; report an error before closing."""
     try:
         return trainer.train()
     except StopRequested:
@@ -100,10 +101,10 @@ def _trained(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
 
 
 def _user_error(run: Run, error: Exception) -> Exception:
-    """An error as a sentence, where it is the user's to act on."""
+    """Return an error that the user can act on as RunError, any other as it is."""
     if isinstance(error, torch.OutOfMemoryError):
         return RunError(_out_of_memory(run, error))
-    if waited := re.search(r"Timed out waiting (\d+)ms", str(error)):  # gloo's words; NCCL ends the process itself
+    if waited := re.search(r"Timed out waiting (\d+)ms", str(error)):  # gloo's message; NCCL ends the process itself
         return RunError(_timed_out(run, int(waited[1]) / 1000))
     return error
 
@@ -111,96 +112,98 @@ def _user_error(run: Run, error: Exception) -> Exception:
 def _timed_out(run: Run, seconds: float) -> str:
     name = "step_timeout" if seconds == run.cluster.step_seconds else "timeout"
     return (
-        f"waited {seconds:g} s for the other ranks: one of them stands still, or is slower than cluster.{name} allows; "
-        f"see what each did last in {run.directory}/log, or raise cluster.{name}."
+        f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than cluster.{name} allows; "
+        f"see the last lines of each rank's log in {run.directory}/log, or raise cluster.{name}."
     )
 
 
-def _of_the_compiler(error: Exception) -> bool:
-    """Whether torch.compile failed: its compiler is a process of its own, to which a terminal's Ctrl-C goes as well."""
+def _from_compiler(error: Exception) -> bool:
+    """Whether torch.compile failed: its compiler is a separate process, which a terminal's Ctrl-C reaches as well."""
     return type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
 
 
 def _needs_exchange(run: Run, attempt: Attempt) -> bool:
-    """Whether the ranks have anything to say of checkpoints."""
+    """Whether the ranks exchange messages about checkpoints."""
     return run.checkpoint.mode != "off" or bool(attempt.checkpoint or attempt.weights)
 
 
 def _resolve_checkpoint(run: Run, attempt: Attempt, world: World) -> Attempt:
-    """The attempt, from a checkpoint whose content is whole: the one that it names, or the complete one before it.
+    """Return the attempt with an intact checkpoint: the one that it names, or the last complete one before it.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when there is none, or the initial weights are corrupt.
     """
-    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.aside)
+    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
     _check_init_weights(run, attempt, coordinator)
     while attempt.checkpoint:
-        folder, wrong = _fetched(run, attempt, coordinator)
-        wrong = wrong or damage(folder, coordinator, run.checkpoint.verify)
-        if wrong is None:
+        folder, corruption = _fetch(run, attempt, coordinator)
+        corruption = corruption or damage(folder, coordinator, run.checkpoint.verify)
+        if corruption is None:
             return replace(attempt, checkpoint=str(folder))
-        word = coordinator.broadcast(_previous_attempt(run, attempt, wrong) if coordinator.rank == 0 else None)
-        if not isinstance(word, Attempt):
-            raise ConfigError(str(word))
-        attempt = word
+        previous = coordinator.broadcast(_previous_attempt(run, attempt, corruption) if coordinator.rank == 0 else None)
+        if not isinstance(previous, Attempt):
+            raise ConfigError(str(previous))
+        attempt = previous
     return attempt
 
 
 def _check_init_weights(run: Run, attempt: Attempt, coordinator: Coordinator) -> None:
-    """Refuse given weights whose checksums differ, where they are a checkpoint's."""
+    """Raise ConfigError when initial weights from a checkpoint differ from its checksums."""
     if attempt.weights is None or not coordinator.broadcast((Path(attempt.weights) / manifest.NAME).is_file()):
         return
-    if wrong := damage(Path(attempt.weights), coordinator, run.checkpoint.verify):
-        raise ConfigError(f"checkpoint.weights={run.checkpoint.weights}: is damaged: {wrong}; give another one.")
+    if corruption := damage(Path(attempt.weights), coordinator, run.checkpoint.verify):
+        raise ConfigError(f"checkpoint.weights={run.checkpoint.weights}: is corrupt: {corruption}; give another one.")
 
 
-def _fetched(run: Run, attempt: Attempt, coordinator: Coordinator) -> tuple[Path, str | None]:
-    """The folder of the attempt's checkpoint, brought here where it is elsewhere; and what is damaged in it.
+def _fetch(run: Run, attempt: Attempt, coordinator: Coordinator) -> tuple[Path, str | None]:
+    """Return the folder of the attempt's checkpoint, downloaded where it is remote, and a corruption found in it.
 
     Raises:
-        RunError: when it can't be brought here, for a reason that may pass.
+        RunError: when the download fails for a reason that may pass.
     """
     url = str(attempt.checkpoint)
     parent = url.rpartition("/")[0]
-    copies = run.checkpoint.path is not None and parent == of(run.checkpoint.path, run.directory).url
-    if not (copies or is_url(url)):
+    is_copy = run.checkpoint.path is not None and parent == of(run.checkpoint.path, run.directory).url
+    if not (is_copy or is_url(url)):
         return Path(url), None
     try:
         return fetched(Remote(parent), attempt.step, Path(run.directory), coordinator), None
     except CoordinationError as error:
         if error.damaged:
             return Path(run.directory), str(error)
-        raise RunError(f"{url} could not be fetched ({error}); mend that, and give the same command again.") from error
+        raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
 
 
-def _previous_attempt(run: Run, attempt: Attempt, wrong: str) -> Attempt | str:
+def _previous_attempt(run: Run, attempt: Attempt, corruption: str) -> Attempt | str:
+    """Return the attempt from the last complete checkpoint before, or why there is none."""
     try:
-        return use_previous_checkpoint(run, attempt, wrong)
+        return use_previous_checkpoint(run, attempt, corruption)
     except (ConfigError, OSError) as error:
         return str(error)
 
 
 def _log_to(file: Path) -> None:
-    logging.raiseExceptions = False  # a full disk shall not fill the terminal too
+    logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)
-    handler.setFormatter(_Safe("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
     for old in log.handlers:
         old.close()
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
 
 
-class _Safe(logging.Formatter):
-    """Writes lines without secrets and control characters."""
+class _SafeFormatter(logging.Formatter):
+    """Formats lines without secrets and control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return safe_lines(super().format(record))
 
 
 def _out_of_memory(run: Run, error: Exception) -> str:
-    ways = [f"parallelism.microbatches={run.microbatches * 2}"] if run.microbatches < run.rank_rows else []
-    ways += ["memory=full"] if run.memory.checkpointing == "none" else []
-    ways += ["parallelism=fsdp"] if run.layout.shard == 1 else ["more devices"]
-    first = str(error).split(". ")[0]
-    return f"out of memory in {run.describe()}: {first}. Give one of {', '.join(ways)}."
+    """Return torch's message with the settings that reduce memory."""
+    options = [f"parallelism.microbatches={run.microbatches * 2}"] if run.microbatches < run.rank_rows else []
+    options += ["memory=full"] if run.memory.checkpointing == "none" else []
+    options += ["parallelism=fsdp"] if run.layout.shard == 1 else ["more devices"]
+    message = str(error).split(". ")[0]
+    return f"out of memory in {run.describe()}: {message}. Give one of {', '.join(options)}."

@@ -1,10 +1,9 @@
-"""The arithmetic of pipelines: which layers a stage has, which rank has a stage, how many micro-batches there are.
+"""The arithmetic of pipelines: the layers of each stage, the rank of each stage, the number of micro-batches.
 
-A model's layers are cut into stages (`split`, `by_layers`, `explicit`) and stages are dealt to ranks (`placement`). In
-which order ranks act is up to a schedule: one of torch's (`titan.parallelism.pipeline.schedules`), or a user's own from
-    a CSV file
-(`read_csv`). `microbatches` finds the number to cut a step into, `check` refuses what torch would refuse later. Free
-of torch.
+A model's layers are split into stages (`split`, `by_layers`, `explicit`), which are placed on ranks (`placement`). The
+order of the ranks' actions is that of a schedule: one of torch's (`titan.parallelism.pipeline.schedules`), or a user's
+from a CSV file (`read_csv`). `microbatches` chooses the number of micro-batches, `check` raises ConfigError early for
+what torch would reject later. Free of torch.
 """
 
 from __future__ import annotations
@@ -61,23 +60,23 @@ __all__ = [
 ]
 
 DIGITS = 12
-"""Shares of time that agree to so many digits are taken for equal."""
+"""Shares of time that agree to so many digits count as equal."""
 
 
 # ---- layers to stages, stages to ranks ----
 
 
 def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
-    """Cut layers into stages so that the most expensive stage is as cheap as can be.
+    """Split layers into stages so that the most expensive stage is as cheap as possible.
 
-    Exact. Among such cuts the most even one is taken (the least sum of squared costs), and among those the one whose
+    Exact. Among such splits the most even one is taken (the least sum of squared costs), and among those the one whose
     earlier stages have fewer layers, since they hold more micro-batches at once.
 
     Args:
         costs: of each layer, 0 or more, in any unit.
-        stages: how many.
-        first: what the first stage costs beside its layers (the embedding).
-        last: what the last stage costs beside its layers (norm and head).
+        stages: their number.
+        first: the first stage's cost in addition to its layers (the embedding).
+        last: the last stage's cost in addition to its layers (norm and head).
 
     Returns:
         The layers of each stage, one or more.
@@ -91,7 +90,7 @@ def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float =
     most = _least_most(ends, stages)
     layers = len(costs)
     rest, choices = {layers: 0}, []
-    for _ in range(stages):  # from the last stage to the first: from which layer on the rest can be cut, and how
+    for _ in range(stages):  # from the last stage to the first: the layers from which the rest can be split, and how
         options = {i: _first_end(i, ends, most, rest) for i in range(layers)}
         found = {i: option for i, option in options.items() if option is not None}
         rest = {i: squares for i, (squares, _) in found.items()}
@@ -103,7 +102,7 @@ def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float =
 
 
 def by_layers(layers: int, stages: int) -> list[range]:
-    """Cut layers into stages of equal numbers; where that can't be, the last stages have one more.
+    """Split layers into stages of equal numbers; where that is impossible, the last stages have one more.
 
     Raises:
         ConfigError: when there are more stages than layers.
@@ -115,11 +114,11 @@ def by_layers(layers: int, stages: int) -> list[range]:
 
 
 def explicit(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
-    """Cut layers where the user says.
+    """Split layers at the user's indices.
 
     Args:
         layers: of the model.
-        stages: how many.
+        stages: their number.
         starts: the first layer of each stage after the first, counted from 0.
 
     Raises:
@@ -128,17 +127,17 @@ def explicit(layers: int, stages: int, starts: Sequence[int]) -> list[range]:
     given = f"parallelism.starts={show(list(starts))}"
     if len(starts) != stages - 1:
         raise ConfigError(
-            f"{given}: {len(starts)} given, but {stages} stages take {stages - 1}: the first layer of each stage but "
+            f"{given}: {len(starts)} given, but {stages} stages need {stages - 1}: the first layer of each stage but "
             f"the first; correct the list or give parallelism.stages={len(starts) + 1}."
         )
     cuts = [0, *starts, layers]
     if any(start >= end for start, end in itertools.pairwise(cuts)):
-        raise ConfigError(f"{given}: the numbers must rise and be from 1 to {layers - 1}, the model's last layer.")
+        raise ConfigError(f"{given}: the numbers must ascend and be from 1 to {layers - 1}, the model's last layer.")
     return _ranges(cuts)
 
 
 def placement(schedule: str, ranks: int, stages: int) -> list[int]:
-    """The pipeline rank of each stage.
+    """Return the pipeline rank of each stage.
 
     Raises:
         ConfigError: when there is no such schedule.
@@ -157,7 +156,7 @@ def _enough(layers: int, stages: int) -> None:
 
 
 def _whole(costs: Sequence[float], first: float, last: float) -> list[int]:
-    """Costs as whole numbers in a common unit, so that equal sums are equal."""
+    """Return costs as integers in a common unit, so that equal sums compare equal."""
     exact = [Fraction(cost) for cost in (*costs, first, last)]
     if min(exact) < 0:
         raise ValueError(f"a negative cost in {costs}, first {first}, last {last}")
@@ -169,7 +168,7 @@ def _whole(costs: Sequence[float], first: float, last: float) -> list[int]:
 
 
 def _least_most(ends: list[int], stages: int) -> int:
-    """The least that the most expensive stage can cost, by halving the interval that it lies in."""
+    """Return the least possible cost of the most expensive stage, by bisection."""
     low, high = max(end - start for start, end in itertools.pairwise(ends)), ends[-1]
     while low < high:
         middle = (low + high) // 2
@@ -178,7 +177,7 @@ def _least_most(ends: list[int], stages: int) -> int:
 
 
 def _parts(ends: list[int], most: int) -> int:
-    """How many parts are needed when each costs at most `most`."""
+    """Return the number of parts that are needed when each costs at most `most`."""
     count, start = 1, 0
     for before, end in itertools.pairwise(ends):
         if end - start > most:
@@ -187,7 +186,7 @@ def _parts(ends: list[int], most: int) -> int:
 
 
 def _first_end(start: int, ends: list[int], most: int, rest: dict[int, int]) -> tuple[int, int] | None:
-    """The least sum of squares from layer `start` on, and where the first part of such a cut ends."""
+    """Return the least sum of squares from layer `start` on, and the end of the first part of this split."""
     reach = itertools.takewhile(lambda end: ends[end] - ends[start] <= most, range(start + 1, len(ends)))
     return min(((rest[end] + (ends[end] - ends[start]) ** 2, end) for end in reach if end in rest), default=None)
 
@@ -197,15 +196,15 @@ def _ranges(cuts: Iterable[int]) -> list[range]:
 
 
 def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idle: float = 0.1) -> int | None:
-    """The number of micro-batches to cut a rank's rows into.
+    """Return the number of micro-batches that a rank's rows are split into.
 
-    A micro-batch has ceil(rows / number) rows, so some may be padding: what is lost is time in which ranks are idle or
-    work on padding.
+    A micro-batch has ceil(rows / number) rows, so some may be padding: time is lost where ranks are idle or compute
+    padding.
 
     Args:
         schedule: its name.
         ranks: along the pipeline.
-        stages_per_rank: how many.
+        stages_per_rank: their number.
         rows: of a rank in a step, at least 1.
         idle: the share of time that may be lost.
 
@@ -218,18 +217,18 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
     """
     kind = facts(schedule)
     counts = [n for n in range(1, rows + 1) if kind.allows(ranks, stages_per_rank, n)]
-    # few micro-batches are played, which takes long where there are many ranks: only numbers that may be right
+    # few micro-batches need a simulation, which is slow for many ranks: so only for possible results
     least = {n: _lost(kind.least_idle(ranks, stages_per_rank, n), rows, n) for n in counts}
     exact = functools.cache(lambda n: _lost(idle_share(schedule, ranks, stages_per_rank, n), rows, n))
     for n in counts:
         if round(least[n], DIGITS) <= idle and round(exact(n), DIGITS) <= idle:
             return n
-    played: list[int] = []
+    simulated: list[int] = []
     for n in sorted(counts, key=least.__getitem__):
-        if played and least[n] > min(map(exact, played)) + 10**-DIGITS:
+        if simulated and least[n] > min(map(exact, simulated)) + 10**-DIGITS:
             break
-        played.append(n)
-    return min(played, key=exact, default=None)
+        simulated.append(n)
+    return min(simulated, key=exact, default=None)
 
 
 def _lost(idle: float, rows: int, count: int) -> float:
@@ -247,8 +246,8 @@ class Table:
         order: of each rank.
         owners: the rank of each stage.
         microbatches: their number.
-        splits_backward: whether gradients of inputs and of weights are computed apart anywhere.
-        idle: share of time in which ranks wait, counted as `idle_share` does.
+        splits_backward: whether any gradients of inputs and of weights are computed in two passes.
+        idle: the ranks' idle share of the time, as in `idle_share`.
     """
 
     order: tuple[tuple[Cell, ...], ...]
@@ -269,10 +268,10 @@ class Table:
 
 
 def read_csv(path: str | Path) -> Table:
-    """Read a schedule from a file: a row a rank, a cell an action, in the format "compute_only" of torch.
+    """Read a schedule from a file: one row per rank, one cell per action, in torch's format "compute_only".
 
     A cell is `<stage><F|B|I|W><micro-batch>`, all counted from 0, such as 0F3; or several of them as
-    `(0F3;1B0)OVERLAP_F_B`; or empty. Sending and receiving are torch's business.
+    `(0F3;1B0)OVERLAP_F_B`; or empty. torch adds sending and receiving.
 
     Raises:
         ConfigError: naming `parallelism.schedule`, when the file can't be read or is no complete schedule.
@@ -291,7 +290,7 @@ def read_csv(path: str | Path) -> Table:
 
 
 class _Bad(Exception):
-    """What is wrong with a file, and the way out."""
+    """An invalid file: what is wrong, and how to correct it."""
 
 
 def _texts(path: str | Path) -> list[list[str]]:
@@ -323,7 +322,7 @@ def _cell(text: str, row: int, column: int) -> Cell:
 
 
 def _owners(rows: list[tuple[Cell, ...]]) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Return the rank of each stage."""
     owners: dict[int, int] = {}
     for rank, row in enumerate(rows):
         actions = [action for cell in row for action in actions_of(cell)]
@@ -339,7 +338,7 @@ def _owners(rows: list[tuple[Cell, ...]]) -> tuple[int, ...]:
 
 
 def _complete(actions: list[Action], stages: int) -> int:
-    """The number of micro-batches, when each goes once through all stages and back."""
+    """Return the number of micro-batches, after checking that each goes once through all stages and back."""
     counts = Counter(actions)
     twice = next((action for action, count in counts.items() if count > 1), None)
     if twice:
@@ -352,7 +351,7 @@ def _complete(actions: list[Action], stages: int) -> int:
 
 
 def _once(stage: int, microbatch: int, kinds: str) -> None:
-    """Refuse a micro-batch that doesn't go forward and backward through a stage."""
+    """Raise `_Bad` for a micro-batch that doesn't go forward and backward through a stage once."""
     name = {kind: str(Action(stage, kind, microbatch)) for kind in "FBIW"}
     if "F" not in kinds:
         raise _Bad(f"{name['F']} is missing; each micro-batch goes forward through each stage once")
@@ -366,15 +365,13 @@ def _once(stage: int, microbatch: int, kinds: str) -> None:
 
 
 def _in_turn(forward: list[int]) -> int:
-    """The last stage's number of micro-batches.
+    """Return the last stage's number of micro-batches, after checking their order.
 
-    torch keeps losses in the order they come in, and takes that of a micro-batch by its number.
+    torch appends losses in the order of computation, and reads a micro-batch's loss by its number.
     """
     wrong = next((m for turn, m in enumerate(forward) if turn != m), None)
     if wrong is not None:
-        raise _Bad(
-            f"the last stage takes micro-batch {wrong} forward out of turn; let it take them in the order 0, 1, 2, ..."
-        )
+        raise _Bad(f"the last stage computes micro-batch {wrong} forward out of order; use the order 0, 1, 2, ...")
     return len(forward)
 
 
@@ -384,16 +381,16 @@ def _idle(rows: list[tuple[Cell, ...]]) -> float:
     except Deadlock as deadlock:
         rank, cell = next(iter(deadlock.waiting.items()))
         raise _Bad(
-            f"the order comes to a halt: row {rank + 1} waits at {cell} for an action that comes too late; "
-            "put it behind what it needs"
+            f"the order deadlocks: row {rank + 1} waits at {cell} for an action that comes too late; "
+            "put it after what it needs"
         ) from None
 
 
-# ---- what can't work ----
+# ---- checks ----
 
 
 def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
-    """Refuse numbers that a schedule can't have.
+    """Check stages and micro-batches against a schedule.
 
     Args:
         schedule: its name, or a file whose name ends in .csv.
@@ -421,7 +418,7 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
         for step in (-1, 1)
     )
     times = rounds(ranks, microbatches)
-    raise ConfigError(f"{given} goes in {times} rounds and needs a multiple of that; give {below}, {above} or auto.")
+    raise ConfigError(f"{given} has {times} rounds and needs a multiple of that; give {below}, {above} or auto.")
 
 
 def _check_stages(kind: Schedule, ranks: int, stages: int) -> None:

@@ -1,7 +1,7 @@
-"""Schedules of a pipeline: in which order each rank takes micro-batches through its stages, and how long that takes.
+"""Pipeline schedules: the order in which each rank runs micro-batches through its stages, and how long that takes.
 
-`SCHEDULES` holds what is fixed about each of torch's schedules, `order` makes its order, action for action, and
-`simulate` plays that or any other order and tells how long ranks wait for each other. Free of torch.
+`SCHEDULES` has the properties of each of torch's schedules, `order` returns its actions, and `simulate` computes the
+idle time of that or any other order. Free of torch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from titan.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is fixed about one of torch's schedules.
+    """The properties of one of torch's schedules.
 
     Attributes:
-        name: as torch.distributed.pipelining.schedules.get_schedule_class knows it.
-        stages: of a rank, unless the user says otherwise.
-        fixed: whether it can have no other number of stages on a rank; else any number from 1.
+        name: the argument of torch.distributed.pipelining.schedules.get_schedule_class.
+        stages: default number of stages per rank.
+        fixed: whether this is the only possible number; else any number from 1.
         placement: stage s is on rank s modulo ranks (loop), or every other lap runs backwards (v).
-        splits_backward: whether gradients of inputs and of weights are computed apart. FSDP then must not free gathered
-            weights in between, and selective checkpointing, which can go backward only once, is impossible.
+        splits_backward: whether gradients of inputs and of weights are computed in two passes. FSDP then must not free
+            gathered weights in between, and selective checkpointing, which allows one backward pass, is impossible.
         microbatches: their number is free, or at least the number of stages, or a multiple of the number of rounds,
-            which is how many times as many as ranks go into it, and at least 1.
-        waits: how long each rank waits in a step for each rank beside it, if no longer than it must, in the time of a
-            stage's forward. A whole backward is waited for on the way there and back: 1 and 2.
+            which is the number divided by the ranks, rounded down, and at least 1.
+        waits: the least time that each rank waits in a step for each adjacent rank, in units of a stage's forward:
+            where the backward pass is not split, 1 on the way there and 2 on the way back.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Schedule:
         return self.microbatches == "free" or microbatches % rounds(ranks, microbatches) == 0
 
     def least_idle(self, ranks: int, stages_per_rank: int, microbatches: int) -> float:
-        """The share of time in which ranks wait when enough micro-batches fill the pipeline; else it is no less."""
+        """Return the idle share of a pipeline that is filled by micro-batches; otherwise a lower bound of it."""
         wait = self.waits * (ranks - 1)
         return wait / (3 * microbatches * stages_per_rank + wait)
 
     def fills(self, ranks: int, microbatches: int) -> bool:
-        """Whether so many micro-batches are enough for that."""
+        """Whether so many micro-batches fill the pipeline."""
         return microbatches >= (2 * ranks - 1 if self.placement == "v" else ranks)
 
 
@@ -76,7 +76,7 @@ SCHEDULES = {
 
 
 class Action(NamedTuple):
-    """What a rank does with a micro-batch at one of its stages.
+    """One computation of a micro-batch in a stage.
 
     Attributes:
         stage: its number.
@@ -94,7 +94,7 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Overlap:
-    """Actions that a rank may run at once; torch runs them one after the other, and sends results on after the last."""
+    """Actions that a rank may run at once; torch runs them one after another, and sends results after the last."""
 
     actions: tuple[Action, ...]
 
@@ -103,11 +103,11 @@ class Overlap:
 
 
 Cell: TypeAlias = Action | Overlap | None
-"""A place in a rank's order; None: nothing to do."""
+"""One entry of a rank's order; None: idle."""
 
 
 def actions_of(cell: Cell) -> tuple[Action, ...]:
-    """The actions at a place."""
+    """Return the actions of an entry."""
     if cell is None:
         return ()
     return cell.actions if isinstance(cell, Overlap) else (cell,)
@@ -117,10 +117,10 @@ def actions_of(cell: Cell) -> tuple[Action, ...]:
 
 
 def facts(schedule: str) -> Schedule:
-    """What is known of a schedule.
+    """Return the properties of a schedule.
 
     Raises:
-        ConfigError: when there is none of this name.
+        ConfigError: when there is no schedule of this name.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(
@@ -131,7 +131,7 @@ def facts(schedule: str) -> Schedule:
 
 
 def order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """What each rank does, one action after the other: as torch does, without places for waiting.
+    """Return the actions of each rank in torch's order, without idle entries.
 
     Raises:
         ConfigError: when there is no such schedule.
@@ -143,47 +143,47 @@ def order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) ->
 
 
 def rounds(ranks: int, microbatches: int) -> int:
-    """How often interleaved schedules go through all stages of a rank."""
+    """Return how many times interleaved schedules go through all stages of a rank."""
     return max(1, microbatches // ranks)
 
 
 def _gpipe(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """All forward, then all backward (Huang et al., GPipe, 2019)."""
+    """Order: all forward, then all backward (Huang et al., GPipe, 2019)."""
     return [Action(rank, kind, m) for kind in "FB" for m in range(microbatches)]
 
 
 def _looped_bfs(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """Stage after stage, all micro-batches each, and back (Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022)."""
+    """Order: all micro-batches stage by stage, and back (Lamy-Poirier, Breadth-First Pipeline Parallelism, 2022)."""
     there = [(rank + lap * ranks, m) for lap in range(stages_per_rank) for m in range(microbatches)]
     return [Action(s, "F", m) for s, m in there] + [Action(s, "B", m) for s, m in reversed(there)]
 
 
 def _1f1b(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """One forward, one backward (Narayanan et al., PipeDream-Flush, 2020)."""
+    """Order: one forward, one backward (Narayanan et al., PipeDream-Flush, 2020)."""
     everything = [(rank, m) for m in range(microbatches)]
     return _alternate(everything, everything, ranks - 1 - rank)
 
 
 def _interleaved(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """1F1B over several stages a rank (Narayanan et al., Efficient Large-Scale Training with Megatron-LM, 2021)."""
+    """Order: 1F1B with several stages per rank (Narayanan et al., Megatron-LM, arXiv:2104.04473, 2021)."""
     forward, backward, once = _in_rounds(rank, ranks, stages_per_rank, microbatches)
     return _alternate(forward, backward, once + 2 * (ranks - 1 - rank))
 
 
 def _interleaved_zero_bubble(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """ZB1P over several stages a rank: weights follow inputs `rank` steps later (Qi et al., Zero Bubble, 2023)."""
+    """Order: ZB1P with several stages per rank; weights follow inputs `rank` steps later (Qi et al., Zero Bubble)."""
     forward, backward, once = _in_rounds(rank, ranks, stages_per_rank, microbatches)
     return _alternate(forward, backward, once + ranks - 1 - rank, lag=rank)
 
 
-Places: TypeAlias = list[tuple[int, int]]
-"""Stages and micro-batches."""
+Turns: TypeAlias = list[tuple[int, int]]
+"""Pairs of stage and micro-batch, in order."""
 
 
-def _in_rounds(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Places, Places, int]:
-    """Forward and backward order of interleaved schedules, and how much of it is before the last stage's first turn.
+def _in_rounds(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Turns, Turns, int]:
+    """Return the forward and backward order of interleaved schedules, and the count before the last stage's first turn.
 
-    A round takes about as many micro-batches as there are ranks through all stages.
+    A round runs about as many micro-batches as there are ranks through all stages.
     """
     size = microbatches // rounds(ranks, microbatches)
     stages = range(rank, ranks * stages_per_rank, ranks)
@@ -193,8 +193,8 @@ def _in_rounds(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -
     return forward, backward, (stages_per_rank - 1) * size
 
 
-def _alternate(forward: Places, backward: Places, warmup: int, lag: int | None = None) -> list[Cell]:
-    """`warmup` times forward, then forward and backward in turn; with a lag, that of weights comes so much later."""
+def _alternate(forward: Turns, backward: Turns, warmup: int, lag: int | None = None) -> list[Cell]:
+    """Return `warmup` times forward, then forward and backward in turn; with a lag, weights follow that much later."""
     out: list[Cell] = [Action(s, "F", m) for s, m in forward[:warmup]]
     for turn, (stage, m) in enumerate(backward):
         out += [Action(s, "F", f) for s, f in forward[warmup + turn : warmup + turn + 1]]
@@ -210,9 +210,9 @@ Token: TypeAlias = tuple[str, int]
 
 
 def _zbv(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """ZB-V: a rank has one stage on the way there and one on the way back (Qi et al., Zero Bubble, 2023, section 6)."""
+    """Order of ZB-V: a rank has a stage of the first lap and one of the second (Qi et al., Zero Bubble, section 6)."""
     there, back, left = rank, 2 * ranks - 1 - rank, ranks - rank
-    # the pattern is that of a full pipeline going on; micro-batches that there are not are left out
+    # the pattern is that of a full pipeline; micro-batches that don't exist are left out
     full = max(2 * ranks - 1, microbatches)
     only_back: list[Token] = [("F", back), ("I", back), ("W", back)]
     tokens = [("F", there)] * (2 * left - 1) + [("F", back), ("F", there)] * rank + only_back * left
@@ -223,7 +223,7 @@ def _zbv(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequ
 
 
 def _dual_pipe_v(rank: int, ranks: int, stages_per_rank: int, microbatches: int) -> Sequence[Cell]:
-    """DualPipe cut in half: forward of one stage runs with backward of the other (DeepSeek-V3, 2024; Sea AI Lab)."""
+    """Order of DualPipeV: forward of one stage overlaps with backward of the other (DeepSeek-V3, 2024; Sea AI Lab)."""
     there, back, left = rank, 2 * ranks - 1 - rank, ranks - 1 - rank
     halves: list[tuple[Token, ...]] = [(("F", there), ("B", back)), (("F", back), ("B", there))]
     pairs = halves * (microbatches - 2 * ranks + rank + 1) + [(("B", back),), halves[1]] * left
@@ -231,7 +231,7 @@ def _dual_pipe_v(rank: int, ranks: int, stages_per_rank: int, microbatches: int)
         pairs[:1] = [(token,) for token in halves[0]]
     start = [("F", there)] * (2 * left) + [("F", there), ("F", back)] * (rank + 1)
     start += [("I", back), ("W", back), ("F", back)] * left
-    # in the end weights come as late as they can, in the order of their inputs
+    # at the end weights come as late as possible, in the order of their inputs
     ends = [back, there] * (rank + 1)
     late = ends[rank + 1 :] + [there] * left
     stop = [("B", s) for s in ends[: rank + 1]] + [("I", s) for s in ends[rank + 1 :]]
@@ -243,7 +243,7 @@ def _dual_pipe_v(rank: int, ranks: int, stages_per_rank: int, microbatches: int)
 
 
 def _numbered(tokens: Iterable[Token]) -> Iterator[Action]:
-    """Give each its micro-batch: a stage takes them in order, forward, backward for inputs and for weights."""
+    """Number the micro-batches: a stage takes them in order in forward, backward of inputs and backward of weights."""
     counts: Counter[Token] = Counter()
     for kind, stage in tokens:
         yield Action(stage, kind, counts["I" if kind == "B" else kind, stage])
@@ -259,7 +259,7 @@ ORDERS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
     "ZBVZeroBubble": _zbv,
     "DualPipeV": _dual_pipe_v,
 }
-"""How each schedule's order is made, from rank, ranks, stages of a rank and micro-batches."""
+"""The function that returns each schedule's order, from rank, ranks, stages per rank and micro-batches."""
 
 
 # ---- time ----
@@ -267,12 +267,12 @@ ORDERS: dict[str, Callable[[int, int, int, int], Sequence[Cell]]] = {
 
 @dataclass(frozen=True)
 class Timeline:
-    """How long an order takes.
+    """The duration of an order.
 
     Attributes:
         makespan: from the first action's start to the last one's end, in the unit of the costs.
-        ranks: share of the makespan in which each rank waits.
-        idle: the same, averaged over ranks.
+        ranks: each rank's idle share of the makespan.
+        idle: the mean of these.
     """
 
     makespan: float
@@ -281,10 +281,10 @@ class Timeline:
 
 
 class Deadlock(ValueError):
-    """An order that comes to a halt.
+    """Raised for an order that deadlocks.
 
     Attributes:
-        waiting: the next place of each rank that is not done, by rank.
+        waiting: the next entry of each rank that is not done, by rank.
     """
 
     def __init__(self, waiting: dict[int, Action | Overlap]) -> None:
@@ -295,32 +295,32 @@ class Deadlock(ValueError):
 def simulate(
     actions: Sequence[Sequence[Cell]], forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0
 ) -> Timeline:
-    """Play an order: each rank does its actions one after the other, each as soon as what it needs is there.
+    """Simulate an order: each rank runs its actions one after another, each as soon as its inputs exist.
 
-    Forward of a stage needs the forward of the stage before, backward (also of inputs alone) the stage's own forward
-    and the backward of the stage after, backward of weights that of inputs, of the same micro-batch. What happens
-    within an overlap can be used by others after all of it. Sending takes no time.
+    Forward of a stage needs the forward of the previous stage, backward (also of inputs alone) the stage's own forward
+    and the backward of the next stage, backward of weights that of inputs, of the same micro-batch. The results of an
+    overlap are available after all of it. Sending takes no time.
 
     Args:
         actions: of each rank, in its order.
-        forward, backward_input, backward_weight: how long each takes at any stage; a full backward takes both parts.
+        forward, backward_input, backward_weight: the time of each at any stage; a full backward takes both parts.
 
     Raises:
-        Deadlock: when no rank can go on.
+        Deadlock: when no rank can continue.
     """
     costs = {"F": forward, "I": backward_input, "W": backward_weight, "B": backward_input + backward_weight}
-    play = _Play(actions, costs)
-    play.run()
+    simulation = _Simulation(actions, costs)
+    simulation.run()
     busy = [sum(costs[action.kind] for cell in row for action in actions_of(cell)) for row in actions]
-    makespan = max(play.clocks, default=0.0)
+    makespan = max(simulation.clocks, default=0.0)
     shares = tuple((makespan - time) / makespan if makespan else 0.0 for time in busy)
     return Timeline(makespan, shares, math.fsum(shares) / max(1, len(shares)))
 
 
 def idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
-    """The share of time in which ranks wait, where backward takes twice as long as forward, half of it for weights.
+    """Return the idle share of the ranks' time, where backward takes twice as long as forward, half of it for weights.
 
-    Exact: in closed form where micro-batches fill the pipeline, otherwise by playing the order.
+    Exact: in closed form where micro-batches fill the pipeline, otherwise by simulation.
 
     Raises:
         ConfigError, ValueError: as `order` does.
@@ -331,31 +331,30 @@ def idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
     return simulate(order(schedule, ranks, stages_per_rank, microbatches)).idle
 
 
-class _Play:
-    """An order being played: a clock for each rank, and when the result of each action is there."""
+class _Simulation:
+    """The state of a simulation: a clock for each rank, and when the result of each action is available."""
 
     def __init__(self, rows: Sequence[Sequence[Cell]], costs: dict[str, float]) -> None:
         self.costs = costs
         self.last = max((action.stage for row in rows for cell in row for action in actions_of(cell)), default=0)
         self.clocks = [0.0] * len(rows)
         self.todo = [deque(cell for cell in row if cell is not None) for row in rows]
-        self.done: dict[tuple[str, int, int], float] = {}  # a full backward stands here as that of inputs
+        self.done: dict[tuple[str, int, int], float] = {}  # a full backward is entered as that of inputs
 
     def run(self) -> None:
-        """Let each rank go on as far as it can, until all are done."""
+        """Advance each rank as far as possible, until all are done."""
         while any(self.todo):
-            moved = sum(self._advance(rank) for rank in range(len(self.todo)))
-            if not moved:
+            if not sum(self._advance(rank) for rank in range(len(self.todo))):
                 raise Deadlock({rank: cells[0] for rank, cells in enumerate(self.todo) if cells})
 
     def _advance(self, rank: int) -> bool:
         cells, before = self.todo[rank], len(self.todo[rank])
-        while cells and self._do(rank, cells[0]):
+        while cells and self._run(rank, cells[0]):
             cells.popleft()
         return len(cells) < before
 
-    def _do(self, rank: int, cell: Action | Overlap) -> bool:
-        """Do what a rank does next, if what it needs is there, and move its clock."""
+    def _run(self, rank: int, cell: Action | Overlap) -> bool:
+        """Run a rank's next entry, if its inputs are available, and advance the clock."""
         time, actions = self.clocks[rank], actions_of(cell)
         for action in actions:
             needed = [self.done.get(need) for need in self._needs(action)]

@@ -1,4 +1,4 @@
-"""From degrees to a pipeline's stages: how many, of which layers, on which rank. Free of torch."""
+"""The stage plan of a pipeline: the number of stages, their layers and their ranks. Free of torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> list[int]:
-    """Numbers of micro-batches that a pipeline may have, those that `parallelism.idle` asks for first.
+    """Return the numbers of micro-batches that a pipeline may have, ascending from the one that meets `idle`.
 
     Args:
-        parallelism: the schedule, and what is asked of it.
+        parallelism: the schedule and the largest idle share.
         layout: the degrees.
         rows: of a rank in a step.
 
@@ -30,7 +30,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
     least = arithmetic.microbatches(parallelism.schedule, ranks, each, rows, parallelism.idle)
     if least is None:
         count = _count(parallelism, layout)
-        arithmetic.check(parallelism.schedule, ranks, count, 2 * count)  # whether it is the stages, rather
+        arithmetic.check(parallelism.schedule, ranks, count, 2 * count)  # raises when the stages are the reason
         raise ConfigError(
             f"parallelism.schedule={parallelism.schedule}: needs more micro-batches than the {rows} "
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
@@ -41,24 +41,24 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
 
 
 def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int, microbatches: int) -> StagePlan:
-    """The stages of a layout.
+    """Return the stage plan of a layout.
 
-    With `split=balanced` a stage's cost is the floating-point operations of its blocks and, for the last, of the head:
-    the embedding is a look-up.
+    With `split=balanced` a stage's cost is the FLOPs of its blocks and, for the last stage, of the head; the embedding
+    is a look-up and costs nothing.
 
     Raises:
         ConfigError: when the schedule can't have such stages or micro-batches, or there are too few layers.
     """
     ranks, schedule = layout.pipeline, parallelism.schedule
     if ranks == 1:
-        return _alone(parallelism, model.layers)
+        return _single_stage(parallelism, model.layers)
     table = arithmetic.read_csv(schedule) if _custom(parallelism) else None
     count = _count(parallelism, layout) if table is None or parallelism.stages != "auto" else table.stages
     arithmetic.check(schedule, ranks, count, microbatches)
     if parallelism.stages == "auto" and count > model.layers:
         raise ConfigError(
-            f"parallelism.pipeline={ranks}: {schedule} makes {count} stages of it, and the model has {model.layers} "
-            "layers; give a smaller one."
+            f"parallelism.pipeline={ranks}: {schedule} needs {count} stages, and the model has {model.layers} "
+            f"layer{'s' if model.layers > 1 else ''}; give a smaller parallelism.pipeline."
         )
     layers = tuple((part.start, part.stop) for part in _layers(parallelism, model, seq_len, count))
     if table is not None:
@@ -72,7 +72,7 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
 def stage_layers(
     parallelism: Parallelism, layout: Layout, model: Decoder, seq_len: int
 ) -> tuple[tuple[int, range], ...]:
-    """The pipeline rank and the layers of each stage.
+    """Return the pipeline rank and the layers of each stage.
 
     Raises:
         ConfigError: when there are too few layers.
@@ -86,21 +86,25 @@ def stage_layers(
 
 
 def splits_backward(parallelism: Parallelism) -> bool:
-    """Whether the schedule computes gradients of inputs and of weights apart."""
+    """Whether the schedule computes the gradients of inputs and of weights in two passes."""
     if _custom(parallelism):
         return arithmetic.read_csv(parallelism.schedule).splits_backward
     return arithmetic.facts(parallelism.schedule).splits_backward
 
 
-def _alone(parallelism: Parallelism, layers: int) -> StagePlan:
-    """One stage that has all layers; what is said of others is refused."""
+def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
+    """Return the plan without a pipeline.
+
+    Raises:
+        ConfigError: when the settings ask for several stages.
+    """
     if not _custom(parallelism):
         arithmetic.facts(parallelism.schedule)
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
-        said = "starts" if parallelism.starts else "stages"
+        name = "starts" if parallelism.starts else "stages"
         value = list(parallelism.starts) if parallelism.starts else parallelism.stages
         raise ConfigError(
-            f"parallelism.{said}={value}: there is one stage without a pipeline; give parallelism=pp too."
+            f"parallelism.{name}={value}: there is one stage without a pipeline; give parallelism=pp too."
         )
     return StagePlan("", ((0, layers),), (0,))
 
@@ -118,20 +122,20 @@ def _custom(parallelism: Parallelism) -> bool:
 
 
 def _count(parallelism: Parallelism, layout: Layout) -> int:
-    """Stages in all."""
+    """Return the number of stages."""
     if parallelism.stages == "auto":
         return layout.pipeline * stages_each(parallelism, layout.pipeline)
     return int(parallelism.stages)
 
 
 def stages_each(parallelism: Parallelism, ranks: int) -> int:
-    """Stages of each of so many pipeline ranks."""
+    """Return the number of stages on each of `ranks` pipeline ranks."""
     if parallelism.stages == "auto":
         return stages_of_a_rank(parallelism)
     return max(1, int(parallelism.stages) // ranks)
 
 
 def stages_of_a_rank(parallelism: Parallelism) -> int:
-    """How many stages a rank has unless the user says otherwise."""
+    """Return the schedule's default number of stages per rank."""
     known = arithmetic.SCHEDULES.get(parallelism.schedule)
     return known.stages if known else 1

@@ -1,0 +1,280 @@
+"""Ring attention (arXiv:2310.01889): keys and values go from rank to rank while the previous ones are computed with.
+
+Ranks compile different graphs: a rank that skips a block does not use the keys that arrived for it, and the compiler
+could remove an exchange that the other ranks make. So the compiler sees a whole round as one custom operation,
+`torch.ops.titan.ring_attention`.
+
+Shapes: B rows, H query and K key heads of width d (H / K query heads share a key head), t tokens on each rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from titan.model.attention import BLOCK, Tokens, blocks_seen, visible
+from titan.model.custom_op import register
+from titan.parallelism import context_chunks, context_kernels
+from titan.parallelism.collectives import all_gather, wait
+from titan.parallelism.context_kernels import KeyMask, QueryState, Results
+
+BLOCK_LISTS = tuple(
+    f"{full}{side}_{what}" for side in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")
+)
+"""The tensors of a block mask, in the order of `BlockMask`'s arguments."""
+
+_ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: tuple[Tensor, ...] | None,
+    group: dist.ProcessGroup,
+    balance: bool,
+    kernel: str,
+) -> Tensor:
+    """Return the attention of this rank's queries to the keys of all ranks: [B, H, t, d].
+
+    Args:
+        q: [B, H, t, d].
+        k, v: [B, K, t, d], of the same tokens.
+        mask: what `ring_mask` returns.
+        group: the ranks.
+        balance: see `titan.parallelism.context_chunks`.
+        kernel: see `titan.parallelism.context_kernels.choose`.
+    """
+    ring = (group.group_name, group.rank(), group.size(), balance, kernel)
+    out: Tensor = torch.ops.titan.ring_attention(q, torch.stack((k, v)), list(mask or ()), *ring)[0]
+    return out
+
+
+def ring_mask(
+    ids: Tensor | None, positions: Tensor, group: dist.ProcessGroup, balance: bool, kernel: str
+) -> tuple[Tensor, ...] | None:
+    """Return the mask of a round, as tensors that a custom operation can take; None where nothing but causality masks.
+
+    Args:
+        ids: document ids of this rank's tokens, int64 [B, t]; None: one document per row.
+        positions: of this rank's tokens, [1, t].
+        group, balance, kernel: see `ring_attention`.
+
+    Returns:
+        The document ids of all ranks, [size, B, t]. For flex also the positions of all ranks, [size, t], and the lists
+        of a block mask of this rank's queries and each rank's keys, [size * B, ...].
+    """
+    size, length = group.size(), positions.shape[1]
+    if kernel != "flex":
+        return None if ids is None else (all_gather(ids[None], 0, group),)
+    all_ids = positions.new_zeros(size, 1, length) if ids is None else all_gather(ids[None], 0, group)
+    row = torch.arange(length * size, device=positions.device)
+    all_positions = context_chunks.split(row, size, -1, balance)
+    queries = Tokens(all_ids[group.rank()].repeat(size, 1), positions[:1])
+    keys = Tokens(all_ids.flatten(0, 1), all_positions.repeat_interleave(all_ids.shape[1], 0))
+    mask = blocks_seen(queries, keys, visible(queries, keys))
+    return all_ids, all_positions, *(getattr(mask, name) for name in BLOCK_LISTS)
+
+
+class _Ring(NamedTuple):
+    """The name of the ring's process group, this rank and the number of ranks in it, and how blocks are computed."""
+
+    name: str
+    rank: int
+    size: int
+    balance: bool
+    kernel: str
+
+
+def _hop(x: Tensor, ring: _Ring) -> Tensor:
+    """Send x to the next rank and receive the previous rank's, of the same shape; `wait` completes it."""
+    if ring.size == 1:
+        return x
+    to = [x.shape[0] if other == (ring.rank + 1) % ring.size else 0 for other in range(ring.size)]
+    source = [x.shape[0] if other == (ring.rank - 1) % ring.size else 0 for other in range(ring.size)]
+    out: Tensor = _ALL_TO_ALL(x.contiguous(), source, to, ring.name)
+    return out
+
+
+# --- the block of a rank's queries and another rank's keys
+
+
+class _Block(NamedTuple):
+    """Queries of this rank, keys of another, and which keys each query sees."""
+
+    queries: slice
+    keys: slice
+    mask: KeyMask
+
+
+def _visible_part(ring: _Ring, source: int, length: int) -> tuple[int, int, bool] | None:
+    """Return the first query that sees keys of rank `source`, the end of these keys, and whether causality cuts them.
+
+    None where all keys are later. With `balance` a rank's tokens are a head and a tail: an earlier rank's head comes
+    before both of ours and its tail after both; both of a later rank lie between our head and our tail.
+    """
+    if source == ring.rank:
+        return 0, length, True
+    if source < ring.rank:
+        return 0, length // 2 if ring.balance else length, False
+    return (length // 2, length, False) if ring.balance else None
+
+
+def _block(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> _Block | None:
+    """Return what this rank computes with the t = `length` keys of rank `source`; None where all are later."""
+    part = _visible_part(ring, source, length)
+    if part is None:
+        return None
+    if ring.kernel == "flex":
+        blocks = _block_mask(ring, source, length, mask)
+        return _Block(slice(0, length), slice(0, length), KeyMask(causal=False, blocks=blocks))
+    first, end, causal = part
+    ids = (mask[0][ring.rank, :, first:], mask[0][source, :, :end]) if mask else None
+    return _Block(slice(first, length), slice(0, end), KeyMask(causal, ids))
+
+
+def _block_mask(ring: _Ring, source: int, length: int, mask: list[Tensor]) -> BlockMask:
+    """Return the block mask for the keys of rank `source`, from the tensors of `ring_mask`."""
+    ids, positions, *lists = mask
+    rows = slice(source * ids.shape[1], (source + 1) * ids.shape[1])
+    queries, keys = (Tokens(ids[rank], positions[rank : rank + 1]) for rank in (ring.rank, source))
+    parts: dict[str, Any] = {name: whole[rows] for name, whole in zip(BLOCK_LISTS, lists, strict=True)}
+    return BlockMask((length, length), **parts, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible(queries, keys))
+
+
+# --- a round forward and backward
+
+
+def _ring_forward(q: Tensor, kv: Tensor, mask: list[Tensor], ring: _Ring) -> Results:
+    """Return the output in q's type, and lse; the next keys and values are sent while a block is computed."""
+    length, pending = q.shape[2], _hop(kv, ring)
+    out, lse = context_kernels.begin(*_attend(q, kv, _block(ring, ring.rank, length, mask), ring.kernel))
+    for step in range(1, ring.size):
+        kv, source = wait(pending), (ring.rank - step) % ring.size
+        if step < ring.size - 1:
+            pending = _hop(kv, ring)
+        block = _block(ring, source, length, mask)
+        if block is not None:
+            rows = block.queries
+            context_kernels.merge(out[:, :, rows], lse[:, :, rows], *_attend(q, kv, block, ring.kernel))
+    return out.to(q.dtype), lse
+
+
+def _attend(q: Tensor, kv: Tensor, block: _Block | None, kernel: str) -> Results:
+    """Return the output and lse of a block's queries and keys; a rank always attends to its own keys."""
+    if block is None:
+        raise RuntimeError("a rank that sees none of its own keys")
+    return context_kernels.forward(kernel, q[:, :, block.queries], kv[:, :, :, block.keys], block.mask)
+
+
+def _ring_backward(queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring) -> tuple[Tensor, Tensor]:
+    """Return the gradients of q and kv.
+
+    kv goes round again, followed one step later by the sum of its gradients from the ranks that it visited: so this
+    sum, too, is sent while a block is computed. After the last visit one more hop returns it to its own rank.
+    """
+    dq, pending = torch.zeros_like(queries[1], dtype=torch.float32), _hop(kv, ring)
+    total = _accumulate(dq, queries, kv, mask, ring, ring.rank)
+    kv = wait(pending)
+    for step in range(1, ring.size):
+        last = step == ring.size - 1
+        pending = _hop(total if last else _pack(kv, total), ring)
+        own = _accumulate(dq, queries, kv, mask, ring, (ring.rank - step) % ring.size)
+        arrived = wait(pending)
+        kv, before = (kv, arrived) if last else _unpack(arrived, kv)
+        total = own + before
+    return dq.to(queries[1].dtype), wait(_hop(total, ring)).to(kv.dtype)
+
+
+def _accumulate(dq: Tensor, queries: QueryState, kv: Tensor, mask: list[Tensor], ring: _Ring, source: int) -> Tensor:
+    """Add the gradient of a block's queries to dq, and return the gradient of rank `source`'s kv, float32."""
+    dkv = torch.zeros_like(kv, dtype=torch.float32)
+    block = _block(ring, source, dq.shape[2], mask)
+    if block is not None:
+        some, keys = context_kernels.slice_queries(queries, block.queries), block.keys
+        part = context_kernels.backward(ring.kernel, some, kv[:, :, :, keys], block.mask)
+        dq[:, :, block.queries] += part[0]
+        dkv[0, :, :, keys], dkv[1, :, :, keys] = part[1:]
+    return dkv
+
+
+def _pack(kv: Tensor, dkv: Tensor) -> Tensor:
+    """Return both as one message of kv's type; the bits of float32 are kept."""
+    return torch.cat((kv.flatten(), dkv.view(kv.dtype).flatten()))
+
+
+def _unpack(message: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `_pack` packed, in the shape of `kv`."""
+    first, second = message[: kv.numel()], message[kv.numel() :]
+    return first.view(kv.shape), second.view(torch.float32).view(kv.shape)
+
+
+# --- the custom operation
+
+
+def _round(
+    q: Tensor, kv: Tensor, mask: list[Tensor], name: str, rank: int, size: int, balance: bool, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Compute the attention of this rank's queries while keys and values go round.
+
+    Args:
+        q: [B, H, t, d].
+        kv: this rank's keys and values, [2, B, K, t, d].
+        mask: see `ring_mask`.
+        name: of the process group.
+        rank: of this rank in the group.
+        size: of the group.
+        balance, kernel: see `ring_attention`.
+
+    Returns:
+        The output [B, H, t, d], and lse, float32 [B, H, t], which has no gradient.
+    """
+    out, lse = _ring_forward(q, kv.contiguous(), mask, _Ring(name, rank, size, balance, kernel))
+    return out.contiguous(), lse.contiguous()
+
+
+def _round_shapes(q: Tensor, kv: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _round_backward(
+    grad: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv: Tensor,
+    mask: list[Tensor],
+    name: str,
+    rank: int,
+    size: int,
+    balance: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of q and kv from that of the output."""
+    ring = _Ring(name, rank, size, balance, kernel)
+    dq, dkv = _ring_backward((grad.contiguous(), q, out, lse), kv.contiguous(), mask, ring)
+    return dq.contiguous(), dkv.contiguous()
+
+
+def _round_backward_shapes(grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, kv: Tensor, *rest: Any) -> Any:
+    return q.new_empty(q.shape), kv.new_empty(kv.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, kv, mask, *ctx.ring = inputs
+    ctx.save_for_backward(q, *output, kv, *mask)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, out, lse, kv, *mask = ctx.saved_tensors
+    dq, dkv = torch.ops.titan.ring_attention_backward(grad, q, out, lse, kv, mask, *ctx.ring)
+    return dq, dkv, [None] * len(mask), *(None for _ in ctx.ring)
+
+
+register("titan::ring_attention", _round, _round_shapes)
+register("titan::ring_attention_backward", _round_backward, _round_backward_shapes)
+torch.library.register_autograd("titan::ring_attention", _differentiate, setup_context=_setup_context)

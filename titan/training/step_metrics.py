@@ -1,0 +1,134 @@
+"""What ranks measure in a step: a small vector on the device, summed over the ranks and read by the host later.
+
+`Trainer._step` packs the vector, sums it over all ranks and starts its copy to the host; `Trainer._finalize_step` reads
+it while the next step runs. All ranks read the same values, so they agree on stopping, saving and giving up without
+another message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.dataset.loader import Batch
+from titan.metrics.schema import WARM
+
+LOSS, STOP, REQUEUE, SAVE, VOID, VALID, PAIRS, HASH = range(8)
+"""Indices into the vector: summed loss, requests to stop, to be started again after that, and to save, ranks that had
+nothing to read, targets that count, pairs of tokens that attend to each other, first piece of the batch hash."""
+HASH_PIECES, PIECE_BITS = 4, 16
+"""A 64-bit hash is sent as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
+
+
+def pack(loss: Tensor, batch: Batch, *, stop: bool, requeue: bool, save: bool) -> Tensor:
+    """Return this rank's part of a step's vector, float64 [HASH + HASH_PIECES] on the device of `loss`.
+
+    Args:
+        loss: this rank's summed loss.
+        batch: what this rank read.
+        stop: whether a signal asked this rank to stop.
+        requeue: whether it asked to be started again after that.
+        save: whether this rank asks for a checkpoint.
+    """
+    requests = [float(stop or batch.void), float(requeue), float(save)]
+    counts = [float(batch.void), float(batch.valid), float(batch.pairs)]
+    pieces = [float(batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1)) for i in range(HASH_PIECES)]
+    host = torch.tensor([*requests, *counts, *pieces], dtype=torch.float64)
+    if loss.device.type == "cuda":
+        host = host.pin_memory()
+    return torch.cat([loss.double()[None], host.to(loss.device, non_blocking=True)])
+
+
+def batch_hash(metrics: list[float]) -> str:
+    """Return the hash of the whole batch, in hexadecimal, from the summed vector."""
+    total = sum(int(piece) << (PIECE_BITS * i) for i, piece in enumerate(metrics[HASH:]))
+    return f"{total % 2**64:016x}"
+
+
+class StepTimer:
+    """Times a step on its device: from the end of the previous step, where nothing came between, to its own end."""
+
+    def __init__(self, device: torch.device, before: StepTimer | None) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.start: Any = before.end if before else self._now()
+        self.end: Any = None
+
+    def stop(self) -> None:
+        """Mark the step's end, in the order of the device's work."""
+        self.end = self._now()
+
+    def wait(self) -> None:
+        """Wait until the device has reached the step's end."""
+        if self.on_gpu:
+            self.end.synchronize()
+
+    def seconds(self) -> float:
+        """Return how long the step took; call it after `wait`."""
+        if self.on_gpu:
+            return float(self.start.elapsed_time(self.end)) / 1000
+        return float(self.end - self.start)
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A step that was started, while its metrics are copied to the host.
+
+    Attributes:
+        step: its number; 1 is the first.
+        batch: what this rank read.
+        lr: the learning rate.
+        local_loss: this rank's summed loss, on the device.
+        metrics: the summed vector and the gradient norm behind it, on the host once the timer has waited.
+        timer: times the step.
+    """
+
+    step: int
+    batch: Batch
+    lr: float
+    local_loss: Tensor
+    metrics: Tensor
+    timer: StepTimer
+
+    def read(self) -> list[float]:
+        """Wait for the device, and return the vector and the gradient norm."""
+        self.timer.wait()
+        values: list[float] = self.metrics.tolist()
+        return values
+
+
+class StepTimes:
+    """How long the latest steps took, for the figures of result.json."""
+
+    def __init__(self, latest: int = 1000) -> None:
+        """Keep the `latest` steps."""
+        self.steps: deque[tuple[float, float, float]] = deque(maxlen=latest)
+
+    def add(self, seconds: float, pairs: float, data_seconds: float) -> None:
+        """Add a step: its time, its pairs of tokens that attend to each other, and the time that it waited for data."""
+        self.steps.append((seconds, pairs, data_seconds))
+
+    def median(self) -> tuple[float, float] | None:
+        """Return seconds and pairs of the step whose time is the median, without the first `WARM` where there are more.
+
+        None before the first step.
+        """
+        timed = list(self.steps)
+        timed = sorted(timed[WARM:] or timed)
+        return timed[len(timed) // 2][:2] if timed else None
+
+    def data_wait(self) -> float | None:
+        """Return the share of the steps' time that was spent waiting for data; None before the first step."""
+        total = sum(seconds for seconds, _, _ in self.steps)
+        return sum(waited for _, _, waited in self.steps) / total if total else None
