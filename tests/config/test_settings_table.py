@@ -20,7 +20,7 @@ MARKED = "# Page\n<!-- settings: {} -->\nold\n<!-- end of settings -->\ntext\n"
 @dataclass(frozen=True)
 class Small:
     size: int | str = setting("auto", "how large", words=("auto",), at_least=1)
-    kind: Literal["a", "b"] | None = setting(None, "a | b")
+    kind: Literal["a", "b"] | None = setting(None, "a | b, such as *.x")
     from_: tuple[tuple[int, int], ...] = setting(help="pairs")
 
 
@@ -54,7 +54,7 @@ def test_a_table_names_types_limits_and_defaults() -> None:
     lines = settings_table.table(f"x = {__name__}.Small").splitlines()[2:]
     assert lines == [
         "| `x.size` | int or `auto`, >= 1 | `auto` | how large |",
-        "| `x.kind` | `a` or `b` or null | `null` | a \\| b |",
+        "| `x.kind` | `a` or `b` or null | `null` | a \\| b, such as \\*.x |",
         "| `x.from` | list of [int,int] | required | pairs |",
     ]
 

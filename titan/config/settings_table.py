@@ -81,8 +81,13 @@ def _rows(prefix: str, schema: type) -> list[str]:
 
 def _row(prefix: str, field: dataclasses.Field[Any], kind: Any) -> str:
     name = ".".join(filter(None, [prefix.strip("-"), field.name.rstrip("_")]))
-    cells = (f"`{name}`", _type(field, kind), _default(field), str(field.metadata.get("help", "")))
+    cells = (f"`{name}`", _type(field, kind), _default(field), _escaped(str(field.metadata.get("help", ""))))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+
+
+def _escaped(text: str) -> str:
+    """The text without marks that Markdown would read as emphasis or HTML."""
+    return re.sub(r"([*<])", r"\\\1", text)
 
 
 def _type(field: dataclasses.Field[Any], kind: Any) -> str:
