@@ -50,7 +50,7 @@ def commands(page: Path) -> list[Command]:
     for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S):
         for line in filter(None, block.splitlines()):
             code, _, comment = line.partition(" #")
-            found.append(Command(tuple(shlex.split(code)), "refused" in comment, "from elsewhere" in comment))
+            found.append(Command(tuple(shlex.split(code)), "rejected" in comment, "from elsewhere" in comment))
     return found
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,10 @@ def test_the_diagram_leaves_out_what_follows() -> None:
     edges = {"a": frozenset({"b", "c"}), "b": frozenset({"c"}), "c": frozenset()}
     lines = import_graph.diagram(edges).splitlines()
     assert lines == ["```mermaid", "flowchart TD", "  a --> b", "  b --> c", "```"]
+    assert import_graph.layers(edges | {"d": frozenset({"c"})}) == [["a"], ["b", "d"], ["c"]]
+
+
+def test_packages_that_import_each_other_are_rejected() -> None:
+    edges = {"a": frozenset({"b"}), "b": frozenset({"a"})}
+    with pytest.raises(CycleError):
+        import_graph.diagram(edges)

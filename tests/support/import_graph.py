@@ -1,6 +1,6 @@
-"""The graph of imports between packages, as a diagram: `python -m tests.support.import_graph`.
+"""The graph of imports between packages, as a diagram and in layers: `python -m tests.support.import_graph`.
 
-It rewrites the diagram in docs/architecture.md between its markers. An arrow leads from a package to one that it
+It rewrites both in docs/architecture.md between the markers. An arrow leads from a package to one that it
 imports. Arrows that follow from others are left out (the transitive reduction), and so are imports for type checking
 and imports of schemas, which any package may import.
 """
@@ -95,9 +95,23 @@ def diagram(edges: Graph) -> str:
     return "\n".join(["```mermaid", "flowchart TD", *lines, "```", ""])
 
 
+def layers(edges: Graph) -> list[list[str]]:
+    """Return the packages by layer, the highest first; a package imports only from layers below its own."""
+    sorter = TopologicalSorter(edges)
+    sorter.prepare()
+    found: list[list[str]] = []
+    while sorter.is_active():
+        found.insert(0, sorted(sorter.get_ready()))
+        sorter.done(*found[0])
+    return found
+
+
 def update(text: str) -> str:
-    """Return a page's text with the diagram made anew."""
-    return BLOCK.sub(lambda match: match[1] + diagram(graph()) + match[2], text)
+    """Return a page's text with the diagram and the layers made anew."""
+    edges = graph()
+    rows = "".join(f"| {i} | {', '.join(names)} |\n" for i, names in enumerate(layers(edges), 1))
+    new = f"{diagram(edges)}\n| layer | packages |\n| --- | --- |\n{rows}"
+    return BLOCK.sub(lambda match: match[1] + new + match[2], text)
 
 
 def main() -> int:
