@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from launchers import start
-from launchers.command import command
+from launchers.command import command as launch
 from tests.support import made_weights
 from titan import compare, convert, data, generate, prepare, status
 from titan.checkpoint import manifest
@@ -50,7 +50,7 @@ def commands(page: Path) -> list[Command]:
     for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S):
         for line in filter(None, block.splitlines()):
             code, _, comment = line.partition(" #")
-            found.append(Command(tuple(shlex.split(code)), "refused" in comment, "from elsewhere" in comment))
+            found.append(Command(tuple(shlex.split(code)), "rejected" in comment, "from elsewhere" in comment))
     return found
 
 
@@ -78,12 +78,12 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "corpus" / "a.txt").write_text(text)
     (folder / "corpus" / "b.jsonl").write_text('{"content": "one two three four five six seven"}\n' * 300)
     (folder / "mine.csv").write_text(schedule())
-    with gzip.open(folder / "coordinator.jsonl.gz", "wt") as file:
-        talks = (
+    with gzip.open(folder / "chat.jsonl.gz", "wt") as file:
+        conversations = (
             [{"role": "user", "content": f"Twice {i}?"}, {"role": "assistant", "content": f"{2 * i}."}]
             for i in range(200)
         )
-        file.writelines(json.dumps({"messages": coordinator}) + "\n" for coordinator in talks)
+        file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations)
     made_weights.native(folder / "runs" / "mine" / "checkpoints" / "step-200", made_weights.LLAMA)
     made_weights.meta(folder / "llama", made_weights.LLAMA, 2)
     assert convert.main([f"from={folder}/llama", f"to={folder}/exported"]) == 0
@@ -104,7 +104,7 @@ def compared(workplace: Path) -> Path:
     """The workplace with the runs that the page on comparing speaks of."""
     for name, rate in (("low", "3e-4"), ("high", "3e-3")):
         made = [f"optimizer.lr={rate}", "model.vocab=4096", f"hydra.run.dir={workplace}/runs/{name}"]
-        assert command([*SMALL, *made], TRAIN) == 0
+        assert launch([*SMALL, *made], TRAIN) == 0
     return workplace
 
 
@@ -113,12 +113,12 @@ def test_command(
     command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(start, "here", train_small)
+    monkeypatch.setattr(start, "run_local", train_small)
     words = list(command.words)
     if words[0] == "make":
         assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
     elif words[0] == "eval":
-        assert shutil.which("bash") and command(["-sc", "install=bash"], train_small) == 0
+        assert shutil.which("bash") and launch(["-sc", "install=bash"], train_small) == 0
     elif "titan.dataset.tokenizers.train" in words:
         smaller = ["700" if w == "8191" else w for w in words[words.index("-m") + 2 :]]
         assert train.main(smaller) == 0
@@ -145,7 +145,7 @@ def test_command(
         overrides = words[words.index("titan.train") + 1 :]
         overrides = [o for o in overrides if not o.startswith("hydra.launcher.at_once=")]  # so that this process trains
         overrides += ["hydra.launcher.dry_run=true"] if "hydra/launcher=slurm" in words else []
-        assert command(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
+        assert launch(overrides, train_small, ranks=ranks) == (2 if command.refused else 0)
 
 
 def train_small(run: Run, apart: bool = False) -> int:
@@ -163,7 +163,7 @@ def train_small(run: Run, apart: bool = False) -> int:
     kept = [o for o in run.overrides if not o.startswith(replaced)]
     vocabulary = [f"model.vocab={run.model.vocab}"]
     directory = f"hydra.run.dir={Path.cwd()}/small/{len(list(Path.cwd().glob('small/*')))}"
-    return command([*kept, *SMALL, *vocabulary, directory], TRAIN)
+    return launch([*kept, *SMALL, *vocabulary, directory], TRAIN)
 
 
 TRAIN = start.run_local
