@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 HELP = """\
 Compare runs and sweeps: python -m titan.compare DIR [DIR ...] [SETTING=VALUE ...]
 
-  python -m titan.compare runs/grid                       all runs of a sweep; also while it still goes on
+  python -m titan.compare runs/grid                       all runs of a sweep, also while it is running
   python -m titan.compare runs/a runs/b runs/c            any runs; the first one is the baseline
-  python -m titan.compare runs baseline=parallelism=ddp   all runs below a folder, compared with one of them
-  python -m titan.compare runs/grid to=[a.html,a.csv]     written elsewhere, and in other formats
+  python -m titan.compare runs baseline=parallelism=ddp   all runs in a folder, with the baseline named
+  python -m titan.compare runs/grid to=[a.html,a.csv]     write these files instead, also in other formats
 
-A table and the answers in words go to the terminal, the same with charts into a page that opens offline.
+Prints a table and the answers in words. Writes the same with charts to an HTML page that opens offline.
 
-Settings, with what they are unless given:
+Settings and their defaults:
 
 {settings}
 
-Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sentence), 130 interrupted.
+Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
 """
 PAGE = "compare.html"
 WIDE = 160
@@ -46,12 +46,13 @@ class Settings:
     """What `python -m titan.compare` understands beside directories."""
 
     baseline: str | None = setting(
-        None, "what the others are compared with: settings, such as parallelism=ddp,lr=0.001, or a run's directory"
+        None,
+        "variant that the others are compared with: its settings, as in parallelism=ddp,lr=0.001, or a run's directory",
     )
     margin: float | None = setting(
-        None, "nats of validation loss that count as no difference; null: as the sweep says, else 0.02", above=0
+        None, "equivalence margin, in nats of validation loss; null: that of the sweep, else 0.02", above=0
     )
-    target: float | None = setting(None, "validation loss to come to; null: as the sweep says", above=0)
+    target: float | None = setting(None, "validation loss to reach; null: that of the sweep", above=0)
     to: str | tuple[str, ...] | None = setting(
         None, f"files to write: .html, .md, .csv or .json; null: {PAGE} in the first directory; []: none"
     )
@@ -107,13 +108,15 @@ def _is_setting(text: str, known: set[str]) -> bool:
 def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
     """Refuse what can't be read or written, before any work."""
     if not directories:
-        raise ConfigError("no directory is given; name those of runs or sweeps, such as runs/grid, or see --help.")
+        raise ConfigError(
+            "no directory is given; give directories of runs or sweeps, such as runs/grid, or see --help."
+        )
     for name in directories:
         if not Path(name).is_dir():
             raise ConfigError(f"{name}: there is no such directory; correct the path.")
     for file in files:
         if file.suffix not in _WRITERS:
-            raise ConfigError(f"to={file}: no format has this ending; choose one of {', '.join(_WRITERS)}.")
+            raise ConfigError(f"to={file}: unknown file format; use one of {', '.join(_WRITERS)}.")
         if file.is_dir() or not file.parent.is_dir():
             what = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
             raise ConfigError(f"to={file}: {what}; give another file.")
@@ -135,7 +138,7 @@ def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None
         except OSError as error:
             if files is not None:
                 raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
-            print(f"not written: {file} ({error.strerror}); name another file with to=FILE.")
+            print(f"not written: {file} ({error.strerror}); give another file with to=FILE.")
 
 
 def _html(comparison: Comparison, made: str) -> str:

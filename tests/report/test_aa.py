@@ -47,7 +47,7 @@ def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
 def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path: Path) -> None:
     for seed in range(8):
         made(tmp_path / f"a{seed}", story(seed))
-    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds a variant" in note]
+    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds per variant" in note]
     needed = int(re.findall(r"takes about (\d+) seeds", told[0])[0])
     assert 4 <= needed <= 8
     for seed in range(needed):

@@ -81,7 +81,7 @@ def test_failures_are_listed_with_reasons(tmp_path: Path) -> None:
     found = compare([tmp_path])
     assert {(f.label, f.state, f.reason.partition(";")[0]) for f in found.failed} == {
         (FSDP, "failed", "out of memory in model=x"),
-        ("memory=full training.seed=0 training.steps=40", "stopped", "it ended without a word"),
+        ("memory=full training.seed=0 training.steps=40", "stopped", "it ended without an error message"),
     }
     assert [arm.label for arm in found.arms] == [FSDP, SINGLE]
     assert any("1 of 1 runs not finished (1 failed)" in note for note in found.arms[0].notes)
@@ -91,20 +91,20 @@ def test_other_code_is_noted(tmp_path: Path) -> None:
     made(tmp_path / "a", S, SINGLE)
     made(tmp_path / "b", replace(S, code="abc"), FSDP)
     found = compare([tmp_path])
-    assert "other code: abc; the baseline: c0de00000000" in found.arms[1].notes
+    assert "different code: abc; the baseline: c0de00000000" in found.arms[1].notes
     assert any("2 different versions of code" in note for note in found.notes)
 
 
 def test_a_layout_that_changed_is_noted(tmp_path: Path) -> None:
     made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40, (FSDP,)))))
-    assert any("layout changed between attempts" in note for note in compare([tmp_path]).arms[0].notes)
+    assert any("settings changed between attempts" in note for note in compare([tmp_path]).arms[0].notes)
 
 
 def test_how_many_seeds_the_margin_takes_is_told(tmp_path: Path) -> None:
     for seed in range(4):
         made(tmp_path / str(seed), replace(S, seed=seed, level=3 + 0.01 * (seed % 2)))
     notes = compare([tmp_path]).notes
-    assert any("spreads by 0.0058 nats over 4 seeds" in note and "takes about 4 seeds" in note for note in notes)
+    assert any("deviation of 0.0058 nats over 4 seeds" in note and "takes about 4 seeds" in note for note in notes)
 
 
 def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_sweep_gives_question_baseline_margin_and_target(tmp_path: Path) -> No
 def test_a_sweeps_baseline_without_figures_is_replaced_and_that_is_said(tmp_path: Path) -> None:
     made(tmp_path / "a", S, SINGLE)
     swept(tmp_path, SweepSpec(baseline={"parallelism": "tp"}), {"a": (SINGLE,), "b": ("parallelism=tp",)})
-    assert any("the sweep's baseline (parallelism=tp) has no figures" in note for note in compare([tmp_path]).notes)
+    assert any("the sweep's baseline (parallelism=tp) has no metrics" in note for note in compare([tmp_path]).notes)
 
 
 def test_of_several_sweeps_none_asks(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.made_runs import Attempt, Story, made
 from titan.report.comparison import Options, compare
+from titan.report.equivalence import WORDS
 from titan.report.findings import Learning
 
 SINGLE, FSDP, BF16 = "parallelism=single", "parallelism=fsdp", "precision=bf16"
@@ -36,15 +37,15 @@ def seeds(*offs: float, story: Story = S) -> list[Story]:
 
 THREE = seeds(0, 0, 0)
 CASES = [
-    pytest.param([S], [S], "yes", "all losses are the same bits, in 1 pair", id="the-same-bits"),
+    pytest.param([S], [S], "yes", "all losses are bitwise equal, in 1 pair", id="the-same-bits"),
     pytest.param(THREE, seeds(0.001, -0.001, 0.002), "yes", "margin 0.02", id="equivalent"),
     pytest.param(THREE, seeds(0.1, 0.101, 0.099), "no", "differs by +0.1000 nats", id="beyond-the-margin"),
     pytest.param(THREE, seeds(0.03, -0.02, 0.01), "undecided", "would decide", id="too-noisy"),
+    pytest.param(THREE, seeds(0.021, 0.029, 0.016), "undecided", "unlikely to show equivalence", id="about-the-margin"),
+    pytest.param([S], [replace(S, off=1e-4)], "undecided", "at least 2 pairs are needed", id="one-pair"),
     pytest.param(
-        THREE, seeds(0.021, 0.029, 0.016), "undecided", "hardly show that there is none", id="about-the-margin"
+        [S], [replace(S, batches=9)], "no", "batches differ (40 of 40 steps, the first is step 1)", id="other-batches"
     ),
-    pytest.param([S], [replace(S, off=1e-4)], "undecided", "it takes at least 2 pairs", id="one-pair"),
-    pytest.param([S], [replace(S, batches=9)], "no", "40 of 40 steps differ, the first is step 1", id="other-batches"),
     pytest.param([S], [replace(S, first_off=1 + 3e-5)], "no", "its loss differs by 3.0e-05", id="first-steps"),
     pytest.param(
         [S], [replace(S, attempts=(Attempt(0, 30),))], "undecided", "no pair of runs has finished", id="unfinished"
@@ -61,7 +62,7 @@ def test_whether_an_arm_learns_the_same(
     baseline: list[Story], arm: list[Story], answer: str, words: str, tmp_path: Path
 ) -> None:
     found = learning(tmp_path, baseline, arm)
-    assert found.answer == answer and found.text.startswith(f"{answer}: ") and words in found.text
+    assert found.answer == answer and found.text.startswith(f"{WORDS[answer]}: ") and words in found.text
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_repeats_of_the_baseline_tell_how_many_pairs_one_pair_lacks(tmp_path: Pa
     repeats = [replace(S, repeat=r, off=off) for r, off in enumerate((0.0, 0.01, -0.01, 0.005))]
     found = learning(tmp_path, repeats, [replace(S, off=0.004)])
     assert found.answer == "undecided" and found.needed is not None and 3 <= found.needed <= 8
-    assert f"by the spread of the baseline's repeats about {found.needed} pairs (95% range " in found.text
+    assert f"at least 2 pairs are needed, about {found.needed} pairs (95% range " in found.text
 
 
 def test_repeats_make_pairs(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def against(folder: Path, arm: Seeds, baseline: Seeds = NOISE) -> tuple[Comparis
 
 ALL, BOTH = (-0.1, -0.1, -0.101, -0.099, -0.1, -0.098), (-0.1, None, -0.1)
 SOME = (-0.1, None, -0.101, -0.099, None, -0.098)
-TOLD = "better on 6 of 6 seeds, of the baseline 2 diverged"
+TOLD = "better on 6 of 6 seeds, baseline: 2 diverged"
 BASE, WON = "the baseline, weight_decay=0.1, validation loss 3.014.", "weight_decay=0.2, validation loss 2.91"
 DIVERGED = [
     pytest.param(SOME, NOISE, "undecided", "better on 4 of 6 seeds|2 diverged|bad", BASE, id="better-if-it-survived"),
@@ -59,7 +59,7 @@ DIVERGED = [
     ),
     pytest.param((-0.1, None), (0.0, 0.003), "undecided", "better on 1 of 2 seeds|1 diverged|bad", BASE[:40], id="few"),
     pytest.param(
-        BOTH, (0.0, None, 0.003), "undecided", "better on 2 of 3 seeds|1 diverged, of the baseline 1 diverged|bad",
+        BOTH, (0.0, None, 0.003), "undecided", "better on 2 of 3 seeds|1 diverged, baseline: 1 diverged|bad",
         f"{WON}3 on the 2 of 3 seeds that did not diverge", id="as-many-on-both-sides",
     ),
 ]  # fmt: skip
@@ -131,7 +131,7 @@ def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> N
     found = compare([tmp_path])
     assert found.arms[0].outcomes == Outcomes(ended=2, failed=1, waiting=1)
     assert any(
-        "1 of its trials failed without figures, 1 of its trials have no figures yet" in n for n in found.arms[0].notes
+        "1 of its trials failed without metrics, 1 of its trials have no metrics yet" in n for n in found.arms[0].notes
     )
     assert "1 failed for other reasons than divergence" in " ".join(sentences.lead(found))
 
@@ -146,7 +146,7 @@ def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: 
     assert found.arms[0].label == "optimizer=adamw lr=0.001"
     (lost,) = [arm for arm in found.arms if arm.label == "optimizer=adamw lr=0.003"]
     assert (answer(lost).main, answer(lost).detail) == ("better on 4 of 6 seeds", "2 diverged, another lr is best")
-    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (against its best" in " ".join(sentences.lead(found))
+    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (compared with its best" in " ".join(sentences.lead(found))
 
 
 OUTLIERS = [
@@ -217,29 +217,29 @@ def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> 
     assert lead[0].startswith(
         "The variants saw different numbers of tokens (5,120, 10,240), so their final losses are not ranked"
     )
-    assert "judged at equal tokens" in lead[0] and lead[1] == "global_batch=256 is worse."
+    assert "compared at equal tokens" in lead[0] and lead[1] == "global_batch=256 compared with the baseline: worse."
     assert "5,120" in table.text(found, 200) and answer(found.arms[1]).detail == "at equal tokens"
 
 
 def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> None:
     found = batches(tmp_path, every=0)
     lead = " ".join(sentences.lead(found))
-    assert "nor can they be at equal tokens: no validation of all runs is at the same tokens" in lead
-    assert answer(found.arms[1]).main == "undecided" and "Best" not in lead
+    assert "can't be compared at equal tokens: the runs have no validation at the same number of tokens" in lead
+    assert answer(found.arms[1]).main == "inconclusive" and "Best" not in lead
 
 
 def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) -> None:
     found = batches(tmp_path, target=3.3)
     lead = " ".join(sentences.lead(found))
-    assert "not ranked, but the tokens to the loss 3.3. Fewest tokens: global_batch=128, " in lead
+    assert "not ranked. They are ranked by the tokens to the loss 3.3. Fewest tokens: global_batch=128, " in lead
     told = found.arms[1].quality[0]
     assert (told.at, told.answer, answer(found.arms[1]).main) == ("the target", "yes", "worse")
-    assert "times the baseline's tokens to come to the loss 3.3" in told.text
+    assert "times the baseline's tokens to reach the loss 3.3" in told.text
 
 
 def test_a_target_before_the_first_validation_tells_nothing(tmp_path: Path) -> None:
     found = batches(tmp_path, target=9.0)
-    assert "Runs had come there before their first validation: a lower target or" in " ".join(sentences.lead(found))
+    assert "Runs had reached the target at their first validation: set a lower" in " ".join(sentences.lead(found))
     assert found.arms[1].quality[0].answer == "undecided" and found.arms[1].quality[0].p is None
 
 
@@ -247,7 +247,7 @@ def test_a_run_that_never_comes_to_the_target_loses_to_those_that_do(tmp_path: P
     found = batches(tmp_path, target=2.96)
     told = found.arms[1].quality[0]
     assert (told.better, told.pairs, told.baseline_diverged, told.answer) == (3, 3, 3, "undecided")
-    assert "of the baseline 3 did not come to the loss 2.96" in told.text
+    assert "baseline: 3 did not reach the loss 2.96" in told.text
 
 
 TIMES = [
@@ -268,9 +268,9 @@ def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
         arms.append([replace(story, seed=seed, luck=seed, began=begin + 5000 * seed) for seed in range(3)])
     found = grid(tmp_path, (arms[0], ()), (arms[1], ("memory=full",)))
     arm = found.arms[1]
-    assert (arm.speed_doubt == "trials shared a machine at the same time") == shared
+    assert (arm.speed_doubt == "trials ran on one machine at the same time") == shared
     said = " ".join(sentence for _, told in sentences.answers(found) for sentence in told)
-    assert ("Faster: 1.25" in said) != shared and ("Speed is not judged" in " ".join(sentences.lead(found))) == shared
+    assert ("Faster: 1.25" in said) != shared and ("Speed is not ranked" in " ".join(sentences.lead(found))) == shared
     assert arm.speed_ratio is not None and (arm.speed_ratio.low is None) == shared
 
 

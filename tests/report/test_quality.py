@@ -39,13 +39,21 @@ def qualities(found: Comparison, arm: int = 1) -> dict[str, Quality]:
 CASES = [
     pytest.param(seeds(-0.05, -0.03, -0.055, -0.04), "yes", "better", "-0.0487", id="better"),
     pytest.param(
-        seeds(0.001, 0.021, -0.011, 0.011), "no", "no difference", "less than the margin of 0.02", id="the-same"
+        seeds(0.001, 0.021, -0.011, 0.011),
+        "no",
+        "no difference",
+        "smaller than the equivalence margin",
+        id="the-same",
     ),
     pytest.param(
-        seeds(0.011, 0.03, 0.001, 0.02), "yes", "worse", "yet less than the margin of 0.02", id="worse-by-little"
+        seeds(0.011, 0.03, 0.001, 0.02),
+        "yes",
+        "worse",
+        "yet smaller than the equivalence margin",
+        id="worse-by-little",
     ),
-    pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "undecided", " would decide", id="too-noisy"),
-    pytest.param(seeds(-0.05), "undecided", "undecided", "one seed says nothing about the recipes", id="one-seed"),
+    pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "inconclusive", " would decide", id="too-noisy"),
+    pytest.param(seeds(-0.05), "undecided", "inconclusive", "one seed is not enough to compare recipes", id="one-seed"),
 ]
 
 
@@ -97,7 +105,7 @@ def test_an_unfinished_decay_is_not_ranked(tmp_path: Path) -> None:
     half = [replace(story, attempts=(Attempt(0, 30),), level=2.0) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (half, (WD,)))
     ends = qualities(found)
-    assert ends["the end"].difference is None and "unfinished decays are not ranked" in ends["the end"].text
+    assert ends["the end"].difference is None and "unfinished runs are not ranked" in ends["the end"].text
     on_the_way = ends["equal tokens"]
     assert on_the_way.answer == "undecided" and "not ranked" in on_the_way.text and on_the_way.p is None
     assert f"at {30 * 128:,} tokens" in on_the_way.text
@@ -110,7 +118,7 @@ def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> Non
     longer = [replace(story, steps=80) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (longer, ()))
     ends = qualities(found)
-    assert f"after {80 * 128:,} tokens against {40 * 128:,}" in ends["the end"].text
+    assert f"after {80 * 128:,} tokens (baseline: {40 * 128:,})" in ends["the end"].text
     assert "not ranked" in ends["the end"].text and "not ranked" in ends["equal device-hours"].text
     assert found.arms[1].quality[0] is ends["equal tokens"] and ends["equal tokens"].answer == "yes"
     assert f"at {40 * 128:,} tokens, where the longer runs were 50% through" in ends["equal tokens"].text
@@ -126,14 +134,14 @@ def test_device_hours_on_other_hardware_are_not_compared(tmp_path: Path) -> None
     other = [replace(story, device=H200 | {"name": "AMD MI300X"}) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (other, (WD,)))
     assert set(qualities(found)) == {"the end"}
-    assert any("other hardware: AMD MI300X" in note for note in found.arms[1].notes)
+    assert any("different hardware: AMD MI300X" in note for note in found.arms[1].notes)
     assert any(note.startswith("different hardware") for note in found.notes)
 
 
 MEASURES = [
     pytest.param((), (WD,), "d", "validation loss", id="the-same-tokens"),
-    pytest.param((), ("training.seq_len=32",), "d", "bits a byte", id="other-rows"),
-    pytest.param((), ("dataset.tokenizer=other",), "e", "bits a byte", id="another-tokenizer"),
+    pytest.param((), ("training.seq_len=32",), "d", "bits per byte", id="other-rows"),
+    pytest.param((), ("dataset.tokenizer=other",), "e", "bits per byte", id="another-tokenizer"),
     pytest.param((), ("dataset.seed=5",), "e", None, id="other-text"),
     pytest.param((), ("dataset.validation=0.02",), "e", None, id="another-share-held-out"),
     pytest.param((), (WD, "metrics.validation_tokens=512"), "d", None, id="fewer-tokens"),
@@ -148,10 +156,10 @@ def test_by_what_arms_are_compared(
     others = [replace(story, digest=digest * 64) for story in seeds(-0.1, -0.09, -0.11, -0.1)]
     found = qualities(compared(tmp_path, (BASE, one), (others, two)))["the end"]
     if measure is None:
-        assert found.difference is None and "validation sets are not the same text" in found.text
+        assert found.difference is None and "validation sets are different texts" in found.text
         return
     assert found.measure == measure and found.difference is not None
-    assert found.difference.estimate == pytest.approx(-0.105 * (0.4 if measure == "bits a byte" else 1))
+    assert found.difference.estimate == pytest.approx(-0.105 * (0.4 if measure == "bits per byte" else 1))
 
 
 def test_each_source_of_a_mixture(tmp_path: Path) -> None:
@@ -176,9 +184,9 @@ def test_the_best_of_several_learning_rates_speaks_for_its_arm(tmp_path: Path) -
         rated("3e-3", 0.05, 0.05, more=(WD,)),
     )
     arms = {arm.label: arm for arm in found.arms}
-    best = "best of 3 learning rates (0.001, 0.003, 0.01), chosen by these same runs"
+    best = "best of 3 learning rates (0.001, 0.003, 0.01), selected by these same runs"
     assert arms["lr=0.003 weight_decay=0.1"].notes[0] == best
-    assert "at the edge" in arms["lr=0.001 weight_decay=0.2"].notes[0]
+    assert "lowest or highest" in arms["lr=0.001 weight_decay=0.2"].notes[0]
     assert [label for label, arm in arms.items() if arm.quality] == ["lr=0.001 weight_decay=0.2"]
     end = arms["lr=0.001 weight_decay=0.2"].quality[0]
     assert end.difference is not None and end.difference.estimate == pytest.approx(
@@ -186,7 +194,7 @@ def test_the_best_of_several_learning_rates_speaks_for_its_arm(tmp_path: Path) -
     )  # against the best of the other
     assert found.arms[0].label == "lr=0.003 weight_decay=0.1" and found.arms[0].baseline
     assert "the baseline is lr=0.003 weight_decay=0.1: the best of its 3 learning rates" in found.notes
-    assert "0.001 was best" in arms["lr=0.003 weight_decay=0.2"].notes[0]
+    assert "rates is 0.001" in arms["lr=0.003 weight_decay=0.2"].notes[0]
 
 
 def test_a_sweep_of_learning_rates_alone_compares_them(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_gap_is_of_steps_that_both_did() -> None:
 def test_equal_runs_are_named_and_not_drawn() -> None:
     base = shown_report.arm("base", baseline=True)
     chart = curves.differences(shown_report.comparison(base, replace(base, label="twin", baseline=False)))
-    assert chart is not None and "Equal at every step, so not drawn: twin." in chart.caption and not chart.html
+    assert chart is not None and "Equal at every step and not drawn: twin." in chart.caption and not chart.html
     assert curves.differences(shown_report.comparison(base)) is None
 
 

@@ -99,7 +99,7 @@ KNOWN = {
 def test_sections_come_in_order() -> None:
     read = page(shown_report.mixed())
     told = re.findall(r"<h2>(.*?)</h2>", read)
-    assert told == ["Answers", "Figures", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
+    assert told == ["Answers", "Results", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
     assert re.findall(r"<h3>(.*?)</h3>", read) == [
         "Training loss", "Validation loss", "Difference to the baseline", "Throughput", "Memory", "Speed and memory",
     ]  # fmt: skip

@@ -52,8 +52,8 @@ def test_terminal_in_one_line_an_arm() -> None:
 
 def test_terminal_leaves_the_heaviest_columns_out_and_says_so() -> None:
     text = table.text(shown_report.two(), 100)
-    assert "Too narrow for: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
-    assert "goodput" not in text.partition("Too narrow")[0]
+    assert "terminal is too narrow: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
+    assert "goodput" not in text.partition("Columns left out")[0]
 
 
 def test_terminal_without_room_for_a_table_has_a_block_an_arm() -> None:
@@ -76,22 +76,36 @@ def with_ratio(low: float | None, high: float | None, answer: str = "yes", **cha
 
 OTHER = {"same_science": False}
 LEADS = [
-    pytest.param([with_ratio(1.2, 1.4)], "it does. It is faster: 1.300 times the baseline's tokens", id="yes"),
-    pytest.param([with_ratio(1.2, 1.4, speed_doubt="few")], "it does. Speed is not judged: few.", id="doubt"),
-    pytest.param([with_ratio(0.9, 1.7)], "it does. It is not shown to be faster", id="interval-spans-one"),
-    pytest.param([with_ratio(None, None)], "it does. It is not shown to be faster", id="no-interval"),
-    pytest.param([with_ratio(1.2, 1.4, "no")], "must learn what the baseline learns: it does not.", id="no"),
-    pytest.param([with_ratio(1.2, 1.4, "undecided")], "that is undecided.", id="undecided"),
+    pytest.param(
+        [with_ratio(1.2, 1.4)],
+        "learns the same as the baseline. It is faster: 1.300 times the baseline's tokens/s.",
+        id="yes",
+    ),
+    pytest.param(
+        [with_ratio(1.2, 1.4, speed_doubt="few")],
+        "learns the same as the baseline. Speed is not ranked: few.",
+        id="doubt",
+    ),
+    pytest.param(
+        [with_ratio(0.9, 1.7)], "the same as the baseline. It is not shown to be faster", id="interval-spans-one"
+    ),
+    pytest.param([with_ratio(None, None)], "the same as the baseline. It is not shown to be faster", id="no-interval"),
+    pytest.param([with_ratio(1.2, 1.4, "no")], "layout=fast does not learn the same as the baseline.", id="no"),
+    pytest.param(
+        [with_ratio(1.2, 1.4, "undecided")],
+        "layout=fast: inconclusive whether it learns the same as the baseline.",
+        id="undecided",
+    ),
     pytest.param(
         [with_ratio(1.2, 1.4), with_ratio(1.2, 1.4, "no"), with_ratio(1.5, 1.6, "undecided")],
-        "Of 3 variants that must learn what the baseline learns, 1 does, 1 does not, 1 is undecided. Fastest of those "
-        "that do: layout=fast, 1.300 times",
+        "3 variants with the same hyperparameters: 1 learns the same, 1 does not learn the same, 1 inconclusive. "
+        "Fastest of those that learn the same: layout=fast, 1.300 times",
         id="several",
     ),
     pytest.param(
         [shown_report.arm("lr=3", quality=(shown_report.quality(),), **OTHER), shown_report.arm("lr=9", **OTHER)],
         "Best so far: lr=3, validation loss 2.653, 0.050 below the baseline's (base); significant with 2 seeds "
-        "(p 0.006). Of 2 variants with other hyperparameters, 1 is better, 1 is not judged.",
+        "(p 0.006). 2 variants with other hyperparameters: 1 better, 1 not ranked.",
         id="better",
     ),
     pytest.param(
@@ -101,12 +115,12 @@ LEADS = [
     ),
     pytest.param(
         [shown_report.arm("lr=3", quality=(shown_report.quality("no"),), **OTHER)],
-        "shown to be less than the margin of 0.02 with 2 seeds.",
+        "shown to be smaller than the equivalence margin of 0.02 with 2 seeds.",
         id="equal",
     ),
     pytest.param(
         [shown_report.arm("lr=3", quality=(shown_report.quality("undecided"),), **OTHER)],
-        "not significant with 2 seeds (p 0.006; more seeds hardly help).",
+        "not significant with 2 seeds (p 0.006; more seeds are unlikely to decide).",
         id="open",
     ),
     pytest.param([shown_report.arm("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"),
@@ -121,10 +135,10 @@ def test_lead(arms: list[Arm], said: str) -> None:
 
 def test_lead_of_failures_and_of_one_arm() -> None:
     assert sentences.lead(shown_report.failures_only()) == [
-        "No run has figures.",
+        "No run has metrics.",
         "3 failed for other reasons than divergence, listed below.",
     ]
-    assert sentences.lead(shown_report.one()) == ["There is one variant only, so there is nothing to compare it with."]
+    assert sentences.lead(shown_report.one()) == ["There is only one variant, so nothing is compared."]
 
 
 def test_a_note_of_many_arms_is_said_once() -> None:
@@ -136,15 +150,15 @@ def test_a_note_of_many_arms_is_said_once() -> None:
 
 def test_equal_verdicts_are_said_once_with_their_points() -> None:
     ends = [shown_report.quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
-    hours = shown_report.quality("undecided", at="equal device-hours", text="undecided: by 0.01 nats")
+    hours = shown_report.quality("undecided", at="equal device-hours", text="inconclusive: by 0.01 nats")
     arm = shown_report.arm("lr=3", quality=(*ends, hours), same_science=False)
     ((_, told),) = sentences.answers(shown_report.comparison(arm))
     assert told[:2] == [
         "At the end and at equal tokens: yes: by 0.05 nats.",
-        "At equal device-hours: undecided: by 0.01 nats.",
+        "At equal device-hours: inconclusive: by 0.01 nats.",
     ]
     ((_, told),) = sentences.answers(shown_report.comparison(replace(arm, quality=(hours,))))
-    assert told[0] == "Undecided: by 0.01 nats."
+    assert told[0] == "Inconclusive: by 0.01 nats."
 
 
 def test_only_columns_with_figures() -> None:

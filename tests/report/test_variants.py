@@ -106,7 +106,7 @@ def test_the_baseline(option: str | None, asked: dict[str, str], places: list[in
     if places is not None:
         assert variants.baselines(found, option, asked) == places
         return
-    with pytest.raises(ConfigError, match=f"baseline={option}: fits"):
+    with pytest.raises(ConfigError, match=f"baseline={option}: matches"):
         variants.baselines(found, option, asked)
 
 

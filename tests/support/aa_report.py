@@ -60,7 +60,7 @@ def _flagged(arms: dict[str, list[Path]], number: int) -> bool:
 def _found(folder: Path, arms: dict[str, list[Path]]) -> bool:
     """Whether the injected difference is found with the seeds that are told beforehand."""
     beforehand = compare(arms["a"][:12], Options(margin=INJECTED))
-    told = next(note for note in beforehand.notes if "seeds a variant" in note)
+    told = next(note for note in beforehand.notes if "seeds per variant" in note)
     needed = max(2, int(re.findall(r"takes about ([\d,]+) seeds", told)[0].replace(",", "")))
     print(f"beforehand, of one arm's 12 seeds: {told}")
     worse = [injected(directory, folder / f"worse{i}") for i, directory in enumerate(arms["b"][:needed])]

@@ -149,13 +149,13 @@ def collect(directories: Sequence[Path]) -> Collected:
     found = _Found()
     for directory in directories:
         if not directory.is_dir():
-            raise ConfigError(f"{directory}: there is no such directory; give those of runs or sweeps.")
+            raise ConfigError(f"{directory}: there is no such directory; give the directory of a run or a sweep.")
         before = len(found.runs) + len(found.failed)
         at = directory.resolve()
         _enter(at, found, given=True)
         if len(found.runs) + len(found.failed) == before and not found.known(at):
             raise ConfigError(
-                f"{directory}: holds no run (a run has a run.yaml); give the directory of a run or a sweep."
+                f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
     return Collected(
         tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.damage)
@@ -216,14 +216,14 @@ def _read(directory: Path, point: TrialState | None) -> Raw | Failed:
         return Failed(label, str(directory), state, why, _overrides(point))
     if lacking := _lacking(documents):
         return Failed(
-            label, str(directory), "failed", f"its run.yaml does not say {lacking}: it is of another version of titan"
+            label, str(directory), "failed", f"its run.yaml has no {lacking}: another version of titan wrote it"
         )
     metrics = columns.read(directory / "metrics.jsonl")
     result, wrong = read_result(directory, {d["ids"]["science"] for d in documents})
     damage = [wrong] if wrong else []
     if metrics.broken:
-        some = "a line is" if metrics.broken == 1 else f"{metrics.broken} lines are"
-        damage.append(f"{some} damaged or cut short in metrics.jsonl, and not used")
+        lines = "1 line" if metrics.broken == 1 else f"{metrics.broken} lines"
+        damage.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _state(directory, documents[-1], result, point, metrics.steps)
     overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
     machine = _json(directory / "env.json")
@@ -271,10 +271,8 @@ def _reason(point: TrialState | None) -> str | None:
 
 def _nothing(state: State, point: TrialState | None) -> str:
     if state == "queued":
-        return f"waits in the queue as job {point.job}" if point and point.job else "waits in the queue"
-    return {"planned": "has not been started", "running": "has not begun its first attempt yet"}.get(
-        state, "left nothing in its directory"
-    )
+        return f"queued as job {point.job}" if point and point.job else "queued"
+    return {"planned": "not started", "running": "its first attempt has not started"}.get(state, "it wrote no run.yaml")
 
 
 def _state(
@@ -295,12 +293,12 @@ def _state(
 def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], steps: Steps) -> tuple[State, str]:
     """How the last attempt of a run ended that did not finish."""
     if result.get("attempt") == last["attempt"] and result.get("finished") is False:
-        return "stopped", f"a signal ended it at step {result.get('step')}; the same command goes on with it"
+        return "stopped", f"stopped by a signal at step {result.get('step')}; the same command resumes it"
     if told := _told(directory / "log" / "launcher.log", str(last.get("began") or "")):
         return "failed", told
     if len(steps) and steps.odd()[-1]:
-        return "stopped", f"it ended after step {steps.step[-1]}, which was not finite"
-    return "stopped", "it ended without a word; the same command goes on with it"
+        return "stopped", f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
+    return "stopped", "it ended without an error message; the same command resumes it"
 
 
 def _told(log: Path, began: str) -> str | None:

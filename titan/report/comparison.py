@@ -171,8 +171,8 @@ def _arm(variant: Variant, variants: Sequence[Variant], judged: tuple[Quality, .
 def _doubt(own: Sequence[Member], baseline: Sequence[Member], few: bool) -> str:
     """Why nothing is said of "faster" or "slower"; empty where it may be."""
     if any(m.run.shared for m in (*own, *baseline)):
-        return "trials shared a machine at the same time"
-    return f"it takes {speed.FEW} runs of each variant" if few else ""
+        return "trials ran on one machine at the same time"
+    return f"fewer than {speed.FEW} runs of a variant" if few else ""
 
 
 def _learning(variant: Variant, variants: Sequence[Variant], margin: float) -> Learning | None:
@@ -184,7 +184,7 @@ def _learning(variant: Variant, variants: Sequence[Variant], margin: float) -> L
     if twin is variants[0]:
         return found
     word, _, text = found.text.partition(": ")
-    return replace(found, text=f"{word}: against {twin.group.label}: {text}")
+    return replace(found, text=f"{word}: compared with {twin.group.label}: {text}")
 
 
 def _twins(variant: Variant, other: Variant, baseline: Variant) -> bool:
@@ -230,18 +230,21 @@ def _arm_notes(variant: Variant, first: Variant) -> tuple[str, ...]:
     notes = [variant.tuned.note] if variant.tuned.note else []
     notes += [*_unfinished(own), *outcomes.notes(own)]
     if counts := outcomes.missing(variant.missing):
-        notes.append(f"{counts}: no outcome of the recipe")
+        notes.append(f"{counts}: not counted as outcomes of the recipe")
     if own[0].raw.continued:
         steps = ", then ".join(f"{number:,}" for number in own[0].raw.continued)
-        notes.append(f"continued: its schedule was one of {steps} steps before; it counts as other science")
+        notes.append(
+            f"continued: its schedule had {steps} steps before, so it counts as a variant with other hyperparameters"
+        )
     if any(len({speed.way(d) for d in m.raw.documents}) > 1 for m in own):
         notes.append(
-            "its layout changed between attempts, or its use of memory: its speed is that of the last attempt's"
+            "its layout, micro-batches, memory or compile settings changed between attempts: its speed is that of the "
+            "last attempt's settings"
         )
     if shared := [m.run.label for m in own if m.run.shared]:
         notes.append(
-            f"{len(shared)} of {len(own)} runs shared a machine with another run at the same time: their times, "
-            "speeds and device-hours say little"
+            f"{len(shared)} of {len(own)} runs ran on one machine at the same time as another run: their times, "
+            "speeds and device-hours are unreliable"
         )
     if own is not baseline:
         notes += [*_other(own, baseline), *_texts(own, baseline)]
@@ -255,9 +258,10 @@ def _unfinished(own: Sequence[Member]) -> list[str]:
         return []
     lost = sum(run.state == "failed" for run in lacking)
     failed = f" ({lost} failed)" if lost else ""
-    rest = "; the final figures are of the others alone" if len(lacking) < len(own) else ""
+    rest = "; the final results are those of the other runs" if len(lacking) < len(own) else ""
     return [
-        f"{len(lacking)} of {len(own)} runs not finished{failed}: their decay is not done, they are not ranked{rest}"
+        f"{len(lacking)} of {len(own)} runs not finished{failed}: their learning rate schedule is incomplete, so they "
+        f"are not ranked{rest}"
     ]
 
 
@@ -265,10 +269,11 @@ def _texts(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
     """Whether fixed rows of as many tokens hold another length of text, where bits a byte are compared."""
     one, two = (_bytes_a_token(side[0]) for side in (own, baseline))
     measure = quality.measure_of(own[0], baseline[0])
-    if one is None or two is None or measure is None or measure.name != "bits a byte" or abs(one / two - 1) < 0.02:
+    if one is None or two is None or measure is None or measure.name != "bits per byte" or abs(one / two - 1) < 0.02:
         return []
     return [
-        f"its fixed rows hold {one / two:.2f} times the baseline's text: bits a byte are not of quite the same text"
+        f"its validation set has {one / two:.2f} times the baseline's text, so bits per byte are measured on different "
+        "amounts of text"
     ]
 
 
@@ -282,10 +287,10 @@ def _other(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
     notes = []
     mine, theirs = ({m.run.hardware or "unknown" for m in side} for side in (own, baseline))
     if mine != theirs:
-        notes.append(f"other hardware: {', '.join(sorted(mine))}; the baseline: {', '.join(sorted(theirs))}")
+        notes.append(f"different hardware: {', '.join(sorted(mine))}; the baseline: {', '.join(sorted(theirs))}")
     codes = [_codes(side) for side in (own, baseline)]
     if codes[0] != codes[1]:
-        notes.append(f"other code: {', '.join(sorted(codes[0]))}; the baseline: {', '.join(sorted(codes[1]))}")
+        notes.append(f"different code: {', '.join(sorted(codes[0]))}; the baseline: {', '.join(sorted(codes[1]))}")
     return notes
 
 
@@ -330,7 +335,7 @@ def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Fail
         if raw.state not in ENDED_BADLY and raw.directory in known:
             continue
         label = known[raw.directory].run.label if raw.directory in known else " ".join(raw.overrides)
-        reason = raw.reason or "has not come to the end of its first step yet"
+        reason = raw.reason or "its first step is not finished"
         out.append(Failed(label or raw.directory.name, str(raw.directory), raw.state, reason, raw.overrides))
     return tuple(out)
 
@@ -340,18 +345,18 @@ def _notes(variants: Sequence[Variant], found: Collected, options: Options, aske
     groups, every = [v.group for v in variants], [m for v in variants for m in v.members]
     notes = [*found.damage, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.damage)]
     if len(codes := _codes(every)) > 1:
-        notes.append(f"the runs have {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
+        notes.append(f"the runs use {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
     if len(hardware := {m.run.hardware for m in every}) > 1:
-        notes.append(f"different hardware: {', '.join(sorted(hardware))}; speeds and hours differ by it")
+        notes.append(f"different hardware: {', '.join(sorted(hardware))}; speeds and device-hours depend on it")
     if len(found.sweeps) > 1 and options.margin is None:
-        notes.append("there are several sweeps: their questions, margins and targets are left aside")
+        notes.append("several sweeps are given: their questions, margins and targets are ignored")
     if not found.sweeps and options.margin is None:
-        notes.append("no margin was stated beforehand: that of 0.02 nats is titan's own")
+        notes.append("no equivalence margin was fixed in advance: the default of 0.02 nats is used")
     notes += _of_baseline(variants, options, asked) if variants else []
     emulated = [m for m in every if _emulated(m)]
-    notes += ["eight bits are emulated in some variants: their speed says nothing of hardware that has them"] * bool(
-        emulated
-    )
+    notes += [
+        "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
+    ] * bool(emulated)
     return (*notes, *(_seeds(variants[0].members, asked.margin) if groups else []))
 
 
@@ -362,10 +367,12 @@ def _of_baseline(variants: Sequence[Variant], options: Options, asked: SweepSpec
     wanted = {} if options.baseline is not None else asked.baseline
     if wanted and not arms.fits(first.group, wanted):
         told = " ".join(f"{name}={value}" for name, value in wanted.items())
-        notes.append(f"the sweep's baseline ({told}) has no figures: {first.group.label} stands in for it")
+        notes.append(f"the sweep's baseline ({told}) has no metrics: {first.group.label} is the baseline instead")
     fitting = [groups[i] for i in arms.fitting(groups, wanted)]
     if len({group.rest for group in fitting}) > 1 or (len(fitting) > 1 and first.tuned.tried < 2):
-        notes.append(f"the sweep's baseline fits {len(fitting)} variants: {first.group.label}, found first, is taken")
+        notes.append(
+            f"the sweep's baseline matches {len(fitting)} variants: the first one found, {first.group.label}, is used"
+        )
     if first.tuned.chosen and first.tuned.tried > 1:
         notes.append(f"the baseline is {first.group.label}: the best of its {first.tuned.tried} learning rates")
     return notes
@@ -386,7 +393,7 @@ def _seeds(baseline: Sequence[Member], margin: float) -> list[str]:
         lambda s: statistics.seeds_needed(margin, math.sqrt(2) * s), spread, len(losses) - 1, len(losses)
     )
     return [
-        f"the baseline's final validation loss spreads by {spread:.4f} nats over {len(losses)} seeds (standard "
-        f"deviation): to show a difference of {margin:g} takes {statistics.about(needed, 'seeds a variant')}, fewer "
-        "where pairs go together"
+        f"the baseline's final validation loss has a standard deviation of {spread:.4f} nats over {len(losses)} seeds: "
+        f"to show a difference of {margin:g} takes {statistics.about(needed, 'seeds per variant')}, fewer where the "
+        "losses of paired seeds are correlated"
     ]

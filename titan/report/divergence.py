@@ -13,7 +13,7 @@ from titan.report.history import History
 
 GAVE_UP = "steps in a row were not finite"
 """Words of the error that ends a run after `training.bad_steps`."""
-SILENT = ("it ended without a word", "it ended after step")
+SILENT = ("it ended without an error message", "it ended after step")
 """How the reason begins of a run that did not say why it ended."""
 FAR = 10.0
 """A spike is so many times the median absolute deviation away: 6.7 standard deviations of normal noise."""

@@ -20,6 +20,8 @@ from titan.report.findings import Answer, Interval, Learning, Needed, Numbers
 from titan.report.runs import Member
 from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference, signed, span
 
+WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}
+"""The answers for people."""
 FIRST = 5
 """Steps that are held to the bounds."""
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2)}
@@ -60,7 +62,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
     """
     pairs = paired(arm, baseline)
     if not pairs:
-        text = "undecided: the variant and the baseline have no seed in common"
+        text = "inconclusive: the variant and the baseline have no seed in common"
         return Learning("undecided", text, None, None, None, None, margin, 0, None)
     parities = [parity(*pair) for pair in pairs]
     ends = [pair for pair in pairs if _end(pair) is not None]
@@ -69,7 +71,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
     compared = [p for p in parities if p.common]
     return Learning(
         answer=answer,
-        text=f"{answer}: {text}",
+        text=f"{WORDS[answer]}: {text}",
         batches_equal=not any(p.unequal for p in compared) if compared else None,
         first_loss_gap=_largest([p.loss_gap for p in parities]),
         first_norm_gap=_largest([p.norm_gap for p in parities]),
@@ -157,17 +159,17 @@ def _answer(
 ) -> tuple[Answer, str, Needed | None]:
     if odd := [p for p in parities if p.unequal]:
         first = min(p.first_unequal or 0 for p in odd)
-        return "no", f"it was given other batches ({_share(odd)} steps differ, the first is step {first})", None
+        return "no", f"its batches differ ({_share(odd)} steps, the first is step {first})", None
     if wrong := _beyond(pairs, parities):
         return "no", wrong, None
     if all(p.identical for p in parities) and len(ends) == len(pairs):
-        return "yes", f"all losses are the same bits, in {_count(len(pairs), 'pair')}", None
+        return "yes", f"all losses are bitwise equal, in {_count(len(pairs), 'pair')}", None
     if lost := _diverged(pairs):
         return "undecided", lost, None
     if found is None:
         begun = "batches and first steps agree" if any(p.loss_gap is not None for p in parities) else "nothing differs"
         return "undecided", f"{begun} so far, but no pair of runs has finished{_odd(pairs)}", None
-    once = " (repeats with the very same losses count once)" if len(ends) > found.count else ""
+    once = " (repeats with bitwise equal losses count once)" if len(ends) > found.count else ""
     return _of_ends(found, margin, noise, _measure(ends) + once)
 
 
@@ -177,7 +179,7 @@ def _diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
     own, other = ways.count((True, False)), ways.count((False, True))
     if not own and not other:
         return None
-    return f"of {_count(len(pairs), 'pair')} {own} diverged in this variant alone and {other} in the baseline alone"
+    return f"of {_count(len(pairs), 'pair')}, {own} diverged in this variant only and {other} in the baseline only"
 
 
 def _odd(pairs: Sequence[tuple[Member, Member]]) -> str:
@@ -197,7 +199,8 @@ def _beyond(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) 
         bounds = BOUNDS.get(kind, BOUNDS["bf16"])
         for what, value, bound in zip(("loss", "gradient norm"), (found.loss_gap, found.norm_gap), bounds, strict=True):
             if value is not None and value > bound:
-                return f"over the first {FIRST} steps its {what} differs by {value:.1e}; {kind} allows {bound:.0e}"
+                differs = f"over the first {FIRST} steps its {what} differs by {value:.1e} (relative)"
+                return f"{differs}; the bound for {kind} is {bound:.0e}"
     return None
 
 
@@ -214,7 +217,7 @@ def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) 
     if _outside(found.interval(LEVEL), margin):
         return "no", said, None
     if abs(found.estimate) >= margin:
-        return "undecided", f"{said}; more pairs would hardly show that there is none", None
+        return "undecided", f"{said}; more pairs are unlikely to show equivalence", None
     needed = statistics.with_range(
         lambda s: statistics.pairs_to_equal(margin, s, found.estimate), found.spread, found.freedom, found.count
     )
@@ -223,13 +226,13 @@ def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) 
 
 def _of_one(said: str, margin: float, noise: Spread | None) -> tuple[str, Needed]:
     """What the only pair tells, and how many it takes by the spread of the baseline's repeats."""
-    said += " in the only pair; it takes at least 2 pairs"
+    said += " in the only pair; at least 2 pairs are needed"
     if noise is None:
         return said, Needed(2, 2, None, 1)
     needed = statistics.with_range(
         lambda s: statistics.pairs_to_equal(margin, s * math.sqrt(2)), noise.deviation, noise.freedom, noise.count
     )
-    return f"{said}, by the spread of the baseline's repeats {statistics.about(needed, 'pairs')}", needed
+    return f"{said}, {statistics.about(needed, 'pairs')} by the spread of the baseline's repeats", needed
 
 
 def _outside(interval: Interval, margin: float) -> bool:

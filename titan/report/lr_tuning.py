@@ -70,12 +70,14 @@ def _family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[Tuned]:
     ends = [quality.outcomes(members, lambda m: m.run.validation) for _, members in family]
     means = [merit(found.values()) for found in ends]
     if not any(np.isfinite(mean) for _, mean in means):
-        return [Tuned(True, f"of its {len(family)} learning rates none has come to an end")] * len(family)
+        return [Tuned(True, f"none of its {len(family)} learning rates has a finished run")] * len(family)
     best = means.index(min(means))
     rate, rates = family[best][0], sorted(rate for rate, _ in family)
-    note = f"best of {len(family)} learning rates ({', '.join(map(neat, rates))}), chosen by these same runs"
-    note += ", but at the edge of them: a better one may lie beyond" if rate in (rates[0], rates[-1]) else ""
-    lost = f"not compared: of its learning rates {neat(rate)} was best"
+    note = f"best of {len(family)} learning rates ({', '.join(map(neat, rates))}), selected by these same runs"
+    note += (
+        "; it is the lowest or highest one, so a better one may lie outside" if rate in (rates[0], rates[-1]) else ""
+    )
+    lost = f"not ranked: the best of its learning rates is {neat(rate)}"
     found = [Tuned(False, lost, len(family), _against(end, ends[best])) for end in ends]
     found[best] = Tuned(True, note, len(family))
     return found

@@ -99,7 +99,7 @@ def notes(members: Sequence[Member]) -> list[str]:
 def missing(trials: Sequence[Failed]) -> str:
     """How many trials have no figures, and why; empty where there are none."""
     kinds = Counter(_without(trial.state) for trial in trials)
-    told = {"failed": "failed without figures", "waiting": "have no figures yet"}
+    told = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
     return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in told.items() if kinds[kind])
 
 
@@ -107,7 +107,7 @@ def _of_diverged(runs: Sequence[RunFound]) -> list[str]:
     lost = [run for run in runs if run.diverged]
     where = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in lost[:NAMED])
     more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
-    what = f"{len(lost)} of {len(runs)} runs diverged ({where}{more}): an outcome that no mean of losses shows"
+    what = f"{len(lost)} of {len(runs)} runs diverged ({where}{more}): the mean loss does not include them"
     return [what] if lost else []
 
 
@@ -135,4 +135,4 @@ def _odd(members: Sequence[Member]) -> list[str]:
     if not any(counts):
         return []
     of, steps = f"{sum(map(bool, counts))} of {len(members)} runs", f"{sum(counts):,} step{'s' * (sum(counts) > 1)}"
-    return [f"not finite in {of}: {steps}, which left the weights as they were"]
+    return [f"loss or gradient norm not finite in {of}: {steps}, which did not update the weights"]

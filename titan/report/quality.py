@@ -32,8 +32,8 @@ READ_AS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", 
 """Settings of a dataset that say how its text is read, not which text is held out."""
 HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
 
-SOONER = "a lower target or a lower metrics.validate_every tells when"
-NOWHERE = "a run has no validation as early as the shortest one ended (metrics.validate_every makes some on the way)"
+SOONER = "set a lower target or a lower metrics.validate_every"
+NOWHERE = "a run has no validation as early as the end of the shortest run (lower metrics.validate_every)"
 
 Measured = Callable[[Member], float | None]
 """What is compared of a run; None where it has none."""
@@ -44,7 +44,7 @@ class Measure:
     """What two arms can be compared by.
 
     Attributes:
-        name: "validation loss", "bits a byte" or "tokens to the target".
+        name: "validation loss", "bits per byte" or "tokens to the target".
         unit: of a difference; empty: values are logarithms, whose difference is told as a ratio.
         of: a run's final value; infinite where it never came to one.
         curve: its values at its validations.
@@ -109,7 +109,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], target: float | No
     """
     measure = measure_of(arm[0], baseline[0])
     if measure is None:
-        text = "undecided: their validation sets are not the same text, so that no loss of theirs can be compared"
+        text = "inconclusive: the validation sets are different texts, so their losses can't be compared"
         return [_nothing("validation loss", "the end", text)]
     end = _at_the_end(arm, baseline, measure)
     found = [end]
@@ -139,7 +139,7 @@ def measure_of(one: Member, two: Member) -> Measure | None:
     if _held(one) == _held(two):
         return Measure("validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation)
     if same_text(one, two):
-        return Measure("bits a byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
+        return Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
     return None
 
 
@@ -190,21 +190,21 @@ def _at_the_end(arm: Sequence[Member], baseline: Sequence[Member], measure: Meas
     """The final values of the runs that came to the end of their schedule."""
     found = difference(outcomes(arm, measure.of), outcomes(baseline, measure.of))
     if found is None:
-        return _nothing(measure.name, "the end", "undecided: " + _lacking(arm, baseline, measure))
+        return _nothing(measure.name, "the end", "inconclusive: " + _lacking(arm, baseline, measure))
     one, two = _ended(arm), _ended(baseline)
-    after = "" if one == two or not (one and two) else f" after {max(one):,} tokens against {max(two):,}"
+    after = "" if one == two or not (one and two) else f" after {max(one):,} tokens (baseline: {max(two):,})"
     return _ranked(found, measure, "the end", after, _by_source(arm, baseline))
 
 
 def _lacking(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
     for who, members in (("of this variant", arm), ("of the baseline", baseline)):
         if not any(m.run.state == "finished" or m.run.diverged for m in members):
-            return f"no run {who} has come to the end of its learning rate schedule; unfinished decays are not ranked"
+            return f"no run {who} has finished its learning rate schedule; unfinished runs are not ranked"
         if not outcomes(members, measure.of):
             return f"no run {who} has a final {measure.name}"
     diverged = sum(m.run.diverged for m in (*arm, *baseline))
-    said = "the variants have no seed in common, and too few for a comparison without pairs"
-    return f"{diverged} runs diverged, and without common seeds that can't be weighed" if diverged else said
+    said = "the variants have no seed in common, and too few seeds for an unpaired comparison"
+    return f"{diverged} runs diverged, and there are no common seeds to count wins over" if diverged else said
 
 
 def _at_unequal_tokens(
@@ -216,7 +216,7 @@ def _at_unequal_tokens(
         found.insert(0, _to_target(arm, baseline, target))
     if end.seeds is None:
         return [*found, end]
-    text = f"undecided: {end.quality.text}; not ranked, as the numbers of tokens are not equal"
+    text = f"inconclusive: {end.quality.text}; not ranked, because the numbers of tokens differ"
     return [*found, Open(dataclasses.replace(end.quality, text=text, p=None))]
 
 
@@ -224,7 +224,7 @@ def _to_target(arm: Sequence[Member], baseline: Sequence[Member], target: float)
     """The tokens that it took the runs to come to the target; those that ended above it never came there."""
 
     if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*arm, *baseline))):
-        text = f"undecided: runs had come to the loss {target:g} before their first validation; {SOONER}"
+        text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {SOONER}"
         return _nothing("tokens to the target", "the target", text)
 
     def of(m: Member) -> float | None:
@@ -233,11 +233,11 @@ def _to_target(arm: Sequence[Member], baseline: Sequence[Member], target: float)
             return math.log(tokens)
         return math.inf if m.run.state == "finished" or m.run.diverged else None
 
-    measure = Measure("tokens to the target", "", of, _token_axis, f"did not come to the loss {target:g}")
+    measure = Measure("tokens to the target", "", of, _token_axis, f"did not reach the loss {target:g}")
     found = difference(by_seed(arm, of), by_seed(baseline, of))
     if found is None:
-        return _nothing(measure.name, "the target", f"undecided: {_lacking(arm, baseline, measure)}")
-    return _ranked(found, measure, "the target", f" to come to the loss {target:g}")
+        return _nothing(measure.name, "the target", f"inconclusive: {_lacking(arm, baseline, measure)}")
+    return _ranked(found, measure, "the target", f" to reach the loss {target:g}")
 
 
 def crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
@@ -257,14 +257,14 @@ def _at_equal_tokens(arm: Sequence[Member], baseline: Sequence[Member], measure:
     points = _common_points([m for m in (*arm, *baseline) if m.run.state == "finished"], measure)
     if not points:
         text = (
-            "undecided: not ranked, as the numbers of tokens are not equal and no validation of all runs is at the "
-            "same tokens (metrics.validate_every makes some on the way)"
+            "inconclusive: not ranked, because the numbers of tokens differ and the runs have no validation at the "
+            "same number of tokens (lower metrics.validate_every)"
         )
         return _nothing(measure.name, "equal tokens", text)
     point = max(points)
     found = difference(*(outcomes(side, lambda m: _value_at(m, measure, point)) for side in (arm, baseline)))
     if found is None:
-        return _nothing(measure.name, "equal tokens", f"undecided: {_lacking(arm, baseline, measure)}")
+        return _nothing(measure.name, "equal tokens", f"inconclusive: {_lacking(arm, baseline, measure)}")
     share = point / max(m.run.tokens for m in (*arm, *baseline))
     where = f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
     return _ranked(found, measure, "equal tokens", where)
@@ -358,7 +358,7 @@ def _said(found: Seeds, measure: Measure, after: str = "") -> str:
     said = _figure(found.difference.estimate, measure, after)
     bounds = _bounds(found.difference.interval(), measure)
     if not bounds:
-        return f"this pair differs: {said}; one seed says nothing about the recipes"
+        return f"{said} in the only pair of seeds; one seed is not enough to compare recipes"
     count = found.difference.count
     seeds = f"{count} pairs of seeds" if found.paired else f"at least {count} seeds on each side, unpaired"
     return f"{said} {bounds} over {seeds}"
@@ -366,7 +366,7 @@ def _said(found: Seeds, measure: Measure, after: str = "") -> str:
 
 def _figure(estimate: float, measure: Measure, after: str) -> str:
     if not measure.unit:
-        return f"it takes {math.exp(estimate):.3g} times the baseline's tokens{after}"
+        return f"it needs {math.exp(estimate):.3g} times the baseline's tokens{after}"
     return f"{measure.name} differs by {signed(estimate)} {measure.unit}{after}"
 
 
@@ -380,11 +380,11 @@ def _said_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -> 
     """Which pairs were won, how many runs were lost, and the difference of those that are left, which is no result."""
     told = f"better on {signs.wins} of {signs.count} seeds"
     told += f", {found.lost} {measure.lost}" if found.lost else ""
-    told += f", of the baseline {found.baseline_lost} {measure.lost}" if found.baseline_lost else ""
+    told += f", baseline: {found.baseline_lost} {measure.lost}" if found.baseline_lost else ""
     if found.difference is None:
         return told
-    left = f"where neither did, {_figure(found.difference.estimate, measure, after)}"
-    return f"{told} ({left}, which flatters the side that lost runs)"
+    left = f"over the other pairs, {_figure(found.difference.estimate, measure, after)}"
+    return f"{told} ({left}, which is biased in favour of the side that lost runs)"
 
 
 def _ended(members: Sequence[Member]) -> set[int]:
@@ -429,9 +429,10 @@ def _on_the_way(
     of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
     found = difference(outcomes(arm, of), outcomes(baseline, of)) if point > 0 else None
     if found is None:
-        return _nothing(measure.name, at, f"undecided: {NOWHERE}")
+        return _nothing(measure.name, at, f"inconclusive: {NOWHERE}")
     where = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
-    text = f"undecided: at {where} {_said(found, measure)}; not ranked, as not all had come to the end of their decay"
+    why = "not ranked, because not all runs had finished their learning rate schedule"
+    text = f"inconclusive: at {where} {_said(found, measure)}; {why}"
     return Open(Quality("undecided", text, measure.name, at, found.interval(), None, None, {}, found.pairs, None))
 
 
@@ -485,7 +486,7 @@ def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Qua
     if seeds.signs is not None:
         return _by_signs(quality, seeds.signs, p_holm)
     if p_holm is None or seeds.difference is None:
-        return dataclasses.replace(quality, text=f"undecided: {quality.text}", needed=2)
+        return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
     nats = quality.measure == "validation loss"
     p_none = seeds.difference.p_equivalent(margin) if nats else None
     small = p_none is not None and p_none < ALPHA
@@ -501,7 +502,7 @@ def _by_signs(quality: Quality, signs: Signs, p_holm: float | None) -> Quality:
     better = signs.wins > signs.losses
     plain = not (quality.diverged if better else quality.baseline_diverged)
     answer: Answer = "yes" if p_holm is not None and p_holm < ALPHA and plain else "undecided"
-    word = ("better" if better else "worse") if answer == "yes" else answer
+    word = ("better" if better else "worse") if answer == "yes" else "inconclusive"
     test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
     return dataclasses.replace(quality, answer=answer, text=f"{word}: {quality.text}{test}", p_holm=p_holm)
 
@@ -520,12 +521,12 @@ def _needed(found: Difference, margin: float | None, tests: int) -> Needed:
 
 def _sentence(answer: Answer, quality: Quality, p: float, needed: Needed | None, margin: float, small: bool) -> str:
     better = quality.difference is not None and quality.difference.estimate < 0
-    word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, answer)
+    word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, "inconclusive")
     said = f"{word}: {quality.text}, p {p:.2g}"
     if answer == "no":
-        return f"{said}: less than the margin of {margin:g}"
+        return f"{said}: smaller than the equivalence margin of {margin:g}"
     if answer == "yes":
-        return f"{said}; yet less than the margin of {margin:g}" if small else said
+        return f"{said}; yet smaller than the equivalence margin of {margin:g}" if small else said
     if needed is None or needed.count is None:
-        return f"{said}; more seeds hardly help"
-    return f"{said}; with this spread {statistics.about(needed, 'seeds')} would decide"
+        return f"{said}; more seeds are unlikely to decide"
+    return f"{said}; {statistics.about(needed, 'seeds')} would decide"

@@ -15,7 +15,7 @@ def verdict(arm: Arm) -> Quality | None:
 
 def by_bits(arms: Sequence[Arm]) -> bool:
     """Whether arms have to be compared in bits a byte, as their tokens are not the same ones."""
-    return any(quality.measure == "bits a byte" for arm in arms for quality in arm.quality)
+    return any(quality.measure == "bits per byte" for arm in arms for quality in arm.quality)
 
 
 def result(arm: Arm, bits: bool = False) -> Interval | None:

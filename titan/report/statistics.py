@@ -243,7 +243,7 @@ def about(needed: Needed, what: str) -> str:
     low, high = (f"{end:,}" if end else f"more than {MOST:,}" for end in (needed.low, needed.high))
     number = f"about {needed.count:,}" if needed.count else f"more than {MOST:,}"
     between = low if low == high else f"{low} to {high}"
-    return f"{number} {what} (95% range {between}, as {needed.seen} tell the spread)"
+    return f"{number} {what} (95% range {between}, estimated from {needed.seen})"
 
 
 def spread_interval(spread: float, freedom: float, level: float = LEVEL) -> tuple[float, float]:

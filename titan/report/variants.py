@@ -218,7 +218,7 @@ def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, s
     if len(found) != 1:
         names = "; ".join(group.label for group in groups[:8])
         raise ConfigError(
-            f"baseline={option}: fits {len(found) or 'none'} of the variants ({names}); name one of them."
+            f"baseline={option}: matches {len(found) or 'none'} of the variants ({names}); give the settings of one."
         )
     return found
 

@@ -32,8 +32,8 @@ def throughput(comparison: Comparison) -> Chart | None:
             whisker = (value * middle / slow, value * middle / fast)
             bars.append(Bar(i, value, few(value), ratio, whisker))
     doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
-    caption = "Tokens a second a device at the median step; the line spans the middle 80% of the steps."
-    caption += f" Speeds are not judged: {'; '.join(doubts)}." if doubts else ""
+    caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
+    caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""
     return _bars(comparison, bars, "Throughput", caption)
 
 
@@ -41,9 +41,7 @@ def memory_bars(comparison: Comparison) -> Chart | None:
     """Bars of the most memory that rank 0 held."""
     most = [(i, memory(arm)) for i, arm in enumerate(comparison.arms)]
     bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
-    return _bars(
-        comparison, bars, "Memory", "The most that rank 0 held in any run of the variant, in GiB.", rising=True
-    )
+    return _bars(comparison, bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
 
 
 def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:

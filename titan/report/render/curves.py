@@ -42,20 +42,20 @@ def training(comparison: Comparison) -> Chart | None:
     most = _points(comparison)
     lines = [Line(i, run.label, thinned(run.curves.tokens, run.curves.losses, most)) for i, run in _runs(comparison)]
     caption = f"Mean over {SHARE:.0%} of the run around each point. "
-    return _losses(comparison, lines, "Training loss", "loss, nats a token", caption, "training")
+    return _losses(comparison, lines, "Training loss", "loss, nats per token", caption, "training")
 
 
 def validation(comparison: Comparison) -> Chart | None:
     """Validation loss over tokens; in bits a byte where the comparison is made in those."""
-    bits = any(quality.measure == "bits a byte" for arm in comparison.arms for quality in arm.quality)
+    bits = any(quality.measure == "bits per byte" for arm in comparison.arms for quality in arm.quality)
     lines = []
     for i, run in _runs(comparison):
         values = run.curves.bits_per_byte if bits else run.curves.validation
         points = thinned(run.curves.validation_tokens, values, _points(comparison), share=0)
         lines.append(Line(i, run.label, points))
-    name, unit = ("Validation, bits a byte", "bits a byte") if bits else ("Validation loss", "loss, nats a token")
+    name, unit = ("Validation, bits per byte", "bits per byte") if bits else ("Validation loss", "loss, nats per token")
     once = "A dash is a run's only validation. " if any(line.points[0].size == 1 for line in lines) else ""
-    return _losses(comparison, lines, name, unit, f"On the fixed rows that no run trains on. {once}", "validation")
+    return _losses(comparison, lines, name, unit, f"Loss on the validation set. {once}", "validation")
 
 
 def differences(comparison: Comparison) -> Chart | None:
@@ -198,9 +198,8 @@ def _told(comparison: Comparison) -> str:
     rest = len(comparison.arms) - len(coloured(comparison))
     told = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
     if rest > 0:
-        told += (
-            f"In colour: the baseline, the fastest with its hyperparameters, the best of others. In grey: {rest} more. "
-        )
+        told += "In colour: the baseline, the fastest with the same hyperparameters, the best with others. "
+        told += f"In grey: {rest} more. "
     return told
 
 
@@ -208,10 +207,10 @@ def _differences(
     comparison: Comparison, lines: Sequence[Line], equal: Sequence[str], noise: float | None
 ) -> Chart | None:
     caption = (
-        "Size of the difference in training loss to the baseline's run of the same seed: the median of a window of "
-        "steps. Between layouts it begins with rounding, and grows. "
+        "Absolute difference in training loss to the baseline's run of the same seed: the median over windows of "
+        "steps. Between layouts it starts at rounding error and grows. "
     )
-    caption += f"Equal at every step, so not drawn: {' | '.join(equal)}. " if equal else ""
+    caption += f"Equal at every step and not drawn: {' | '.join(equal)}. " if equal else ""
     name, lines = "Difference to the baseline", [line for line in lines if line.points[0].size]
     if not lines:
         return Chart(name, caption, "") if equal else None

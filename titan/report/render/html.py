@@ -76,7 +76,7 @@ def _body(comparison: Comparison) -> str:
         f'<p class="question">{escape(question(comparison))}</p>',
         f'<p class="lead">{escape(" ".join(lead(comparison)))}</p>',
         _answers(comparison),
-        _section("Figures", _figures(comparison)),
+        _section("Results", _figures(comparison)),
         _section("By source", _sources(comparison)),
         _section("Charts", _charts(comparison)),
         _section(missing(comparison), _failures(comparison)),
@@ -178,7 +178,7 @@ def _settings(comparison: Comparison) -> str:
     pairs = [(name, f"differs: {', '.join(values)}") for name, values in comparison.differs.items()]
     pairs += comparison.common.items()
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
-    margin = f"<dt>margin</dt><dd>{comparison.margin:g} nats: losses this close count as the same</dd>"
+    margin = f"<dt>equivalence margin</dt><dd>{comparison.margin:g} nats</dd>"
     return f"<dl>{items}{margin}</dl>" if comparison.arms or items else ""
 
 

@@ -17,7 +17,7 @@ def text(comparison: Comparison) -> str:
         _section(
             "Answers", [f"- **{_plain(arm.label)}**: {_plain(' '.join(said))}" for arm, said in answers(comparison)]
         ),
-        _section("Figures", _figures(comparison)),
+        _section("Results", _figures(comparison)),
         _section("By source", _sources(comparison)),
         _section(missing(comparison), _failures(comparison)),
         _section("Notes", [f"- {_plain(note)}" for note in notes(comparison)]),

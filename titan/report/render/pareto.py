@@ -41,13 +41,11 @@ def pareto(comparison: Comparison) -> Chart | None:
         _wider([spot.x for spot in spots], 78, WIDTH - 30), _wider([spot.y for spot in spots], 340, 40), WIDTH, HEIGHT
     )
     best = front(spots)
-    axes = frame.axes(
-        "tokens a second a device: further right is faster", "memory, GiB: lower is less", svg.tick, svg.tick
-    )
+    axes = frame.axes("tokens/s per device (right is faster)", "peak memory, GiB", svg.tick, svg.tick)
     body = axes + _front(frame, best) + "".join(_spot(comparison, frame, spot) for spot in _beneath(comparison, spots))
     named = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured(comparison))]
     body += _names(comparison, frame, spots, list(dict.fromkeys(named)))
-    outside = " Hollow: does not learn the same, so it is not on the front." if any(s.out for s in spots) else ""
+    outside = " Hollow: does not learn the same, so it is not on the Pareto front." if any(s.out for s in spots) else ""
     caption = f"The line joins the variants that no other beats in both speed and memory.{outside}"
     return Chart("Speed and memory", caption, svg.picture(frame, "Speed and memory", body))
 

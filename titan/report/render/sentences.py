@@ -17,14 +17,14 @@ WAITING = ("planned", "queued", "running")
 def missing(comparison: Comparison) -> str:
     """What the list of trials and runs that have no figures or ended badly is called."""
     waiting = {failed.state in WAITING for failed in comparison.failed}
-    return {(True,): "Without figures yet", (False, True): "Failures, and trials without figures yet"}.get(
+    return {(True,): "Trials without metrics yet", (False, True): "Failures, and trials without metrics yet"}.get(
         tuple(sorted(waiting)), "Failures"
     )
 
 
 def question(comparison: Comparison) -> str:
     """What was asked; without a sweep's question, that there was none."""
-    return comparison.question or "No question was stated beforehand."
+    return comparison.question or "No question was stated in advance."
 
 
 def lead(comparison: Comparison) -> list[str]:
@@ -33,9 +33,9 @@ def lead(comparison: Comparison) -> list[str]:
     same = [arm for arm in arms if arm.same_science]
     if len(comparison.arms) == 1:
         lost = summary.diverged(comparison)
-        return ["There is one variant only, so there is nothing to compare it with.", *lost, *_standing(comparison)]
+        return ["There is only one variant, so nothing is compared.", *lost, *_standing(comparison)]
     if not comparison.arms:
-        return ["No run has figures.", *_standing(comparison)]
+        return ["No run has metrics.", *_standing(comparison)]
     return [*summary.told(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
 
 
@@ -86,24 +86,24 @@ def speed_sentence(times: Interval, doubt: str = "") -> str:
         times: the ratio.
         doubt: why neither "faster" nor "slower" may be said; empty where it may.
     """
-    told = f"{ratio(times.estimate)} of the baseline's tokens a second"
+    told = f"{ratio(times.estimate)} times the baseline's tokens/s"
     if doubt:
-        return f"Its speed is not judged ({doubt}): {told}."
+        return f"Speed is not ranked ({doubt}): {told}."
     if times.low is None or times.high is None:
-        return f"Its speed is {told}; there is no interval yet."
+        return f"Speed: {told}, without a confidence interval yet."
     said = f"(95% interval {ratio(times.low)} to {ratio(times.high)})"
     if times.low <= 1 <= times.high:
-        return f"No difference in speed is shown: {told} {said}."
+        return f"No measurable speed difference: {told} {said}."
     return f"{'Faster' if times.estimate > 1 else 'Slower'}: {told} {said}."
 
 
 def _reached(reached: Reached, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
     if reached.median_tokens is None:
-        return f"{reached.reached} of {reached.runs} runs came to {goal}: too few for a median."
+        return f"{reached.reached} of {reached.runs} runs reached {goal}, too few for a median."
     hours = "" if reached.median_device_hours is None else f" and {few(reached.median_device_hours)} device-hours"
-    middle = f"in the median after {short(reached.median_tokens)} tokens{hours}"
-    return f"{reached.reached} of {reached.runs} runs came to {goal}, {middle}."
+    middle = f"after {short(reached.median_tokens)} tokens{hours} (median)"
+    return f"{reached.reached} of {reached.runs} runs reached {goal} {middle}."
 
 
 def _sentence(text: str) -> str:
@@ -113,14 +113,15 @@ def _sentence(text: str) -> str:
 
 def _learning(arms: Sequence[Arm]) -> list[str]:
     if len(arms) == 1:
-        does = {"same": "it does", "not the same": "it does not"}.get(answer(arms[0]).main, "that is undecided")
-        return [f"{arms[0].label} must learn what the baseline learns: {does}."]
+        does = {"same": "learns", "not the same": "does not learn"}.get(answer(arms[0]).main)
+        said = f"{does} the same as the baseline" if does else "inconclusive whether it learns the same as the baseline"
+        return [f"{arms[0].label}{':' * (does is None)} {said}."]
     counts = counted(
-        (sum(answer(arm).main == "same" for arm in arms), "does", "do"),
-        (sum(answer(arm).main == "not the same" for arm in arms), "does not", "do not"),
-        (sum(answer(arm).mood == "open" for arm in arms), "is undecided", "are undecided"),
+        (sum(answer(arm).main == "same" for arm in arms), "learns the same", "learn the same"),
+        (sum(answer(arm).main == "not the same" for arm in arms), "does not learn the same", "do not learn the same"),
+        (sum(answer(arm).mood == "open" for arm in arms), "inconclusive", "inconclusive"),
     )
-    return [f"Of {len(arms)} variants that must learn what the baseline learns, {counts}."] if arms else []
+    return [f"{len(arms)} variants with the same hyperparameters: {counts}."] if arms else []
 
 
 def _fastest(arms: Sequence[Arm]) -> list[str]:
@@ -131,13 +132,13 @@ def _fastest(arms: Sequence[Arm]) -> list[str]:
     if not fit:
         return []
     if not sure and doubts:
-        return [f"Speed is not judged: {'; '.join(doubts)}."]
+        return [f"Speed is not ranked: {'; '.join(doubts)}."]
     if not sure:
-        which = "It is not" if len(arms) == 1 else "None of those that do is"
+        which = "It is not" if len(arms) == 1 else "None of those that learn the same is"
         return [f"{which} shown to be faster than the baseline."]
     times, arm = max(sure, key=lambda item: item[0])
-    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that do: {arm.label},"
-    return [f"{which} {ratio(times)} times the baseline's tokens a second."]
+    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that learn the same: {arm.label},"
+    return [f"{which} {ratio(times)} times the baseline's tokens/s."]
 
 
 def _above(arm: Arm) -> bool:
@@ -154,5 +155,5 @@ def _standing(comparison: Comparison) -> list[str]:
     lost = {run.directory for run in runs if run.diverged}
     failed = sum(each not in without and each.directory not in lost for each in comparison.failed)
     if without:
-        told.append(f"{len(without)} trial{'s' * (len(without) > 1)} without figures yet.")
+        told.append(f"{len(without)} trial{'s' * (len(without) > 1)} without metrics yet.")
     return told + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

@@ -56,7 +56,7 @@ def _named(arm: Arm) -> str:
 
 def _value(arm: Arm, bits: bool) -> str:
     found, lost = ranking.result(arm, bits), arm.outcomes.diverged
-    value = "" if found is None else f"{'bits a byte' if bits else 'validation loss'} {found.estimate:.3f}"
+    value = "" if found is None else f"{'bits per byte' if bits else 'validation loss'} {found.estimate:.3f}"
     return f"{value} on the {arm.outcomes.ended} of {arm.outcomes.known} seeds that did not diverge" if lost else value
 
 
@@ -65,7 +65,7 @@ def _gap(arm: Arm, turned: bool = False) -> str:
     quality = verdict(arm)
     difference = quality.difference.estimate if quality and quality.difference else 0.0
     by = -difference if not turned else difference
-    size = f"{abs(by):.3f}" if abs(by) >= 5e-4 else f"{abs(by):.1e}"
+    size = f"{abs(by):.3f}" if not by or abs(by) >= 5e-4 else f"{abs(by):.1e}"
     return f"{size} {'below' if by >= 0 else 'above'}"
 
 
@@ -73,17 +73,17 @@ def _shown(arm: Arm, comparison: Comparison) -> str:
     """What the test of a variant against the baseline says."""
     quality = verdict(arm)
     if quality is None:
-        return "not judged"
+        return "not ranked"
     if quality.diverged or quality.baseline_diverged:
         return f"{won(quality)}, {lost_seeds(quality)} ({_significant(quality)})"
     if quality.p_holm is None:
-        return "one seed says nothing about the recipes"
+        return "one seed is not enough to compare recipes"
     seeds = f"{quality.pairs or min(arm.outcomes.ended, comparison.arms[0].outcomes.ended)} seeds"
     p = f"p {quality.p_holm:.2g}"
     if quality.answer == "yes":
         return f"significant with {seeds} ({p})"
     if quality.answer == "no":
-        return f"shown to be less than the margin of {comparison.margin:g} with {seeds}"
+        return f"shown to be smaller than the equivalence margin of {comparison.margin:g} with {seeds}"
     return f"not significant with {seeds} ({p}; {_needed(quality)})"
 
 
@@ -93,14 +93,14 @@ def _significant(quality: Quality) -> str:
     if quality.p_holm is None:
         return "not significant"
     shown = quality.p_holm < statistics.ALPHA
-    said = f"significantly {word}" if quality.answer == "yes" else f"not plainly {word}" if shown else "not significant"
+    said = f"significantly {word}" if quality.answer == "yes" else f"not clearly {word}" if shown else "not significant"
     return f"{said}, p {quality.p_holm:.2g}"
 
 
 def _needed(quality: Quality) -> str:
     found = quality.needed_range
     if found is None or found.count is None:
-        return "more seeds hardly help"
+        return "more seeds are unlikely to decide"
     low, high = (f"{end:,}" if end else f"more than {statistics.MOST:,}" for end in (found.low, found.high))
     return f"about {found.count:,} needed, 95% range {low} to {high}"
 
@@ -118,59 +118,57 @@ def _of_diverged(arm: Arm) -> str:
         return f"{won(quality)}, {lost_seeds(quality)} ({_significant(quality)})"
     every = "all" if arm.outcomes.diverged == known else f"{arm.outcomes.diverged} of"
     if arm.against_best:
-        return f"{arm.against_best} (against its best learning rate)"
+        return f"{arm.against_best} (compared with its best learning rate)"
     return f"{every} {known} seed{'s' * (known > 1)} diverged"
 
 
 def _counts(arms: Sequence[Arm]) -> list[str]:
     """How many variants have which answer."""
-    said = [answer(arm).main for arm in arms]
+    said = [answer(arm).main for arm in arms if not arm.untuned]
     lost = sum(answer(arm).main.startswith("better on") and not arm.untuned for arm in arms)
     counts = counted(
-        *((said.count(word), f"is {word}", f"are {word}") for word in ("better", "worse", "undecided")),
-        (lost, "is not plainly better or worse, as runs diverged", "are not plainly better or worse, as runs diverged"),
-        (said.count("differs"), "differs", "differ"),
-        (said.count("no difference"), "shows no difference", "show no difference"),
+        *((said.count(word), word, word) for word in ("better", "worse", "inconclusive")),
         (
-            sum(arm.untuned for arm in arms),
-            "is at a learning rate that is not its best",
-            "are not at their best learning rate",
+            lost,
+            "not clearly better or worse, because runs diverged",
+            "not clearly better or worse, because runs diverged",
         ),
-        (said.count("not judged"), "is not judged", "are not judged"),
+        (said.count("differs"), "differs", "differ"),
+        (said.count("no difference"), "no difference", "no difference"),
+        (said.count("not ranked"), "not ranked", "not ranked"),
+        (sum(arm.untuned for arm in arms), "not at its best learning rate", "not at their best learning rate"),
     )
     if len(arms) == 1:
-        return [f"{arms[0].label} {counts.removeprefix('1 ')}."]
-    rivals = " The better ones were not compared with each other." if said.count("better") > 1 else ""
-    return [f"Of {len(arms)} variants with other hyperparameters, {counts}.{rivals}"]
+        return [f"{arms[0].label} compared with the baseline: {counts.removeprefix('1 ')}."]
+    rivals = " The better variants were not compared with each other." if said.count("better") > 1 else ""
+    return [f"{len(arms)} variants with other hyperparameters: {counts}.{rivals}"]
 
 
 def _unequal(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
     """The result of variants that saw different numbers of tokens."""
     seen = ", ".join(f"{number:,}" for number in ranking.tokens(comparison.arms)[:NAMED])
-    told = f"The variants saw different numbers of tokens ({seen}), so their final losses are not ranked"
+    told = f"The variants saw different numbers of tokens ({seen}), so their final losses are not ranked."
     if comparison.target is not None and any(arm.reached for arm in comparison.arms):
-        return [f"{told}, but the tokens to the loss {comparison.target:g}.", *_to_target(comparison)]
+        return [f"{told} They are ranked by the tokens to the loss {comparison.target:g}.", *_to_target(comparison)]
     ranked = [arm for arm in others if (q := verdict(arm)) and q.difference is not None]
     if not ranked:
-        why = "no validation of all runs is at the same tokens; metrics.validate_every makes some on the way"
-        return [f"{told}, nor can they be at equal tokens: {why}."]
-    return [
-        f"{told}; they are judged at equal tokens, where the longer ones' learning rates had not come down.",
-        *_counts(others),
-    ]
+        why = "the runs have no validation at the same number of tokens (lower metrics.validate_every)"
+        return [f"{told} They can't be compared at equal tokens: {why}."]
+    where = "They are compared at equal tokens, where the longer runs had not finished their learning rate schedule."
+    return [f"{told} {where}", *_counts(others)]
 
 
 def _to_target(comparison: Comparison) -> list[str]:
     """Which variant took the fewest tokens to the target, and which the least time, where that may be said."""
     arms = [arm for arm in comparison.arms if arm.reached and arm.reached.median_tokens]
     if not arms:
-        return ["In no variant did half of the runs come there."]
+        return ["In no variant did half of the runs reach the target."]
     if any(arm.reached and arm.reached.at_first for arm in comparison.arms):
-        return [f"Runs had come there before their first validation: {SOONER}."]
+        return [f"Runs had reached the target at their first validation: {SOONER}."]
     arms.sort(key=_tokens)
     arm = arms[0]
     rival = next((other for other in arms if not other.baseline), arm)
-    fewest = f"Fewest tokens: {arm.label}, {short(_tokens(arm))} in the median{_of_rival(rival, comparison)}."
+    fewest = f"Fewest tokens: {arm.label}, {short(_tokens(arm))} (median){_of_rival(rival, comparison)}."
     return [fewest, _soonest(comparison)]
 
 
@@ -184,19 +182,19 @@ def _of_rival(arm: Arm, comparison: Comparison) -> str:
     if quality is None or quality.at != "the target" or quality.p is None:
         return ""
     times = f"{math.exp(quality.difference.estimate):.3g} times " if quality.difference else ""
-    return f" ({arm.label} against the baseline: {times}the tokens, {_shown(arm, comparison)})"
+    return f"; {arm.label} compared with the baseline: {times}the tokens, {_shown(arm, comparison)}"
 
 
 def _soonest(comparison: Comparison) -> str:
     doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
     if doubts:
-        return f"Which comes there soonest is not judged: {'; '.join(doubts)}."
+        return f"Device-hours to the target are not ranked: {'; '.join(doubts)}."
     hours = [
         (arm.reached.median_device_hours, arm.label)
         for arm in comparison.arms
         if arm.reached and arm.reached.median_device_hours is not None
     ]
-    return f"Soonest in the median, untested: {min(hours)[1]}, {few(min(hours)[0])} device-hours." if hours else ""
+    return f"Fewest device-hours (median, not tested): {min(hours)[1]}, {few(min(hours)[0])}." if hours else ""
 
 
 def counted(*groups: tuple[int, str, str]) -> str:

@@ -43,10 +43,10 @@ def _head(comparison: Comparison, width: int, colour: bool) -> list[str]:
     return [
         *(_style(line, "head", colour) for line in _wrapped(comparison.title, width)),
         *_wrapped(question(comparison), width),
+        *_wrapped(" ".join(lead(comparison)), width),
+        *([""] if common or differs else []),
         *(_wrapped(f"Common: {common}", width, "  ") if common else []),
         *(_wrapped(f"Differs: {differs}", width, "  ") if differs else []),
-        "",
-        *_wrapped(" ".join(lead(comparison)), width),
     ]
 
 
@@ -68,7 +68,7 @@ def _arms(comparison: Comparison, width: int, colour: bool) -> list[str]:
     if not _fits(labels, kept, width, stacked=True):
         return _blocks(labels, told, order, width, colour)
     left_out = ", ".join(column.name for column in told if column not in kept)
-    said = _wrapped(f"Too narrow for: {left_out}.", width) if left_out else []
+    said = _wrapped(f"Columns left out, as the terminal is too narrow: {left_out}.", width) if left_out else []
     return [*_grid(labels, kept, order, width, True, colour), *said]
 
 

@@ -48,20 +48,44 @@ class Column:
 
 
 _SORTS: tuple[tuple[str, str, str, int, Callable[[Arm], Cell]], ...] = (
-    ("answer", "", "what the comparison with the baseline says", 0, lambda arm: answer(arm)),
-    ("validation", "nats", "final loss on the fixed rows; 95% interval", 0, lambda arm: _validation(arm)),
-    ("tokens", "seen", "of finished runs, where variants differ in them", 0, lambda arm: _tokens(arm)),
-    ("runs", "", "how many runs, and how those stand that are not finished", 3, lambda arm: _runs(arm)),
-    ("speed", "of baseline", "ratio of tokens/s a device, with its 95% interval", 0, lambda arm: _ratio(arm)),
-    ("tokens/s", "a device", "at the median step", 1, lambda arm: _speed(arm)),
-    ("step time", "ms", "median of the steps (p10-p90), without each attempt's warm-up", 2, lambda arm: _step(arm)),
-    ("memory", "GiB", "the most that rank 0 held in any run", 1, lambda arm: _memory(arm)),
-    ("MFU", "(causal)", "model FLOPs' share of the peak: attention in full, and half of it", 6, lambda arm: _mfu(arm)),
-    ("bits", "a byte", "the same a byte of text; 95% interval", 5, lambda arm: estimate(arm.bits)),
-    ("reached", "target", "runs that came to the target loss; the median tokens", 4, lambda arm: _reached(arm.reached)),
-    ("device-hours", "a run", "devices times hours of all attempts, mean over the runs", 8, lambda arm: _hours(arm)),
-    ("goodput", "", "share of the attempts' time that went into steps that counted", 7, lambda arm: _goodput(arm)),
-    ("loss", "training", "mean of the last steps, over the runs, in nats a token", 9, lambda arm: _loss(arm)),
+    ("answer", "", "result of the comparison with the baseline", 0, lambda arm: answer(arm)),
+    ("validation", "nats", "final validation loss in nats per token; 95% interval", 0, lambda arm: _validation(arm)),
+    ("tokens", "seen", "tokens that finished runs saw, where variants differ", 0, lambda arm: _tokens(arm)),
+    ("runs", "", "number of runs, and the state of unfinished ones", 3, lambda arm: _runs(arm)),
+    (
+        "speed",
+        "of baseline",
+        "tokens/s per device as a multiple of the baseline's; 95% interval",
+        0,
+        lambda arm: _ratio(arm),
+    ),
+    ("tokens/s", "per device", "at the median step", 1, lambda arm: _speed(arm)),
+    ("step time", "ms", "median over steps (p10-p90), without the warm-up of each attempt", 2, lambda arm: _step(arm)),
+    ("memory", "GiB", "peak memory of rank 0 over all runs", 1, lambda arm: _memory(arm)),
+    (
+        "MFU",
+        "(causal)",
+        "model FLOPs utilization with full attention, and with causal attention",
+        6,
+        lambda arm: _mfu(arm),
+    ),
+    (
+        "bits",
+        "per byte",
+        "final validation loss in bits per byte of text; 95% interval",
+        5,
+        lambda arm: estimate(arm.bits),
+    ),
+    (
+        "reached",
+        "target",
+        "runs that reached the target loss; median tokens to reach it",
+        4,
+        lambda arm: _reached(arm.reached),
+    ),
+    ("device-hours", "per run", "devices times hours of all attempts, mean over runs", 8, lambda arm: _hours(arm)),
+    ("goodput", "", "share of the attempts' time spent in steps that count", 7, lambda arm: _goodput(arm)),
+    ("loss", "training", "mean over the last steps and the runs, in nats per token", 9, lambda arm: _loss(arm)),
 )
 
 
@@ -83,12 +107,12 @@ def answer(arm: Arm) -> Cell:
         return Cell("baseline", _lost(arm))
     if arm.same_science and arm.learning is not None:
         words: dict[str, Cell] = {"yes": Cell("same", mood="good"), "no": Cell("not the same", mood="bad")}
-        return words.get(arm.learning.answer, Cell("undecided", _lost(arm), "open"))
+        return words.get(arm.learning.answer, Cell("inconclusive", _lost(arm), "open"))
     if arm.untuned:
         told, _, lost = arm.against_best.partition(", ")
-        return Cell(told or "not compared", f"{lost}, another lr is best" if lost else "another lr is best")
+        return Cell(told or "not ranked", f"{lost}, another lr is best" if lost else "another lr is best")
     quality = ranking.verdict(arm)
-    return Cell("not judged", _lost(arm), "open") if quality is None else _quality(quality)
+    return Cell("not ranked", _lost(arm), "open") if quality is None else _quality(quality)
 
 
 def _lost(arm: Arm) -> str:
@@ -101,7 +125,7 @@ def _quality(quality: Quality) -> Cell:
     if quality.diverged or quality.baseline_diverged:
         return _with_lost(quality)
     if quality.answer == "undecided":
-        return Cell("undecided", where, "open")
+        return Cell("inconclusive", where, "open")
     if quality.answer == "no":
         return Cell("no difference", where)
     if quality.difference is None:
@@ -125,9 +149,9 @@ def won(quality: Quality) -> str:
 
 def lost_seeds(quality: Quality) -> str:
     """How many seeds of both sides diverged, or never came to the target."""
-    what = "did not come to the target" if quality.at == "the target" else "diverged"
+    what = "did not reach the target" if quality.at == "the target" else "diverged"
     own = [f"{quality.diverged} {what}"] if quality.diverged else []
-    return ", ".join(own + [f"of the baseline {quality.baseline_diverged} {what}"] * bool(quality.baseline_diverged))
+    return ", ".join(own + [f"baseline: {quality.baseline_diverged} {what}"] * bool(quality.baseline_diverged))
 
 
 def number(value: float, digits: int = 4) -> str:

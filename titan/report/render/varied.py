@@ -44,11 +44,11 @@ def settings(comparison: Comparison) -> Chart | None:
         return None
     frame = _frame(spots)
     told = svg.tick if not frame.x.log else _power
-    unit = "bits a byte" if bits else "validation loss, nats a token"
+    unit = "bits per byte" if bits else "validation loss, nats per token"
     short = name.rpartition(".")[2]
     body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, told, svg.tick)
     body += _ticks(frame, spots) + _lines(comparison, frame, spots, name)
-    title = f"{'Bits a byte' if bits else 'Validation loss'} over {short}"
+    title = f"{'Bits per byte' if bits else 'Validation loss'} over {short}"
     return Chart(title, _caption(spots, point), svg.picture(frame, title, body))
 
 
@@ -166,7 +166,9 @@ def _caption(spots: Sequence[Spot], point: int | None) -> str:
     told += f"After {point:,} tokens, the fewest that a variant saw. " if point else ""
     top = _top(spots)
     told += "Hollow dots lie above the chart. " if any(value > top for spot in spots for value in spot.runs) else ""
-    return told + ("Crosses: seeds diverged, which no mean shows." if any(spot.diverged for spot in spots) else "")
+    return told + (
+        "Crosses: diverged seeds, which the mean does not include." if any(spot.diverged for spot in spots) else ""
+    )
 
 
 def _power(value: float) -> str:
