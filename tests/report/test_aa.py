@@ -37,8 +37,8 @@ def test_of_20_comparisons_of_equals_at_most_one_finds_a_difference(tmp_path: Pa
 def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
     random, found = np.random.default_rng(0), 0
     for _ in range(2000):
-        arm, baseline = random.normal(3, SPREAD, (2, 4))
-        seeds = difference(dict(enumerate(arm)), {i if paired else i + 4: v for i, v in enumerate(baseline)})
+        variant, baseline = random.normal(3, SPREAD, (2, 4))
+        seeds = difference(dict(enumerate(variant)), {i if paired else i + 4: v for i, v in enumerate(baseline)})
         assert seeds is not None and seeds.paired == paired
         found += (seeds.difference.p() or 0) < 0.05
     assert 0.035 < found / 2000 < 0.06
@@ -63,8 +63,8 @@ def test_the_seeds_told_find_it_as_often_as_promised() -> None:
     needed = seeds_needed(INJECTED, np.sqrt(2) * SPREAD)
     assert needed is not None
     for _ in range(1000):
-        arm, baseline = random.normal(3 + INJECTED, SPREAD, needed), random.normal(3, SPREAD, needed)
-        seeds = difference(dict(enumerate(arm)), dict(enumerate(baseline)))
+        variant, baseline = random.normal(3 + INJECTED, SPREAD, needed), random.normal(3, SPREAD, needed)
+        seeds = difference(dict(enumerate(variant)), dict(enumerate(baseline)))
         found += seeds is not None and (seeds.difference.p() or 0) < 0.05
     assert found / 1000 > 0.77
 

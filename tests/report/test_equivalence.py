@@ -1,4 +1,4 @@
-"""Arms of one science: yes, no or undecided, and for which reason."""
+"""Variants of one science: yes, no or undecided, and for which reason."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ S = Story()
 
 
 def learning(
-    tmp_path: Path, baseline: list[Story], arm: list[Story], *overrides: str, margin: float = 0.02
+    tmp_path: Path, baseline: list[Story], variant: list[Story], *overrides: str, margin: float = 0.02
 ) -> Learning:
     for index, story in enumerate(baseline):
         made(tmp_path / "runs" / f"a{index}", story, SINGLE, *overrides)
-    for index, story in enumerate(arm):
+    for index, story in enumerate(variant):
         made(tmp_path / "runs" / f"b{index}", story, FSDP, *overrides)
     found = compare([tmp_path / "runs"], Options(margin=margin))
-    assert [arm.label for arm in found.arms] == [SINGLE, FSDP] and found.arms[0].learning is None
-    assert found.arms[1].learning is not None and not found.arms[1].quality
-    return found.arms[1].learning
+    assert [variant.label for variant in found.variants] == [SINGLE, FSDP] and found.variants[0].learning is None
+    assert found.variants[1].learning is not None and not found.variants[1].quality
+    return found.variants[1].learning
 
 
 def seeds(*offs: float, story: Story = S) -> list[Story]:
@@ -57,11 +57,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("baseline", "arm", "answer", "words"), CASES)
-def test_whether_an_arm_learns_the_same(
-    baseline: list[Story], arm: list[Story], answer: str, words: str, tmp_path: Path
+@pytest.mark.parametrize(("baseline", "variant", "answer", "words"), CASES)
+def test_whether_an_variant_learns_the_same(
+    baseline: list[Story], variant: list[Story], answer: str, words: str, tmp_path: Path
 ) -> None:
-    found = learning(tmp_path, baseline, arm)
+    found = learning(tmp_path, baseline, variant)
     assert found.answer == answer and found.text.startswith(f"{WORDS[answer]}: ") and words in found.text
 
 
@@ -105,7 +105,7 @@ def test_a_loss_that_is_not_finite_on_one_side_is_a_difference(tmp_path: Path) -
     lines = (made(tmp_path / "b", S, FSDP) / "metrics.jsonl").read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[1]) | {"loss": None})
     (tmp_path / "b/metrics.jsonl").write_text("\n".join(lines))
-    found = compare([tmp_path]).arms[1].learning
+    found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "no" and "differs by inf" in found.text
 
 
@@ -116,7 +116,7 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
             lines = [x for x in (run / "metrics.jsonl").read_text().splitlines() if "validation_loss" not in x]
             (run / "metrics.jsonl").write_text("\n".join(lines))
             (run / "result.json").write_text(json.dumps({"finished": True, "step": 40, "attempt": 1}))
-    found = compare([tmp_path]).arms[1].learning
+    found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text
 
 
@@ -124,5 +124,5 @@ def test_other_validation_rows_are_not_compared(tmp_path: Path) -> None:
     for seed in range(2):
         made(tmp_path / f"a{seed}", replace(S, seed=seed))
         made(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "metrics.validation_tokens=512")
-    found = compare([tmp_path]).arms[1].learning
+    found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text

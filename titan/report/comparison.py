@@ -1,4 +1,4 @@
-"""`compare`: from directories to findings. Collect, group into arms, judge each against the baseline."""
+"""`compare`: from directories to findings. Collect, group into variants, judge each against the baseline."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.console.numbers import billions, short
-from titan.report import divergence, equivalence, lr_tuning, outcomes, quality, ranking, sharing, speed, statistics
-from titan.report import variants as arms
+from titan.report import (
+    divergence,
+    equivalence,
+    lr_tuning,
+    outcomes,
+    quality,
+    ranking,
+    sharing,
+    speed,
+    statistics,
+    variants,
+)
 from titan.report.collect import Collected, collect
-from titan.report.findings import Arm, Comparison, Failed, Learning, Quality, Reached
+from titan.report.findings import Comparison, Failed, Learning, Quality, Reached, Variant
 from titan.report.lr_tuning import Tuned
 from titan.report.quality import hour_axis
 from titan.report.runs import Member, member
@@ -27,7 +37,7 @@ class Options:
     """What the user says of a comparison.
 
     Attributes:
-        baseline: of the arm that the others are held against: settings, as in "parallelism=single,lr=0.001", or a
+        baseline: of the variant that the others are held against: settings, as in "parallelism=single,lr=0.001", or a
             run's directory; None: as the sweep says, else the first one found.
         margin: difference in validation loss, nats, that counts as none; None: as the sweep says, else 0.02.
         target: the validation loss to come to; None: as the sweep says.
@@ -46,29 +56,29 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
         options: what the user says.
 
     Raises:
-        ConfigError: for a directory without runs, or a baseline that fits no arm.
+        ConfigError: for a directory without runs, or a baseline that fits no variant.
     """
     options = options or Options()
     found = collect([Path(directory) for directory in directories])
     asked = _asked(found, options)
-    variants = _variants(found, asked, options)
-    groups, members = [v.group for v in variants], [v.members for v in variants]
+    candidates = _candidates(found, asked, options)
+    groups, members = [v.group for v in candidates], [v.members for v in candidates]
     return Comparison(
         title=_title(found, directories),
         question=asked.question,
         common=_common(groups),
-        differs=arms.differs(groups),
-        arms=_ordered(_judged(variants, asked)),
+        differs=variants.differs(groups),
+        variants=_ordered(_judged(candidates, asked)),
         failed=_failed(found, members),
         target=asked.target,
         margin=asked.margin,
-        notes=_notes(variants, found, options, asked),
+        notes=_notes(candidates, found, options, asked),
     )
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What an arm is made of.
+class Candidate:
+    """What a variant is made of.
 
     Attributes:
         group: its runs' files, and the settings that tell it from the others.
@@ -83,23 +93,23 @@ class Variant:
     missing: tuple[Failed, ...] = ()
 
 
-def _variants(found: Collected, asked: SweepSpec, options: Options) -> list[Variant]:
-    """All arms, the baseline first: of several learning rates of it the one that is best."""
+def _candidates(found: Collected, asked: SweepSpec, options: Options) -> list[Candidate]:
+    """All variants, the baseline first: of several learning rates of it the one that is best."""
     begun = [raw for raw in found.runs if len(raw.metrics.steps) or divergence.gave_up(raw)]
-    groups, alongside = arms.grouped(begun), sharing.shared(found.runs)
+    groups, alongside = variants.grouped(begun), sharing.shared(found.runs)
     members = outcomes.marked([_members(group, groups, alongside) for group in groups], asked.margin)
     tuned = lr_tuning.tuned(groups, members)
     missing = [_missing(group, found.failed) for group in groups]
-    made = [Variant(*each) for each in zip(groups, members, tuned, missing, strict=True)]
+    made = [Candidate(*each) for each in zip(groups, members, tuned, missing, strict=True)]
     if not made:
         return []
-    candidates = arms.baselines(groups, options.baseline, asked.baseline)
-    first = next((i for i in candidates if tuned[i].chosen), candidates[0])
+    possible = variants.baselines(groups, options.baseline, asked.baseline)
+    first = next((i for i in possible if tuned[i].chosen), possible[0])
     return [made[first], *made[:first], *made[first + 1 :]]
 
 
 def _missing(group: Group, failed: Sequence[Failed]) -> tuple[Failed, ...]:
-    """The trials without figures that differ from an arm's runs in their seed alone."""
+    """The trials without figures that differ from a variant's runs in their seed alone."""
     recipes = {outcomes.recipe(raw.overrides) for raw in group.runs}
     return tuple(trial for trial in failed if trial.overrides and outcomes.recipe(trial.overrides) in recipes)
 
@@ -119,52 +129,54 @@ def _title(found: Collected, directories: Sequence[str | os.PathLike[str]]) -> s
 
 
 def _members(group: Group, groups: Sequence[Group], alongside: Collection[Path]) -> list[Member]:
-    labels = arms.labels(group, groups)
+    labels = variants.labels(group, groups)
     return [member(raw, label, raw.directory in alongside) for raw, label in zip(group.runs, labels, strict=True)]
 
 
-def _judged(variants: Sequence[Variant], asked: SweepSpec) -> list[Arm]:
-    """All arms, the baseline first."""
-    if not variants:
+def _judged(candidates: Sequence[Candidate], asked: SweepSpec) -> list[Variant]:
+    """All variants, the baseline first."""
+    if not candidates:
         return []
-    baseline = variants[0]
-    others = [v for v in variants[1:] if v.group.group_id != baseline.group.group_id and v.tuned.chosen]
+    baseline = candidates[0]
+    others = [v for v in candidates[1:] if v.group.group_id != baseline.group.group_id and v.tuned.chosen]
     opened = [quality.judged(v.members, baseline.members, asked.target) for v in others]
     judged = dict(zip(map(id, others), quality.corrected(opened, asked.margin), strict=True))
-    return [_arm(v, variants, judged.get(id(v), ()), asked) for v in variants]
+    return [_variant(v, candidates, judged.get(id(v), ()), asked) for v in candidates]
 
 
-def _ordered(made: Sequence[Arm]) -> tuple[Arm, ...]:
+def _ordered(made: Sequence[Variant]) -> tuple[Variant, ...]:
     """The baseline first, then the others by their result."""
     return (*made[:1], *(made[i] for i in ranking.order(made) if i))
 
 
-def _arm(variant: Variant, variants: Sequence[Variant], judged: tuple[Quality, ...], asked: SweepSpec) -> Arm:
-    group, own, baseline = variant.group, variant.members, variants[0].members
-    first = variant is variants[0]
+def _variant(
+    candidate: Candidate, candidates: Sequence[Candidate], judged: tuple[Quality, ...], asked: SweepSpec
+) -> Variant:
+    group, own, baseline = candidate.group, candidate.members, candidates[0].members
+    first = candidate is candidates[0]
     rates, theirs = (speed.rates([m.raw for m in side]) for side in (own, baseline))
     few = not first and speed.few(rates, theirs)
     doubt = "" if first else _doubt(own, baseline, few)
-    return Arm(
+    return Variant(
         label=group.label,
         settings=group.settings,
         baseline=first,
-        same_science=group.group_id == variants[0].group.group_id,
+        same_science=group.group_id == candidates[0].group.group_id,
         runs=tuple(m.run for m in own),
-        speed=speed.of_arm(rates),
+        speed=speed.of_variant(rates),
         speed_ratio=None if first else speed.doubted(speed.ratio(rates, theirs), doubt),
         validation=statistics.mean(list(quality.by_seed(own, lambda m: m.run.validation).values())),
         bits=statistics.mean(list(quality.by_seed(own, lambda m: m.run.bits).values())),
         few=few,
         speed_doubt=doubt if rates and theirs else "",
-        learning=_learning(variant, variants, asked.margin),
+        learning=_learning(candidate, candidates, asked.margin),
         quality=judged,
         reached=_reached(own, asked.target) if _in_nats(own, baseline) else None,
-        notes=_arm_notes(variant, variants[0]),
-        outcomes=outcomes.of_arm(own, variant.missing),
-        tried=variant.tuned.tried,
-        untuned=not variant.tuned.chosen,
-        against_best=variant.tuned.against,
+        notes=_variant_notes(candidate, candidates[0]),
+        outcomes=outcomes.of_variant(own, candidate.missing),
+        tried=candidate.tuned.tried,
+        untuned=not candidate.tuned.chosen,
+        against_best=candidate.tuned.against,
     )
 
 
@@ -175,26 +187,26 @@ def _doubt(own: Sequence[Member], baseline: Sequence[Member], few: bool) -> str:
     return f"fewer than {speed.FEW} runs of a variant" if few else ""
 
 
-def _learning(variant: Variant, variants: Sequence[Variant], margin: float) -> Learning | None:
-    """Whether an arm learns what the one of the same recipe learns: the baseline, or another learning rate of it."""
-    twin = next((v for v in variants if _twins(variant, v, variants[0])), None)
-    if twin is None or variant is variants[0]:
+def _learning(candidate: Candidate, candidates: Sequence[Candidate], margin: float) -> Learning | None:
+    """Whether a variant learns what the one of the same recipe learns: the baseline, or another learning rate of it."""
+    twin = next((v for v in candidates if _twins(candidate, v, candidates[0])), None)
+    if twin is None or candidate is candidates[0]:
         return None
-    found = equivalence.judged(variant.members, twin.members, margin)
-    if twin is variants[0]:
+    found = equivalence.judged(candidate.members, twin.members, margin)
+    if twin is candidates[0]:
         return found
     word, _, text = found.text.partition(": ")
     return replace(found, text=f"{word}: compared with {twin.group.label}: {text}")
 
 
-def _twins(variant: Variant, other: Variant, baseline: Variant) -> bool:
-    """Whether an arm must learn what another one learns, which differs from the baseline in its learning rate only."""
-    same = variant.group.group_id == other.group.group_id
-    return same and variant is not other and other.group.rest == baseline.group.rest
+def _twins(candidate: Candidate, other: Candidate, baseline: Candidate) -> bool:
+    """Return whether a variant must learn the same as `other`, which is the baseline or another learning rate of it."""
+    same = candidate.group.group_id == other.group.group_id
+    return same and candidate is not other and other.group.rest == baseline.group.rest
 
 
 def _in_nats(own: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Whether a loss a token of the baseline's means the same for an arm."""
+    """Whether a loss a token of the baseline's means the same for a variant."""
     measure = quality.measure_of(own[0], baseline[0])
     return measure is not None and measure.name == "validation loss"
 
@@ -224,12 +236,12 @@ def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
     )
 
 
-def _arm_notes(variant: Variant, first: Variant) -> tuple[str, ...]:
-    """What has to be known of an arm."""
-    own, baseline = variant.members, first.members
-    notes = [variant.tuned.note] if variant.tuned.note else []
+def _variant_notes(candidate: Candidate, first: Candidate) -> tuple[str, ...]:
+    """What has to be known of a variant."""
+    own, baseline = candidate.members, first.members
+    notes = [candidate.tuned.note] if candidate.tuned.note else []
     notes += [*_unfinished(own), *outcomes.notes(own)]
-    if counts := outcomes.missing(variant.missing):
+    if counts := outcomes.missing(candidate.missing):
         notes.append(f"{counts}: not counted as outcomes of the recipe")
     if own[0].raw.continued:
         steps = ", then ".join(f"{number:,}" for number in own[0].raw.continued)
@@ -283,7 +295,7 @@ def _bytes_a_token(member: Member) -> float | None:
 
 
 def _other(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
-    """In what the arm differs from the baseline beside its settings."""
+    """In what the variant differs from the baseline beside its settings."""
     notes = []
     mine, theirs = ({m.run.hardware or "unknown" for m in side} for side in (own, baseline))
     if mine != theirs:
@@ -299,7 +311,7 @@ def _codes(members: Sequence[Member]) -> set[str]:
 
 
 def _common(groups: Sequence[Group]) -> dict[str, str]:
-    """What all arms share and is worth saying."""
+    """What all variants share and is worth saying."""
     told = [_worth_saying(group) for group in groups]
     return {key: value for key, value in (told[0] if told else {}).items() if all(t.get(key) == value for t in told)}
 
@@ -340,9 +352,9 @@ def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Fail
     return tuple(out)
 
 
-def _notes(variants: Sequence[Variant], found: Collected, options: Options, asked: SweepSpec) -> tuple[str, ...]:
+def _notes(candidates: Sequence[Candidate], found: Collected, options: Options, asked: SweepSpec) -> tuple[str, ...]:
     """What holds for the whole."""
-    groups, every = [v.group for v in variants], [m for v in variants for m in v.members]
+    groups, every = [v.group for v in candidates], [m for v in candidates for m in v.members]
     notes = [*found.damage, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.damage)]
     if len(codes := _codes(every)) > 1:
         notes.append(f"the runs use {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
@@ -352,23 +364,23 @@ def _notes(variants: Sequence[Variant], found: Collected, options: Options, aske
         notes.append("several sweeps are given: their questions, margins and targets are ignored")
     if not found.sweeps and options.margin is None:
         notes.append("no equivalence margin was fixed in advance: the default of 0.02 nats is used")
-    notes += _of_baseline(variants, options, asked) if variants else []
+    notes += _of_baseline(candidates, options, asked) if candidates else []
     emulated = [m for m in every if _emulated(m)]
     notes += [
         "some variants emulate 8-bit matmuls: their speed does not predict that of hardware with 8-bit matmuls"
     ] * bool(emulated)
-    return (*notes, *(_seeds(variants[0].members, asked.margin) if groups else []))
+    return (*notes, *(_seeds(candidates[0].members, asked.margin) if groups else []))
 
 
-def _of_baseline(variants: Sequence[Variant], options: Options, asked: SweepSpec) -> list[str]:
+def _of_baseline(candidates: Sequence[Candidate], options: Options, asked: SweepSpec) -> list[str]:
     """How the baseline was found, where that is not plain."""
-    first, groups = variants[0], [v.group for v in variants]
+    first, groups = candidates[0], [v.group for v in candidates]
     notes = []
     wanted = {} if options.baseline is not None else asked.baseline
-    if wanted and not arms.fits(first.group, wanted):
+    if wanted and not variants.fits(first.group, wanted):
         told = " ".join(f"{name}={value}" for name, value in wanted.items())
         notes.append(f"the sweep's baseline ({told}) has no metrics: {first.group.label} is the baseline instead")
-    fitting = [groups[i] for i in arms.fitting(groups, wanted)]
+    fitting = [groups[i] for i in variants.fitting(groups, wanted)]
     if len({group.rest for group in fitting}) > 1 or (len(fitting) > 1 and first.tuned.tried < 2):
         notes.append(
             f"the sweep's baseline matches {len(fitting)} variants: the first one found, {first.group.label}, is used"

@@ -1,4 +1,4 @@
-"""Whether an arm of the baseline's science learns what the baseline learns: yes, no or undecided.
+"""Whether a variant of the baseline's science learns what the baseline learns: yes, no or undecided.
 
 Layouts differ in the order of sums only. The first steps, where that has had no time to grow, are held to strict
 bounds; later, rounding grows as in any chaotic system, and only the final loss is compared, for equivalence with a
@@ -52,15 +52,15 @@ class Parity:
     identical: bool
 
 
-def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:
+def judged(variant: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:
     """The answer, with its reason.
 
     Args:
-        arm: runs that are to learn what the baseline learns.
+        variant: runs that are to learn what the baseline learns.
         baseline: its runs.
         margin: difference of final losses, nats, that counts as none.
     """
-    pairs = paired(arm, baseline)
+    pairs = paired(variant, baseline)
     if not pairs:
         text = "inconclusive: the variant and the baseline have no seed in common"
         return Learning("undecided", text, None, None, None, None, margin, 0, None)
@@ -83,7 +83,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
     )
 
 
-def paired(arm: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
+def paired(variant: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
     """Pairs of runs of equal seed and repeat, each run in one; runs of which nothing has been done are in none.
 
     Where a seed was run several times, those that came furthest are paired first.
@@ -92,7 +92,7 @@ def paired(arm: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Memb
     for m in _furthest_first(baseline):
         if m.run.step:
             others.setdefault((m.raw.seed, m.raw.repeat), []).append(m)
-    keys = [((m.raw.seed, m.raw.repeat), m) for m in _furthest_first(arm) if m.run.step]
+    keys = [((m.raw.seed, m.raw.repeat), m) for m in _furthest_first(variant) if m.run.step]
     return [(m, others[key].pop(0)) for key, m in keys if others.get(key)]
 
 
@@ -242,7 +242,7 @@ def _outside(interval: Interval, margin: float) -> bool:
 
 
 def _end(pair: tuple[Member, Member]) -> float | None:
-    """Arm minus baseline in the final loss: of validation, or of training where that can't be; None: not finished."""
+    """Return variant minus baseline in final validation loss, else in training loss; None unless both finished."""
     a, b = pair[0].run, pair[1].run
     if a.state != "finished" or b.state != "finished":
         return None

@@ -10,8 +10,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from titan.report.findings import Arm, Comparison, Curves, Failed, RunFound
+from titan.report.findings import Comparison, Curves, Failed, RunFound, Variant
 
+_KEYS = {"variants": "arms"}
+"""Keys of the JSON that are not the names of the fields: readers of earlier files know these."""
 FORMAT = 1
 """Of the JSON; rises when a key changes its meaning or goes."""
 
@@ -32,7 +34,7 @@ _SPEED = ("tokens_per_second_per_device", "tflops_per_device", "mfu", "mfu_causa
 
 def csv_text(comparison: Comparison) -> str:
     """A heading and a row for each run, those that failed without figures too; what is unknown stays empty."""
-    rows = [_row(arm, run) for arm in comparison.arms for run in arm.runs]
+    rows = [_row(variant, run) for variant in comparison.variants for run in variant.runs]
     there = {row["directory"] for row in rows}
     rows += [_failed(failed) for failed in comparison.failed if failed.directory not in there]
     more = sorted({name for row in rows for name in row} - set(COLUMNS))
@@ -48,11 +50,11 @@ def json_text(comparison: Comparison) -> str:
     return json.dumps({"format": FORMAT, **_plain(comparison)}, indent=1, allow_nan=False) + "\n"
 
 
-def _row(arm: Arm, run: RunFound) -> dict[str, Any]:
+def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
     return {
-        "arm": arm.label,
-        "baseline": arm.baseline,
-        "same_science": arm.same_science,
+        "arm": variant.label,
+        "baseline": variant.baseline,
+        "same_science": variant.same_science,
         "run": run.label,
         **{name: getattr(run, name) for name in _SAME},
         "validation_loss": run.validation,
@@ -61,7 +63,7 @@ def _row(arm: Arm, run: RunFound) -> dict[str, Any]:
         "diverged": run.diverged,
         "outlier": run.outlier,
         **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
-        **{f"setting/{name}": value for name, value in arm.settings.items()},
+        **{f"setting/{name}": value for name, value in variant.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
     }
 
@@ -94,7 +96,7 @@ def _plain(value: Any) -> Any:
     """Findings as JSON carries them, without curves."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: _plain(field) for name, field in fields.items() if not isinstance(field, Curves)}
+        return {_KEYS.get(name, name): _plain(each) for name, each in fields.items() if not isinstance(each, Curves)}
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""What a comparison found, as plain frozen data: `collect` and `judge` make it, `render` shows it.
+"""Results of a comparison as frozen data: `comparison` makes them, `render` shows them.
 
-A comparison has arms; an arm has runs that differ in their seed (or are repeats) and in nothing else. Every arm is held
-against the baseline arm. Arms of one science must learn the same, so they are judged by whether they do and how fast
-they are; arms of different science are judged by what they learned.
+A comparison has variants. The runs of a variant differ in seed and repeat only. Every variant is compared with the
+baseline. Variants with the same hyperparameters (one `science_id`) must learn the same: they are tested for equivalence
+and compared by speed. Variants with other hyperparameters are compared by their validation loss.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class RunFound:
         repeat: training.repeat: which repeat of the same seed it is.
         diverged: whether it has no finite result because of its recipe: an outcome, other than that of a run whose
             machine failed.
-        outlier: whether its final validation loss is finite and far from those of its arm's other seeds.
+        outlier: whether its final validation loss is finite and far from those of its variant's other seeds.
         spikes: of the training loss, in the order of steps.
         shared: whether another run of the comparison used the same machine while its steps were timed.
     """
@@ -193,7 +193,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Learning:
-    """Whether an arm of the baseline's science learns what the baseline learns.
+    """Whether a variant of the baseline's science learns what the baseline learns.
 
     Attributes:
         answer: yes, no or undecided.
@@ -201,7 +201,7 @@ class Learning:
         batches_equal: of the steps compared, all had the same batch hash; None where no step is in both.
         first_loss_gap: the largest difference of losses over the first steps, relative.
         first_norm_gap: likewise of gradient norms.
-        difference: arm minus baseline in final validation loss, nats, over the pairs of equal seeds.
+        difference: variant minus baseline in final validation loss, nats, over the pairs of equal seeds.
         margin: the difference that was declared beforehand to be none.
         pairs: how many pairs there were.
         needed: pairs that would decide, where undecided and known.
@@ -222,7 +222,7 @@ class Learning:
 
 @dataclass(frozen=True)
 class Quality:
-    """Whether an arm of another science learned more or less than the baseline.
+    """Whether a variant of another science learned more or less than the baseline.
 
     Attributes:
         answer: whether there is a difference: yes, no (within what the repeats can tell: undecided, never "no", unless
@@ -230,13 +230,13 @@ class Quality:
         text: the same as a sentence; with one seed it speaks of this pair only.
         measure: what was compared: "validation loss", "bits a byte" or "tokens to the target".
         at: "the end", "equal tokens", "the target" or "equal device-hours".
-        difference: arm minus baseline over pairs of equal seeds; for "tokens to the target" their ratio. Where runs
+        difference: variant minus baseline over pairs of equal seeds; for "tokens to the target" their ratio. Where runs
             diverged it is of the pairs in which none did, and has no interval.
-        p: of the paired t-test, where runs diverged of the sign test; p_holm after Holm's correction over the arms.
+        p: of the paired t-test, where runs diverged of the sign test; p_holm after Holm's correction over the variants.
         by_source: the same difference for each source of a mixture.
         pairs, needed: how many pairs there were, and how many would decide.
         needed_range: the latter with its uncertainty.
-        better, worse: pairs in which the arm did better or worse than the baseline; counted where runs diverged.
+        better, worse: pairs in which the variant did better or worse than the baseline; counted where runs diverged.
         diverged, baseline_diverged: seeds of the one and of the other that did; at the target: that never came there.
     """
 
@@ -259,7 +259,7 @@ class Quality:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """How many of an arm's seeds have which outcome.
+    """How many of a variant's seeds have which outcome.
 
     Attributes:
         ended: with a finite result.
@@ -281,7 +281,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Reached:
-    """When an arm came to the target loss: of `runs` runs, `reached` did; the others are censored.
+    """When a variant came to the target loss: of `runs` runs, `reached` did; the others are censored.
 
     Attributes:
         at_first: runs that were there at their first validation, so that it is not known when they came.
@@ -296,11 +296,11 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """Runs that differ in their seed, or are repeats.
 
     Attributes:
-        label: the settings that tell it from the other arms, such as "parallelism=fsdp memory=full".
+        label: the settings that tell it from the other variants, such as "parallelism=fsdp memory=full".
         settings: the same by name.
         baseline: whether it is the one that the others are held against.
         same_science: whether it must learn what the baseline learns.
@@ -313,8 +313,8 @@ class Arm:
         outcomes: of its seeds.
         tried: learning rates that it is the best of; 0 or 1: only this one. `untuned`: another of its rates is better.
         against_best: how it compares with that one where runs diverged, such as "better on 4 of 6 seeds, 2 diverged".
-        learning: for an arm of the baseline's science other than the baseline, or of another of its learning rates.
-        quality: for arms of another science; the first one is the verdict.
+        learning: for a variant of the baseline's science other than the baseline, or of another of its learning rates.
+        quality: for variants of another science; the first one is the verdict.
         reached: where there is a target loss.
         notes: what has to be known of it: unfinished decay, learning rate not tuned, other hardware, other code.
     """
@@ -360,9 +360,9 @@ class Comparison:
         question: what the sweep asks; None for runs that were thrown together.
         common: settings that all share and that are worth saying: model, data, tokens, devices.
         differs: the settings that differ, with the values that there are.
-        arms: the baseline first.
+        variants: the baseline first.
         failed: what failed, with reasons.
-        target: the loss of `Arm.reached`.
+        target: the loss of `Variant.reached`.
         margin: of `Learning`, in nats.
         notes: what holds for the whole: several code ids, different hardware, different validation sets.
     """
@@ -371,7 +371,7 @@ class Comparison:
     question: str | None
     common: Mapping[str, str]
     differs: Mapping[str, tuple[str, ...]]
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     failed: tuple[Failed, ...]
     target: float | None
     margin: float

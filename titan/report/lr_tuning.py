@@ -1,4 +1,4 @@
-"""Whether the learning rate was tuned for each arm: a recipe that was not may lose for that alone.
+"""Whether the learning rate was tuned for each variant: a recipe that was not may lose for that alone.
 
 Of several rates the one is chosen at which the smallest share of the seeds diverged, and of these the one with the
 least mean loss: what is left of a rate at which runs diverged is no mean of that rate.
@@ -20,10 +20,10 @@ from titan.report.variants import RATE, Group
 
 @dataclass(frozen=True)
 class Tuned:
-    """What there is to say of an arm's learning rate.
+    """What there is to say of a variant's learning rate.
 
     Attributes:
-        chosen: whether it is the one to compare among the arms that differ from it in the learning rate alone.
+        chosen: whether it is the one to compare among the variants that differ from it in the learning rate alone.
         note: in words; None where there is nothing to say.
         tried: how many rates there are.
         against: how a rate at which runs diverged compares with the one that was chosen; empty for others.
@@ -36,10 +36,10 @@ class Tuned:
 
 
 def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[Tuned]:
-    """For each arm whether it has the best of several learning rates.
+    """For each variant whether it has the best of several learning rates.
 
     Args:
-        groups: the arms.
+        groups: the variants.
         members: their runs.
     """
     families: dict[str, list[int]] = {}
@@ -84,10 +84,10 @@ def _family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[Tuned]:
 
 
 def merit(ends: Iterable[float]) -> tuple[float, float]:
-    """By what arms are ranked, the least first: the share of seeds that diverged, and the mean of the others.
+    """By what variants are ranked, the least first: the share of seeds that diverged, and the mean of the others.
 
     Args:
-        ends: the final loss of each seed, infinite where it diverged; of no seed the arm comes last.
+        ends: the final loss of each seed, infinite where it diverged; of no seed the variant comes last.
     """
     values = np.array([*ends])
     known = values[np.isfinite(values)]

@@ -1,6 +1,6 @@
 """What became of runs: divergence, which is an outcome of the recipe, and runs that are missing for other reasons.
 
-Also which runs have a result that is far from those of their arm's other seeds.
+Also which runs have a result that is far from those of their variant's other seeds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from titan.report.runs import Member
 FAR = 10.0
 """An outlier is so many times the median absolute deviation away: 6.7 standard deviations of a normal."""
 FEWEST = 3
-"""Seeds of an arm whose median says which of them is far from it."""
+"""Seeds of a variant whose median says which of them is far from it."""
 NAMED = 6
 """Runs that a note names."""
 SEED = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 
 
 def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
-    """The members of all arms, with those marked whose final loss is an outlier.
+    """The members of all variants, with those marked whose final loss is an outlier.
 
-    An outlier is further from its arm's median than the margin, and than `FAR` times the lower median of all such
-    distances in all arms: three seeds alone hardly tell a spread, those of a whole grid do.
+    An outlier is further from its variant's median than the margin, and than `FAR` times the lower median of all such
+    distances in all variants: three seeds alone hardly tell a spread, those of a whole grid do.
     """
     finals = [[m.run.validation for m in members if m.run.validation is not None] for members in groups]
     middles = [float(np.median(values)) if len(values) >= FEWEST else None for values in finals]
@@ -50,11 +50,11 @@ def _marked(member: Member, middle: float | None, limit: float) -> Member:
     return replace(member, run=replace(member.run, outlier=True))
 
 
-def of_arm(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcomes:
+def of_variant(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcomes:
     """How many seeds have which outcome.
 
     Args:
-        members: the arm's runs.
+        members: the variant's runs.
         missing: its trials without figures.
     """
     seeds: dict[Any, list[str]] = {}
@@ -86,12 +86,12 @@ def _seed(overrides: Sequence[str], otherwise: str) -> Any:
 
 
 def recipe(overrides: Sequence[str]) -> frozenset[str]:
-    """The overrides of a trial that all seeds of its arm share."""
+    """The overrides of a trial that all seeds of its variant share."""
     return frozenset(override for override in overrides if not SEED.fullmatch(override))
 
 
 def notes(members: Sequence[Member]) -> list[str]:
-    """What has to be known of how an arm's runs went: divergence, outliers, spikes, steps that were not finite."""
+    """What has to be known of how a variant's runs went: divergence, outliers, spikes, steps that were not finite."""
     runs = [m.run for m in members]
     return [*_of_diverged(runs), *_of_outliers(runs), *_of_spikes(runs), *_odd(members)]
 

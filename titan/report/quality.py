@@ -1,13 +1,13 @@
-"""Whether an arm of another science learned more or less than the baseline.
+"""Whether a variant with other hyperparameters learned more or less than the baseline.
 
-The seed is the unit: repeats of one seed are averaged, seeds that both arms have are paired (the same rows in the same
-order take the same part of the noise out of both), others are held against each other as independent samples.
+The seed is the unit: repeats of one seed are averaged. Common seeds are paired, because they read the same rows in the
+same order and so share that part of the noise; without common seeds the two sides are independent samples.
 
-Divergence is an outcome. Where a run of either side diverged, the seeds that are left would flatter that side, so that
-the pairs are counted instead (sign test), and an arm that diverged anywhere is never plainly better.
+Divergence is an outcome. Where a run of either side diverged, the other seeds are a biased sample, so wins are counted
+over all pairs instead (sign test), and a variant with a diverged run is never called better.
 
-Arms that saw different numbers of tokens are not ranked by what they came to. They are judged by the tokens that it
-took them to come to the target where there is one, else at equal tokens.
+Variants that saw different numbers of tokens are not ranked by their final losses, but by the tokens to the target loss
+where there is one, else at equal tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Measured = Callable[[Member], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """What two arms can be compared by.
+    """What two variants can be compared by.
 
     Attributes:
         name: "validation loss", "bits per byte" or "tokens to the target".
@@ -60,10 +60,10 @@ class Measure:
 
 @dataclass(frozen=True)
 class Seeds:
-    """Arm against baseline over seeds: as pairs, or as two independent samples.
+    """Variant against baseline over seeds: as pairs, or as two independent samples.
 
     Attributes:
-        difference: arm minus baseline, of pairs in which both are finite; None where there is none.
+        difference: variant minus baseline, of pairs in which both are finite; None where there is none.
         paired: whether of pairs.
         pairs: how many there are.
         signs: the pairs counted; None where no run of either side diverged.
@@ -99,39 +99,39 @@ class Open:
     measure: Measure | None = None
 
 
-def judged(arm: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
-    """What can be said of an arm's runs; the first is the verdict.
+def judged(variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
+    """What can be said of a variant's runs; the first is the verdict.
 
     Args:
-        arm: its runs.
+        variant: its runs.
         baseline: those of the baseline.
-        target: the validation loss to come to, by which arms of unequal tokens are judged.
+        target: the validation loss to come to, by which variants of unequal tokens are judged.
     """
-    measure = measure_of(arm[0], baseline[0])
+    measure = measure_of(variant[0], baseline[0])
     if measure is None:
         text = "inconclusive: the validation sets are different texts, so their losses can't be compared"
         return [_nothing("validation loss", "the end", text)]
-    end = _at_the_end(arm, baseline, measure)
+    end = _at_the_end(variant, baseline, measure)
     found = [end]
-    if unequal(arm, baseline):
-        found = _at_unequal_tokens(arm, baseline, measure, end, target)
-    elif _tokens(arm) and _tokens(baseline) and _tokens(arm) != _tokens(baseline):
-        found.append(_on_the_way(arm, baseline, measure, "equal tokens", _token_axis))
-    if _same_machines(arm, baseline):
-        found += _at_equal_hours(arm, baseline, measure, end)
+    if unequal(variant, baseline):
+        found = _at_unequal_tokens(variant, baseline, measure, end, target)
+    elif _tokens(variant) and _tokens(baseline) and _tokens(variant) != _tokens(baseline):
+        found.append(_on_the_way(variant, baseline, measure, "equal tokens", _token_axis))
+    if _same_machines(variant, baseline):
+        found += _at_equal_hours(variant, baseline, measure, end)
     return found
 
 
-def unequal(arm: Sequence[Member], baseline: Sequence[Member]) -> bool:
+def unequal(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Whether runs of both sides are finished, with other numbers of tokens."""
-    one, two = _ended(arm), _ended(baseline)
+    one, two = _ended(variant), _ended(baseline)
     return bool(one and two) and one != two
 
 
-def _same_machines(arm: Sequence[Member], baseline: Sequence[Member]) -> bool:
+def _same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
     """Whether hours of both sides mean the same: on the same hardware, which no other run used at the same time."""
-    one, two = ({m.run.hardware for m in side} for side in (arm, baseline))
-    return one == two != {""} and not any(m.run.shared for m in (*arm, *baseline))
+    one, two = ({m.run.hardware for m in side} for side in (variant, baseline))
+    return one == two != {""} and not any(m.run.shared for m in (*variant, *baseline))
 
 
 def measure_of(one: Member, two: Member) -> Measure | None:
@@ -186,44 +186,44 @@ def _nothing(measure: str, at: str, text: str) -> Open:
     return Open(Quality("undecided", text, measure, at, None, None, None, {}, 0, None))
 
 
-def _at_the_end(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
+def _at_the_end(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
     """The final values of the runs that came to the end of their schedule."""
-    found = difference(outcomes(arm, measure.of), outcomes(baseline, measure.of))
+    found = difference(outcomes(variant, measure.of), outcomes(baseline, measure.of))
     if found is None:
-        return _nothing(measure.name, "the end", "inconclusive: " + _lacking(arm, baseline, measure))
-    one, two = _ended(arm), _ended(baseline)
+        return _nothing(measure.name, "the end", "inconclusive: " + _lacking(variant, baseline, measure))
+    one, two = _ended(variant), _ended(baseline)
     after = "" if one == two or not (one and two) else f" after {max(one):,} tokens (baseline: {max(two):,})"
-    return _ranked(found, measure, "the end", after, _by_source(arm, baseline))
+    return _ranked(found, measure, "the end", after, _by_source(variant, baseline))
 
 
-def _lacking(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
-    for who, members in (("of this variant", arm), ("of the baseline", baseline)):
+def _lacking(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> str:
+    for who, members in (("of this variant", variant), ("of the baseline", baseline)):
         if not any(m.run.state == "finished" or m.run.diverged for m in members):
             return f"no run {who} has finished its learning rate schedule; unfinished runs are not ranked"
         if not outcomes(members, measure.of):
             return f"no run {who} has a final {measure.name}"
-    diverged = sum(m.run.diverged for m in (*arm, *baseline))
+    diverged = sum(m.run.diverged for m in (*variant, *baseline))
     said = "the variants have no seed in common, and too few seeds for an unpaired comparison"
     return f"{diverged} runs diverged, and there are no common seeds to count wins over" if diverged else said
 
 
 def _at_unequal_tokens(
-    arm: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open, target: float | None
+    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open, target: float | None
 ) -> list[Open]:
     """By the target where there is one, then at equal tokens; the final values are told and not ranked."""
-    found = [_at_equal_tokens(arm, baseline, measure)]
+    found = [_at_equal_tokens(variant, baseline, measure)]
     if target is not None and measure.name == "validation loss":
-        found.insert(0, _to_target(arm, baseline, target))
+        found.insert(0, _to_target(variant, baseline, target))
     if end.seeds is None:
         return [*found, end]
     text = f"inconclusive: {end.quality.text}; not ranked, because the numbers of tokens differ"
     return [*found, Open(dataclasses.replace(end.quality, text=text, p=None))]
 
 
-def _to_target(arm: Sequence[Member], baseline: Sequence[Member], target: float) -> Open:
+def _to_target(variant: Sequence[Member], baseline: Sequence[Member], target: float) -> Open:
     """The tokens that it took the runs to come to the target; those that ended above it never came there."""
 
-    if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*arm, *baseline))):
+    if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*variant, *baseline))):
         text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {SOONER}"
         return _nothing("tokens to the target", "the target", text)
 
@@ -234,9 +234,9 @@ def _to_target(arm: Sequence[Member], baseline: Sequence[Member], target: float)
         return math.inf if m.run.state == "finished" or m.run.diverged else None
 
     measure = Measure("tokens to the target", "", of, _token_axis, f"did not reach the loss {target:g}")
-    found = difference(by_seed(arm, of), by_seed(baseline, of))
+    found = difference(by_seed(variant, of), by_seed(baseline, of))
     if found is None:
-        return _nothing(measure.name, "the target", f"inconclusive: {_lacking(arm, baseline, measure)}")
+        return _nothing(measure.name, "the target", f"inconclusive: {_lacking(variant, baseline, measure)}")
     return _ranked(found, measure, "the target", f" to reach the loss {target:g}")
 
 
@@ -252,9 +252,9 @@ def crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
     return float(axis[at - 1] + share * (axis[at] - axis[at - 1]))
 
 
-def _at_equal_tokens(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
+def _at_equal_tokens(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
     """At the most tokens after which all runs validated; refused where there are no such tokens."""
-    points = _common_points([m for m in (*arm, *baseline) if m.run.state == "finished"], measure)
+    points = _common_points([m for m in (*variant, *baseline) if m.run.state == "finished"], measure)
     if not points:
         text = (
             "inconclusive: not ranked, because the numbers of tokens differ and the runs have no validation at the "
@@ -262,10 +262,10 @@ def _at_equal_tokens(arm: Sequence[Member], baseline: Sequence[Member], measure:
         )
         return _nothing(measure.name, "equal tokens", text)
     point = max(points)
-    found = difference(*(outcomes(side, lambda m: _value_at(m, measure, point)) for side in (arm, baseline)))
+    found = difference(*(outcomes(side, lambda m: _value_at(m, measure, point)) for side in (variant, baseline)))
     if found is None:
-        return _nothing(measure.name, "equal tokens", f"inconclusive: {_lacking(arm, baseline, measure)}")
-    share = point / max(m.run.tokens for m in (*arm, *baseline))
+        return _nothing(measure.name, "equal tokens", f"inconclusive: {_lacking(variant, baseline, measure)}")
+    share = point / max(m.run.tokens for m in (*variant, *baseline))
     where = f" at {point:,} tokens, where the longer runs were {share:.0%} through their learning rate schedule,"
     return _ranked(found, measure, "equal tokens", where)
 
@@ -297,30 +297,30 @@ def by_seed(members: Sequence[Member], of: Measured) -> dict[int, float]:
     return {seed: float(np.mean(known)) for seed, known in values.items()}
 
 
-def difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Seeds | None:
-    """Arm minus baseline; infinite values are worse than any other. None where no test can be made."""
-    common = [seed for seed in arm if seed in baseline]
-    lost, baseline_lost = (sum(map(math.isinf, side.values())) for side in (arm, baseline))
-    if len(common) < 2 <= min(len(arm), len(baseline)):
+def difference(variant: Mapping[int, float], baseline: Mapping[int, float]) -> Seeds | None:
+    """Variant minus baseline; infinite values are worse than any other. None where no test can be made."""
+    common = [seed for seed in variant if seed in baseline]
+    lost, baseline_lost = (sum(map(math.isinf, side.values())) for side in (variant, baseline))
+    if len(common) < 2 <= min(len(variant), len(baseline)):
         if lost or baseline_lost:
             return None
-        return Seeds(statistics.welch(list(arm.values()), list(baseline.values())), False)
+        return Seeds(statistics.welch(list(variant.values()), list(baseline.values())), False)
     if not common:
         return None
-    one, two = (np.array([side[seed] for seed in common]) for side in (arm, baseline))
+    one, two = (np.array([side[seed] for seed in common]) for side in (variant, baseline))
     both = np.isfinite(one) & np.isfinite(two)
     known = statistics.paired(one[both] - two[both]) if both.any() else None
     signs = statistics.signs(one, two) if lost or baseline_lost else None
     return Seeds(known, True, len(common), signs, lost, baseline_lost)
 
 
-def _by_source(arm: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
+def _by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
     """The difference in bits a byte of each source that both have."""
-    names = dict.fromkeys(name for m in (*arm, *baseline) for name in m.run.bits_by_source)
+    names = dict.fromkeys(name for m in (*variant, *baseline) for name in m.run.bits_by_source)
     found = {}
     for name in names:
         of: Measured = lambda m, name=name: m.run.bits_by_source.get(name)  # type: ignore[misc]  # noqa: E731
-        seeds = difference(outcomes(arm, of), outcomes(baseline, of))
+        seeds = difference(outcomes(variant, of), outcomes(baseline, of))
         if seeds and (interval := seeds.interval()):
             found[name] = interval
     return found
@@ -409,25 +409,25 @@ def hour_axis(member: Member) -> Numbers:
     return curves.device_hours[np.minimum(where, len(curves.steps) - 1)]
 
 
-def _at_equal_hours(arm: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open) -> list[Open]:
+def _at_equal_hours(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open) -> list[Open]:
     """At equal device-hours, where both have spent some: final values count where both spent the same."""
-    spent = [[m.run.cost.device_hours for m in side if m.run.step] for side in (arm, baseline)]
+    spent = [[m.run.cost.device_hours for m in side if m.run.step] for side in (variant, baseline)]
     if not all(spent) or min(map(min, spent)) <= 0:
         return []
     low, high = min(map(min, spent)), max(map(max, spent))
     if high - low <= SAME_HOURS * high and end.seeds is not None:
         return [dataclasses.replace(end, quality=dataclasses.replace(end.quality, at="equal device-hours"))]
-    return [_on_the_way(arm, baseline, measure, "equal device-hours", hour_axis)]
+    return [_on_the_way(variant, baseline, measure, "equal device-hours", hour_axis)]
 
 
 def _on_the_way(
-    arm: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
+    variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
 ) -> Open:
     """Where the one that went least far ended: not ranked, since the others' learning rates had not come down."""
-    ends = [float(axis(m)[-1]) for m in (*arm, *baseline) if len(axis(m)) and _goes_on(m)]
+    ends = [float(axis(m)[-1]) for m in (*variant, *baseline) if len(axis(m)) and _goes_on(m)]
     point = min(ends, default=0.0)
     of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
-    found = difference(outcomes(arm, of), outcomes(baseline, of)) if point > 0 else None
+    found = difference(outcomes(variant, of), outcomes(baseline, of)) if point > 0 else None
     if found is None:
         return _nothing(measure.name, at, f"inconclusive: {NOWHERE}")
     where = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
@@ -449,26 +449,26 @@ def _at(axis: Numbers, values: Numbers, point: float) -> float | None:
     return float(np.interp(point, axis, values))
 
 
-def corrected(arms: Sequence[Sequence[Open]], margin: float) -> list[tuple[Quality, ...]]:
-    """The comparisons with p-values by Holm over the arms, and with answers.
+def corrected(variants: Sequence[Sequence[Open]], margin: float) -> list[tuple[Quality, ...]]:
+    """The comparisons with p-values by Holm over the variants, and with answers.
 
     The verdicts are one family of tests, whatever point each is at; other comparisons are one for each point.
 
     Args:
-        arms: what was found of each arm.
+        variants: what was found of each variant.
         margin: difference in validation loss, nats, that counts as none.
     """
     families: dict[str, list[tuple[int, int]]] = {}
-    for i, found in enumerate(arms):
+    for i, found in enumerate(variants):
         for j, each in enumerate(found):
             families.setdefault(each.quality.at if j else "verdict", []).append((i, j))
     told: dict[tuple[int, int], Quality] = {}
     for places in families.values():
-        values = [arms[i][j].quality.p for i, j in places]
+        values = [variants[i][j].quality.p for i, j in places]
         tests = sum(p is not None for p in values)
         for (i, j), p in zip(places, statistics.holm(values), strict=True):
-            told[i, j] = _decided(arms[i][j], p, margin, tests)
-    return [tuple(told[i, j] for j in range(len(found))) for i, found in enumerate(arms)]
+            told[i, j] = _decided(variants[i][j], p, margin, tests)
+    return [tuple(told[i, j] for j in range(len(found))) for i, found in enumerate(variants)]
 
 
 def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Quality:

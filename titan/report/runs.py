@@ -20,7 +20,7 @@ LAST, SHARE = 10, 0.02
 
 @dataclass(frozen=True)
 class Member:
-    """A run of an arm: its files, what counts of them, and what was found."""
+    """A run of a variant: its files, what counts of them, and what was found."""
 
     raw: Raw
     history: History

@@ -1,4 +1,4 @@
-"""How fast runs went: figures of an attempt and of a run, and the ratio of two arms."""
+"""How fast runs went: figures of an attempt and of a run, and the ratio of two variants."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ Rates = Mapping[tuple[int, int], Numbers]
 
 
 def rates(runs: Sequence[Raw]) -> dict[tuple[int, int], Numbers]:
-    """The rates of an arm's runs; runs without a timed step are left out, of equal ones the last counts."""
+    """The rates of a variant's runs; runs without a timed step are left out, of equal ones the last counts."""
     found = {(raw.seed, raw.repeat): alike(raw).rate for raw in runs}
     known = {key: rate[np.isfinite(rate) & (rate > 0)] for key, rate in found.items()}
     return {key: rate for key, rate in known.items() if len(rate)}
 
 
-def of_arm(runs: Rates) -> Interval | None:
+def of_variant(runs: Rates) -> Interval | None:
     """Tokens a second a device; the interval is from the runs, of few runs from blocks of their steps."""
     if not runs:
         return None
@@ -121,21 +121,21 @@ def of_arm(runs: Rates) -> Interval | None:
     return _around(middle, paired(logs) if len(runs) >= FEW else _alone(_blocks(runs)))
 
 
-def ratio(arm: Rates, baseline: Rates) -> Interval | None:
-    """The arm's speed as a multiple of the baseline's.
+def ratio(variant: Rates, baseline: Rates) -> Interval | None:
+    """The variant's speed as a multiple of the baseline's.
 
     The interval is on logarithms: from pairs of equal seeds where there are several, else from several runs on both
     sides. Of few runs there is none: their steps tell how even each run was, not how runs differ.
     """
-    if not arm or not baseline:
+    if not variant or not baseline:
         return None
-    common = [key for key in arm if key in baseline]
-    one, two = ({key: runs[key] for key in common or runs} for runs in (arm, baseline))
+    common = [key for key in variant if key in baseline]
+    one, two = ({key: runs[key] for key in common or runs} for runs in (variant, baseline))
     if len(common) >= FEW:
         pairs = paired(np.array(_logs(one)) - np.array(_logs(two)))
         return _around(math.exp(pairs.estimate), pairs)
-    if not few(arm, baseline):
-        independent = welch(_logs(arm), _logs(baseline))
+    if not few(variant, baseline):
+        independent = welch(_logs(variant), _logs(baseline))
         return _around(math.exp(independent.estimate), independent)
     return _around(math.exp(float(np.mean(_logs(one)) - np.mean(_logs(two)))), None)
 
@@ -145,9 +145,9 @@ def doubted(found: Interval | None, doubt: str) -> Interval | None:
     return Interval(found.estimate, None, None) if found and doubt else found
 
 
-def few(arm: Rates, baseline: Rates) -> bool:
+def few(variant: Rates, baseline: Rates) -> bool:
     """Whether a side has too few runs for an interval; not where one has no speed at all."""
-    return bool(arm and baseline) and min(len(arm), len(baseline)) < FEW
+    return bool(variant and baseline) and min(len(variant), len(baseline)) < FEW
 
 
 def _logs(runs: Rates) -> list[float]:

@@ -1,4 +1,4 @@
-"""Which runs belong together, what tells the arms apart, and which arm the others are held against."""
+"""Which runs belong together, what tells the variants apart, and which variant the others are held against."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ IGNORED = re.compile(
     r"|checkpoint\.(?!mode|every|minutes).*"
     r"|dataset\.(.*\.)?(cache|prefetch|workers)"
 )
-"""Settings that tell no arm from another."""
+"""Settings that tell no variant from another."""
 PATHS = re.compile(r"dataset\.(.*\.)?path")
-"""They tell arms apart only where other data lie there."""
+"""They tell variants apart only where other data lie there."""
 RATE = "optimizer.lr"
 TAKEN = ("training.seed", "training.repeat")
 CONTINUED = "training.continued_from"
@@ -128,10 +128,10 @@ def _key(raw: Raw) -> Any:
 
 
 def telling(facts: Sequence[Facts]) -> list[dict[str, str]]:
-    """Of each arm the settings, with their values as typed, that tell it from the others.
+    """Of each variant the settings, with their values as typed, that tell it from the others.
 
     An option that was chosen stands for the settings that follow from it; those that the command line gave are named
-    beside it, others only where the arms could not be told apart without them.
+    beside it, others only where the variants could not be told apart without them.
     """
     columns = {name: [neat(f.values.get(name)) for f in facts] for name in _names(facts)}
     differ = {name: column for name, column in columns.items() if len(set(column)) > 1}
@@ -172,7 +172,7 @@ def _follows(column: Sequence[str], shown: Iterable[Sequence[str]]) -> bool:
 
 
 def short(name: str, names: Iterable[str]) -> str:
-    """A setting's name without its axis, where no other one ends alike: not even one that is the same in all arms."""
+    """Return a setting's name without its axis, unless another setting (also one that never differs) ends alike."""
     last = name.rpartition(".")[2]
     return last if [n.rpartition(".")[2] for n in (*names, *TAKEN)].count(last) == 1 else name
 
@@ -197,7 +197,7 @@ def labels(group: Group, groups: Sequence[Group]) -> list[str]:
 
 
 def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, str]) -> list[int]:
-    """The places of the arms that may be the baseline, in the order in which they were found.
+    """The places of the variants that may be the baseline, in the order in which they were found.
 
     Several differ in the learning rate alone: no word of the user's or the sweep's says which one, and the best is.
 
@@ -207,7 +207,7 @@ def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, s
         asked: what the sweep says.
 
     Raises:
-        ConfigError: when the user's words fit no arm, or several that differ in more.
+        ConfigError: when the user's words fit no variant, or several that differ in more.
     """
     if option is None:
         found = fitting(groups, asked) or [0]
@@ -224,7 +224,7 @@ def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, s
 
 
 def _wanted(groups: Sequence[Group], option: str) -> tuple[list[int], bool]:
-    """The places of the arms that the user's words fit, and whether they name one learning rate."""
+    """The places of the variants that the user's words fit, and whether they name one learning rate."""
     if Path(option).is_dir():
         at = Path(option).resolve()
         return [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]], True
@@ -239,7 +239,7 @@ def _names_rate(wanted: Mapping[str, str]) -> bool:
 
 
 def _family(groups: Sequence[Group], one: int, among: Iterable[int]) -> list[int]:
-    """Those of some arms that differ from one of them in the learning rate alone."""
+    """Those of some variants that differ from one of them in the learning rate alone."""
     return [i for i in among if groups[i].rest == groups[one].rest]
 
 

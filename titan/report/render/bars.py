@@ -1,4 +1,4 @@
-"""Charts of bars: throughput and memory of each arm; rows of a table, so that labels wrap and many arms scroll."""
+"""Bar charts of throughput and memory: rows of a table, so that labels wrap and many variants scroll."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titan.report.render.table_data import few, memory, step_ms
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: of which arm, how long, and what is written beside it."""
+    """One bar: of which variant, how long, and what is written beside it."""
 
     index: int
     value: float
@@ -24,14 +24,18 @@ class Bar:
 def throughput(comparison: Comparison) -> Chart | None:
     """Bars of tokens a second a device, with whiskers from p10 to p90 of the steps."""
     bars = []
-    for i, arm in enumerate(comparison.arms):
-        times = step_ms(arm)
-        if arm.speed is not None and times is not None:
-            value, (middle, fast, slow) = arm.speed.estimate, times
-            ratio = "" if arm.speed_ratio is None or arm.baseline else f"{arm.speed_ratio.estimate:.2f} of baseline"
+    for i, variant in enumerate(comparison.variants):
+        times = step_ms(variant)
+        if variant.speed is not None and times is not None:
+            value, (middle, fast, slow) = variant.speed.estimate, times
+            ratio = (
+                ""
+                if variant.speed_ratio is None or variant.baseline
+                else f"{variant.speed_ratio.estimate:.2f} of baseline"
+            )
             whisker = (value * middle / slow, value * middle / fast)
             bars.append(Bar(i, value, few(value), ratio, whisker))
-    doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
+    doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""
     return _bars(comparison, bars, "Throughput", caption)
@@ -39,13 +43,13 @@ def throughput(comparison: Comparison) -> Chart | None:
 
 def memory_bars(comparison: Comparison) -> Chart | None:
     """Bars of the most memory that rank 0 held."""
-    most = [(i, memory(arm)) for i, arm in enumerate(comparison.arms)]
+    most = [(i, memory(variant)) for i, variant in enumerate(comparison.variants)]
     bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
     return _bars(comparison, bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
 
 
 def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
-    """A table of bars, the best first: labels wrap, and many arms scroll."""
+    """A table of bars, the best first: labels wrap, and many variants scroll."""
     if not bars:
         return None
     bars.sort(key=lambda bar: bar.value if rising else -bar.value)
@@ -55,7 +59,7 @@ def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, ris
 
 
 def _bar(comparison: Comparison, bar: Bar, most: float) -> str:
-    label = escape(comparison.arms[bar.index].label)
+    label = escape(comparison.variants[bar.index].label)
     more = f" <small>{escape(bar.more)}</small>" if bar.more else ""
     shape = f'<rect x="0" y="2" width="{100 * bar.value / most:.2f}" height="12"/>'
     if bar.whisker:

@@ -30,9 +30,9 @@ Points = tuple[Numbers, Numbers]
 
 @dataclass(frozen=True)
 class Line:
-    """A run's curve: of which arm, what is shown where it is pointed at, and its points."""
+    """A run's curve: of which variant, what is shown where it is pointed at, and its points."""
 
-    arm: int
+    variant: int
     title: str
     points: Points
 
@@ -47,7 +47,7 @@ def training(comparison: Comparison) -> Chart | None:
 
 def validation(comparison: Comparison) -> Chart | None:
     """Validation loss over tokens; in bits a byte where the comparison is made in those."""
-    bits = any(quality.measure == "bits per byte" for arm in comparison.arms for quality in arm.quality)
+    bits = any(quality.measure == "bits per byte" for variant in comparison.variants for quality in variant.quality)
     lines = []
     for i, run in _runs(comparison):
         values = run.curves.bits_per_byte if bits else run.curves.validation
@@ -59,13 +59,13 @@ def validation(comparison: Comparison) -> Chart | None:
 
 
 def differences(comparison: Comparison) -> Chart | None:
-    """Size of the difference in training loss to the baseline's run of the same seed, for arms of its science."""
-    base = next((arm for arm in comparison.arms if arm.baseline), None)
+    """Size of the difference in training loss to the baseline's run of the same seed, for variants of its science."""
+    base = next((variant for variant in comparison.variants if variant.baseline), None)
     pairs = [
         (i, run, twin)
         for i, run in _runs(comparison)
         for twin in (base.runs if base else ())
-        if comparison.arms[i].same_science and not comparison.arms[i].baseline
+        if comparison.variants[i].same_science and not comparison.variants[i].baseline
         if (twin.seed, twin.repeat) == (run.seed, run.repeat)
     ]
     if base is None or not pairs:
@@ -73,7 +73,7 @@ def differences(comparison: Comparison) -> Chart | None:
     points = min(WINDOWS, _points(comparison))
     lines = [Line(i, run.label, _positive(gap(run, twin, points))) for i, run, twin in pairs]
     apart = {i for i, run, twin in pairs if not _equal(run, twin)}
-    equal = list(dict.fromkeys(comparison.arms[i].label for i, *_ in pairs if i not in apart))
+    equal = list(dict.fromkeys(comparison.variants[i].label for i, *_ in pairs if i not in apart))
     return _differences(comparison, lines, equal, _between_seeds(base.runs))
 
 
@@ -146,7 +146,7 @@ def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
 
 
 def _runs(comparison: Comparison) -> list[tuple[int, RunFound]]:
-    return [(i, run) for i, arm in enumerate(comparison.arms) for run in arm.runs]
+    return [(i, run) for i, variant in enumerate(comparison.variants) for run in variant.runs]
 
 
 def _points(comparison: Comparison) -> int:
@@ -174,12 +174,12 @@ def _tokens(lines: Sequence[Line]) -> Scale:
 def _drawn(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
     """The lines, grey ones below, and the labels at their ends."""
     above = coloured(comparison)[::-1]
-    order = sorted(lines, key=lambda line: above.index(line.arm) if line.arm in above else -1)
-    body = "".join(svg.line(frame, *line.points, marks(comparison, line.arm), line.title) for line in order)
+    order = sorted(lines, key=lambda line: above.index(line.variant) if line.variant in above else -1)
+    body = "".join(svg.line(frame, *line.points, marks(comparison, line.variant), line.title) for line in order)
     wanted = []
     for i in above:
-        ends = [_end(frame, line) for line in lines if line.arm == i]
-        wanted += [Label(float(np.mean(ends)), comparison.arms[i].label, marks(comparison, i))] if ends else []
+        ends = [_end(frame, line) for line in lines if line.variant == i]
+        wanted += [Label(float(np.mean(ends)), comparison.variants[i].label, marks(comparison, i))] if ends else []
     return svg.clip(frame, name, f'<g class="{_dress(comparison)}">{body}</g>') + svg.labels(frame, wanted)
 
 
@@ -189,13 +189,13 @@ def _end(frame: Frame, line: Line) -> float:
 
 
 def _dress(comparison: Comparison) -> str:
-    """Thin lines where an arm has several; a dashed baseline where another may lie beneath it."""
-    thin = "thin" if len(_runs(comparison)) > len(comparison.arms) else "thick"
-    return f"{thin} against" if len(comparison.arms) > 1 else thin
+    """Thin lines where a variant has several; a dashed baseline where another may lie beneath it."""
+    thin = "thin" if len(_runs(comparison)) > len(comparison.variants) else "thick"
+    return f"{thin} against" if len(comparison.variants) > 1 else thin
 
 
 def _told(comparison: Comparison) -> str:
-    rest = len(comparison.arms) - len(coloured(comparison))
+    rest = len(comparison.variants) - len(coloured(comparison))
     told = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
     if rest > 0:
         told += "In colour: the baseline, the fastest with the same hyperparameters, the best with others. "

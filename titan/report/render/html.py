@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 
 from titan.report import ranking
-from titan.report.findings import Arm, Comparison, RunFound
+from titan.report.findings import Comparison, RunFound, Variant
 from titan.report.render.bars import memory_bars, throughput
 from titan.report.render.charts import Chart, marks
 from titan.report.render.curves import differences, training, validation
@@ -95,13 +95,13 @@ def _answers(comparison: Comparison) -> str:
     told = answers(comparison)
     if not told:
         return ""
-    indices = {id(arm): i for i, arm in enumerate(comparison.arms)}
-    items = "".join(_answer(comparison, arm, indices[id(arm)], said) for arm, said in told)
+    indices = {id(variant): i for i, variant in enumerate(comparison.variants)}
+    items = "".join(_answer(comparison, variant, indices[id(variant)], said) for variant, said in told)
     return f'<h2>Answers</h2>\n<ul class="answers{" many" * (len(told) > MANY)}">{items}</ul>'
 
 
-def _answer(comparison: Comparison, arm: Arm, index: int, said: Sequence[str]) -> str:
-    name, cell = f'<span class="key"></span><strong>{escape(arm.label)}</strong>', answer(arm)
+def _answer(comparison: Comparison, variant: Variant, index: int, said: Sequence[str]) -> str:
+    name, cell = f'<span class="key"></span><strong>{escape(variant.label)}</strong>', answer(variant)
     detail = f" ({escape(cell.detail)})" if cell.detail else ""
     return f"<li {marks(comparison, index)}>{name} {_pill(cell)}{detail} {escape(' '.join(said))}</li>"
 
@@ -111,11 +111,11 @@ def _pill(cell: Cell) -> str:
 
 
 def _figures(comparison: Comparison) -> str:
-    if not comparison.arms:
+    if not comparison.variants:
         return ""
     told = columns(comparison)
     head = "<th>variant</th>" + "".join(_heading(column) for column in told)
-    rows = "".join(_figure_row(comparison, i, told) for i in ranking.order(comparison.arms))
+    rows = "".join(_figure_row(comparison, i, told) for i in ranking.order(comparison.variants))
     return _scroll(head, rows)
 
 
@@ -129,7 +129,7 @@ def _heading(column: Column) -> str:
 
 
 def _figure_row(comparison: Comparison, index: int, told: Sequence[Column]) -> str:
-    label = escape(comparison.arms[index].label)
+    label = escape(comparison.variants[index].label)
     cells = "".join(_cell(column, column.cells[index]) for column in told)
     return f'<tr {marks(comparison, index)}><th scope="row"><span class="key"></span>{label}</th>{cells}</tr>'
 
@@ -179,11 +179,11 @@ def _settings(comparison: Comparison) -> str:
     pairs += comparison.common.items()
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
     margin = f"<dt>equivalence margin</dt><dd>{comparison.margin:g} nats</dd>"
-    return f"<dl>{items}{margin}</dl>" if comparison.arms or items else ""
+    return f"<dl>{items}{margin}</dl>" if comparison.variants or items else ""
 
 
 def _runs(comparison: Comparison) -> str:
-    rows = [_run(run) for arm in comparison.arms for run in arm.runs]
+    rows = [_run(run) for variant in comparison.variants for run in variant.runs]
     head = ["run", "directory", "state", "steps", "seed", "devices", "loss", "validation", "step ms", "by attempt",
             "device-hours", "goodput", "attempts", "science", "execution", "code"]  # fmt: skip
     named = f"{len(rows)} run{'s' * (len(rows) > 1)}"

@@ -15,7 +15,8 @@ def text(comparison: Comparison) -> str:
     parts = [
         [f"# {_plain(comparison.title)}", "", _plain(question(comparison)), "", _plain(" ".join(lead(comparison)))],
         _section(
-            "Answers", [f"- **{_plain(arm.label)}**: {_plain(' '.join(said))}" for arm, said in answers(comparison)]
+            "Answers",
+            [f"- **{_plain(variant.label)}**: {_plain(' '.join(said))}" for variant, said in answers(comparison)],
         ),
         _section("Results", _figures(comparison)),
         _section("By source", _sources(comparison)),
@@ -32,17 +33,19 @@ def _section(name: str, lines: Sequence[str]) -> list[str]:
 
 def _figures(comparison: Comparison) -> list[str]:
     told = columns(comparison)
-    if not comparison.arms:
+    if not comparison.variants:
         return []
     head = ["variant", *(f"{column.name} {column.unit}".strip() for column in told)]
-    order = ranking.order(comparison.arms)
-    rows = [[comparison.arms[i].label, *(column.cells[i].line() for column in told)] for i in order]
+    order = ranking.order(comparison.variants)
+    rows = [[comparison.variants[i].label, *(column.cells[i].line() for column in told)] for i in order]
     return _table(head, rows, figures=len(told))
 
 
 def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Arm minus baseline for each source of a mixture, as heading and rows of texts; no rows where there are none."""
-    found = [(arm.label, quality) for arm in comparison.arms for quality in arm.quality if quality.by_source]
+    """Return heading and rows of the differences for each source of a mixture; no rows where there are none."""
+    found = [
+        (variant.label, quality) for variant in comparison.variants for quality in variant.quality if quality.by_source
+    ]
     sources = sorted({source for _, quality in found for source in quality.by_source})
     rows = []
     for label, quality in found:

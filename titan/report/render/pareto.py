@@ -1,4 +1,4 @@
-"""The chart of speed against memory, with the front of arms that none beats in both (Pareto)."""
+"""The chart of speed against memory, with the front of variants that none beats in both (Pareto)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from titan.report.render.table_data import answer, few, memory
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 LABELS = 12
-"""Up to so many arms have a label each."""
+"""Up to so many variants have a label each."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """An arm in the picture of speed and memory; `out` keeps it off the front."""
+    """A variant in the picture of speed and memory; `out` keeps it off the front."""
 
     index: int
     x: float
@@ -29,11 +29,11 @@ class Spot:
 
 
 def pareto(comparison: Comparison) -> Chart | None:
-    """Speed against memory, with the front of arms that no other one beats in both."""
+    """Speed against memory, with the front of variants that no other one beats in both."""
     spots = [
-        Spot(i, arm.speed.estimate, most, answer(arm).main == "not the same")
-        for i, arm in enumerate(comparison.arms)
-        if arm.speed is not None and (most := memory(arm)) is not None
+        Spot(i, variant.speed.estimate, most, answer(variant).main == "not the same")
+        for i, variant in enumerate(comparison.variants)
+        if variant.speed is not None and (most := memory(variant)) is not None
     ]
     if len(spots) < 2:
         return None
@@ -81,8 +81,8 @@ def _beneath(comparison: Comparison, spots: Sequence[Spot]) -> list[Spot]:
 
 
 def _spot(comparison: Comparison, frame: Frame, spot: Spot) -> str:
-    arm = comparison.arms[spot.index]
-    title = escape(f"{arm.label}: {few(spot.x)} tokens/s, {spot.y:.2f} GiB")
+    variant = comparison.variants[spot.index]
+    title = escape(f"{variant.label}: {few(spot.x)} tokens/s, {spot.y:.2f} GiB")
     place = f'cx="{frame.x.at(spot.x):.1f}" cy="{frame.y.at(spot.y):.1f}" r="6"'
     hollow = "hollow" if spot.out else "dot"
     return f'<g {marks(comparison, spot.index)}><circle class="{hollow}" {place}><title>{title}</title></circle></g>'
@@ -93,7 +93,7 @@ def _names(comparison: Comparison, frame: Frame, spots: Sequence[Spot], named: S
     taken: list[Box] = [_around(frame, spot) for spot in spots]
     out = []
     for spot in named:
-        words = comparison.arms[spot.index].label
+        words = comparison.variants[spot.index].label
         for letters in (34, 20):  # a shorter label may find room where a longer one does not
             label = _name(frame, spot, words if len(words) <= letters else words[: letters - 1] + "\u2026", taken)
             if label:

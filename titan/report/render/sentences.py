@@ -1,11 +1,11 @@
-"""What a comparison says in words: the question, the lead, the answer for each arm, and the notes, each told once."""
+"""What a comparison says in words: the question, the lead, the answer for each variant, and the notes, each told once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from titan.console.numbers import short
-from titan.report.findings import Arm, Comparison, Interval, Quality, Reached
+from titan.report.findings import Comparison, Interval, Quality, Reached, Variant
 from titan.report.render import summary
 from titan.report.render.summary import counted
 from titan.report.render.table_data import answer, few, ratio
@@ -28,45 +28,54 @@ def question(comparison: Comparison) -> str:
 
 
 def lead(comparison: Comparison) -> list[str]:
-    """The result in a few sentences, from the answers of all arms; claims no more than they do."""
-    arms = [arm for arm in comparison.arms if not arm.baseline]
-    same = [arm for arm in arms if arm.same_science]
-    if len(comparison.arms) == 1:
+    """The result in a few sentences, from the answers of all variants; claims no more than they do."""
+    variants = [variant for variant in comparison.variants if not variant.baseline]
+    same = [variant for variant in variants if variant.same_science]
+    if len(comparison.variants) == 1:
         lost = summary.diverged(comparison)
         return ["There is only one variant, so nothing is compared.", *lost, *_standing(comparison)]
-    if not comparison.arms:
+    if not comparison.variants:
         return ["No run has metrics.", *_standing(comparison)]
     return [*summary.told(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
 
 
-def answers(comparison: Comparison) -> list[tuple[Arm, list[str]]]:
-    """Of each arm beside the baseline: what it learned, how fast it is, when it came to the target."""
-    told = [(arm, _of_arm(arm, comparison.target)) for arm in comparison.arms]
-    return [(arm, sentences) for arm, sentences in told if sentences]
+def answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
+    """Of each variant beside the baseline: what it learned, how fast it is, when it came to the target."""
+    told = [(variant, _of_variant(variant, comparison.target)) for variant in comparison.variants]
+    return [(variant, sentences) for variant, sentences in told if sentences]
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What has to be known: of the whole, then of arms, where what holds of many is said once."""
+    """What has to be known: of the whole, then of variants, where what holds of many is said once."""
     holders: dict[str, list[str]] = {}
-    for arm in comparison.arms:
-        for note in arm.notes:
-            holders.setdefault(note, []).append(arm.label)
+    for variant in comparison.variants:
+        for note in variant.notes:
+            holders.setdefault(note, []).append(variant.label)
     told = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
     return [*map(_sentence, comparison.notes), *told]
 
 
 def _whose(labels: Sequence[str], comparison: Comparison) -> str:
-    if len(labels) == len(comparison.arms) > 1:
+    if len(labels) == len(comparison.variants) > 1:
         return "All variants"
     named = [label or "the only variant" for label in labels[:6]]
     more = len(labels) - len(named)
     return " | ".join(named) + (f" | and {more} more" if more else "")
 
 
-def _of_arm(arm: Arm, target: float | None) -> list[str]:
-    learned = [] if arm.learning is None else [_sentence(arm.learning.text)]
-    speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio, arm.speed_doubt)]
-    return [*learned, *_judged(arm.quality), *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
+def _of_variant(variant: Variant, target: float | None) -> list[str]:
+    learned = [] if variant.learning is None else [_sentence(variant.learning.text)]
+    speed = (
+        []
+        if variant.baseline or variant.speed_ratio is None
+        else [speed_sentence(variant.speed_ratio, variant.speed_doubt)]
+    )
+    return [
+        *learned,
+        *_judged(variant.quality),
+        *speed,
+        *([] if variant.reached is None else [_reached(variant.reached, target)]),
+    ]
 
 
 def _judged(qualities: Sequence[Quality]) -> list[str]:
@@ -111,43 +120,47 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
-def _learning(arms: Sequence[Arm]) -> list[str]:
-    if len(arms) == 1:
-        does = {"same": "learns", "not the same": "does not learn"}.get(answer(arms[0]).main)
+def _learning(variants: Sequence[Variant]) -> list[str]:
+    if len(variants) == 1:
+        does = {"same": "learns", "not the same": "does not learn"}.get(answer(variants[0]).main)
         said = f"{does} the same as the baseline" if does else "inconclusive whether it learns the same as the baseline"
-        return [f"{arms[0].label}{':' * (does is None)} {said}."]
+        return [f"{variants[0].label}{':' * (does is None)} {said}."]
     counts = counted(
-        (sum(answer(arm).main == "same" for arm in arms), "learns the same", "learn the same"),
-        (sum(answer(arm).main == "not the same" for arm in arms), "does not learn the same", "do not learn the same"),
-        (sum(answer(arm).mood == "open" for arm in arms), "inconclusive", "inconclusive"),
+        (sum(answer(variant).main == "same" for variant in variants), "learns the same", "learn the same"),
+        (
+            sum(answer(variant).main == "not the same" for variant in variants),
+            "does not learn the same",
+            "do not learn the same",
+        ),
+        (sum(answer(variant).mood == "open" for variant in variants), "inconclusive", "inconclusive"),
     )
-    return [f"{len(arms)} variants with the same hyperparameters: {counts}."] if arms else []
+    return [f"{len(variants)} variants with the same hyperparameters: {counts}."] if variants else []
 
 
-def _fastest(arms: Sequence[Arm]) -> list[str]:
-    """Names an arm only where its interval lies above the baseline's speed."""
-    fit = [arm for arm in arms if answer(arm).main == "same" and arm.speed_ratio is not None]
-    sure = [(arm.speed_ratio.estimate, arm) for arm in fit if arm.speed_ratio and _above(arm)]
-    doubts = dict.fromkeys(arm.speed_doubt for arm in fit if arm.speed_doubt)
+def _fastest(variants: Sequence[Variant]) -> list[str]:
+    """Names a variant only where its interval lies above the baseline's speed."""
+    fit = [variant for variant in variants if answer(variant).main == "same" and variant.speed_ratio is not None]
+    sure = [(variant.speed_ratio.estimate, variant) for variant in fit if variant.speed_ratio and _above(variant)]
+    doubts = dict.fromkeys(variant.speed_doubt for variant in fit if variant.speed_doubt)
     if not fit:
         return []
     if not sure and doubts:
         return [f"Speed is not ranked: {'; '.join(doubts)}."]
     if not sure:
-        which = "It is not" if len(arms) == 1 else "None of those that learn the same is"
+        which = "It is not" if len(variants) == 1 else "None of those that learn the same is"
         return [f"{which} shown to be faster than the baseline."]
-    times, arm = max(sure, key=lambda item: item[0])
-    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that learn the same: {arm.label},"
+    times, variant = max(sure, key=lambda item: item[0])
+    which = "It is faster:" if len(variants) == 1 else f"Fastest of those that learn the same: {variant.label},"
     return [f"{which} {ratio(times)} times the baseline's tokens/s."]
 
 
-def _above(arm: Arm) -> bool:
-    times = arm.speed_ratio
-    return not arm.speed_doubt and times is not None and times.low is not None and times.low > 1
+def _above(variant: Variant) -> bool:
+    times = variant.speed_ratio
+    return not variant.speed_doubt and times is not None and times.low is not None and times.low > 1
 
 
 def _standing(comparison: Comparison) -> list[str]:
-    runs = [run for arm in comparison.arms for run in arm.runs]
+    runs = [run for variant in comparison.variants for run in variant.runs]
     unfinished = [run for run in runs if not run.diverged]
     going = sum(run.state in ("running", "queued", "planned", "stopped") for run in unfinished)
     told = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from titan.console.numbers import short
 from titan.report import ranking, statistics
-from titan.report.findings import Arm, Comparison, Quality
+from titan.report.findings import Comparison, Quality, Variant
 from titan.report.quality import SOONER
 from titan.report.ranking import verdict
 from titan.report.render.table_data import answer, few, lost_seeds, won
@@ -18,22 +18,24 @@ NAMED = 4
 
 def told(comparison: Comparison) -> list[str]:
     """The result of all variants with other hyperparameters than the baseline; nothing where there are none."""
-    others = [arm for arm in comparison.arms if not arm.baseline and not arm.same_science]
+    others = [variant for variant in comparison.variants if not variant.baseline and not variant.same_science]
     if not others:
         return diverged(comparison)
-    if len(ranking.tokens(comparison.arms)) > 1:
+    if len(ranking.tokens(comparison.variants)) > 1:
         return [*_unequal(comparison, others), *diverged(comparison)]
     best = _best(comparison, others)
     return [*best, *diverged(comparison), *(_counts(others) if len(others) > 1 or not best else [])]
 
 
-def _best(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
+def _best(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
     """Which variant is best so far, against which other one, and what the test says."""
-    bits = ranking.by_bits(comparison.arms)
-    base = comparison.arms[0]
-    ranked = [arm for arm in others if (q := verdict(arm)) and q.difference and ranking.result(arm, bits)]
+    bits = ranking.by_bits(comparison.variants)
+    base = comparison.variants[0]
+    ranked = [
+        variant for variant in others if (q := verdict(variant)) and q.difference and ranking.result(variant, bits)
+    ]
     ranked.sort(key=_merit)
-    if not (ranked or any(arm.outcomes.diverged for arm in others)) or ranking.result(base, bits) is None:
+    if not (ranked or any(variant.outcomes.diverged for variant in others)) or ranking.result(base, bits) is None:
         return []
     if ranked and _merit(ranked[0]) < _merit(base):
         said = f"{_named(ranked[0])}, {_value(ranked[0], bits)}, {_gap(ranked[0])} the baseline's ({_named(base)})"
@@ -44,41 +46,45 @@ def _best(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
     return [f"{said}, {_gap(ranked[0], turned=True)} that of {_named(ranked[0])}; {_shown(ranked[0], comparison)}."]
 
 
-def _merit(arm: Arm) -> tuple[float, float]:
+def _merit(variant: Variant) -> tuple[float, float]:
     """By what variants are ranked: the share of seeds that diverged, then the difference to the baseline."""
-    quality = verdict(arm)
-    return ranking.share(arm), quality.difference.estimate if quality and quality.difference else 0.0
+    quality = verdict(variant)
+    return ranking.share(variant), quality.difference.estimate if quality and quality.difference else 0.0
 
 
-def _named(arm: Arm) -> str:
-    return f"{arm.label}, best of {arm.tried} learning rates" if arm.tried > 1 else arm.label
+def _named(variant: Variant) -> str:
+    return f"{variant.label}, best of {variant.tried} learning rates" if variant.tried > 1 else variant.label
 
 
-def _value(arm: Arm, bits: bool) -> str:
-    found, lost = ranking.result(arm, bits), arm.outcomes.diverged
+def _value(variant: Variant, bits: bool) -> str:
+    found, lost = ranking.result(variant, bits), variant.outcomes.diverged
     value = "" if found is None else f"{'bits per byte' if bits else 'validation loss'} {found.estimate:.3f}"
-    return f"{value} on the {arm.outcomes.ended} of {arm.outcomes.known} seeds that did not diverge" if lost else value
+    return (
+        f"{value} on the {variant.outcomes.ended} of {variant.outcomes.known} seeds that did not diverge"
+        if lost
+        else value
+    )
 
 
-def _gap(arm: Arm, turned: bool = False) -> str:
+def _gap(variant: Variant, turned: bool = False) -> str:
     """How far the variant is below the baseline; `turned`: the baseline below it."""
-    quality = verdict(arm)
+    quality = verdict(variant)
     difference = quality.difference.estimate if quality and quality.difference else 0.0
     by = -difference if not turned else difference
     size = f"{abs(by):.3f}" if not by or abs(by) >= 5e-4 else f"{abs(by):.1e}"
     return f"{size} {'below' if by >= 0 else 'above'}"
 
 
-def _shown(arm: Arm, comparison: Comparison) -> str:
+def _shown(variant: Variant, comparison: Comparison) -> str:
     """What the test of a variant against the baseline says."""
-    quality = verdict(arm)
+    quality = verdict(variant)
     if quality is None:
         return "not ranked"
     if quality.diverged or quality.baseline_diverged:
         return f"{won(quality)}, {lost_seeds(quality)} ({_significant(quality)})"
     if quality.p_holm is None:
         return "one seed is not enough to compare recipes"
-    seeds = f"{quality.pairs or min(arm.outcomes.ended, comparison.arms[0].outcomes.ended)} seeds"
+    seeds = f"{quality.pairs or min(variant.outcomes.ended, comparison.variants[0].outcomes.ended)} seeds"
     p = f"p {quality.p_holm:.2g}"
     if quality.answer == "yes":
         return f"significant with {seeds} ({p})"
@@ -107,25 +113,25 @@ def _needed(quality: Quality) -> str:
 
 def diverged(comparison: Comparison) -> list[str]:
     """Which variants have runs that diverged, and what is left to say of them."""
-    lost = [arm for arm in comparison.arms if arm.outcomes.diverged]
+    lost = [variant for variant in comparison.variants if variant.outcomes.diverged]
     more = [f"Runs of {len(lost) - NAMED} more variants diverged."] if len(lost) > NAMED else []
-    return [f"{arm.label}: {_of_diverged(arm)}." for arm in lost[:NAMED]] + more
+    return [f"{variant.label}: {_of_diverged(variant)}." for variant in lost[:NAMED]] + more
 
 
-def _of_diverged(arm: Arm) -> str:
-    quality, known = verdict(arm), arm.outcomes.known
+def _of_diverged(variant: Variant) -> str:
+    quality, known = verdict(variant), variant.outcomes.known
     if quality is not None and quality.diverged and quality.at != "the target":
         return f"{won(quality)}, {lost_seeds(quality)} ({_significant(quality)})"
-    every = "all" if arm.outcomes.diverged == known else f"{arm.outcomes.diverged} of"
-    if arm.against_best:
-        return f"{arm.against_best} (compared with its best learning rate)"
+    every = "all" if variant.outcomes.diverged == known else f"{variant.outcomes.diverged} of"
+    if variant.against_best:
+        return f"{variant.against_best} (compared with its best learning rate)"
     return f"{every} {known} seed{'s' * (known > 1)} diverged"
 
 
-def _counts(arms: Sequence[Arm]) -> list[str]:
+def _counts(variants: Sequence[Variant]) -> list[str]:
     """How many variants have which answer."""
-    said = [answer(arm).main for arm in arms if not arm.untuned]
-    lost = sum(answer(arm).main.startswith("better on") and not arm.untuned for arm in arms)
+    said = [answer(variant).main for variant in variants if not variant.untuned]
+    lost = sum(answer(variant).main.startswith("better on") and not variant.untuned for variant in variants)
     counts = counted(
         *((said.count(word), word, word) for word in ("better", "worse", "inconclusive")),
         (
@@ -136,21 +142,25 @@ def _counts(arms: Sequence[Arm]) -> list[str]:
         (said.count("differs"), "differs", "differ"),
         (said.count("no difference"), "no difference", "no difference"),
         (said.count("not ranked"), "not ranked", "not ranked"),
-        (sum(arm.untuned for arm in arms), "not at its best learning rate", "not at their best learning rate"),
+        (
+            sum(variant.untuned for variant in variants),
+            "not at its best learning rate",
+            "not at their best learning rate",
+        ),
     )
-    if len(arms) == 1:
-        return [f"{arms[0].label} compared with the baseline: {counts.removeprefix('1 ')}."]
+    if len(variants) == 1:
+        return [f"{variants[0].label} compared with the baseline: {counts.removeprefix('1 ')}."]
     rivals = " The better variants were not compared with each other." if said.count("better") > 1 else ""
-    return [f"{len(arms)} variants with other hyperparameters: {counts}.{rivals}"]
+    return [f"{len(variants)} variants with other hyperparameters: {counts}.{rivals}"]
 
 
-def _unequal(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
+def _unequal(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
     """The result of variants that saw different numbers of tokens."""
-    seen = ", ".join(f"{number:,}" for number in ranking.tokens(comparison.arms)[:NAMED])
+    seen = ", ".join(f"{number:,}" for number in ranking.tokens(comparison.variants)[:NAMED])
     told = f"The variants saw different numbers of tokens ({seen}), so their final losses are not ranked."
-    if comparison.target is not None and any(arm.reached for arm in comparison.arms):
+    if comparison.target is not None and any(variant.reached for variant in comparison.variants):
         return [f"{told} They are ranked by the tokens to the loss {comparison.target:g}.", *_to_target(comparison)]
-    ranked = [arm for arm in others if (q := verdict(arm)) and q.difference is not None]
+    ranked = [variant for variant in others if (q := verdict(variant)) and q.difference is not None]
     if not ranked:
         why = "the runs have no validation at the same number of tokens (lower metrics.validate_every)"
         return [f"{told} They can't be compared at equal tokens: {why}."]
@@ -160,39 +170,39 @@ def _unequal(comparison: Comparison, others: Sequence[Arm]) -> list[str]:
 
 def _to_target(comparison: Comparison) -> list[str]:
     """Which variant took the fewest tokens to the target, and which the least time, where that may be said."""
-    arms = [arm for arm in comparison.arms if arm.reached and arm.reached.median_tokens]
-    if not arms:
+    variants = [variant for variant in comparison.variants if variant.reached and variant.reached.median_tokens]
+    if not variants:
         return ["In no variant did half of the runs reach the target."]
-    if any(arm.reached and arm.reached.at_first for arm in comparison.arms):
+    if any(variant.reached and variant.reached.at_first for variant in comparison.variants):
         return [f"Runs had reached the target at their first validation: {SOONER}."]
-    arms.sort(key=_tokens)
-    arm = arms[0]
-    rival = next((other for other in arms if not other.baseline), arm)
-    fewest = f"Fewest tokens: {arm.label}, {short(_tokens(arm))} (median){_of_rival(rival, comparison)}."
+    variants.sort(key=_tokens)
+    variant = variants[0]
+    rival = next((other for other in variants if not other.baseline), variant)
+    fewest = f"Fewest tokens: {variant.label}, {short(_tokens(variant))} (median){_of_rival(rival, comparison)}."
     return [fewest, _soonest(comparison)]
 
 
-def _tokens(arm: Arm) -> float:
-    return arm.reached.median_tokens or 0.0 if arm.reached else 0.0
+def _tokens(variant: Variant) -> float:
+    return variant.reached.median_tokens or 0.0 if variant.reached else 0.0
 
 
-def _of_rival(arm: Arm, comparison: Comparison) -> str:
+def _of_rival(variant: Variant, comparison: Comparison) -> str:
     """The test of a variant against the baseline, where it is by tokens to the target."""
-    quality = verdict(arm)
+    quality = verdict(variant)
     if quality is None or quality.at != "the target" or quality.p is None:
         return ""
     times = f"{math.exp(quality.difference.estimate):.3g} times " if quality.difference else ""
-    return f"; {arm.label} compared with the baseline: {times}the tokens, {_shown(arm, comparison)}"
+    return f"; {variant.label} compared with the baseline: {times}the tokens, {_shown(variant, comparison)}"
 
 
 def _soonest(comparison: Comparison) -> str:
-    doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
+    doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     if doubts:
         return f"Device-hours to the target are not ranked: {'; '.join(doubts)}."
     hours = [
-        (arm.reached.median_device_hours, arm.label)
-        for arm in comparison.arms
-        if arm.reached and arm.reached.median_device_hours is not None
+        (variant.reached.median_device_hours, variant.label)
+        for variant in comparison.variants
+        if variant.reached and variant.reached.median_device_hours is not None
     ]
     return f"Fewest device-hours (median, not tested): {min(hours)[1]}, {few(min(hours)[0])}." if hours else ""
 

@@ -12,7 +12,7 @@ from titan.report.render.table_data import Cell, Column, Mood, columns
 
 GAP = "  "
 NARROWEST = 20
-"""Columns that labels of arms get at least, where they need them."""
+"""Columns that labels of variants get at least, where they need them."""
 VALUES = 12
 """Values of a setting that differs are named up to so many."""
 STYLES: dict[str, str] = {"head": "1", "good": "32", "bad": "31", "open": "33", "faint": "2"}
@@ -29,7 +29,7 @@ def text(comparison: Comparison, width: int, colour: bool = False) -> str:
     width = max(20, width)
     parts = [
         _head(comparison, width, colour),
-        _arms(comparison, width, colour),
+        _variants(comparison, width, colour),
         _answers(comparison, width, colour),
         _failed(comparison, width, colour),
         _list("Notes", notes(comparison), width, colour),
@@ -56,10 +56,10 @@ def _some(values: Sequence[str]) -> str:
     return ", ".join([*values[:VALUES], *more])
 
 
-def _arms(comparison: Comparison, width: int, colour: bool) -> list[str]:
+def _variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
     """The best first, in one line each, else with intervals below, else with fewer columns, else in blocks."""
-    order = ranking.order(comparison.arms)
-    labels, told = [arm.label for arm in comparison.arms], columns(comparison)
+    order = ranking.order(comparison.variants)
+    labels, told = [variant.label for variant in comparison.variants], columns(comparison)
     if not labels:
         return []
     if _fits(labels, told, width, stacked=False):
@@ -158,7 +158,7 @@ def _heading(column: Column) -> list[str]:
 
 
 def _answers(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    items = [(arm.label, " ".join(said)) for arm, said in answers(comparison)]
+    items = [(variant.label, " ".join(said)) for variant, said in answers(comparison)]
     return _list("Answers", [f"{label}: {said}" for label, said in items], width, colour)
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from titan.console.numbers import short
 from titan.report import ranking
-from titan.report.findings import Arm, Comparison, Interval, Quality, Reached, RunFound, Speed
+from titan.report.findings import Comparison, Interval, Quality, Reached, RunFound, Speed, Variant
 
 Mood = Literal["", "good", "bad", "open"]
 
@@ -31,12 +31,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of all arms.
+    """One figure of all variants.
 
     Attributes:
         name, unit: its heading.
         meaning: what it is, in a few words.
-        cells: of each arm, in their order.
+        cells: of each variant, in their order.
         weight: where there is too little room the heaviest go first; those of weight 0 stay.
     """
 
@@ -47,77 +47,95 @@ class Column:
     weight: int = 0
 
 
-_SORTS: tuple[tuple[str, str, str, int, Callable[[Arm], Cell]], ...] = (
-    ("answer", "", "result of the comparison with the baseline", 0, lambda arm: answer(arm)),
-    ("validation", "nats", "final validation loss in nats per token; 95% interval", 0, lambda arm: _validation(arm)),
-    ("tokens", "seen", "tokens that finished runs saw, where variants differ", 0, lambda arm: _tokens(arm)),
-    ("runs", "", "number of runs, and the state of unfinished ones", 3, lambda arm: _runs(arm)),
+_SORTS: tuple[tuple[str, str, str, int, Callable[[Variant], Cell]], ...] = (
+    ("answer", "", "result of the comparison with the baseline", 0, lambda variant: answer(variant)),
+    (
+        "validation",
+        "nats",
+        "final validation loss in nats per token; 95% interval",
+        0,
+        lambda variant: _validation(variant),
+    ),
+    ("tokens", "seen", "tokens that finished runs saw, where variants differ", 0, lambda variant: _tokens(variant)),
+    ("runs", "", "number of runs, and the state of unfinished ones", 3, lambda variant: _runs(variant)),
     (
         "speed",
         "of baseline",
         "tokens/s per device as a multiple of the baseline's; 95% interval",
         0,
-        lambda arm: _ratio(arm),
+        lambda variant: _ratio(variant),
     ),
-    ("tokens/s", "per device", "at the median step", 1, lambda arm: _speed(arm)),
-    ("step time", "ms", "median over steps (p10-p90), without the warm-up of each attempt", 2, lambda arm: _step(arm)),
-    ("memory", "GiB", "peak memory of rank 0 over all runs", 1, lambda arm: _memory(arm)),
+    ("tokens/s", "per device", "at the median step", 1, lambda variant: _speed(variant)),
+    (
+        "step time",
+        "ms",
+        "median over steps (p10-p90), without the warm-up of each attempt",
+        2,
+        lambda variant: _step(variant),
+    ),
+    ("memory", "GiB", "peak memory of rank 0 over all runs", 1, lambda variant: _memory(variant)),
     (
         "MFU",
         "(causal)",
         "model FLOPs utilization with full attention, and with causal attention",
         6,
-        lambda arm: _mfu(arm),
+        lambda variant: _mfu(variant),
     ),
     (
         "bits",
         "per byte",
         "final validation loss in bits per byte of text; 95% interval",
         5,
-        lambda arm: estimate(arm.bits),
+        lambda variant: estimate(variant.bits),
     ),
     (
         "reached",
         "target",
         "runs that reached the target loss; median tokens to reach it",
         4,
-        lambda arm: _reached(arm.reached),
+        lambda variant: _reached(variant.reached),
     ),
-    ("device-hours", "per run", "devices times hours of all attempts, mean over runs", 8, lambda arm: _hours(arm)),
-    ("goodput", "", "share of the attempts' time spent in steps that count", 7, lambda arm: _goodput(arm)),
-    ("loss", "training", "mean over the last steps and the runs, in nats per token", 9, lambda arm: _loss(arm)),
+    (
+        "device-hours",
+        "per run",
+        "devices times hours of all attempts, mean over runs",
+        8,
+        lambda variant: _hours(variant),
+    ),
+    ("goodput", "", "share of the attempts' time spent in steps that count", 7, lambda variant: _goodput(variant)),
+    ("loss", "training", "mean over the last steps and the runs, in nats per token", 9, lambda variant: _loss(variant)),
 )
 
 
 def columns(comparison: Comparison) -> tuple[Column, ...]:
-    """The columns that have something to say of any arm; a single arm is held against nothing."""
+    """The columns that have something to say of any variant; a single variant is held against nothing."""
     made = (
-        Column(name, unit, meaning, tuple(map(cell, comparison.arms)), weight)
+        Column(name, unit, meaning, tuple(map(cell, comparison.variants)), weight)
         for name, unit, meaning, weight, cell in _SORTS
     )
     told = [column for column in made if any(cell.main for cell in column.cells)]
-    needless = {"tokens"} if len(ranking.tokens(comparison.arms)) < 2 else set()
-    needless |= {"speed", "answer"} if len(comparison.arms) < 2 else set()
+    needless = {"tokens"} if len(ranking.tokens(comparison.variants)) < 2 else set()
+    needless |= {"speed", "answer"} if len(comparison.variants) < 2 else set()
     return tuple(column for column in told if column.name not in needless)
 
 
-def answer(arm: Arm) -> Cell:
-    """The answer about an arm in a few words."""
-    if arm.baseline:
-        return Cell("baseline", _lost(arm))
-    if arm.same_science and arm.learning is not None:
+def answer(variant: Variant) -> Cell:
+    """The answer about a variant in a few words."""
+    if variant.baseline:
+        return Cell("baseline", _lost(variant))
+    if variant.same_science and variant.learning is not None:
         words: dict[str, Cell] = {"yes": Cell("same", mood="good"), "no": Cell("not the same", mood="bad")}
-        return words.get(arm.learning.answer, Cell("inconclusive", _lost(arm), "open"))
-    if arm.untuned:
-        told, _, lost = arm.against_best.partition(", ")
+        return words.get(variant.learning.answer, Cell("inconclusive", _lost(variant), "open"))
+    if variant.untuned:
+        told, _, lost = variant.against_best.partition(", ")
         return Cell(told or "not ranked", f"{lost}, another lr is best" if lost else "another lr is best")
-    quality = ranking.verdict(arm)
-    return Cell("not ranked", _lost(arm), "open") if quality is None else _quality(quality)
+    quality = ranking.verdict(variant)
+    return Cell("not ranked", _lost(variant), "open") if quality is None else _quality(quality)
 
 
-def _lost(arm: Arm) -> str:
+def _lost(variant: Variant) -> str:
     """How many of its seeds diverged; empty where none did."""
-    return f"{arm.outcomes.diverged} of {arm.outcomes.known} diverged" if arm.outcomes.diverged else ""
+    return f"{variant.outcomes.diverged} of {variant.outcomes.known} diverged" if variant.outcomes.diverged else ""
 
 
 def _quality(quality: Quality) -> Cell:
@@ -143,7 +161,7 @@ def _with_lost(quality: Quality) -> Cell:
 
 
 def won(quality: Quality) -> str:
-    """On how many seeds the arm did better than the baseline."""
+    """On how many seeds the variant did better than the baseline."""
     return f"better on {quality.better} of {quality.pairs} seeds"
 
 
@@ -181,14 +199,14 @@ def estimate(interval: Interval | None, show: Callable[[float], str] = number) -
     return Cell() if interval is None else Cell(show(interval.estimate), between(interval, show))
 
 
-def speeds(arm: Arm) -> list[Speed]:
-    """Of the arm's runs that have any."""
-    return [run.speed for run in arm.runs if run.speed is not None]
+def speeds(variant: Variant) -> list[Speed]:
+    """Of the variant's runs that have any."""
+    return [run.speed for run in variant.runs if run.speed is not None]
 
 
-def step_ms(arm: Arm) -> tuple[float, float, float] | None:
+def step_ms(variant: Variant) -> tuple[float, float, float] | None:
     """Median, p10 and p90 of the step time in ms, each the median over the runs; None where no step was timed."""
-    spreads = [speed.step_seconds for speed in speeds(arm)]
+    spreads = [speed.step_seconds for speed in speeds(variant)]
     if not spreads:
         return None
     return (
@@ -198,16 +216,16 @@ def step_ms(arm: Arm) -> tuple[float, float, float] | None:
     )
 
 
-def memory(arm: Arm) -> float | None:
+def memory(variant: Variant) -> float | None:
     """The most memory that any of its runs held, in GiB."""
-    return max((speed.memory_gib for speed in speeds(arm) if speed.memory_gib is not None), default=None)
+    return max((speed.memory_gib for speed in speeds(variant) if speed.memory_gib is not None), default=None)
 
 
-def _runs(arm: Arm) -> Cell:
-    seeds, states = len({run.seed for run in arm.runs}), Counter(map(_stands, arm.runs))
-    told = [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds != len(arm.runs) else []
-    told += [_standing(arm.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
-    return Cell(str(len(arm.runs)), f"({', '.join(told)})" if told else "")
+def _runs(variant: Variant) -> Cell:
+    seeds, states = len({run.seed for run in variant.runs}), Counter(map(_stands, variant.runs))
+    told = [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds != len(variant.runs) else []
+    told += [_standing(variant.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
+    return Cell(str(len(variant.runs)), f"({', '.join(told)})" if told else "")
 
 
 def _stands(run: RunFound) -> str:
@@ -220,57 +238,57 @@ def _standing(runs: tuple[RunFound, ...], state: str, count: int) -> str:
     return f"{count} {state} at {done:.0%}" if len(runs) > 1 else f"{state} at {done:.0%}"
 
 
-def _step(arm: Arm) -> Cell:
-    times = step_ms(arm)
+def _step(variant: Variant) -> Cell:
+    times = step_ms(variant)
     return Cell() if times is None else Cell(few(times[0]), f"({few(times[1])}-{few(times[2])})")
 
 
-def _validation(arm: Arm) -> Cell:
+def _validation(variant: Variant) -> Cell:
     """The mean, and what it does not show: diverged runs, which are not in it, and outliers, which are."""
-    far, found = sum(run.outlier for run in arm.runs), estimate(arm.validation)
-    odd = [f"without {arm.outcomes.diverged} diverged"] if arm.outcomes.diverged and found.main else []
+    far, found = sum(run.outlier for run in variant.runs), estimate(variant.validation)
+    odd = [f"without {variant.outcomes.diverged} diverged"] if variant.outcomes.diverged and found.main else []
     odd += [f"{far} outlier{'s' * (far > 1)}"] if far else []
     return Cell(found.main, " ".join(filter(None, [found.detail, ", ".join(odd)])))
 
 
-def _tokens(arm: Arm) -> Cell:
-    return Cell(" ".join(f"{seen:,}" for seen in ranking.tokens([arm])))
+def _tokens(variant: Variant) -> Cell:
+    return Cell(" ".join(f"{seen:,}" for seen in ranking.tokens([variant])))
 
 
-def _speed(arm: Arm) -> Cell:
-    return Cell() if arm.speed is None else Cell(few(arm.speed.estimate))
+def _speed(variant: Variant) -> Cell:
+    return Cell() if variant.speed is None else Cell(few(variant.speed.estimate))
 
 
-def _ratio(arm: Arm) -> Cell:
-    if arm.speed_ratio is None or arm.baseline:
-        return Cell("1" if arm.baseline and arm.speed else "")
-    found = estimate(arm.speed_ratio, ratio)
-    return replace(found, detail="not judged") if arm.speed_doubt else found
+def _ratio(variant: Variant) -> Cell:
+    if variant.speed_ratio is None or variant.baseline:
+        return Cell("1" if variant.baseline and variant.speed else "")
+    found = estimate(variant.speed_ratio, ratio)
+    return replace(found, detail="not judged") if variant.speed_doubt else found
 
 
-def _mfu(arm: Arm) -> Cell:
-    full = _middle(speed.mfu for speed in speeds(arm))
-    causal = _middle(speed.mfu_causal for speed in speeds(arm))
+def _mfu(variant: Variant) -> Cell:
+    full = _middle(speed.mfu for speed in speeds(variant))
+    causal = _middle(speed.mfu_causal for speed in speeds(variant))
     return Cell() if full is None else Cell(f"{full:.1%}", "" if causal is None else f"({causal:.1%})")
 
 
-def _memory(arm: Arm) -> Cell:
-    most = memory(arm)
+def _memory(variant: Variant) -> Cell:
+    most = memory(variant)
     return Cell() if most is None else Cell(number(most, 2 if most < 100 else 1))
 
 
-def _hours(arm: Arm) -> Cell:
-    hours = [run.cost.device_hours for run in arm.runs]
+def _hours(variant: Variant) -> Cell:
+    hours = [run.cost.device_hours for run in variant.runs]
     return Cell(few(sum(hours) / len(hours))) if any(hours) else Cell()
 
 
-def _goodput(arm: Arm) -> Cell:
-    share = _middle(run.cost.goodput for run in arm.runs)
+def _goodput(variant: Variant) -> Cell:
+    share = _middle(run.cost.goodput for run in variant.runs)
     return Cell() if share is None else Cell(f"{share:.1%}")
 
 
-def _loss(arm: Arm) -> Cell:
-    losses = [run.loss for run in arm.runs if run.loss is not None]
+def _loss(variant: Variant) -> Cell:
+    losses = [run.loss for run in variant.runs if run.loss is not None]
     return Cell(number(sum(losses) / len(losses))) if losses else Cell()
 
 

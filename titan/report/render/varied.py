@@ -10,7 +10,7 @@ from html import escape
 import numpy as np
 
 from titan.report import ranking
-from titan.report.findings import Arm, Comparison, RunFound
+from titan.report.findings import Comparison, RunFound, Variant
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, marks
 from titan.report.render.svg import Frame, Label, Scale
@@ -23,7 +23,7 @@ FIRST = ("optimizer.lr", "training.global_batch")
 
 @dataclass(frozen=True)
 class Spot:
-    """An arm in the chart: its number, its mean (None where all runs diverged), and its runs' values."""
+    """A variant in the chart: its number, its mean (None where all runs diverged), and its runs' values."""
 
     index: int
     x: float
@@ -35,11 +35,11 @@ class Spot:
 def settings(comparison: Comparison) -> Chart | None:
     """Validation loss over a varied number; None where no number with three values or two lines was varied."""
     name = _number(comparison)
-    if name is None or all(arm.same_science for arm in comparison.arms):
+    if name is None or all(variant.same_science for variant in comparison.variants):
         return None
-    point = _common_tokens(comparison.arms)
-    bits = ranking.by_bits(comparison.arms)
-    spots = [s for i in range(len(comparison.arms)) if (s := _spot(comparison.arms[i], i, name, point, bits))]
+    point = _common_tokens(comparison.variants)
+    bits = ranking.by_bits(comparison.variants)
+    spots = [s for i in range(len(comparison.variants)) if (s := _spot(comparison.variants[i], i, name, point, bits))]
     if len({spot.x for spot in spots if spot.mean is not None}) < 2:
         return None
     frame = _frame(spots)
@@ -71,18 +71,18 @@ def _value(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _common_tokens(arms: Sequence[Arm]) -> int | None:
+def _common_tokens(variants: Sequence[Variant]) -> int | None:
     """The fewest tokens of finished runs, where they differ: losses are shown after as many."""
-    seen = ranking.tokens(arms)
+    seen = ranking.tokens(variants)
     return seen[0] if len(seen) > 1 else None
 
 
-def _spot(arm: Arm, index: int, name: str, point: int | None, bits: bool) -> Spot | None:
-    x = _value(arm.settings.get(name, ""))
-    values = tuple(v for run in arm.runs if (v := _result(run, point, bits)) is not None)
-    if x is None or not (values or arm.outcomes.diverged):
+def _spot(variant: Variant, index: int, name: str, point: int | None, bits: bool) -> Spot | None:
+    x = _value(variant.settings.get(name, ""))
+    values = tuple(v for run in variant.runs if (v := _result(run, point, bits)) is not None)
+    if x is None or not (values or variant.outcomes.diverged):
         return None
-    return Spot(index, x, float(np.mean(values)) if values else None, values, arm.outcomes.diverged)
+    return Spot(index, x, float(np.mean(values)) if values else None, values, variant.outcomes.diverged)
 
 
 def _result(run: RunFound, point: int | None, bits: bool) -> float | None:
@@ -126,7 +126,7 @@ def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: st
     """A line through the means of each other setting, with its runs as dots and its diverged runs as crosses."""
     families: dict[str, list[Spot]] = {}
     for spot in sorted(spots, key=lambda spot: spot.x):
-        families.setdefault(_others(comparison.arms[spot.index], name), []).append(spot)
+        families.setdefault(_others(comparison.variants[spot.index], name), []).append(spot)
     body, labels = "", []
     for family, members in families.items():
         known = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None and not s.diverged]
@@ -138,19 +138,19 @@ def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: st
     return svg.clip(frame, "varied", body) + (svg.labels(frame, labels) if len(families) > 1 else "")
 
 
-def _others(arm: Arm, name: str) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in arm.settings.items() if key != name)
+def _others(variant: Variant, name: str) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in variant.settings.items() if key != name)
 
 
 def _spots(comparison: Comparison, frame: Frame, spot: Spot) -> str:
-    arm, x = comparison.arms[spot.index], frame.x.at(spot.x)
+    variant, x = comparison.variants[spot.index], frame.x.at(spot.x)
     shapes = "".join(_dot(frame, x, value) for value in spot.runs)
     if spot.diverged:
         top = frame.y.end + 8
         shapes += f'<path class="cross" d="M{x - 5:.1f} {top - 5:.1f}l10 10m0 -10l-10 10"/>'
     more = f", {spot.diverged} diverged" if spot.diverged else ""
     mean = "" if spot.mean is None else f" {spot.mean:.4f}"
-    title = f"<title>{escape(f'{arm.label}:{mean}{more}')}</title>"
+    title = f"<title>{escape(f'{variant.label}:{mean}{more}')}</title>"
     return f"<g {marks(comparison, spot.index)}>{title}{shapes}</g>"
 
 
