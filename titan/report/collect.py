@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.settings import show
+from titan.console.numbers import shortest
 from titan.console.text import safe
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read
@@ -239,9 +240,7 @@ def _overrides(point: TrialState | None) -> tuple[str, ...]:
 
 def neat(value: Any) -> str:
     """A setting's value as one would type it; a float in its shortest form, such as 1e9 for 1000000000.0."""
-    if isinstance(value, float) and float(f"{value:g}") == value:
-        return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}")
-    return show(value)
+    return (shortest(value) if isinstance(value, float) else "") or show(value)
 
 
 def _typed(override: str) -> str:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.console.numbers import bounds, plural, signed
 from titan.report import statistics
 from titan.report.columns import Steps
 from titan.report.findings import Answer, Interval, Learning, Needed, Numbers
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference, signed, span
+from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference
 
 WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}
 """The answers for people."""
@@ -163,7 +164,7 @@ def _answer(
     if wrong := _beyond(pairs, parities):
         return "no", wrong, None
     if all(p.identical for p in parities) and len(ends) == len(pairs):
-        return "yes", f"all losses are bitwise equal, in {_count(len(pairs), 'pair')}", None
+        return "yes", f"all losses are bitwise equal, in {plural(len(pairs), 'pair')}", None
     if lost := _diverged(pairs):
         return "undecided", lost, None
     if found is None:
@@ -179,7 +180,7 @@ def _diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
     own, other = ways.count((True, False)), ways.count((False, True))
     if not own and not other:
         return None
-    return f"of {_count(len(pairs), 'pair')}, {own} diverged in this variant only and {other} in the baseline only"
+    return f"of {plural(len(pairs), 'pair')}, {own} diverged in this variant only and {other} in the baseline only"
 
 
 def _odd(pairs: Sequence[tuple[Member, Member]]) -> str:
@@ -210,7 +211,8 @@ def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) 
     if found.count < 2:
         return "undecided", *_of_one(said, margin, noise)
     within = found.interval(EQUIVALENT)
-    said += f" {span(within)} (90% interval) over {_count(found.count, 'pair')}, margin {margin:g}"
+    said += f" {bounds(within.low, within.high, signed)} (90% interval)"
+    said += f" over {plural(found.count, 'pair')}, margin {margin:g}"
     p = found.p_equivalent(margin)
     if p is not None and p < ALPHA:
         return "yes", said, None
@@ -285,7 +287,3 @@ def _repeated(members: Sequence[Member]) -> Spread | None:
 
 def _largest(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from titan.console.numbers import plural
 from titan.report.findings import Failed, Outcomes, RunFound, State
 from titan.report.runs import Member
 
@@ -134,5 +135,5 @@ def _odd(members: Sequence[Member]) -> list[str]:
     counts = [int(m.history.steps.odd().sum()) for m in members]
     if not any(counts):
         return []
-    of, steps = f"{sum(map(bool, counts))} of {len(members)} runs", f"{sum(counts):,} step{'s' * (sum(counts) > 1)}"
+    of, steps = f"{sum(map(bool, counts))} of {len(members)} runs", plural(sum(counts), "step")
     return [f"loss or gradient norm not finite in {of}: {steps}, which did not update the weights"]

@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 from titan.config.settings import show
+from titan.console.numbers import bounds, signed
 from titan.report import statistics
 from titan.report.findings import Answer, Interval, Needed, Numbers, Quality
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, Difference, Signs, signed, span
+from titan.report.statistics import ALPHA, Difference, Signs
 
 SAME_HOURS = 0.02
 """Device-hours that differ by no more than this share are equal."""
@@ -372,8 +373,8 @@ def _figure(estimate: float, measure: Measure, after: str) -> str:
 
 def _bounds(interval: Interval, measure: Measure) -> str:
     if measure.unit or interval.low is None or interval.high is None:
-        return span(interval)
-    return f"[{math.exp(interval.low):.3g}, {math.exp(interval.high):.3g}]"
+        return bounds(interval.low, interval.high, signed)
+    return bounds(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
 
 
 def _said_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -> str:

@@ -127,18 +127,6 @@ def mean(values: Sequence[float]) -> Interval | None:
     return paired(values).interval() if len(values) else None
 
 
-def signed(value: float) -> str:
-    """A difference for people: four decimals, or two digits of a very small one."""
-    return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-4 else f"{value:+.1e}"
-
-
-def span(interval: Interval) -> str:
-    """The bounds of an interval for people; empty where it has none."""
-    if interval.low is None or interval.high is None:
-        return ""
-    return f"[{signed(interval.low)}, {signed(interval.high)}]"
-
-
 def holm(values: Sequence[float | None]) -> list[float | None]:
     """p-values corrected for the number of tests (Holm 1979); None stays None and counts as no test."""
     order = sorted((p, index) for index, p in enumerate(values) if p is not None)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
+from titan.console.numbers import rounded
 from titan.report.findings import Comparison
 from titan.report.render.charts import Chart, marks
-from titan.report.render.table_data import few, memory, step_ms
+from titan.report.render.table_data import memory, step_ms
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def throughput(comparison: Comparison) -> Chart | None:
                 else f"{variant.speed_ratio.estimate:.2f} of baseline"
             )
             whisker = (value * middle / slow, value * middle / fast)
-            bars.append(Bar(i, value, few(value), ratio, whisker))
+            bars.append(Bar(i, value, rounded(value), ratio, whisker))
     doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""

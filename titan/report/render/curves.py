@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from titan.console.numbers import short
+from titan.console.numbers import power, short, tick
 from titan.metrics.plot import SHARE
 from titan.report.findings import Comparison, Numbers, RunFound
 from titan.report.render import svg
@@ -161,7 +161,7 @@ def _losses(
         return None
     low, high, cut = loss_range([line.points for line in lines])
     frame = Frame(_tokens(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
-    body = frame.axes("tokens", unit, short, svg.tick) + _drawn(comparison, frame, lines, name)
+    body = frame.axes("tokens", unit, short, tick) + _drawn(comparison, frame, lines, name)
     told = caption + _told(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
     return Chart(title, told, svg.picture(frame, title, body))
 
@@ -217,7 +217,7 @@ def _differences(
     levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
     levels = {told: level for told, level in levels.items() if level > 0}
     frame = _difference_frame(lines, list(levels.values()))
-    body = frame.axes("tokens", "difference, nats", short, _power)
+    body = frame.axes("tokens", "difference, nats", short, power)
     body += _drawn(comparison, frame, lines, "differences") + _levels(frame, levels)
     return Chart(name, caption + _told(comparison), svg.picture(frame, name, body))
 
@@ -243,7 +243,3 @@ def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
         shift = -5 if level == max(levels.values()) else svg.LINE
         out += svg.text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
     return out
-
-
-def _power(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-")

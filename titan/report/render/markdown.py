@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from titan.report import ranking
 from titan.report.findings import Comparison
 from titan.report.render.sentences import answers, lead, missing, notes, question
-from titan.report.render.table_data import between, columns, number
+from titan.report.render.table_data import between, columns
 
 
 def text(comparison: Comparison) -> str:
@@ -50,7 +50,7 @@ def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     rows = []
     for label, quality in found:
         there = [quality.by_source.get(source) for source in sources]
-        shown = ["" if i is None else f"{i.estimate:+.4f} {between(i, number)}".strip() for i in there]
+        shown = ["" if i is None else f"{i.estimate:+.4f} {between(i)}".strip() for i in there]
         rows.append([label, f"{quality.measure} at {quality.at}", *shown])
     return ["variant", "difference in", *sources], rows
 

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from titan.console.numbers import rounded, tick
 from titan.report.findings import Comparison
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
 from titan.report.render.svg import Frame, Scale
-from titan.report.render.table_data import answer, few, memory
+from titan.report.render.table_data import answer, memory
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
@@ -41,7 +42,7 @@ def pareto(comparison: Comparison) -> Chart | None:
         _wider([spot.x for spot in spots], 78, WIDTH - 30), _wider([spot.y for spot in spots], 340, 40), WIDTH, HEIGHT
     )
     best = front(spots)
-    axes = frame.axes("tokens/s per device (right is faster)", "peak memory, GiB", svg.tick, svg.tick)
+    axes = frame.axes("tokens/s per device (right is faster)", "peak memory, GiB", tick, tick)
     body = axes + _front(frame, best) + "".join(_spot(comparison, frame, spot) for spot in _beneath(comparison, spots))
     named = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured(comparison))]
     body += _names(comparison, frame, spots, list(dict.fromkeys(named)))
@@ -82,7 +83,7 @@ def _beneath(comparison: Comparison, spots: Sequence[Spot]) -> list[Spot]:
 
 def _spot(comparison: Comparison, frame: Frame, spot: Spot) -> str:
     variant = comparison.variants[spot.index]
-    title = escape(f"{variant.label}: {few(spot.x)} tokens/s, {spot.y:.2f} GiB")
+    title = escape(f"{variant.label}: {rounded(spot.x)} tokens/s, {spot.y:.2f} GiB")
     place = f'cx="{frame.x.at(spot.x):.1f}" cy="{frame.y.at(spot.y):.1f}" r="6"'
     hollow = "hollow" if spot.out else "dot"
     return f'<g {marks(comparison, spot.index)}><circle class="{hollow}" {place}><title>{title}</title></circle></g>'

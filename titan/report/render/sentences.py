@@ -1,14 +1,14 @@
-"""What a comparison says in words: the question, the lead, the answer for each variant, and the notes, each told once."""
+"""A comparison in words: the question, the result, the answer for each variant, and the notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.console.numbers import short
+from titan.console.numbers import multiple, plural, rounded, short
 from titan.report.findings import Comparison, Interval, Quality, Reached, Variant
 from titan.report.render import summary
 from titan.report.render.summary import counted
-from titan.report.render.table_data import answer, few, ratio
+from titan.report.render.table_data import answer
 
 WAITING = ("planned", "queued", "running")
 """States of trials that have no figures yet and did not fail."""
@@ -95,12 +95,12 @@ def speed_sentence(times: Interval, doubt: str = "") -> str:
         times: the ratio.
         doubt: why neither "faster" nor "slower" may be said; empty where it may.
     """
-    told = f"{ratio(times.estimate)} times the baseline's tokens/s"
+    told = f"{multiple(times.estimate)} times the baseline's tokens/s"
     if doubt:
         return f"Speed is not ranked ({doubt}): {told}."
     if times.low is None or times.high is None:
         return f"Speed: {told}, without a confidence interval yet."
-    said = f"(95% interval {ratio(times.low)} to {ratio(times.high)})"
+    said = f"(95% interval {multiple(times.low)} to {multiple(times.high)})"
     if times.low <= 1 <= times.high:
         return f"No measurable speed difference: {told} {said}."
     return f"{'Faster' if times.estimate > 1 else 'Slower'}: {told} {said}."
@@ -110,7 +110,7 @@ def _reached(reached: Reached, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
     if reached.median_tokens is None:
         return f"{reached.reached} of {reached.runs} runs reached {goal}, too few for a median."
-    hours = "" if reached.median_device_hours is None else f" and {few(reached.median_device_hours)} device-hours"
+    hours = "" if reached.median_device_hours is None else f" and {rounded(reached.median_device_hours)} device-hours"
     middle = f"after {short(reached.median_tokens)} tokens{hours} (median)"
     return f"{reached.reached} of {reached.runs} runs reached {goal} {middle}."
 
@@ -151,7 +151,7 @@ def _fastest(variants: Sequence[Variant]) -> list[str]:
         return [f"{which} shown to be faster than the baseline."]
     times, variant = max(sure, key=lambda item: item[0])
     which = "It is faster:" if len(variants) == 1 else f"Fastest of those that learn the same: {variant.label},"
-    return [f"{which} {ratio(times)} times the baseline's tokens/s."]
+    return [f"{which} {multiple(times)} times the baseline's tokens/s."]
 
 
 def _above(variant: Variant) -> bool:
@@ -168,5 +168,5 @@ def _standing(comparison: Comparison) -> list[str]:
     lost = {run.directory for run in runs if run.diverged}
     failed = sum(each not in without and each.directory not in lost for each in comparison.failed)
     if without:
-        told.append(f"{len(without)} trial{'s' * (len(without) > 1)} without metrics yet.")
+        told.append(f"{plural(len(without), 'trial')} without metrics yet.")
     return told + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

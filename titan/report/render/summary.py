@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from titan.console.numbers import short
+from titan.console.numbers import plural, rounded, short, size
 from titan.report import ranking, statistics
 from titan.report.findings import Comparison, Quality, Variant
 from titan.report.quality import SOONER
 from titan.report.ranking import verdict
-from titan.report.render.table_data import answer, few, lost_seeds, won
+from titan.report.render.table_data import answer, lost_seeds, won
 
 NAMED = 4
 """Variants that a sentence names."""
@@ -71,8 +71,7 @@ def _gap(variant: Variant, turned: bool = False) -> str:
     quality = verdict(variant)
     difference = quality.difference.estimate if quality and quality.difference else 0.0
     by = -difference if not turned else difference
-    size = f"{abs(by):.3f}" if not by or abs(by) >= 5e-4 else f"{abs(by):.1e}"
-    return f"{size} {'below' if by >= 0 else 'above'}"
+    return f"{size(by)} {'below' if by >= 0 else 'above'}"
 
 
 def _shown(variant: Variant, comparison: Comparison) -> str:
@@ -125,7 +124,7 @@ def _of_diverged(variant: Variant) -> str:
     every = "all" if variant.outcomes.diverged == known else f"{variant.outcomes.diverged} of"
     if variant.against_best:
         return f"{variant.against_best} (compared with its best learning rate)"
-    return f"{every} {known} seed{'s' * (known > 1)} diverged"
+    return f"{every} {plural(known, 'seed')} diverged"
 
 
 def _counts(variants: Sequence[Variant]) -> list[str]:
@@ -204,7 +203,7 @@ def _soonest(comparison: Comparison) -> str:
         for variant in comparison.variants
         if variant.reached and variant.reached.median_device_hours is not None
     ]
-    return f"Fewest device-hours (median, not tested): {min(hours)[1]}, {few(min(hours)[0])}." if hours else ""
+    return f"Fewest device-hours (median, not tested): {min(hours)[1]}, {rounded(min(hours)[0])}." if hours else ""
 
 
 def counted(*groups: tuple[int, str, str]) -> str:

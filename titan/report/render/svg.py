@@ -1,6 +1,7 @@
-"""Pieces of a chart as SVG text: scales with their ticks, axes, lines and labels that keep out of each other's way.
+"""Parts of a chart as SVG text: scales with their ticks, axes, lines, and labels that don't overlap.
 
-The colours are CSS variables of the page, so that a chart follows its light and its dark dress.
+Not matplotlib: the colours are CSS variables, so that charts follow the page's light and dark theme, and elements carry
+the attribute that highlights a variant everywhere on the page.
 """
 
 from __future__ import annotations
@@ -65,11 +66,6 @@ def round_values(low: float, high: float, wanted: int = 6) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
-
-
-def tick(value: float) -> str:
-    """A round value with the digits that tell it from its neighbours."""
-    return f"{value:,.10g}"
 
 
 def _decades(low: float, high: float, wanted: int) -> list[float]:

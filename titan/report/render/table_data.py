@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from titan.console.numbers import short
+from titan.console.numbers import bounds, fixed, multiple, plural, rounded, short
 from titan.report import ranking
 from titan.report.findings import Comparison, Interval, Quality, Reached, RunFound, Speed, Variant
 
@@ -172,29 +171,12 @@ def lost_seeds(quality: Quality) -> str:
     return ", ".join(own + [f"baseline: {quality.baseline_diverged} {what}"] * bool(quality.baseline_diverged))
 
 
-def number(value: float, digits: int = 4) -> str:
-    """A measured value with so many decimals."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "not finite"
-
-
-def few(value: float) -> str:
-    """A value with three digits that count, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def ratio(value: float) -> str:
-    """How many times something is another."""
-    return number(value, 3) if abs(value) < 10 else few(value)
-
-
-def between(interval: Interval, show: Callable[[float], str] = number) -> str:
+def between(interval: Interval, show: Callable[[float], str] = fixed) -> str:
     """The interval in brackets; empty where there is none."""
-    if interval.low is None or interval.high is None:
-        return ""
-    return f"[{show(interval.low)}, {show(interval.high)}]"
+    return bounds(interval.low, interval.high, show)
 
 
-def estimate(interval: Interval | None, show: Callable[[float], str] = number) -> Cell:
+def estimate(interval: Interval | None, show: Callable[[float], str] = fixed) -> Cell:
     """An estimate with its interval."""
     return Cell() if interval is None else Cell(show(interval.estimate), between(interval, show))
 
@@ -223,7 +205,7 @@ def memory(variant: Variant) -> float | None:
 
 def _runs(variant: Variant) -> Cell:
     seeds, states = len({run.seed for run in variant.runs}), Counter(map(_stands, variant.runs))
-    told = [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds != len(variant.runs) else []
+    told = [plural(seeds, "seed")] if seeds != len(variant.runs) else []
     told += [_standing(variant.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
     return Cell(str(len(variant.runs)), f"({', '.join(told)})" if told else "")
 
@@ -240,14 +222,14 @@ def _standing(runs: tuple[RunFound, ...], state: str, count: int) -> str:
 
 def _step(variant: Variant) -> Cell:
     times = step_ms(variant)
-    return Cell() if times is None else Cell(few(times[0]), f"({few(times[1])}-{few(times[2])})")
+    return Cell() if times is None else Cell(rounded(times[0]), f"({rounded(times[1])}-{rounded(times[2])})")
 
 
 def _validation(variant: Variant) -> Cell:
     """The mean, and what it does not show: diverged runs, which are not in it, and outliers, which are."""
     far, found = sum(run.outlier for run in variant.runs), estimate(variant.validation)
     odd = [f"without {variant.outcomes.diverged} diverged"] if variant.outcomes.diverged and found.main else []
-    odd += [f"{far} outlier{'s' * (far > 1)}"] if far else []
+    odd += [plural(far, "outlier")] if far else []
     return Cell(found.main, " ".join(filter(None, [found.detail, ", ".join(odd)])))
 
 
@@ -256,13 +238,13 @@ def _tokens(variant: Variant) -> Cell:
 
 
 def _speed(variant: Variant) -> Cell:
-    return Cell() if variant.speed is None else Cell(few(variant.speed.estimate))
+    return Cell() if variant.speed is None else Cell(rounded(variant.speed.estimate))
 
 
 def _ratio(variant: Variant) -> Cell:
     if variant.speed_ratio is None or variant.baseline:
         return Cell("1" if variant.baseline and variant.speed else "")
-    found = estimate(variant.speed_ratio, ratio)
+    found = estimate(variant.speed_ratio, multiple)
     return replace(found, detail="not judged") if variant.speed_doubt else found
 
 
@@ -274,12 +256,12 @@ def _mfu(variant: Variant) -> Cell:
 
 def _memory(variant: Variant) -> Cell:
     most = memory(variant)
-    return Cell() if most is None else Cell(number(most, 2 if most < 100 else 1))
+    return Cell() if most is None else Cell(fixed(most, 2 if most < 100 else 1))
 
 
 def _hours(variant: Variant) -> Cell:
     hours = [run.cost.device_hours for run in variant.runs]
-    return Cell(few(sum(hours) / len(hours))) if any(hours) else Cell()
+    return Cell(rounded(sum(hours) / len(hours))) if any(hours) else Cell()
 
 
 def _goodput(variant: Variant) -> Cell:
@@ -289,7 +271,7 @@ def _goodput(variant: Variant) -> Cell:
 
 def _loss(variant: Variant) -> Cell:
     losses = [run.loss for run in variant.runs if run.loss is not None]
-    return Cell(number(sum(losses) / len(losses))) if losses else Cell()
+    return Cell(fixed(sum(losses) / len(losses))) if losses else Cell()
 
 
 def _reached(reached: Reached | None) -> Cell:

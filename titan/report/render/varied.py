@@ -9,6 +9,7 @@ from html import escape
 
 import numpy as np
 
+from titan.console.numbers import power, tick
 from titan.report import ranking
 from titan.report.findings import Comparison, RunFound, Variant
 from titan.report.render import svg
@@ -43,10 +44,10 @@ def settings(comparison: Comparison) -> Chart | None:
     if len({spot.x for spot in spots if spot.mean is not None}) < 2:
         return None
     frame = _frame(spots)
-    told = svg.tick if not frame.x.log else _power
+    told = tick if not frame.x.log else power
     unit = "bits per byte" if bits else "validation loss, nats per token"
     short = name.rpartition(".")[2]
-    body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, told, svg.tick)
+    body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, told, tick)
     body += _ticks(frame, spots) + _lines(comparison, frame, spots, name)
     title = f"{'Bits per byte' if bits else 'Validation loss'} over {short}"
     return Chart(title, _caption(spots, point), svg.picture(frame, title, body))
@@ -119,7 +120,7 @@ def _ticks(frame: Frame, spots: Sequence[Spot]) -> str:
     if not frame.x.log:
         return ""
     told = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.ticks()]
-    return "".join(svg.text(frame.x.at(x), frame.y.start + 18, _power(x), "middle") for x in told[:12])
+    return "".join(svg.text(frame.x.at(x), frame.y.start + 18, power(x), "middle") for x in told[:12])
 
 
 def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: str) -> str:
@@ -169,7 +170,3 @@ def _caption(spots: Sequence[Spot], point: int | None) -> str:
     return told + (
         "Crosses: diverged seeds, which the mean does not include." if any(spot.diverged for spot in spots) else ""
     )
-
-
-def _power(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-")
