@@ -12,7 +12,7 @@ from tests.support.aa_report import INJECTED, NEUTRAL, end
 from tests.support.made_runs import Story, made
 from tests.support.unlucky_report import SCENES, Rates, Scene, simulated, templates
 from titan.report.comparison import Options, compare
-from titan.report.quality import difference
+from titan.report.seeds import difference
 from titan.report.statistics import seeds_needed
 
 SPREAD = 0.02

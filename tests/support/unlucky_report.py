@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.made_runs import Story, made
-from titan.report import quality
+from titan.report import superiority, verdicts
 from titan.report.collect import collect
 from titan.report.findings import Numbers
 from titan.report.runs import Member, member
@@ -66,7 +66,7 @@ def simulated(members: Sequence[Member], scene: Scene, repetitions: int, seed: i
         variant, baseline = (
             _drawn(members, d, at) for d, at in zip(draws, (scene.variant, scene.baseline), strict=True)
         )
-        ((told, *_),) = quality.corrected([quality.judged(variant, baseline)], MARGIN)
+        ((told, *_),) = verdicts.corrected([superiority.compared(variant, baseline)], MARGIN)
         found.append((*_said(told.answer, told.text), _survivors(variant, baseline)))
     return Rates(*(float(share) for share in np.mean(found, axis=0)))
 

@@ -53,7 +53,7 @@ class Parity:
     identical: bool
 
 
-def judged(variant: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:
+def compared(variant: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:
     """The answer, with its reason.
 
     Args:

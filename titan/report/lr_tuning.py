@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan.config.settings import show
-from titan.report import quality
+from titan.report import seeds
 from titan.report.collect import neat
 from titan.report.runs import Member
 from titan.report.variants import RATE, Group
@@ -67,7 +67,7 @@ def _rate(group: Group) -> float:
 def _family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[Tuned]:
     if len(family) == 1:
         return [Tuned(True, "learning rate not tuned", 1)]
-    ends = [quality.outcomes(members, lambda m: m.run.validation) for _, members in family]
+    ends = [seeds.outcomes(members, lambda m: m.run.validation) for _, members in family]
     means = [merit(found.values()) for found in ends]
     if not any(np.isfinite(mean) for _, mean in means):
         return [Tuned(True, f"none of its {len(family)} learning rates has a finished run")] * len(family)
@@ -97,7 +97,7 @@ def merit(ends: Iterable[float]) -> tuple[float, float]:
 
 def _against(ends: Mapping[int, float], best: Mapping[int, float]) -> str:
     """How a rate at which runs diverged compares with the one that was chosen; empty where none did."""
-    found = quality.difference(ends, best)
+    found = seeds.difference(ends, best)
     if found is None or found.signs is None or not found.lost:
         return ""
     return f"better on {found.signs.wins} of {found.signs.count} seeds, {found.lost} diverged"

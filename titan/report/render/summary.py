@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from titan.console.numbers import plural, rounded, short, size
 from titan.report import ranking, statistics
 from titan.report.findings import Comparison, Quality, Variant
-from titan.report.quality import SOONER
 from titan.report.ranking import verdict
 from titan.report.render.table_data import answer, lost_seeds, won
+from titan.report.superiority import SOONER
 
 NAMED = 4
 """Variants that a sentence names."""

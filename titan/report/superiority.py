@@ -15,92 +15,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from titan.config.settings import show
 from titan.console.numbers import bounds, signed
-from titan.report import statistics
-from titan.report.findings import Answer, Interval, Needed, Numbers, Quality
+from titan.report.findings import Interval, Numbers, Quality
+from titan.report.measure import Measure, Measured, measure_of
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, Difference, Signs
+from titan.report.seeds import Seeds, by_seed, difference, outcomes
+from titan.report.statistics import Signs
+from titan.report.verdicts import Open
 
 SAME_HOURS = 0.02
 """Device-hours that differ by no more than this share are equal."""
-READ_AS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", "window", "epochs", "sources")
-"""Settings of a dataset that say how its text is read, not which text is held out."""
-HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
-
 SOONER = "set a lower target or a lower metrics.validate_every"
 NOWHERE = "a run has no validation as early as the end of the shortest run (lower metrics.validate_every)"
 
-Measured = Callable[[Member], float | None]
-"""What is compared of a run; None where it has none."""
 
-
-@dataclass(frozen=True)
-class Measure:
-    """What two variants can be compared by.
-
-    Attributes:
-        name: "validation loss", "bits per byte" or "tokens to the target".
-        unit: of a difference; empty: values are logarithms, whose difference is told as a ratio.
-        of: a run's final value; infinite where it never came to one.
-        curve: its values at its validations.
-        lost: what is said of a run whose value is infinite.
-    """
-
-    name: str
-    unit: str
-    of: Measured
-    curve: Callable[[Member], Numbers]
-    lost: str = "diverged"
-
-
-@dataclass(frozen=True)
-class Seeds:
-    """Variant against baseline over seeds: as pairs, or as two independent samples.
-
-    Attributes:
-        difference: variant minus baseline, of pairs in which both are finite; None where there is none.
-        paired: whether of pairs.
-        pairs: how many there are.
-        signs: the pairs counted; None where no run of either side diverged.
-        lost, baseline_lost: seeds of each side whose value is infinite, as where they diverged.
-    """
-
-    difference: Difference | None
-    paired: bool
-    pairs: int = 0
-    signs: Signs | None = None
-    lost: int = 0
-    baseline_lost: int = 0
-
-    def p(self) -> float | None:
-        """Of the test that fits: of signs where runs diverged, else Student's t."""
-        if self.signs is not None:
-            return self.signs.p()
-        return self.difference.p() if self.difference else None
-
-    def interval(self) -> Interval | None:
-        """Of the difference; without bounds where only survivors tell of it."""
-        if self.difference is None:
-            return None
-        return Interval(self.difference.estimate, None, None) if self.signs else self.difference.interval()
-
-
-@dataclass(frozen=True)
-class Open:
-    """A comparison before Holm's correction; without seeds it is not ranked and stays as it is."""
-
-    quality: Quality
-    seeds: Seeds | None = None
-    measure: Measure | None = None
-
-
-def judged(variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
+def compared(variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
     """What can be said of a variant's runs; the first is the verdict.
 
     Args:
@@ -133,54 +65,6 @@ def _same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> boo
     """Whether hours of both sides mean the same: on the same hardware, which no other run used at the same time."""
     one, two = ({m.run.hardware for m in side} for side in (variant, baseline))
     return one == two != {""} and not any(m.run.shared for m in (*variant, *baseline))
-
-
-def measure_of(one: Member, two: Member) -> Measure | None:
-    """By what runs can be compared: nats on the same tokens, bits a byte on the same text; None: by neither."""
-    if _held(one) == _held(two):
-        return Measure("validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation)
-    if same_text(one, two):
-        return Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
-    return None
-
-
-def _held(member: Member) -> tuple[Any, ...]:
-    """What decides the tokens that are held out and how they lie in rows."""
-    config = member.raw.config
-    rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")
-    return (_digest(member), config["metrics"].get("validation_tokens"), *rows)
-
-
-def _digest(member: Member) -> Any:
-    return member.raw.last["science"].get("data")
-
-
-def same_text(one: Member, two: Member) -> bool:
-    """Whether two runs hold out the same text, cut into tokens and rows by each in its way."""
-    count = [m.raw.config["metrics"].get("validation_tokens") for m in (one, two)]
-    if count[0] != count[1]:
-        return False
-    if _digest(one) == _digest(two):
-        return True
-    return bool(_text(one) == _text(two) and _read_as(one) != _read_as(two))
-
-
-def _text(member: Member) -> Any:
-    """The settings that decide which text is held out."""
-    dataset = member.raw.config["dataset"]
-    parts = {"": dataset, **(dataset.get("sources") or {})}
-    kinds = member.raw.last["science"].get("dataset")
-    return kinds, {name: {k: show(v) for k, v in part.items() if k not in _READ} for name, part in parts.items()}
-
-
-def _read_as(member: Member) -> Any:
-    """The settings by which the digest of the same text is another one."""
-    dataset = member.raw.config["dataset"]
-    parts = {"": dataset, **(dataset.get("sources") or {})}
-    return {name: [show(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}
-
-
-_READ = (*READ_AS, *HOUSEKEEPING)
 
 
 def _nothing(measure: str, at: str, text: str) -> Open:
@@ -280,39 +164,6 @@ def _common_points(members: Sequence[Member], measure: Measure) -> set[int]:
 def _value_at(member: Member, measure: Measure, point: int) -> float | None:
     where = np.flatnonzero(_token_axis(member) == point)
     return float(measure.curve(member)[where[-1]]) if len(where) and member.run.state == "finished" else None
-
-
-def outcomes(members: Sequence[Member], of: Measured) -> dict[int, float]:
-    """The mean over the repeats of each seed; infinite where a repeat diverged, left out where it is not known."""
-    lost = {m.raw.seed: math.inf for m in members if m.run.diverged}
-    return by_seed(members, of) | lost
-
-
-def by_seed(members: Sequence[Member], of: Measured) -> dict[int, float]:
-    """The mean over the repeats of each seed, of what is known; NaN is not."""
-    values: dict[int, list[float]] = {}
-    for m in members:
-        value = of(m)
-        if value is not None and not math.isnan(value):
-            values.setdefault(m.raw.seed, []).append(value)
-    return {seed: float(np.mean(known)) for seed, known in values.items()}
-
-
-def difference(variant: Mapping[int, float], baseline: Mapping[int, float]) -> Seeds | None:
-    """Variant minus baseline; infinite values are worse than any other. None where no test can be made."""
-    common = [seed for seed in variant if seed in baseline]
-    lost, baseline_lost = (sum(map(math.isinf, side.values())) for side in (variant, baseline))
-    if len(common) < 2 <= min(len(variant), len(baseline)):
-        if lost or baseline_lost:
-            return None
-        return Seeds(statistics.welch(list(variant.values()), list(baseline.values())), False)
-    if not common:
-        return None
-    one, two = (np.array([side[seed] for seed in common]) for side in (variant, baseline))
-    both = np.isfinite(one) & np.isfinite(two)
-    known = statistics.paired(one[both] - two[both]) if both.any() else None
-    signs = statistics.signs(one, two) if lost or baseline_lost else None
-    return Seeds(known, True, len(common), signs, lost, baseline_lost)
 
 
 def _by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
@@ -448,86 +299,3 @@ def _at(axis: Numbers, values: Numbers, point: float) -> float | None:
     if not len(axis) or not axis[0] <= point <= axis[-1]:
         return None
     return float(np.interp(point, axis, values))
-
-
-def corrected(variants: Sequence[Sequence[Open]], margin: float) -> list[tuple[Quality, ...]]:
-    """The comparisons with p-values by Holm over the variants, and with answers.
-
-    The verdicts are one family of tests, whatever point each is at; other comparisons are one for each point.
-
-    Args:
-        variants: what was found of each variant.
-        margin: difference in validation loss, nats, that counts as none.
-    """
-    families: dict[str, list[tuple[int, int]]] = {}
-    for i, found in enumerate(variants):
-        for j, each in enumerate(found):
-            families.setdefault(each.quality.at if j else "verdict", []).append((i, j))
-    told: dict[tuple[int, int], Quality] = {}
-    for places in families.values():
-        values = [variants[i][j].quality.p for i, j in places]
-        tests = sum(p is not None for p in values)
-        for (i, j), p in zip(places, statistics.holm(values), strict=True):
-            told[i, j] = _decided(variants[i][j], p, margin, tests)
-    return [tuple(told[i, j] for j in range(len(found))) for i, found in enumerate(variants)]
-
-
-def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Quality:
-    """The answer: yes by the corrected test, no by equivalence, else undecided with the pairs that would decide.
-
-    Args:
-        each: the comparison.
-        p_holm: its corrected p-value.
-        margin: in nats.
-        tests: how many comparisons the correction is over.
-    """
-    quality, seeds = each.quality, each.seeds
-    if seeds is None:
-        return quality
-    if seeds.signs is not None:
-        return _by_signs(quality, seeds.signs, p_holm)
-    if p_holm is None or seeds.difference is None:
-        return dataclasses.replace(quality, text=f"inconclusive: {quality.text}", needed=2)
-    nats = quality.measure == "validation loss"
-    p_none = seeds.difference.p_equivalent(margin) if nats else None
-    small = p_none is not None and p_none < ALPHA
-    answer: Answer = "yes" if p_holm < ALPHA else "no" if small else "undecided"
-    needed = _needed(seeds.difference, margin if nats else None, tests) if answer == "undecided" else None
-    text = _sentence(answer, quality, p_holm, needed, margin, small)
-    count = needed.count if needed else None
-    return dataclasses.replace(quality, answer=answer, text=text, p_holm=p_holm, needed=count, needed_range=needed)
-
-
-def _by_signs(quality: Quality, signs: Signs, p_holm: float | None) -> Quality:
-    """The answer where runs diverged: a side that did is never plainly better, however many seeds it won."""
-    better = signs.wins > signs.losses
-    plain = not (quality.diverged if better else quality.baseline_diverged)
-    answer: Answer = "yes" if p_holm is not None and p_holm < ALPHA and plain else "undecided"
-    word = ("better" if better else "worse") if answer == "yes" else "inconclusive"
-    test = "" if p_holm is None else f"; sign test, p {p_holm:.2g}"
-    return dataclasses.replace(quality, answer=answer, text=f"{word}: {quality.text}{test}", p_holm=p_holm)
-
-
-def _needed(found: Difference, margin: float | None, tests: int) -> Needed:
-    """Pairs that would decide: that show a difference as large as the one seen, or that there is none.
-
-    A difference has to hold at the strictest level of Holm's correction, so that as many pairs surely do.
-    """
-    known = found.spread, found.freedom, found.count
-    if margin is not None and abs(found.estimate) < margin:
-        return statistics.with_range(lambda s: statistics.pairs_to_equal(margin, s, found.estimate), *known)
-    alpha = ALPHA / tests
-    return statistics.with_range(lambda s: statistics.seeds_needed(found.estimate, s, alpha=alpha), *known)
-
-
-def _sentence(answer: Answer, quality: Quality, p: float, needed: Needed | None, margin: float, small: bool) -> str:
-    better = quality.difference is not None and quality.difference.estimate < 0
-    word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, "inconclusive")
-    said = f"{word}: {quality.text}, p {p:.2g}"
-    if answer == "no":
-        return f"{said}: smaller than the equivalence margin of {margin:g}"
-    if answer == "yes":
-        return f"{said}; yet smaller than the equivalence margin of {margin:g}" if small else said
-    if needed is None or needed.count is None:
-        return f"{said}; more seeds are unlikely to decide"
-    return f"{said}; {statistics.about(needed, 'seeds')} would decide"
