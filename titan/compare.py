@@ -38,12 +38,12 @@ Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to chan
 """
 PAGE = "compare.html"
 WIDE = 160
-"""Columns where there is no terminal, as in a file."""
+"""Columns without a terminal, as in a file."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `python -m titan.compare` understands beside directories."""
+    """The settings of `python -m titan.compare`."""
 
     baseline: str | None = setting(
         None,
@@ -58,14 +58,14 @@ class Settings:
     )
 
     def files(self) -> tuple[Path, ...] | None:
-        """The files that were asked for; None where nothing was said."""
+        """Return the files to write; None for the default page."""
         if self.to is None:
             return None
         return tuple(Path(name).expanduser() for name in ([self.to] if isinstance(self.to, str) else self.to))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(given))
 
@@ -73,25 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(given: list[str]) -> int:
     if shows(given, HELP.format(settings=describe(Settings))):
         return 0
-    directories, told = split(given)
-    settings = arguments(Settings, told)
+    directories, assignments = split(given)
+    settings = arguments(Settings, assignments)
     _check(directories, settings.files() or ())
 
-    from titan.report import comparison as judge  # only now: refusals and --help need not wait for numpy
+    from titan.report import comparison  # here: errors and --help need not wait for numpy
     from titan.report.render import table
 
-    options = judge.Options(settings.baseline, settings.margin, settings.target)
-    comparison = judge.compare(directories, options)
-    print(table.text(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
-    _write_all(comparison, Path(directories[0]), settings.files(), given)
+    options = comparison.Options(settings.baseline, settings.margin, settings.target)
+    found = comparison.compare(directories, options)
+    print(table.text(found, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
+    _write_all(found, Path(directories[0]), settings.files(), given)
     return 0
 
 
 def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Directories, and arguments of the kind KEY=VALUE.
+    """Return the directories and the KEY=VALUE arguments.
 
-    A directory may have an equals sign in its name, as points of a sweep have: what is no setting's name before it
-    and is there as a directory is one.
+    The directory of a trial has an equals sign in its name: an argument whose key is not a setting is a directory if it
+    exists as one.
     """
     known = {field.name for field in fields(Settings)}
     directories = [text for text in given if not _is_setting(text, known)]
@@ -106,7 +106,7 @@ def _is_setting(text: str, known: set[str]) -> bool:
 
 
 def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
-    """Refuse what can't be read or written, before any work."""
+    """Raise ConfigError when something can't be read or written, before any work."""
     if not directories:
         raise ConfigError(
             "no directory is given; give directories of runs or sweeps, such as runs/grid, or see --help."
@@ -123,12 +123,12 @@ def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
 
 
 def _colourful() -> bool:
-    """Whether colours are welcome: on a terminal that knows them, unless the user says no (no-color.org)."""
+    """Return whether to use colours: on a terminal that has them, unless NO_COLOR is set (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None, given: Sequence[str]) -> None:
-    """Write what was asked for; the page that nobody asked for may fail, as in a directory of other people."""
+    """Write the files; the default page may fail, as in a directory without write permission."""
     made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *given])}"
     print()
     for file in [first / PAGE] if files is None else files:

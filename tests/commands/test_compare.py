@@ -161,8 +161,8 @@ PROGRAM = """\
 import sys
 from tests.support import shown_report as shown
 from titan import compare
-from titan.report import comparison as judge
-judge.compare = lambda directories, options: shown.two()
+from titan.report import comparison
+comparison.compare = lambda directories, options: shown.two()
 code = compare.main(["runs/grid", "to=[x.html,x.csv,x.json,x.md]"])
 sys.exit(code or ' '.join({'torch', 'matplotlib'} & set(sys.modules)))
 """

@@ -49,7 +49,7 @@ class Raw:
         state, reason: how it stands; of one that did not finish, why.
         overrides: what a sweep's command line says of it alone; of other runs, the whole command line.
         host: the name of the machine of its first rank; empty where env.json does not say.
-        damage: what is wrong with its files, and was left aside; in a sentence each.
+        corruption: what is wrong with its files, and was left aside; in a sentence each.
     """
 
     directory: Path
@@ -61,7 +61,7 @@ class Raw:
     reason: str | None
     overrides: tuple[str, ...] = ()
     host: str = ""
-    damage: tuple[str, ...] = ()
+    corruption: tuple[str, ...] = ()
 
     @property
     def last(self) -> Mapping[str, Any]:
@@ -116,13 +116,13 @@ class Collected:
         runs: each once, in the order in which they were found.
         failed: points of sweeps without a run, and runs whose run.yaml can't be read.
         sweeps: directory and question of each sweep.
-        damage: what is wrong with the sweeps' own files.
+        corruption: what is wrong with the sweeps' own files.
     """
 
     runs: tuple[Raw, ...]
     failed: tuple[Failed, ...]
     sweeps: tuple[tuple[Path, SweepSpec], ...]
-    damage: tuple[str, ...] = ()
+    corruption: tuple[str, ...] = ()
 
 
 @dataclass
@@ -130,7 +130,7 @@ class _Found:
     runs: dict[Path, Raw] = field(default_factory=dict)
     failed: dict[Path, Failed] = field(default_factory=dict)
     sweeps: dict[Path, SweepSpec] = field(default_factory=dict)
-    damage: list[str] = field(default_factory=list)
+    corruption: list[str] = field(default_factory=list)
 
     def known(self, directory: Path) -> bool:
         return directory in self.runs or directory in self.failed
@@ -159,7 +159,7 @@ def collect(directories: Sequence[Path]) -> Collected:
                 f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
     return Collected(
-        tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.damage)
+        tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.corruption)
     )
 
 
@@ -172,7 +172,7 @@ def _enter(directory: Path, found: _Found, given: bool = False) -> None:
     sweep = ledger.read(directory)
     if sweep is not None:
         found.sweeps[directory] = sweep.asked
-        found.damage += [f"{directory.name}: {note}" for note in sweep.notes]
+        found.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
         for point in sweep.points:
             _take(Path(point.directory), found, point)
         return
@@ -221,16 +221,16 @@ def _read(directory: Path, point: TrialState | None) -> Raw | Failed:
         )
     metrics = columns.read(directory / "metrics.jsonl")
     result, wrong = read_result(directory, {d["ids"]["science"] for d in documents})
-    damage = [wrong] if wrong else []
+    corruption = [wrong] if wrong else []
     if metrics.broken:
         lines = "1 line" if metrics.broken == 1 else f"{metrics.broken} lines"
-        damage.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
+        corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _state(directory, documents[-1], result, point, metrics.steps)
     overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
     machine = _json(directory / "env.json")
     device, host = machine.get("device"), machine.get("host")
     about = device if isinstance(device, dict) else {}
-    damaged, named = tuple(damage), host if isinstance(host, str) else ""
+    damaged, named = tuple(corruption), host if isinstance(host, str) else ""
     return Raw(directory, documents, metrics, result, about, state, reason, overrides, named, damaged)
 
 
@@ -293,14 +293,14 @@ def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], 
     """How the last attempt of a run ended that did not finish."""
     if result.get("attempt") == last["attempt"] and result.get("finished") is False:
         return "stopped", f"stopped by a signal at step {result.get('step')}; the same command resumes it"
-    if told := _told(directory / "log" / "launcher.log", str(last.get("began") or "")):
-        return "failed", told
+    if message := _launcher_message(directory / "log" / "launcher.log", str(last.get("began") or "")):
+        return "failed", message
     if len(steps) and steps.odd()[-1]:
         return "stopped", f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
     return "stopped", "it ended without an error message; the same command resumes it"
 
 
-def _told(log: Path, began: str) -> str | None:
+def _launcher_message(log: Path, began: str) -> str | None:
     """What the launcher said last, since the attempt began; of a traceback the first and the last line."""
     try:
         lines = log.read_text(errors="replace").splitlines()

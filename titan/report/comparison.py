@@ -147,17 +147,17 @@ def _doubt(own: Sequence[Member], baseline: Sequence[Member], few: bool) -> str:
 
 def _learning(candidate: Candidate, candidates: Sequence[Candidate], margin: float) -> Learning | None:
     """Whether a variant learns what the one of the same recipe learns: the baseline, or another learning rate of it."""
-    twin = next((v for v in candidates if _twins(candidate, v, candidates[0])), None)
-    if twin is None or candidate is candidates[0]:
+    other = next((v for v in candidates if _must_learn_the_same(candidate, v, candidates[0])), None)
+    if other is None or candidate is candidates[0]:
         return None
-    found = equivalence.compared(candidate.members, twin.members, margin)
-    if twin is candidates[0]:
+    found = equivalence.compared(candidate.members, other.members, margin)
+    if other is candidates[0]:
         return found
     word, _, text = found.text.partition(": ")
-    return replace(found, text=f"{word}: compared with {twin.group.label}: {text}")
+    return replace(found, text=f"{word}: compared with {other.group.label}: {text}")
 
 
-def _twins(candidate: Candidate, other: Candidate, baseline: Candidate) -> bool:
+def _must_learn_the_same(candidate: Candidate, other: Candidate, baseline: Candidate) -> bool:
     """Return whether a variant must learn the same as `other`, which is the baseline or another learning rate of it."""
     same = candidate.group.group_id == other.group.group_id
     return same and candidate is not other and other.group.rest == baseline.group.rest
@@ -196,8 +196,12 @@ def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
 
 def _common(groups: Sequence[Group]) -> dict[str, str]:
     """What all variants share and is worth saying."""
-    told = [_worth_saying(group) for group in groups]
-    return {key: value for key, value in (told[0] if told else {}).items() if all(t.get(key) == value for t in told)}
+    each_worth = [_worth_saying(group) for group in groups]
+    return {
+        key: value
+        for key, value in (each_worth[0] if each_worth else {}).items()
+        if all(t.get(key) == value for t in each_worth)
+    }
 
 
 def _worth_saying(group: Group) -> dict[str, str]:

@@ -207,34 +207,34 @@ def _beyond(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) 
 
 def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) -> tuple[Answer, str, Needed | None]:
     """The answer that the final losses give."""
-    said = f"final {what} differs by {signed(found.estimate)} nats"
+    phrase = f"final {what} differs by {signed(found.estimate)} nats"
     if found.count < 2:
-        return "undecided", *_of_one(said, margin, noise)
+        return "undecided", *_of_one(phrase, margin, noise)
     within = found.interval(EQUIVALENT)
-    said += f" {bounds(within.low, within.high, signed)} (90% interval)"
-    said += f" over {plural(found.count, 'pair')}, margin {margin:g}"
+    phrase += f" {bounds(within.low, within.high, signed)} (90% interval)"
+    phrase += f" over {plural(found.count, 'pair')}, margin {margin:g}"
     p = found.p_equivalent(margin)
     if p is not None and p < ALPHA:
-        return "yes", said, None
+        return "yes", phrase, None
     if _outside(found.interval(LEVEL), margin):
-        return "no", said, None
+        return "no", phrase, None
     if abs(found.estimate) >= margin:
-        return "undecided", f"{said}; more pairs are unlikely to show equivalence", None
+        return "undecided", f"{phrase}; more pairs are unlikely to show equivalence", None
     needed = statistics.with_range(
         lambda s: statistics.pairs_to_equal(margin, s, found.estimate), found.spread, found.freedom, found.count
     )
-    return "undecided", f"{said}; {statistics.about(needed, 'pairs')} would decide", needed
+    return "undecided", f"{phrase}; {statistics.about(needed, 'pairs')} would decide", needed
 
 
-def _of_one(said: str, margin: float, noise: Spread | None) -> tuple[str, Needed]:
+def _of_one(phrase: str, margin: float, noise: Spread | None) -> tuple[str, Needed]:
     """What the only pair tells, and how many it takes by the spread of the baseline's repeats."""
-    said += " in the only pair; at least 2 pairs are needed"
+    phrase += " in the only pair; at least 2 pairs are needed"
     if noise is None:
-        return said, Needed(2, 2, None, 1)
+        return phrase, Needed(2, 2, None, 1)
     needed = statistics.with_range(
         lambda s: statistics.pairs_to_equal(margin, s * math.sqrt(2)), noise.deviation, noise.freedom, noise.count
     )
-    return f"{said}, {statistics.about(needed, 'pairs')} by the spread of the baseline's repeats", needed
+    return f"{phrase}, {statistics.about(needed, 'pairs')} by the spread of the baseline's repeats", needed
 
 
 def _outside(interval: Interval, margin: float) -> bool:

@@ -99,16 +99,16 @@ class History:
 
     def curves(self) -> Curves:
         """The run over time."""
-        said = self.validations
+        records = self.validations
         return Curves(
             steps=self.steps.step,
             tokens=self.steps.tokens,
             losses=self.steps.loss,
             device_hours=self.device_hours,
-            validation_steps=np.array([v["step"] for v in said], dtype=np.int64),
-            validation_tokens=_column(said, "tokens"),
-            validation=_column(said, "validation_loss"),
-            bits_per_byte=_column(said, "bits_per_byte"),
+            validation_steps=np.array([v["step"] for v in records], dtype=np.int64),
+            validation_tokens=_column(records, "tokens"),
+            validation=_column(records, "validation_loss"),
+            bits_per_byte=_column(records, "bits_per_byte"),
         )
 
     def _validations(self) -> tuple[Mapping[str, Any], ...]:

@@ -93,7 +93,7 @@ def of_whole(
 ) -> tuple[str, ...]:
     """What holds for the whole."""
     groups, every = [v.group for v in candidates], [m for v in candidates for m in v.members]
-    notes = [*found.damage, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.damage)]
+    notes = [*found.corruption, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.corruption)]
     if len(codes := _codes(every)) > 1:
         notes.append(f"the runs use {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
     if len(hardware := {m.run.hardware for m in every}) > 1:
@@ -116,8 +116,8 @@ def _of_baseline(candidates: Sequence[Candidate], named: str | None, asked: Swee
     notes = []
     wanted = {} if named is not None else asked.baseline
     if wanted and not variants.fits(first.group, wanted):
-        told = " ".join(f"{name}={value}" for name, value in wanted.items())
-        notes.append(f"the sweep's baseline ({told}) has no metrics: {first.group.label} is the baseline instead")
+        settings = " ".join(f"{name}={value}" for name, value in wanted.items())
+        notes.append(f"the sweep's baseline ({settings}) has no metrics: {first.group.label} is the baseline instead")
     fitting = [groups[i] for i in variants.fitting(groups, wanted)]
     if len({group.rest for group in fitting}) > 1 or (len(fitting) > 1 and first.tuned.tried < 2):
         notes.append(

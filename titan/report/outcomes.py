@@ -82,8 +82,8 @@ def _without(state: State) -> str:
 
 
 def _seed(overrides: Sequence[str], otherwise: str) -> Any:
-    told = [o.partition("=")[2] for o in overrides if o.lstrip("+~").startswith("training.seed=")]
-    return int(told[-1]) if told and told[-1].isdecimal() else otherwise
+    seeds = [o.partition("=")[2] for o in overrides if o.lstrip("+~").startswith("training.seed=")]
+    return int(seeds[-1]) if seeds and seeds[-1].isdecimal() else otherwise
 
 
 def recipe(overrides: Sequence[str]) -> frozenset[str]:
@@ -100,8 +100,8 @@ def notes(members: Sequence[Member]) -> list[str]:
 def missing(trials: Sequence[Failed]) -> str:
     """How many trials have no figures, and why; empty where there are none."""
     kinds = Counter(_without(trial.state) for trial in trials)
-    told = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
-    return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in told.items() if kinds[kind])
+    by_kind = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
+    return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in by_kind.items() if kinds[kind])
 
 
 def _of_diverged(runs: Sequence[RunFound]) -> list[str]:

@@ -88,8 +88,8 @@ def _lacking(variant: Sequence[Member], baseline: Sequence[Member], measure: Mea
         if not outcomes(members, measure.of):
             return f"no run {who} has a final {measure.name}"
     diverged = sum(m.run.diverged for m in (*variant, *baseline))
-    said = "the variants have no seed in common, and too few seeds for an unpaired comparison"
-    return f"{diverged} runs diverged, and there are no common seeds to count wins over" if diverged else said
+    phrase = "the variants have no seed in common, and too few seeds for an unpaired comparison"
+    return f"{diverged} runs diverged, and there are no common seeds to count wins over" if diverged else phrase
 
 
 def _at_unequal_tokens(
@@ -184,7 +184,7 @@ def _ranked(
     """A comparison that is ranked; the answer comes with Holm's correction."""
     made = Quality(
         answer="undecided",
-        text=_said(found, measure, after),
+        text=_phrase(found, measure, after),
         measure=measure.name,
         at=at,
         difference=found.interval(),
@@ -201,19 +201,19 @@ def _ranked(
     return Open(made, found, measure)
 
 
-def _said(found: Seeds, measure: Measure, after: str = "") -> str:
+def _phrase(found: Seeds, measure: Measure, after: str = "") -> str:
     """The difference in words, with `after` behind its figure."""
     if found.signs is not None:
-        return _said_of_signs(found, found.signs, measure, after)
+        return _phrase_of_signs(found, found.signs, measure, after)
     if found.difference is None:
         return ""
-    said = _figure(found.difference.estimate, measure, after)
+    phrase = _figure(found.difference.estimate, measure, after)
     bounds = _bounds(found.difference.interval(), measure)
     if not bounds:
-        return f"{said} in the only pair of seeds; one seed is not enough to compare recipes"
+        return f"{phrase} in the only pair of seeds; one seed is not enough to compare recipes"
     count = found.difference.count
     seeds = f"{count} pairs of seeds" if found.paired else f"at least {count} seeds on each side, unpaired"
-    return f"{said} {bounds} over {seeds}"
+    return f"{phrase} {bounds} over {seeds}"
 
 
 def _figure(estimate: float, measure: Measure, after: str) -> str:
@@ -228,15 +228,15 @@ def _bounds(interval: Interval, measure: Measure) -> str:
     return bounds(math.exp(interval.low), math.exp(interval.high), "{:.3g}".format)
 
 
-def _said_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -> str:
+def _phrase_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -> str:
     """Which pairs were won, how many runs were lost, and the difference of those that are left, which is no result."""
-    told = f"better on {signs.wins} of {signs.count} seeds"
-    told += f", {found.lost} {measure.lost}" if found.lost else ""
-    told += f", baseline: {found.baseline_lost} {measure.lost}" if found.baseline_lost else ""
+    wins = f"better on {signs.wins} of {signs.count} seeds"
+    wins += f", {found.lost} {measure.lost}" if found.lost else ""
+    wins += f", baseline: {found.baseline_lost} {measure.lost}" if found.baseline_lost else ""
     if found.difference is None:
-        return told
+        return wins
     left = f"over the other pairs, {_figure(found.difference.estimate, measure, after)}"
-    return f"{told} ({left}, which is biased in favour of the side that lost runs)"
+    return f"{wins} ({left}, which is biased in favour of the side that lost runs)"
 
 
 def _ended(members: Sequence[Member]) -> set[int]:
@@ -284,7 +284,7 @@ def _on_the_way(
         return _nothing(measure.name, at, f"inconclusive: {NOWHERE}")
     where = f"{point:,.0f} tokens" if at == "equal tokens" else f"{point:.3g} device-hours"
     why = "not ranked, because not all runs had finished their learning rate schedule"
-    text = f"inconclusive: at {where} {_said(found, measure)}; {why}"
+    text = f"inconclusive: at {where} {_phrase(found, measure)}; {why}"
     return Open(Quality("undecided", text, measure.name, at, found.interval(), None, None, {}, found.pairs, None))
 
 

@@ -35,13 +35,13 @@ def corrected(variants: Sequence[Sequence[Open]], margin: float) -> list[tuple[Q
     for i, found in enumerate(variants):
         for j, each in enumerate(found):
             families.setdefault(each.quality.at if j else "verdict", []).append((i, j))
-    told: dict[tuple[int, int], Quality] = {}
+    decided: dict[tuple[int, int], Quality] = {}
     for places in families.values():
         values = [variants[i][j].quality.p for i, j in places]
         tests = sum(p is not None for p in values)
         for (i, j), p in zip(places, statistics.holm(values), strict=True):
-            told[i, j] = _decided(variants[i][j], p, margin, tests)
-    return [tuple(told[i, j] for j in range(len(found))) for i, found in enumerate(variants)]
+            decided[i, j] = _decided(variants[i][j], p, margin, tests)
+    return [tuple(decided[i, j] for j in range(len(found))) for i, found in enumerate(variants)]
 
 
 def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Quality:
@@ -95,11 +95,11 @@ def _needed(found: Difference, margin: float | None, tests: int) -> Needed:
 def _sentence(answer: Answer, quality: Quality, p: float, needed: Needed | None, margin: float, small: bool) -> str:
     better = quality.difference is not None and quality.difference.estimate < 0
     word = {"yes": "better" if better else "worse", "no": "no difference"}.get(answer, "inconclusive")
-    said = f"{word}: {quality.text}, p {p:.2g}"
+    phrase = f"{word}: {quality.text}, p {p:.2g}"
     if answer == "no":
-        return f"{said}: smaller than the equivalence margin of {margin:g}"
+        return f"{phrase}: smaller than the equivalence margin of {margin:g}"
     if answer == "yes":
-        return f"{said}; yet smaller than the equivalence margin of {margin:g}" if small else said
+        return f"{phrase}; yet smaller than the equivalence margin of {margin:g}" if small else phrase
     if needed is None or needed.count is None:
-        return f"{said}; more seeds are unlikely to decide"
-    return f"{said}; {statistics.about(needed, 'seeds')} would decide"
+        return f"{phrase}; more seeds are unlikely to decide"
+    return f"{phrase}; {statistics.about(needed, 'seeds')} would decide"

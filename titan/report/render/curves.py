@@ -62,17 +62,17 @@ def differences(comparison: Comparison) -> Chart | None:
     """Size of the difference in training loss to the baseline's run of the same seed, for variants of its science."""
     base = next((variant for variant in comparison.variants if variant.baseline), None)
     pairs = [
-        (i, run, twin)
+        (i, run, other)
         for i, run in _runs(comparison)
-        for twin in (base.runs if base else ())
+        for other in (base.runs if base else ())
         if comparison.variants[i].same_science and not comparison.variants[i].baseline
-        if (twin.seed, twin.repeat) == (run.seed, run.repeat)
+        if (other.seed, other.repeat) == (run.seed, run.repeat)
     ]
     if base is None or not pairs:
         return None
     points = min(WINDOWS, _points(comparison))
-    lines = [Line(i, run.label, _positive(gap(run, twin, points))) for i, run, twin in pairs]
-    apart = {i for i, run, twin in pairs if not _equal(run, twin)}
+    lines = [Line(i, run.label, _positive(gap(run, other, points))) for i, run, other in pairs]
+    apart = {i for i, run, other in pairs if not _equal(run, other)}
     equal = list(dict.fromkeys(comparison.variants[i].label for i, *_ in pairs if i not in apart))
     return _differences(comparison, lines, equal, _between_seeds(base.runs))
 
@@ -162,8 +162,8 @@ def _losses(
     low, high, cut = loss_range([line.points for line in lines])
     frame = Frame(_tokens(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
     body = frame.axes("tokens", unit, short, tick) + _drawn(comparison, frame, lines, name)
-    told = caption + _told(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
-    return Chart(title, told, svg.picture(frame, title, body))
+    legend = caption + _legend(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
+    return Chart(title, legend, svg.picture(frame, title, body))
 
 
 def _tokens(lines: Sequence[Line]) -> Scale:
@@ -194,13 +194,13 @@ def _dress(comparison: Comparison) -> str:
     return f"{thin} against" if len(comparison.variants) > 1 else thin
 
 
-def _told(comparison: Comparison) -> str:
+def _legend(comparison: Comparison) -> str:
     rest = len(comparison.variants) - len(coloured(comparison))
-    told = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
+    legend = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
     if rest > 0:
-        told += "In colour: the baseline, the fastest with the same hyperparameters, the best with others. "
-        told += f"In grey: {rest} more. "
-    return told
+        legend += "In colour: the baseline, the fastest with the same hyperparameters, the best with others. "
+        legend += f"In grey: {rest} more. "
+    return legend
 
 
 def _differences(
@@ -215,11 +215,11 @@ def _differences(
     if not lines:
         return Chart(name, caption, "") if equal else None
     levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
-    levels = {told: level for told, level in levels.items() if level > 0}
+    levels = {name: level for name, level in levels.items() if level > 0}
     frame = _difference_frame(lines, list(levels.values()))
     body = frame.axes("tokens", "difference, nats", short, power)
     body += _drawn(comparison, frame, lines, "differences") + _levels(frame, levels)
-    return Chart(name, caption + _told(comparison), svg.picture(frame, name, body))
+    return Chart(name, caption + _legend(comparison), svg.picture(frame, name, body))
 
 
 def _positive(points: Points) -> Points:

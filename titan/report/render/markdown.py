@@ -16,7 +16,7 @@ def text(comparison: Comparison) -> str:
         [f"# {_plain(comparison.title)}", "", _plain(question(comparison)), "", _plain(" ".join(lead(comparison)))],
         _section(
             "Answers",
-            [f"- **{_plain(variant.label)}**: {_plain(' '.join(said))}" for variant, said in answers(comparison)],
+            [f"- **{_plain(variant.label)}**: {_plain(' '.join(parts))}" for variant, parts in answers(comparison)],
         ),
         _section("Results", _figures(comparison)),
         _section("By source", _sources(comparison)),
@@ -32,13 +32,13 @@ def _section(name: str, lines: Sequence[str]) -> list[str]:
 
 
 def _figures(comparison: Comparison) -> list[str]:
-    told = columns(comparison)
+    shown = columns(comparison)
     if not comparison.variants:
         return []
-    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in told)]
+    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in shown)]
     order = ranking.order(comparison.variants)
-    rows = [[comparison.variants[i].label, *(column.cells[i].line() for column in told)] for i in order]
-    return _table(head, rows, figures=len(told))
+    rows = [[comparison.variants[i].label, *(column.cells[i].line() for column in shown)] for i in order]
+    return _table(head, rows, figures=len(shown))
 
 
 def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:

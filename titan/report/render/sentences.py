@@ -36,13 +36,13 @@ def lead(comparison: Comparison) -> list[str]:
         return ["There is only one variant, so nothing is compared.", *lost, *_standing(comparison)]
     if not comparison.variants:
         return ["No run has metrics.", *_standing(comparison)]
-    return [*summary.told(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
+    return [*summary.outcome(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
 
 
 def answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
     """Of each variant beside the baseline: what it learned, how fast it is, when it came to the target."""
-    told = [(variant, _of_variant(variant, comparison.target)) for variant in comparison.variants]
-    return [(variant, sentences) for variant, sentences in told if sentences]
+    parts = [(variant, _of_variant(variant, comparison.target)) for variant in comparison.variants]
+    return [(variant, sentences) for variant, sentences in parts if sentences]
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -51,8 +51,8 @@ def notes(comparison: Comparison) -> list[str]:
     for variant in comparison.variants:
         for note in variant.notes:
             holders.setdefault(note, []).append(variant.label)
-    told = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
-    return [*map(_sentence, comparison.notes), *told]
+    parts = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
+    return [*map(_sentence, comparison.notes), *parts]
 
 
 def _whose(labels: Sequence[str], comparison: Comparison) -> str:
@@ -95,15 +95,15 @@ def speed_sentence(times: Interval, doubt: str = "") -> str:
         times: the ratio.
         doubt: why neither "faster" nor "slower" may be said; empty where it may.
     """
-    told = f"{multiple(times.estimate)} times the baseline's tokens/s"
+    parts = f"{multiple(times.estimate)} times the baseline's tokens/s"
     if doubt:
-        return f"Speed is not ranked ({doubt}): {told}."
+        return f"Speed is not ranked ({doubt}): {parts}."
     if times.low is None or times.high is None:
-        return f"Speed: {told}, without a confidence interval yet."
-    said = f"(95% interval {multiple(times.low)} to {multiple(times.high)})"
+        return f"Speed: {parts}, without a confidence interval yet."
+    phrase = f"(95% interval {multiple(times.low)} to {multiple(times.high)})"
     if times.low <= 1 <= times.high:
-        return f"No measurable speed difference: {told} {said}."
-    return f"{'Faster' if times.estimate > 1 else 'Slower'}: {told} {said}."
+        return f"No measurable speed difference: {parts} {phrase}."
+    return f"{'Faster' if times.estimate > 1 else 'Slower'}: {parts} {phrase}."
 
 
 def _reached(reached: Reached, target: float | None) -> str:
@@ -123,8 +123,10 @@ def _sentence(text: str) -> str:
 def _learning(variants: Sequence[Variant]) -> list[str]:
     if len(variants) == 1:
         does = {"same": "learns", "not the same": "does not learn"}.get(answer(variants[0]).main)
-        said = f"{does} the same as the baseline" if does else "inconclusive whether it learns the same as the baseline"
-        return [f"{variants[0].label}{':' * (does is None)} {said}."]
+        phrase = (
+            f"{does} the same as the baseline" if does else "inconclusive whether it learns the same as the baseline"
+        )
+        return [f"{variants[0].label}{':' * (does is None)} {phrase}."]
     counts = counted(
         (sum(answer(variant).main == "same" for variant in variants), "learns the same", "learn the same"),
         (
@@ -163,10 +165,10 @@ def _standing(comparison: Comparison) -> list[str]:
     runs = [run for variant in comparison.variants for run in variant.runs]
     unfinished = [run for run in runs if not run.diverged]
     going = sum(run.state in ("running", "queued", "planned", "stopped") for run in unfinished)
-    told = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
+    parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
     without = [failed for failed in comparison.failed if failed.state in WAITING]
     lost = {run.directory for run in runs if run.diverged}
     failed = sum(each not in without and each.directory not in lost for each in comparison.failed)
     if without:
-        told.append(f"{plural(len(without), 'trial')} without metrics yet.")
-    return told + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])
+        parts.append(f"{plural(len(without), 'trial')} without metrics yet.")
+    return parts + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

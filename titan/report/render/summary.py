@@ -16,7 +16,7 @@ NAMED = 4
 """Variants that a sentence names."""
 
 
-def told(comparison: Comparison) -> list[str]:
+def outcome(comparison: Comparison) -> list[str]:
     """The result of all variants with other hyperparameters than the baseline; nothing where there are none."""
     others = [variant for variant in comparison.variants if not variant.baseline and not variant.same_science]
     if not others:
@@ -38,12 +38,12 @@ def _best(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
     if not (ranked or any(variant.outcomes.diverged for variant in others)) or ranking.result(base, bits) is None:
         return []
     if ranked and _merit(ranked[0]) < _merit(base):
-        said = f"{_named(ranked[0])}, {_value(ranked[0], bits)}, {_gap(ranked[0])} the baseline's ({_named(base)})"
-        return [f"Best so far: {said}; {_shown(ranked[0], comparison)}."]
-    said = f"Best so far: the baseline, {_named(base)}, {_value(base, bits)}"
+        phrase = f"{_named(ranked[0])}, {_value(ranked[0], bits)}, {_gap(ranked[0])} the baseline's ({_named(base)})"
+        return [f"Best so far: {phrase}; {_shown(ranked[0], comparison)}."]
+    phrase = f"Best so far: the baseline, {_named(base)}, {_value(base, bits)}"
     if not ranked or ranked[0].outcomes.diverged:
-        return [f"{said}."]
-    return [f"{said}, {_gap(ranked[0], turned=True)} that of {_named(ranked[0])}; {_shown(ranked[0], comparison)}."]
+        return [f"{phrase}."]
+    return [f"{phrase}, {_gap(ranked[0], turned=True)} that of {_named(ranked[0])}; {_shown(ranked[0], comparison)}."]
 
 
 def _merit(variant: Variant) -> tuple[float, float]:
@@ -98,8 +98,10 @@ def _significant(quality: Quality) -> str:
     if quality.p_holm is None:
         return "not significant"
     shown = quality.p_holm < statistics.ALPHA
-    said = f"significantly {word}" if quality.answer == "yes" else f"not clearly {word}" if shown else "not significant"
-    return f"{said}, p {quality.p_holm:.2g}"
+    phrase = (
+        f"significantly {word}" if quality.answer == "yes" else f"not clearly {word}" if shown else "not significant"
+    )
+    return f"{phrase}, p {quality.p_holm:.2g}"
 
 
 def _needed(quality: Quality) -> str:
@@ -129,18 +131,18 @@ def _of_diverged(variant: Variant) -> str:
 
 def _counts(variants: Sequence[Variant]) -> list[str]:
     """How many variants have which answer."""
-    said = [answer(variant).main for variant in variants if not variant.untuned]
+    phrase = [answer(variant).main for variant in variants if not variant.untuned]
     lost = sum(answer(variant).main.startswith("better on") and not variant.untuned for variant in variants)
     counts = counted(
-        *((said.count(word), word, word) for word in ("better", "worse", "inconclusive")),
+        *((phrase.count(word), word, word) for word in ("better", "worse", "inconclusive")),
         (
             lost,
             "not clearly better or worse, because runs diverged",
             "not clearly better or worse, because runs diverged",
         ),
-        (said.count("differs"), "differs", "differ"),
-        (said.count("no difference"), "no difference", "no difference"),
-        (said.count("not ranked"), "not ranked", "not ranked"),
+        (phrase.count("differs"), "differs", "differ"),
+        (phrase.count("no difference"), "no difference", "no difference"),
+        (phrase.count("not ranked"), "not ranked", "not ranked"),
         (
             sum(variant.untuned for variant in variants),
             "not at its best learning rate",
@@ -149,22 +151,22 @@ def _counts(variants: Sequence[Variant]) -> list[str]:
     )
     if len(variants) == 1:
         return [f"{variants[0].label} compared with the baseline: {counts.removeprefix('1 ')}."]
-    rivals = " The better variants were not compared with each other." if said.count("better") > 1 else ""
+    rivals = " The better variants were not compared with each other." if phrase.count("better") > 1 else ""
     return [f"{len(variants)} variants with other hyperparameters: {counts}.{rivals}"]
 
 
 def _unequal(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
     """The result of variants that saw different numbers of tokens."""
     seen = ", ".join(f"{number:,}" for number in ranking.tokens(comparison.variants)[:NAMED])
-    told = f"The variants saw different numbers of tokens ({seen}), so their final losses are not ranked."
+    parts = f"The variants saw different numbers of tokens ({seen}), so their final losses are not ranked."
     if comparison.target is not None and any(variant.reached for variant in comparison.variants):
-        return [f"{told} They are ranked by the tokens to the loss {comparison.target:g}.", *_to_target(comparison)]
+        return [f"{parts} They are ranked by the tokens to the loss {comparison.target:g}.", *_to_target(comparison)]
     ranked = [variant for variant in others if (q := verdict(variant)) and q.difference is not None]
     if not ranked:
         why = "the runs have no validation at the same number of tokens (lower metrics.validate_every)"
-        return [f"{told} They can't be compared at equal tokens: {why}."]
+        return [f"{parts} They can't be compared at equal tokens: {why}."]
     where = "They are compared at equal tokens, where the longer runs had not finished their learning rate schedule."
-    return [f"{told} {where}", *_counts(others)]
+    return [f"{parts} {where}", *_counts(others)]
 
 
 def _to_target(comparison: Comparison) -> list[str]:

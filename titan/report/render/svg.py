@@ -43,10 +43,10 @@ class Scale:
 
     def __call__(self, values: ArrayLike) -> Numbers:
         """The places of values."""
-        told = np.asarray(values, dtype=np.float64)
+        shown = np.asarray(values, dtype=np.float64)
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
-        told = np.log10(told) if self.log else told
-        return np.asarray(self.start + (told - low) / (high - low or 1.0) * (self.end - self.start), dtype=np.float64)
+        shown = np.log10(shown) if self.log else shown
+        return np.asarray(self.start + (shown - low) / (high - low or 1.0) * (self.end - self.start), dtype=np.float64)
 
     def at(self, value: float) -> float:
         """The place of one value."""
@@ -144,11 +144,13 @@ class Label:
 def labels(frame: Frame, wanted: Iterable[Label], letters: int = 24, most: int = 2) -> str:
     """Words to the right of the frame, of at most two lines each, none above another."""
     ordered = sorted(wanted, key=lambda label: label.y)
-    told = [_broken(label.words, letters, most) for label in ordered]
-    tops = spread([label.y for label in ordered], [LINE * len(lines) + 3 for lines in told], frame.y.end, frame.y.start)
+    shown = [_broken(label.words, letters, most) for label in ordered]
+    tops = spread(
+        [label.y for label in ordered], [LINE * len(lines) + 3 for lines in shown], frame.y.end, frame.y.start
+    )
     return "".join(
         f"<g {label.marks}><title>{escape(label.words)}</title>{_lines(frame.x.end + 10, top, lines)}</g>"
-        for label, lines, top in zip(ordered, told, tops, strict=True)
+        for label, lines, top in zip(ordered, shown, tops, strict=True)
     )
 
 

@@ -59,34 +59,34 @@ def _some(values: Sequence[str]) -> str:
 def _variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
     """The best first, in one line each, else with intervals below, else with fewer columns, else in blocks."""
     order = ranking.order(comparison.variants)
-    labels, told = [variant.label for variant in comparison.variants], columns(comparison)
+    labels, shown = [variant.label for variant in comparison.variants], columns(comparison)
     if not labels:
         return []
-    if _fits(labels, told, width, stacked=False):
-        return _grid(labels, told, order, width, False, colour)
-    kept = _kept(labels, told, width)
+    if _fits(labels, shown, width, stacked=False):
+        return _grid(labels, shown, order, width, False, colour)
+    kept = _kept(labels, shown, width)
     if not _fits(labels, kept, width, stacked=True):
-        return _blocks(labels, told, order, width, colour)
-    left_out = ", ".join(column.name for column in told if column not in kept)
-    said = _wrapped(f"Columns left out, as the terminal is too narrow: {left_out}.", width) if left_out else []
-    return [*_grid(labels, kept, order, width, True, colour), *said]
+        return _blocks(labels, shown, order, width, colour)
+    left_out = ", ".join(column.name for column in shown if column not in kept)
+    note = _wrapped(f"Columns left out, as the terminal is too narrow: {left_out}.", width) if left_out else []
+    return [*_grid(labels, kept, order, width, True, colour), *note]
 
 
-def _kept(labels: Sequence[str], told: Sequence[Column], width: int) -> tuple[Column, ...]:
+def _kept(labels: Sequence[str], shown: Sequence[Column], width: int) -> tuple[Column, ...]:
     """Without the heaviest columns, as far as needed."""
-    kept = list(told)
+    kept = list(shown)
     while not _fits(labels, kept, width, stacked=True) and any(column.weight for column in kept):
         kept.remove(max(kept, key=lambda column: column.weight))
     return tuple(kept)
 
 
-def _fits(labels: Sequence[str], told: Sequence[Column], width: int, stacked: bool) -> bool:
-    return _room(told, width, stacked) >= min(NARROWEST, _longest([*labels, "variant"]))
+def _fits(labels: Sequence[str], shown: Sequence[Column], width: int, stacked: bool) -> bool:
+    return _room(shown, width, stacked) >= min(NARROWEST, _longest([*labels, "variant"]))
 
 
-def _room(told: Sequence[Column], width: int, stacked: bool) -> int:
+def _room(shown: Sequence[Column], width: int, stacked: bool) -> int:
     """What is left for labels."""
-    return width - sum(len(GAP) + _width(column, stacked) for column in told)
+    return width - sum(len(GAP) + _width(column, stacked) for column in shown)
 
 
 def _width(column: Column, stacked: bool) -> int:
@@ -102,16 +102,16 @@ def _longest(texts: Sequence[str]) -> int:
 
 
 def _grid(
-    labels: Sequence[str], told: Sequence[Column], order: Sequence[int], width: int, stacked: bool, colour: bool
+    labels: Sequence[str], shown: Sequence[Column], order: Sequence[int], width: int, stacked: bool, colour: bool
 ) -> list[str]:
-    room = min(_room(told, width, stacked), _longest([*labels, "variant"]))
-    widths = [_width(column, stacked) for column in told]
-    heads = [[column.name, column.unit] for column in told]
+    room = min(_room(shown, width, stacked), _longest([*labels, "variant"]))
+    widths = [_width(column, stacked) for column in shown]
+    heads = [[column.name, column.unit] for column in shown]
     lines = [_style(line, "head", colour) for line in _row(["variant"], heads, room, widths)]
     for i in order:
         label = labels[i]
-        cells = [_lines(column.cells[i], stacked) for column in told]
-        lines += _row(_wrapped(label, room), cells, room, widths, [column.cells[i].mood for column in told], colour)
+        cells = [_lines(column.cells[i], stacked) for column in shown]
+        lines += _row(_wrapped(label, room), cells, room, widths, [column.cells[i].mood for column in shown], colour)
     return lines
 
 
@@ -143,11 +143,13 @@ def _at(lines: Sequence[str], k: int) -> str:
     return lines[k] if k < len(lines) else ""
 
 
-def _blocks(labels: Sequence[str], told: Sequence[Column], order: Sequence[int], width: int, colour: bool) -> list[str]:
+def _blocks(
+    labels: Sequence[str], shown: Sequence[Column], order: Sequence[int], width: int, colour: bool
+) -> list[str]:
     lines: list[str] = []
     for i in order:
         lines += [_style(part, "head", colour) for part in _wrapped(labels[i], width)]
-        for column in told:
+        for column in shown:
             if column.cells[i].main:
                 lines += _wrapped(f"  {' '.join(_heading(column))}: {column.cells[i].line()}", width, "    ")
     return lines
@@ -158,8 +160,8 @@ def _heading(column: Column) -> list[str]:
 
 
 def _answers(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    items = [(variant.label, " ".join(said)) for variant, said in answers(comparison)]
-    return _list("Answers", [f"{label}: {said}" for label, said in items], width, colour)
+    items = [(variant.label, " ".join(note)) for variant, note in answers(comparison)]
+    return _list("Answers", [f"{label}: {note}" for label, note in items], width, colour)
 
 
 def _failed(comparison: Comparison, width: int, colour: bool) -> list[str]:

@@ -112,10 +112,10 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         Column(name, unit, meaning, tuple(map(cell, comparison.variants)), weight)
         for name, unit, meaning, weight, cell in _SORTS
     )
-    told = [column for column in made if any(cell.main for cell in column.cells)]
+    shown = [column for column in made if any(cell.main for cell in column.cells)]
     needless = {"tokens"} if len(ranking.tokens(comparison.variants)) < 2 else set()
     needless |= {"speed", "answer"} if len(comparison.variants) < 2 else set()
-    return tuple(column for column in told if column.name not in needless)
+    return tuple(column for column in shown if column.name not in needless)
 
 
 def answer(variant: Variant) -> Cell:
@@ -126,8 +126,8 @@ def answer(variant: Variant) -> Cell:
         words: dict[str, Cell] = {"yes": Cell("same", mood="good"), "no": Cell("not the same", mood="bad")}
         return words.get(variant.learning.answer, Cell("inconclusive", _lost(variant), "open"))
     if variant.untuned:
-        told, _, lost = variant.against_best.partition(", ")
-        return Cell(told or "not ranked", f"{lost}, another lr is best" if lost else "another lr is best")
+        shown, _, lost = variant.against_best.partition(", ")
+        return Cell(shown or "not ranked", f"{lost}, another lr is best" if lost else "another lr is best")
     quality = ranking.verdict(variant)
     return Cell("not ranked", _lost(variant), "open") if quality is None else _quality(quality)
 
@@ -152,11 +152,11 @@ def _quality(quality: Quality) -> Cell:
 
 def _with_lost(quality: Quality) -> Cell:
     """The answer where runs diverged: "better" and "worse" alone only where that is shown of all seeds."""
-    told, lost = won(quality), lost_seeds(quality)
+    shown, lost = won(quality), lost_seeds(quality)
     if quality.answer != "yes":
-        return Cell(told, lost, "bad" if quality.diverged else "open")
+        return Cell(shown, lost, "bad" if quality.diverged else "open")
     word, mood = ("better", "good") if quality.better > quality.worse else ("worse", "bad")
-    return Cell(word, f"{told}, {lost}", "good" if mood == "good" else "bad")
+    return Cell(word, f"{shown}, {lost}", "good" if mood == "good" else "bad")
 
 
 def won(quality: Quality) -> str:
@@ -205,9 +205,9 @@ def memory(variant: Variant) -> float | None:
 
 def _runs(variant: Variant) -> Cell:
     seeds, states = len({run.seed for run in variant.runs}), Counter(map(_stands, variant.runs))
-    told = [plural(seeds, "seed")] if seeds != len(variant.runs) else []
-    told += [_standing(variant.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
-    return Cell(str(len(variant.runs)), f"({', '.join(told)})" if told else "")
+    shown = [plural(seeds, "seed")] if seeds != len(variant.runs) else []
+    shown += [_standing(variant.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
+    return Cell(str(len(variant.runs)), f"({', '.join(shown)})" if shown else "")
 
 
 def _stands(run: RunFound) -> str:

@@ -44,10 +44,10 @@ def settings(comparison: Comparison) -> Chart | None:
     if len({spot.x for spot in spots if spot.mean is not None}) < 2:
         return None
     frame = _frame(spots)
-    told = tick if not frame.x.log else power
+    show = power if frame.x.log else tick
     unit = "bits per byte" if bits else "validation loss, nats per token"
     short = name.rpartition(".")[2]
-    body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, told, tick)
+    body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, tick)
     body += _ticks(frame, spots) + _lines(comparison, frame, spots, name)
     title = f"{'Bits per byte' if bits else 'Validation loss'} over {short}"
     return Chart(title, _caption(spots, point), svg.picture(frame, title, body))
@@ -119,8 +119,8 @@ def _ticks(frame: Frame, spots: Sequence[Spot]) -> str:
     """The numbers that were tried, where the axis has no round value of its own between powers of ten."""
     if not frame.x.log:
         return ""
-    told = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.ticks()]
-    return "".join(svg.text(frame.x.at(x), frame.y.start + 18, power(x), "middle") for x in told[:12])
+    tried = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.ticks()]
+    return "".join(svg.text(frame.x.at(x), frame.y.start + 18, power(x), "middle") for x in tried[:12])
 
 
 def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: str) -> str:
@@ -163,10 +163,10 @@ def _dot(frame: Frame, x: float, value: float) -> str:
 
 
 def _caption(spots: Sequence[Spot], point: int | None) -> str:
-    told = "Each dot is a run, the line joins the means. "
-    told += f"After {point:,} tokens, the fewest that a variant saw. " if point else ""
+    legend = "Each dot is a run, the line joins the means. "
+    legend += f"After {point:,} tokens, the fewest that a variant saw. " if point else ""
     top = _top(spots)
-    told += "Hollow dots lie above the chart. " if any(value > top for spot in spots for value in spot.runs) else ""
-    return told + (
+    legend += "Hollow dots lie above the chart. " if any(value > top for spot in spots for value in spot.runs) else ""
+    return legend + (
         "Crosses: diverged seeds, which the mean does not include." if any(spot.diverged for spot in spots) else ""
     )
