@@ -17,13 +17,13 @@ from titan.sweep.ledger import SweepSpec
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a variant is made of.
+    """A variant before it is compared.
 
     Attributes:
-        group: its runs' files, and the settings that tell it from the others.
+        group: its runs' files, and the settings that distinguish it.
         members: its runs.
         tuned: whether it has the best of its learning rates.
-        missing: its trials without figures.
+        missing: its trials without metrics.
     """
 
     group: Group
@@ -33,7 +33,7 @@ class Candidate:
 
 
 def find_candidates(found: Collected, asked: SweepSpec, baseline: str | None) -> list[Candidate]:
-    """All variants, the baseline first: of several learning rates of it the one that is best."""
+    """Return all variants, the baseline first; of several learning rates of the baseline, the best one."""
     begun = [raw for raw in found.runs if len(raw.metrics.steps) or divergence.gave_up(raw)]
     groups, alongside = variants.grouped(begun), sharing.shared(found.runs)
     members = outcomes.marked([_members(group, groups, alongside) for group in groups], asked.margin)
@@ -48,7 +48,7 @@ def find_candidates(found: Collected, asked: SweepSpec, baseline: str | None) ->
 
 
 def _missing(group: Group, failed: Sequence[Failed]) -> tuple[Failed, ...]:
-    """The trials without figures that differ from a variant's runs in their seed alone."""
+    """Return the trials without metrics that differ from a variant's runs in their seed only."""
     recipes = {outcomes.recipe(raw.overrides) for raw in group.runs}
     return tuple(trial for trial in failed if trial.overrides and outcomes.recipe(trial.overrides) in recipes)
 

@@ -1,4 +1,4 @@
-"""`compare`: from directories to findings. Collect, group into variants, judge each against the baseline."""
+"""`compare`: collect runs, group them into variants, and compare each variant with the baseline."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ ENDED_BADLY = ("failed", "stopped")
 
 @dataclass(frozen=True)
 class Options:
-    """What the user says of a comparison.
+    """What the user asks of a comparison.
 
     Attributes:
-        baseline: of the variant that the others are held against: settings, as in "parallelism=single,lr=0.001", or a
-            run's directory; None: as the sweep says, else the first one found.
-        margin: difference in validation loss, nats, that counts as none; None: as the sweep says, else 0.02.
-        target: the validation loss to come to; None: as the sweep says.
+        baseline: the variant that the others are compared with: its settings, as in "parallelism=single,lr=0.001",
+            or a run's directory; None: that of the sweep, else the first one found.
+        margin: equivalence margin, in nats of validation loss; None: that of the sweep, else 0.02.
+        target: the validation loss to reach; None: that of the sweep.
     """
 
     baseline: str | None = None
@@ -50,14 +50,14 @@ class Options:
 
 
 def compare(directories: Sequence[str | os.PathLike[str]], options: Options | None = None) -> Comparison:
-    """Compare all runs in and below some directories.
+    """Compare all runs in directories and their subdirectories.
 
     Args:
         directories: of runs and sweeps, or folders that hold some.
-        options: what the user says.
+        options: what the user asks.
 
     Raises:
-        ConfigError: for a directory without runs, or a baseline that fits no variant.
+        ConfigError: for a directory without runs, or a baseline that matches no variant.
     """
     options = options or Options()
     found = collect([Path(directory) for directory in directories])
@@ -78,7 +78,7 @@ def compare(directories: Sequence[str | os.PathLike[str]], options: Options | No
 
 
 def _asked(found: Collected, options: Options) -> SweepSpec:
-    """What the only sweep asks, with what the user says instead."""
+    """Return the sweep's question, margin and target, if there is one sweep, overridden by the user's."""
     asked = found.sweeps[0][1] if len(found.sweeps) == 1 else SweepSpec()
     if options.margin is not None:
         asked = replace(asked, margin=options.margin)
@@ -92,7 +92,7 @@ def _title(found: Collected, directories: Sequence[str | os.PathLike[str]]) -> s
 
 
 def _judged(candidates: Sequence[Candidate], asked: SweepSpec) -> list[Variant]:
-    """All variants, the baseline first."""
+    """Return all variants, the baseline first."""
     if not candidates:
         return []
     baseline = candidates[0]
@@ -103,7 +103,7 @@ def _judged(candidates: Sequence[Candidate], asked: SweepSpec) -> list[Variant]:
 
 
 def _ordered(made: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The baseline first, then the others by their result."""
+    """Return the baseline first, then the others by their result."""
     return (*made[:1], *(made[i] for i in ranking.order(made) if i))
 
 
@@ -139,14 +139,14 @@ def _variant(
 
 
 def _doubt(own: Sequence[Member], baseline: Sequence[Member], few: bool) -> str:
-    """Why nothing is said of "faster" or "slower"; empty where it may be."""
+    """Return why speed is not ranked; empty where it is."""
     if any(m.run.shared for m in (*own, *baseline)):
         return "trials ran on one machine at the same time"
     return f"fewer than {speed.FEW} runs of a variant" if few else ""
 
 
 def _learning(candidate: Candidate, candidates: Sequence[Candidate], margin: float) -> Learning | None:
-    """Whether a variant learns what the one of the same recipe learns: the baseline, or another learning rate of it."""
+    """Return whether a variant learns the same as the one of its recipe: the baseline or a learning rate of it."""
     other = next((v for v in candidates if _must_learn_the_same(candidate, v, candidates[0])), None)
     if other is None or candidate is candidates[0]:
         return None
@@ -164,13 +164,13 @@ def _must_learn_the_same(candidate: Candidate, other: Candidate, baseline: Candi
 
 
 def _in_nats(own: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Whether a loss a token of the baseline's means the same for a variant."""
+    """Return whether losses per token are comparable with the baseline's."""
     found = measure.measure_of(own[0], baseline[0])
     return found is not None and found.name == "validation loss"
 
 
 def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
-    """When the runs came to the target; those that have not are censored, those that failed will never."""
+    """Return when the runs reached the target; others are censored, and failed ones never reach it."""
     validated = [m for m in members if len(m.run.curves.validation)]
     if target is None or not validated:
         return None
@@ -180,7 +180,7 @@ def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
         tokens = superiority.crossing(curves.validation_tokens, curves.validation, target)
         if tokens is not None:
             times.append((tokens, superiority.crossing(hours, curves.validation, target) or 0.0, True))
-        elif m.run.state == "failed" or m.run.diverged:  # it never will: to leave it out would flatter those that did
+        elif m.run.state == "failed" or m.run.diverged:  # leaving it out would bias the median
             times.append((math.inf, math.inf, False))
         else:
             times.append((float(curves.validation_tokens[-1]), float(hours[-1]), False))
@@ -195,7 +195,7 @@ def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
 
 
 def _common(groups: Sequence[Group]) -> dict[str, str]:
-    """What all variants share and is worth saying."""
+    """Return the main settings that all variants share."""
     each_worth = [_worth_saying(group) for group in groups]
     return {
         key: value
@@ -222,13 +222,13 @@ def _worth_saying(group: Group) -> dict[str, str]:
 
 
 def _parameters(group: Group) -> int | None:
-    """Of the model; None where its class can't be loaded."""
+    """Return the model's parameter count; None where its class can't be loaded."""
     model = speed.model_of(group.runs[0])
     return model.parameters() if model else None
 
 
 def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Failed, ...]:
-    """Trials without figures, and runs that ended badly."""
+    """Return trials without metrics, and runs that failed or stopped."""
     out = list(found.failed)
     known = {m.raw.directory: m for each in members for m in each}
     for raw in found.runs:

@@ -1,8 +1,8 @@
-"""Whether a variant of the baseline's science learns what the baseline learns: yes, no or undecided.
+"""Whether a variant with the baseline's hyperparameters learns the same as the baseline: yes, no or undecided.
 
-Layouts differ in the order of sums only. The first steps, where that has had no time to grow, are held to strict
-bounds; later, rounding grows as in any chaotic system, and only the final loss is compared, for equivalence with a
-margin that was stated beforehand.
+Layouts differ in the order of sums only. Over the first steps, where rounding has not grown yet, losses and gradient
+norms must agree within strict bounds. Later, rounding grows as in any chaotic system, so only the final loss is
+compared, for equivalence within a margin that was fixed in advance.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference
 WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}
 """The answers for people."""
 FIRST = 5
-"""Steps that are held to the bounds."""
+"""Steps that must agree within the bounds."""
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2)}
-"""Largest relative gaps of loss and gradient norm over the first steps, by the type of products.
+"""Largest relative gaps of loss and gradient norm over the first steps, by the dtype of matmuls.
 
 Measured with the debug model over five layouts on CPUs, with a warm-up of two steps: fp32 2e-7 and 7e-6, bf16 3e-5 and
 1e-2. A wrong gradient shows as 1e-1 and more. From the eighth step on norms in bf16 differ by up to a factor of two.
@@ -36,13 +36,13 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class Parity:
-    """How two runs of one seed agree, step by step.
+    """Step-by-step agreement of two runs of one seed.
 
     Attributes:
         common: steps that are in both with a batch hash.
         unequal: of these, how many had another batch; first_unequal: the first such step.
         loss_gap, norm_gap: the largest over the first steps, relative; None where these are not in both.
-        identical: whether all losses of both, and their final validation, are the same bits.
+        identical: whether all losses and the final validation are bitwise equal.
     """
 
     common: int
@@ -54,12 +54,12 @@ class Parity:
 
 
 def compared(variant: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:
-    """The answer, with its reason.
+    """Return the answer with its reason.
 
     Args:
-        variant: runs that are to learn what the baseline learns.
-        baseline: its runs.
-        margin: difference of final losses, nats, that counts as none.
+        variant: runs that should learn the same as the baseline.
+        baseline: runs of the baseline.
+        margin: equivalence margin of the final loss, in nats.
     """
     pairs = paired(variant, baseline)
     if not pairs:
@@ -85,7 +85,7 @@ def compared(variant: Sequence[Member], baseline: Sequence[Member], margin: floa
 
 
 def paired(variant: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
-    """Pairs of runs of equal seed and repeat, each run in one; runs of which nothing has been done are in none.
+    """Return pairs of runs of equal seed and repeat; each run is in one pair, runs without a step are in none.
 
     Where a seed was run several times, those that came furthest are paired first.
     """
@@ -102,7 +102,7 @@ def _furthest_first(members: Sequence[Member]) -> list[Member]:
 
 
 def distinct(pairs: Sequence[tuple[Member, Member]]) -> list[tuple[Member, Member]]:
-    """Without pairs of a seed that came to the very losses of an earlier pair: a thing done twice tells it once."""
+    """Return the pairs without those of one seed with bitwise equal losses: a repeat of the same run counts once."""
     found = {(a.raw.seed, *_losses(a), *_losses(b)): (a, b) for a, b in reversed(pairs)}
     return list(reversed(found.values()))
 
@@ -134,7 +134,7 @@ def _common(a: Steps, b: Steps) -> tuple[Steps, Steps]:
 
 
 def gap(a: Numbers, b: Numbers) -> float | None:
-    """The largest relative difference, infinite where only one side is finite; None of nothing."""
+    """Return the largest relative difference, infinite where only one side is finite; None without values."""
     if not len(a):
         return None
     odd: NDArray[np.bool_] = np.isfinite(a) != np.isfinite(b)
@@ -175,7 +175,7 @@ def _answer(
 
 
 def _diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
-    """The sentence about pairs of which one run diverged and the other did not; None where there are none."""
+    """Return the text about pairs of which one run diverged and the other did not; None without such pairs."""
     ways = [(a.run.diverged, b.run.diverged) for a, b in pairs]
     own, other = ways.count((True, False)), ways.count((False, True))
     if not own and not other:
@@ -184,7 +184,7 @@ def _diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
 
 
 def _odd(pairs: Sequence[tuple[Member, Member]]) -> str:
-    """What else is to be said of pairs without a difference of final losses."""
+    """Return what pairs lack that finished without two final losses; empty where none finished."""
     done = any(a.run.state == b.run.state == "finished" for a, b in pairs)
     return " with a final loss on both sides (one is missing or not finite)" if done else ""
 
@@ -194,7 +194,7 @@ def _share(parities: Sequence[Parity]) -> str:
 
 
 def _beyond(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) -> str | None:
-    """The sentence about first steps that differ too much; None where they do not."""
+    """Return the text about first steps beyond the bounds; None where all agree."""
     for (member, _), found in zip(pairs, parities, strict=True):
         kind = str(member.raw.config.get("precision", {}).get("compute", "fp32"))
         bounds = BOUNDS.get(kind, BOUNDS["bf16"])
@@ -206,7 +206,7 @@ def _beyond(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) 
 
 
 def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) -> tuple[Answer, str, Needed | None]:
-    """The answer that the final losses give."""
+    """Return the answer by the final losses."""
     phrase = f"final {what} differs by {signed(found.estimate)} nats"
     if found.count < 2:
         return "undecided", *_of_one(phrase, margin, noise)
@@ -227,7 +227,7 @@ def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) 
 
 
 def _of_one(phrase: str, margin: float, noise: Spread | None) -> tuple[str, Needed]:
-    """What the only pair tells, and how many it takes by the spread of the baseline's repeats."""
+    """Return the text for a single pair, and the pairs needed by the spread of the baseline's repeats."""
     phrase += " in the only pair; at least 2 pairs are needed"
     if noise is None:
         return phrase, Needed(2, 2, None, 1)
@@ -254,7 +254,7 @@ def _end(pair: tuple[Member, Member]) -> float | None:
 
 
 def _one_set(pair: tuple[Member, Member]) -> bool:
-    """Whether both validate on the same rows, which is no part of science."""
+    """Return whether both validate on the same rows, which the science_id does not cover."""
     counts = [m.raw.config["metrics"].get("validation_tokens") for m in pair]
     return bool(counts[0] == counts[1])
 

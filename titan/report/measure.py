@@ -11,22 +11,22 @@ from titan.report.findings import Numbers
 from titan.report.runs import Member
 
 READ_AS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", "window", "epochs", "sources")
-"""Settings of a dataset that say how its text is read, not which text is held out."""
+"""Dataset settings that decide how text is read, not which text is the evaluation set."""
 HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
 Measured = Callable[[Member], float | None]
-"""What is compared of a run; None where it has none."""
+"""Returns the compared value of a run; None where it has none."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What two variants can be compared by.
+    """A quantity by which two variants are compared.
 
     Attributes:
         name: "validation loss", "bits per byte" or "tokens to the target".
-        unit: of a difference; empty: values are logarithms, whose difference is told as a ratio.
-        of: a run's final value; infinite where it never came to one.
-        curve: its values at its validations.
-        lost: what is said of a run whose value is infinite.
+        unit: of a difference; empty: values are logarithms, whose difference is shown as a ratio.
+        of: returns a run's final value; infinite where it never has one.
+        curve: returns its values at its validations.
+        lost: words for a run whose value is infinite.
     """
 
     name: str
@@ -37,16 +37,16 @@ class Measure:
 
 
 def measure_of(one: Member, two: Member) -> Measure | None:
-    """By what runs can be compared: nats on the same tokens, bits a byte on the same text; None: by neither."""
-    if _held(one) == _held(two):
+    """Return nats on the same tokens or bits per byte on the same text; None where neither is comparable."""
+    if _evaluation_set(one) == _evaluation_set(two):
         return Measure("validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation)
     if same_text(one, two):
         return Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
     return None
 
 
-def _held(member: Member) -> tuple[Any, ...]:
-    """What decides the tokens that are held out and how they lie in rows."""
+def _evaluation_set(member: Member) -> tuple[Any, ...]:
+    """Return the settings that decide the evaluation set and its rows."""
     config = member.raw.config
     rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")
     return (_digest(member), config["metrics"].get("validation_tokens"), *rows)
@@ -57,7 +57,7 @@ def _digest(member: Member) -> Any:
 
 
 def same_text(one: Member, two: Member) -> bool:
-    """Whether two runs hold out the same text, cut into tokens and rows by each in its way."""
+    """Return whether two runs have the same text as evaluation set, whatever their tokens and rows are."""
     count = [m.raw.config["metrics"].get("validation_tokens") for m in (one, two)]
     if count[0] != count[1]:
         return False
@@ -67,7 +67,7 @@ def same_text(one: Member, two: Member) -> bool:
 
 
 def _text(member: Member) -> Any:
-    """The settings that decide which text is held out."""
+    """Return the settings that decide the text of the evaluation set."""
     dataset = member.raw.config["dataset"]
     parts = {"": dataset, **(dataset.get("sources") or {})}
     kinds = member.raw.last["science"].get("dataset")
@@ -75,7 +75,7 @@ def _text(member: Member) -> Any:
 
 
 def _read_as(member: Member) -> Any:
-    """The settings by which the digest of the same text is another one."""
+    """Return the settings that change the digest of the same text."""
     dataset = member.raw.config["dataset"]
     parts = {"": dataset, **(dataset.get("sources") or {})}
     return {name: [show(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}

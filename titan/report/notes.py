@@ -15,7 +15,7 @@ from titan.sweep.ledger import SweepSpec
 
 
 def of_variant(candidate: Candidate, first: Candidate) -> tuple[str, ...]:
-    """What has to be known of a variant."""
+    """Return the notes on a variant."""
     own, baseline = candidate.members, first.members
     notes = [candidate.tuned.note] if candidate.tuned.note else []
     notes += [*_unfinished(own), *outcomes.notes(own)]
@@ -42,7 +42,7 @@ def of_variant(candidate: Candidate, first: Candidate) -> tuple[str, ...]:
 
 
 def _unfinished(own: Sequence[Member]) -> list[str]:
-    """That runs are not finished, for another reason than divergence."""
+    """Return a note on runs that are unfinished for another reason than divergence."""
     lacking = [m.run for m in own if not m.run.decayed and not m.run.diverged]
     if not lacking:
         return []
@@ -56,7 +56,7 @@ def _unfinished(own: Sequence[Member]) -> list[str]:
 
 
 def _texts(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
-    """Whether fixed rows of as many tokens hold another length of text, where bits a byte are compared."""
+    """Return a note on validation sets of different amounts of text, where bits per byte are compared."""
     one, two = (_bytes_a_token(side[0]) for side in (own, baseline))
     measure = measure_of(own[0], baseline[0])
     if one is None or two is None or measure is None or measure.name != "bits per byte" or abs(one / two - 1) < 0.02:
@@ -73,7 +73,7 @@ def _bytes_a_token(member: Member) -> float | None:
 
 
 def _other(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
-    """In what the variant differs from the baseline beside its settings."""
+    """Return notes on differences to the baseline other than settings."""
     notes = []
     mine, theirs = ({m.run.hardware or "unknown" for m in side} for side in (own, baseline))
     if mine != theirs:
@@ -91,7 +91,15 @@ def _codes(members: Sequence[Member]) -> set[str]:
 def of_whole(
     candidates: Sequence[Candidate], found: Collected, asked: SweepSpec, named: str | None, margin: float | None
 ) -> tuple[str, ...]:
-    """What holds for the whole."""
+    """Return the notes on the whole comparison.
+
+    Args:
+        candidates: the variants, the baseline first.
+        found: the files.
+        asked: the question, baseline, margin and target in effect.
+        named: the baseline that the user named.
+        margin: the margin that the user gave.
+    """
     groups, every = [v.group for v in candidates], [m for v in candidates for m in v.members]
     notes = [*found.corruption, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.corruption)]
     if len(codes := _codes(every)) > 1:
@@ -111,7 +119,7 @@ def of_whole(
 
 
 def _of_baseline(candidates: Sequence[Candidate], named: str | None, asked: SweepSpec) -> list[str]:
-    """How the baseline was found, where that is not plain."""
+    """Return notes on how the baseline was chosen, where that is not obvious."""
     first, groups = candidates[0], [v.group for v in candidates]
     notes = []
     wanted = {} if named is not None else asked.baseline
@@ -129,13 +137,13 @@ def _of_baseline(candidates: Sequence[Candidate], named: str | None, asked: Swee
 
 
 def _emulated(member: Member) -> bool:
-    """Whether a run computed products in eight bits as if the hardware had them."""
+    """Return whether a run emulated 8-bit matmuls."""
     precision = member.raw.config.get("precision") or {}
     return bool(precision.get("emulate")) and precision.get("products", "compute") != "compute"
 
 
 def _seeds(baseline: Sequence[Member], margin: float) -> list[str]:
-    """How many seeds a difference as large as the margin takes, by the spread of the baseline's seeds."""
+    """Return a note on the seeds that show a difference of one margin, by the spread of the baseline's seeds."""
     losses = list(by_seed(baseline, lambda m: m.run.validation).values())
     if len(losses) < 2 or not (spread := statistics.paired(losses).spread):
         return []

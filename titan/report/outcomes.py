@@ -1,7 +1,4 @@
-"""What became of runs: divergence, which is an outcome of the recipe, and runs that are missing for other reasons.
-
-Also which runs have a result that is far from those of their variant's other seeds.
-"""
+"""Outcomes of runs: divergence, which is a result of the recipe, runs missing for other reasons, and outliers."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ from titan.report.runs import Member
 FAR = 10.0
 """An outlier is so many times the median absolute deviation away: 6.7 standard deviations of a normal."""
 FEWEST = 3
-"""Seeds of a variant whose median says which of them is far from it."""
+"""Seeds of a variant from which its outliers can be found."""
 NAMED = 6
 """Runs that a note names."""
 SEED = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 
 
 def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
-    """The members of all variants, with those marked whose final loss is an outlier.
+    """Return the members of all variants, with outliers of the final loss marked.
 
     An outlier is further from its variant's median than the margin, and than `FAR` times the lower median of all such
-    distances in all variants: three seeds alone hardly tell a spread, those of a whole grid do.
+    distances in all variants: three seeds alone hardly show a spread, all seeds of a sweep do.
     """
     finals = [[m.run.validation for m in members if m.run.validation is not None] for members in groups]
     middles = [float(np.median(values)) if len(values) >= FEWEST else None for values in finals]
@@ -40,7 +37,7 @@ def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Membe
 
 
 def _distances(values: Sequence[float], middle: float) -> list[float]:
-    """Of an odd number of values without that of the median itself, which is 0 whatever the spread is."""
+    """Return the distances; of an odd number of values without the median's own, which is always 0."""
     return sorted(abs(value - middle) for value in values)[len(values) % 2 :]
 
 
@@ -52,11 +49,11 @@ def _marked(member: Member, middle: float | None, limit: float) -> Member:
 
 
 def of_variant(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcomes:
-    """How many seeds have which outcome.
+    """Return the number of seeds with each outcome.
 
     Args:
         members: the variant's runs.
-        missing: its trials without figures.
+        missing: its trials without metrics.
     """
     seeds: dict[Any, list[str]] = {}
     for m in members:
@@ -68,7 +65,7 @@ def of_variant(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Out
 
 
 KINDS = ("diverged", "ended", "failed", "waiting")
-"""Of several repeats of a seed the first of these counts."""
+"""Of several repeats of a seed, the first of these outcomes counts."""
 
 
 def _outcome(run: RunFound) -> str:
@@ -87,18 +84,18 @@ def _seed(overrides: Sequence[str], otherwise: str) -> Any:
 
 
 def recipe(overrides: Sequence[str]) -> frozenset[str]:
-    """The overrides of a trial that all seeds of its variant share."""
+    """Return the overrides of a trial that all seeds of its variant share."""
     return frozenset(override for override in overrides if not SEED.fullmatch(override))
 
 
 def notes(members: Sequence[Member]) -> list[str]:
-    """What has to be known of how a variant's runs went: divergence, outliers, spikes, steps that were not finite."""
+    """Return notes on divergence, outliers, spikes and steps that were not finite."""
     runs = [m.run for m in members]
     return [*_of_diverged(runs), *_of_outliers(runs), *_of_spikes(runs), *_odd(members)]
 
 
 def missing(trials: Sequence[Failed]) -> str:
-    """How many trials have no figures, and why; empty where there are none."""
+    """Return how many trials have no metrics, and why; empty where there are none."""
     kinds = Counter(_without(trial.state) for trial in trials)
     by_kind = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
     return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in by_kind.items() if kinds[kind])
@@ -131,7 +128,7 @@ def _of_spikes(runs: Sequence[RunFound]) -> list[str]:
 
 
 def _odd(members: Sequence[Member]) -> list[str]:
-    """Steps that were not finite."""
+    """Return a note on steps that were not finite."""
     counts = [int(m.history.steps.odd().sum()) for m in members]
     if not any(counts):
         return []

@@ -1,4 +1,4 @@
-"""The order of variants by their result, and what that result is."""
+"""The result of each variant, and the order of variants by it."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from titan.report.findings import Interval, Quality, Variant
 
 
 def verdict(variant: Variant) -> Quality | None:
-    """The comparison with the baseline that counts."""
+    """Return the comparison with the baseline that decides the answer; None without one."""
     return next(iter(variant.quality), None)
 
 
 def by_bits(variants: Sequence[Variant]) -> bool:
-    """Whether variants have to be compared in bits a byte, as their tokens are not the same ones."""
+    """Return whether variants are compared in bits per byte, because their tokens differ."""
     return any(quality.measure == "bits per byte" for variant in variants for quality in variant.quality)
 
 
 def result(variant: Variant, bits: bool = False) -> Interval | None:
-    """The final validation of a variant: in nats a token, or in bits a byte."""
+    """Return the final validation loss of a variant in nats per token, or in bits per byte."""
     return variant.bits if bits else variant.validation
 
 
 def tokens(variants: Sequence[Variant]) -> list[int]:
-    """The different numbers of tokens that finished runs saw, the least first."""
+    """Return the different numbers of tokens that finished runs saw, in rising order."""
     return sorted({run.tokens for variant in variants for run in variant.runs if run.state == "finished"})
 
 
 def order(variants: Sequence[Variant]) -> list[int]:
-    """The places of the variants, the best first.
+    """Return the indices of the variants, the best first.
 
     Layouts of one recipe by their speed; others by the share of seeds that diverged, then by loss. Where the numbers of
     tokens differ, losses do not rank them: by the tokens to the target where there is one, else as they are.
     """
-    places = range(len(variants))
+    indices = range(len(variants))
     if len(variants) > 1 and all(variant.same_science for variant in variants):
-        return sorted(places, key=lambda i: -_speed(variants[i]))
+        return sorted(indices, key=lambda i: -_speed(variants[i]))
     if len(tokens(variants)) > 1:
-        return sorted(places, key=lambda i: _to_target(variants[i]))
+        return sorted(indices, key=lambda i: _to_target(variants[i]))
     bits = by_bits(variants)
-    return sorted(places, key=lambda i: merit(variants[i], bits))
+    return sorted(indices, key=lambda i: merit(variants[i], bits))
 
 
 def _speed(variant: Variant) -> float:
@@ -52,11 +52,11 @@ def _to_target(variant: Variant) -> float:
 
 
 def merit(variant: Variant, bits: bool = False) -> tuple[float, float]:
-    """By what variants of equal tokens are ranked, the least first."""
+    """Return the sort key of a variant at equal tokens, the best first."""
     found = result(variant, bits)
     return share(variant), found.estimate if found else math.inf
 
 
 def share(variant: Variant) -> float:
-    """The share of its seeds with an outcome that diverged."""
+    """Return the share of seeds that diverged, of those with an outcome."""
     return variant.outcomes.diverged / variant.outcomes.known if variant.outcomes.known else 0.0

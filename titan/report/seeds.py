@@ -17,14 +17,14 @@ from titan.report.statistics import Difference, Signs
 
 @dataclass(frozen=True)
 class Seeds:
-    """Variant against baseline over seeds: as pairs, or as two independent samples.
+    """Variant and baseline over seeds: pairs, or two independent samples.
 
     Attributes:
         difference: variant minus baseline, of pairs in which both are finite; None where there is none.
         paired: whether of pairs.
         pairs: how many there are.
         signs: the pairs counted; None where no run of either side diverged.
-        lost, baseline_lost: seeds of each side whose value is infinite, as where they diverged.
+        lost, baseline_lost: seeds of each side with an infinite value, such as diverged ones.
     """
 
     difference: Difference | None
@@ -35,26 +35,26 @@ class Seeds:
     baseline_lost: int = 0
 
     def p(self) -> float | None:
-        """Of the test that fits: of signs where runs diverged, else Student's t."""
+        """Return the p-value of the sign test where runs diverged, else of the t-test."""
         if self.signs is not None:
             return self.signs.p()
         return self.difference.p() if self.difference else None
 
     def interval(self) -> Interval | None:
-        """Of the difference; without bounds where only survivors tell of it."""
+        """Return the interval of the difference; without bounds where runs diverged, as it is biased then."""
         if self.difference is None:
             return None
         return Interval(self.difference.estimate, None, None) if self.signs else self.difference.interval()
 
 
 def outcomes(members: Sequence[Member], of: Measured) -> dict[int, float]:
-    """The mean over the repeats of each seed; infinite where a repeat diverged, left out where it is not known."""
+    """Return the mean over the repeats of each seed; infinite where one diverged, without unknown seeds."""
     lost = {m.raw.seed: math.inf for m in members if m.run.diverged}
     return by_seed(members, of) | lost
 
 
 def by_seed(members: Sequence[Member], of: Measured) -> dict[int, float]:
-    """The mean over the repeats of each seed, of what is known; NaN is not."""
+    """Return the mean over the repeats of each seed, without unknown and NaN values."""
     values: dict[int, list[float]] = {}
     for m in members:
         value = of(m)
@@ -64,7 +64,7 @@ def by_seed(members: Sequence[Member], of: Measured) -> dict[int, float]:
 
 
 def difference(variant: Mapping[int, float], baseline: Mapping[int, float]) -> Seeds | None:
-    """Variant minus baseline; infinite values are worse than any other. None where no test can be made."""
+    """Return variant minus baseline; infinite values are worse than any other. None where no test is possible."""
     common = [seed for seed in variant if seed in baseline]
     lost, baseline_lost = (sum(map(math.isinf, side.values())) for side in (variant, baseline))
     if len(common) < 2 <= min(len(variant), len(baseline)):

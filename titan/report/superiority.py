@@ -33,12 +33,12 @@ NOWHERE = "a run has no validation as early as the end of the shortest run (lowe
 
 
 def compared(variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
-    """What can be said of a variant's runs; the first is the verdict.
+    """Return the comparisons of a variant's runs with the baseline's; the first one decides the answer.
 
     Args:
-        variant: its runs.
-        baseline: those of the baseline.
-        target: the validation loss to come to, by which variants of unequal tokens are judged.
+        variant: runs of the variant.
+        baseline: runs of the baseline.
+        target: the target loss that decides where variants saw different numbers of tokens.
     """
     measure = measure_of(variant[0], baseline[0])
     if measure is None:
@@ -56,13 +56,13 @@ def compared(variant: Sequence[Member], baseline: Sequence[Member], target: floa
 
 
 def unequal(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Whether runs of both sides are finished, with other numbers of tokens."""
+    """Return whether both sides have finished runs and these saw different numbers of tokens."""
     one, two = _ended(variant), _ended(baseline)
     return bool(one and two) and one != two
 
 
 def _same_machines(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Whether hours of both sides mean the same: on the same hardware, which no other run used at the same time."""
+    """Return whether hours are comparable: the same hardware, not shared with another run at the same time."""
     one, two = ({m.run.hardware for m in side} for side in (variant, baseline))
     return one == two != {""} and not any(m.run.shared for m in (*variant, *baseline))
 
@@ -72,7 +72,7 @@ def _nothing(measure: str, at: str, text: str) -> Open:
 
 
 def _at_the_end(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
-    """The final values of the runs that came to the end of their schedule."""
+    """Compare the final values of finished runs."""
     found = difference(outcomes(variant, measure.of), outcomes(baseline, measure.of))
     if found is None:
         return _nothing(measure.name, "the end", "inconclusive: " + _lacking(variant, baseline, measure))
@@ -95,7 +95,7 @@ def _lacking(variant: Sequence[Member], baseline: Sequence[Member], measure: Mea
 def _at_unequal_tokens(
     variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open, target: float | None
 ) -> list[Open]:
-    """By the target where there is one, then at equal tokens; the final values are told and not ranked."""
+    """Compare by the target, if any, then at equal tokens; final values are reported but not ranked."""
     found = [_at_equal_tokens(variant, baseline, measure)]
     if target is not None and measure.name == "validation loss":
         found.insert(0, _to_target(variant, baseline, target))
@@ -106,7 +106,7 @@ def _at_unequal_tokens(
 
 
 def _to_target(variant: Sequence[Member], baseline: Sequence[Member], target: float) -> Open:
-    """The tokens that it took the runs to come to the target; those that ended above it never came there."""
+    """Compare the tokens to the target; runs that ended above it never reach it."""
 
     if any(len(values) and values[0] <= target for values in (m.run.curves.validation for m in (*variant, *baseline))):
         text = f"inconclusive: runs had reached the loss {target:g} at their first validation; {SOONER}"
@@ -126,7 +126,7 @@ def _to_target(variant: Sequence[Member], baseline: Sequence[Member], target: fl
 
 
 def crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
-    """Where on the axis values first come to the target, between two of them on a line; None where they do not."""
+    """Return where on the axis the values first reach the target, interpolated linearly; None where they don't."""
     below = np.flatnonzero(values <= target)
     if not len(below):
         return None
@@ -138,7 +138,7 @@ def crossing(axis: Numbers, values: Numbers, target: float) -> float | None:
 
 
 def _at_equal_tokens(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure) -> Open:
-    """At the most tokens after which all runs validated; refused where there are no such tokens."""
+    """Compare at the most tokens at which all runs validated; not ranked where there are none."""
     points = _common_points([m for m in (*variant, *baseline) if m.run.state == "finished"], measure)
     if not points:
         text = (
@@ -156,7 +156,7 @@ def _at_equal_tokens(variant: Sequence[Member], baseline: Sequence[Member], meas
 
 
 def _common_points(members: Sequence[Member], measure: Measure) -> set[int]:
-    """Tokens after which every one of some runs has a finite validation."""
+    """Return the numbers of tokens at which all runs have a finite validation."""
     known = [_token_axis(m)[np.isfinite(measure.curve(m))] for m in members if not m.run.diverged]
     return set.intersection(*(set(map(int, tokens)) for tokens in known)) if known else set()
 
@@ -167,7 +167,7 @@ def _value_at(member: Member, measure: Measure, point: int) -> float | None:
 
 
 def _by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[str, Interval]:
-    """The difference in bits a byte of each source that both have."""
+    """Return the difference in bits per byte of each source that both have."""
     names = dict.fromkeys(name for m in (*variant, *baseline) for name in m.run.bits_by_source)
     found = {}
     for name in names:
@@ -181,7 +181,7 @@ def _by_source(variant: Sequence[Member], baseline: Sequence[Member]) -> dict[st
 def _ranked(
     found: Seeds, measure: Measure, at: str, after: str, by_source: Mapping[str, Interval] | None = None
 ) -> Open:
-    """A comparison that is ranked; the answer comes with Holm's correction."""
+    """Return a ranked comparison; its answer follows from Holm's correction."""
     made = Quality(
         answer="undecided",
         text=_phrase(found, measure, after),
@@ -202,7 +202,7 @@ def _ranked(
 
 
 def _phrase(found: Seeds, measure: Measure, after: str = "") -> str:
-    """The difference in words, with `after` behind its figure."""
+    """Return the difference as text, with `after` behind its value."""
     if found.signs is not None:
         return _phrase_of_signs(found, found.signs, measure, after)
     if found.difference is None:
@@ -229,7 +229,7 @@ def _bounds(interval: Interval, measure: Measure) -> str:
 
 
 def _phrase_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -> str:
-    """Which pairs were won, how many runs were lost, and the difference of those that are left, which is no result."""
+    """Return wins and diverged runs as text, and the difference over the other pairs, which is biased."""
     wins = f"better on {signs.wins} of {signs.count} seeds"
     wins += f", {found.lost} {measure.lost}" if found.lost else ""
     wins += f", baseline: {found.baseline_lost} {measure.lost}" if found.baseline_lost else ""
@@ -240,7 +240,7 @@ def _phrase_of_signs(found: Seeds, signs: Signs, measure: Measure, after: str) -
 
 
 def _ended(members: Sequence[Member]) -> set[int]:
-    """The numbers of tokens of the runs that are finished."""
+    """Return the numbers of tokens of finished runs."""
     return {m.run.tokens for m in members if m.run.state == "finished"}
 
 
@@ -253,7 +253,7 @@ def _token_axis(member: Member) -> Numbers:
 
 
 def hour_axis(member: Member) -> Numbers:
-    """Device-hours at each validation of a run; [validations]."""
+    """Return the device-hours at each validation of a run; [validations]."""
     curves = member.run.curves
     if not len(curves.steps):
         return np.zeros(0)
@@ -262,7 +262,7 @@ def hour_axis(member: Member) -> Numbers:
 
 
 def _at_equal_hours(variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, end: Open) -> list[Open]:
-    """At equal device-hours, where both have spent some: final values count where both spent the same."""
+    """Compare at equal device-hours; by the final values where both spent the same."""
     spent = [[m.run.cost.device_hours for m in side if m.run.step] for side in (variant, baseline)]
     if not all(spent) or min(map(min, spent)) <= 0:
         return []
@@ -275,7 +275,7 @@ def _at_equal_hours(variant: Sequence[Member], baseline: Sequence[Member], measu
 def _on_the_way(
     variant: Sequence[Member], baseline: Sequence[Member], measure: Measure, at: str, axis: Callable[[Member], Numbers]
 ) -> Open:
-    """Where the one that went least far ended: not ranked, since the others' learning rates had not come down."""
+    """Compare where the shortest run ended; not ranked, because other runs had not finished their schedule."""
     ends = [float(axis(m)[-1]) for m in (*variant, *baseline) if len(axis(m)) and _goes_on(m)]
     point = min(ends, default=0.0)
     of: Measured = lambda m: _at(axis(m), measure.curve(m), point)  # noqa: E731
@@ -293,7 +293,7 @@ def _goes_on(member: Member) -> bool:
 
 
 def _at(axis: Numbers, values: Numbers, point: float) -> float | None:
-    """The value at a point of the axis, between its neighbours on a line; None outside of what is known."""
+    """Return the value at a point of the axis, interpolated linearly; None outside the known range."""
     known = np.isfinite(axis) & np.isfinite(values)
     axis, values = axis[known], values[known]
     if not len(axis) or not axis[0] <= point <= axis[-1]:

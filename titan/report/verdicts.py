@@ -15,7 +15,7 @@ from titan.report.statistics import ALPHA, Difference, Signs
 
 @dataclass(frozen=True)
 class Open:
-    """A comparison before Holm's correction; without seeds it is not ranked and stays as it is."""
+    """A comparison before Holm's correction; without seeds it is not ranked and stays unchanged."""
 
     quality: Quality
     seeds: Seeds | None = None
@@ -23,13 +23,13 @@ class Open:
 
 
 def corrected(variants: Sequence[Sequence[Open]], margin: float) -> list[tuple[Quality, ...]]:
-    """The comparisons with p-values by Holm over the variants, and with answers.
+    """Return the comparisons with answers and with p-values by Holm over the variants.
 
-    The verdicts are one family of tests, whatever point each is at; other comparisons are one for each point.
+    The first comparisons of all variants are one family of tests; the others are one family per point.
 
     Args:
-        variants: what was found of each variant.
-        margin: difference in validation loss, nats, that counts as none.
+        variants: the comparisons of each variant.
+        margin: equivalence margin, in nats of validation loss.
     """
     families: dict[str, list[tuple[int, int]]] = {}
     for i, found in enumerate(variants):
@@ -45,7 +45,7 @@ def corrected(variants: Sequence[Sequence[Open]], margin: float) -> list[tuple[Q
 
 
 def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Quality:
-    """The answer: yes by the corrected test, no by equivalence, else undecided with the pairs that would decide.
+    """Return the answer: yes by the corrected test, no by equivalence, else undecided with the pairs needed.
 
     Args:
         each: the comparison.
@@ -71,7 +71,7 @@ def _decided(each: Open, p_holm: float | None, margin: float, tests: int) -> Qua
 
 
 def _by_signs(quality: Quality, signs: Signs, p_holm: float | None) -> Quality:
-    """The answer where runs diverged: a side that did is never plainly better, however many seeds it won."""
+    """Return the answer where runs diverged: a side with diverged runs is never better, whatever it won."""
     better = signs.wins > signs.losses
     plain = not (quality.diverged if better else quality.baseline_diverged)
     answer: Answer = "yes" if p_holm is not None and p_holm < ALPHA and plain else "undecided"
@@ -81,9 +81,9 @@ def _by_signs(quality: Quality, signs: Signs, p_holm: float | None) -> Quality:
 
 
 def _needed(found: Difference, margin: float | None, tests: int) -> Needed:
-    """Pairs that would decide: that show a difference as large as the one seen, or that there is none.
+    """Return the pairs needed to show a difference as large as the one seen, or equivalence.
 
-    A difference has to hold at the strictest level of Holm's correction, so that as many pairs surely do.
+    A difference must be significant at the strictest level of Holm's correction.
     """
     known = found.spread, found.freedom, found.count
     if margin is not None and abs(found.estimate) < margin:

@@ -13,7 +13,7 @@ from titan.report.render.table_data import memory, step_ms
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: of which variant, how long, and what is written beside it."""
+    """One bar: index of its variant, length, and the text beside it."""
 
     index: int
     value: float
@@ -23,7 +23,7 @@ class Bar:
 
 
 def throughput(comparison: Comparison) -> Chart | None:
-    """Bars of tokens a second a device, with whiskers from p10 to p90 of the steps."""
+    """Return bars of tokens/s per device, with whiskers from p10 to p90 of the steps."""
     bars = []
     for i, variant in enumerate(comparison.variants):
         times = step_ms(variant)
@@ -43,14 +43,14 @@ def throughput(comparison: Comparison) -> Chart | None:
 
 
 def memory_bars(comparison: Comparison) -> Chart | None:
-    """Bars of the most memory that rank 0 held."""
+    """Return bars of the peak memory of rank 0."""
     most = [(i, memory(variant)) for i, variant in enumerate(comparison.variants)]
     bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
     return _bars(comparison, bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
 
 
 def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
-    """A table of bars, the best first: labels wrap, and many variants scroll."""
+    """Return a table of bars, the best first: labels wrap, and many variants scroll."""
     if not bars:
         return None
     bars.sort(key=lambda bar: bar.value if rising else -bar.value)

@@ -1,4 +1,4 @@
-"""What all charts of a comparison share: their frame in words, and the colour that a variant has in each of them."""
+"""What all charts share: heading and caption, and the colour of each variant."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from titan.report.findings import Comparison, Interval, Variant
 
 COLOURS = 6
-"""Variants in a colour of their own beside the baseline: as many as the colour-blind tell apart."""
+"""Coloured variants beside the baseline: as many as colour-blind readers can distinguish."""
 WIDTH, HEIGHT = 880.0, 400.0
-"""Of a chart over the whole page, in its own units."""
+"""Of a chart as wide as the page, in SVG units."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with its heading and what has to be known to read it; `html` is safe to be put into a page."""
+    """A chart with its heading and caption; `html` is escaped."""
 
     title: str
     caption: str
@@ -50,7 +50,7 @@ def _of(interval: Interval | None, otherwise: float) -> float:
 
 
 def marks(comparison: Comparison, index: int) -> str:
-    """Attributes that give an element the variant's colour and let it be found when another one is pointed at."""
+    """Return the attributes that give an element its variant's colour and highlight it with the variant."""
     chosen = coloured(comparison)
     colour = f"c{chosen.index(index)}" if index in chosen else "rest"
     return f'class="{colour}" data-variant="{index}"'

@@ -1,4 +1,4 @@
-"""Charts over tokens: training loss, validation, and how far runs of one science are from the baseline."""
+"""Charts over tokens: training loss, validation loss, and the difference to the baseline."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
 from titan.report.render.svg import Frame, Label, Scale
 
 POINTS = 400
-"""The most points that a curve is drawn with."""
+"""The most points of a curve."""
 POINTS_IN_ALL = 40_000
-"""Of one chart: with very many runs each curve gets fewer."""
+"""The most points of a chart: with very many runs each curve gets fewer."""
 WINDOWS = 100
-"""Of a curve of differences, which are noisy: each point is the median of a window of steps."""
+"""Points of a curve of differences, which are noisy: each is the median over a window of steps."""
 FLOOR = 1e-9
-"""The smallest difference of losses that is drawn: below it there are hardly digits left."""
+"""The smallest difference of losses that is drawn: smaller ones are near the precision of fp32."""
 
 Points = tuple[Numbers, Numbers]
 """Tokens and values, [points] each."""
@@ -30,7 +30,7 @@ Points = tuple[Numbers, Numbers]
 
 @dataclass(frozen=True)
 class Line:
-    """A run's curve: of which variant, what is shown where it is pointed at, and its points."""
+    """A run's curve: index of its variant, its tooltip, and its points."""
 
     variant: int
     title: str
@@ -38,7 +38,7 @@ class Line:
 
 
 def training(comparison: Comparison) -> Chart | None:
-    """Training loss over tokens, smoothed."""
+    """Return the chart of training loss over tokens, smoothed."""
     most = _points(comparison)
     lines = [Line(i, run.label, thinned(run.curves.tokens, run.curves.losses, most)) for i, run in _runs(comparison)]
     caption = f"Mean over {SHARE:.0%} of the run around each point. "
@@ -46,7 +46,7 @@ def training(comparison: Comparison) -> Chart | None:
 
 
 def validation(comparison: Comparison) -> Chart | None:
-    """Validation loss over tokens; in bits a byte where the comparison is made in those."""
+    """Return the chart of validation loss over tokens; in bits per byte where variants are compared in those."""
     bits = any(quality.measure == "bits per byte" for variant in comparison.variants for quality in variant.quality)
     lines = []
     for i, run in _runs(comparison):
@@ -59,7 +59,7 @@ def validation(comparison: Comparison) -> Chart | None:
 
 
 def differences(comparison: Comparison) -> Chart | None:
-    """Size of the difference in training loss to the baseline's run of the same seed, for variants of its science."""
+    """Return the chart of differences in training loss to the baseline's runs, for its hyperparameters."""
     base = next((variant for variant in comparison.variants if variant.baseline), None)
     pairs = [
         (i, run, other)
@@ -78,7 +78,7 @@ def differences(comparison: Comparison) -> Chart | None:
 
 
 def _common(run: RunFound, base: RunFound) -> Points:
-    """Tokens and the size of the difference of losses, at the steps that both did with a finite loss; [steps] each."""
+    """Return tokens and absolute differences of losses at steps where both are finite; [steps] each."""
     _, mine, theirs = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
     sizes = np.abs(run.curves.losses[mine] - base.curves.losses[theirs])
     kept = np.isfinite(sizes)
@@ -86,19 +86,19 @@ def _common(run: RunFound, base: RunFound) -> Points:
 
 
 def _equal(run: RunFound, base: RunFound) -> bool:
-    """Whether all losses that both have are the same ones."""
+    """Return whether all common losses are equal."""
     sizes = _common(run, base)[1]
     return bool(sizes.size) and not sizes.any()
 
 
 def _between_seeds(runs: Sequence[RunFound]) -> float | None:
-    """How far two seeds are apart, in the median over their steps and pairs of neighbours."""
+    """Return the median difference of two seeds over steps and pairs of neighbouring seeds."""
     sizes = [gap(one, other, WINDOWS)[1] for one, other in pairwise(runs) if one.seed != other.seed]
     return float(np.median(np.concatenate(sizes))) if any(size.size for size in sizes) else None
 
 
 def gap(run: RunFound, base: RunFound, points: int) -> Points:
-    """Tokens and the median size of the difference of losses, in windows of steps that both did; [points] each."""
+    """Return tokens and median differences of losses over windows of common steps; [points] each."""
     tokens, sizes = _common(run, base)
     windows = [w for w in np.array_split(np.arange(sizes.size), min(points, max(1, sizes.size))) if w.size]
     return (
@@ -108,7 +108,7 @@ def gap(run: RunFound, base: RunFound, points: int) -> Points:
 
 
 def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) -> Points:
-    """At most `points` of a curve, each the mean over `share` of it, centred; what is not finite is left out.
+    """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
 
     Args:
         x, y: [steps] each.
@@ -129,10 +129,9 @@ def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) 
 
 
 def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
-    """Lowest and highest loss to be shown, and whether the beginning's are cut off.
+    """Return the lowest and highest loss shown, and whether the beginning is cut off.
 
-    The fall of the first tenth may take up all the room, while what there is to tell apart comes after it: then it is
-    cut off.
+    The fall of the first tenth may need most of the range, while the variants differ after it: it is cut off then.
     """
     end = max(float(x[-1]) for x, _ in curves)
     later = [y[x >= 0.1 * end] if (x >= 0.1 * end).any() else y for x, y in curves]
@@ -167,12 +166,12 @@ def _losses(
 
 
 def _tokens(lines: Sequence[Line]) -> Scale:
-    """From nothing to the most tokens, with room for labels beside it."""
+    """Return a scale from 0 to the most tokens, with room for labels beside it."""
     return Scale(0, max(float(line.points[0][-1]) for line in lines) or 1.0, 60, WIDTH - 210)
 
 
 def _drawn(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
-    """The lines, grey ones below, and the labels at their ends."""
+    """Return the lines, grey ones below, and the labels at their ends."""
     above = coloured(comparison)[::-1]
     order = sorted(lines, key=lambda line: above.index(line.variant) if line.variant in above else -1)
     body = "".join(svg.line(frame, *line.points, marks(comparison, line.variant), line.title) for line in order)
@@ -184,12 +183,12 @@ def _drawn(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: st
 
 
 def _end(frame: Frame, line: Line) -> float:
-    """Where a line ends, or where it leaves the frame."""
+    """Return where a line ends or leaves the frame."""
     return frame.y.at(min(max(float(line.points[1][-1]), frame.y.low), frame.y.high))
 
 
 def _dress(comparison: Comparison) -> str:
-    """Thin lines where a variant has several; a dashed baseline where another may lie beneath it."""
+    """Return classes: thin lines where a variant has several; a dashed baseline, which may cover another line."""
     thin = "thin" if len(_runs(comparison)) > len(comparison.variants) else "thick"
     return f"{thin} against" if len(comparison.variants) > 1 else thin
 
@@ -223,7 +222,7 @@ def _differences(
 
 
 def _positive(points: Points) -> Points:
-    """Without windows in which there is no difference: a logarithm has no zero."""
+    """Return the points without zero differences, which have no logarithm."""
     kept = points[1] > FLOOR
     return points[0][kept], points[1][kept]
 
@@ -235,7 +234,7 @@ def _difference_frame(lines: Sequence[Line], levels: Sequence[float]) -> Frame:
 
 
 def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
-    """Dashed lines across, with the highest one's name above it and the others' names below theirs."""
+    """Return dashed horizontal lines; the name of the highest is above it, the others below."""
     out = ""
     for name, level in levels.items():
         at = frame.y.at(level)

@@ -1,4 +1,4 @@
-"""A comparison as Markdown, for issues and pull requests: the answers, the table, failures and notes; no charts."""
+"""A comparison as Markdown, for issues and pull requests: answers, table, failures and notes, without charts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan.report.render.table_data import between, columns
 
 
 def text(comparison: Comparison) -> str:
-    """The whole comparison."""
+    """Return the whole comparison."""
     parts = [
         [f"# {_plain(comparison.title)}", "", _plain(question(comparison)), "", _plain(" ".join(lead(comparison)))],
         _section(
@@ -73,7 +73,7 @@ def _settings(comparison: Comparison) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> list[str]:
-    """The rows, the last `figures` columns to the right."""
+    """Return a table; the last `figures` columns are aligned right."""
     return [*_rule(head, figures), *(f"| {' | '.join(map(_plain, row))} |" for row in rows)]
 
 
@@ -83,7 +83,7 @@ def _rule(head: Sequence[str], figures: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """The text without line breaks, and with those signs marked that Markdown or HTML would take for their own."""
+    """Return the text in one line, with the special characters of Markdown and HTML escaped."""
     marked = "".join(f"\\{sign}" if sign in "\\`*_|#" else sign for sign in " ".join(text.split()))
     marked = marked.replace("](", "]\\(")  # a link; brackets alone are none
     return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,4 +1,4 @@
-// Pointing at a variant anywhere shows it everywhere; without this the page only does not do that.
+// Pointing at a variant highlights it everywhere on the page.
 (() => {
   const root = document.querySelector("main");
   const show = (event) => {

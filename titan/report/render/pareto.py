@@ -1,4 +1,4 @@
-"""The chart of speed against memory, with the front of variants that none beats in both (Pareto)."""
+"""The chart of speed against memory, with the Pareto front: the variants that no other beats in both."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from titan.report.render.table_data import answer, memory
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 LABELS = 12
-"""Up to so many variants have a label each."""
+"""Up to this number, all variants have a label."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A variant in the picture of speed and memory; `out` keeps it off the front."""
+    """A variant in the chart; `out` excludes it from the front."""
 
     index: int
     x: float
@@ -30,7 +30,7 @@ class Spot:
 
 
 def pareto(comparison: Comparison) -> Chart | None:
-    """Speed against memory, with the front of variants that no other one beats in both."""
+    """Return the chart of speed against memory with its Pareto front."""
     spots = [
         Spot(i, variant.speed.estimate, most, answer(variant).main == "not the same")
         for i, variant in enumerate(comparison.variants)
@@ -52,7 +52,7 @@ def pareto(comparison: Comparison) -> Chart | None:
 
 
 def front(spots: Iterable[Spot]) -> list[Spot]:
-    """Those that none beats: from the fastest down, each that takes less memory than all faster ones."""
+    """Return the Pareto front: from the fastest down, each spot with less memory than all faster ones."""
     best: list[Spot] = []
     for spot in sorted((spot for spot in spots if not spot.out), key=lambda spot: (-spot.x, spot.y)):
         if not best or spot.y < best[-1].y:
@@ -61,7 +61,7 @@ def front(spots: Iterable[Spot]) -> list[Spot]:
 
 
 def _wider(values: Sequence[float], start: float, end: float) -> Scale:
-    """A scale with room around the values, of at least a fifth of them: small differences shall look small."""
+    """Return a scale with room around the values, of at least a fifth of them: small differences look small."""
     low, high = min(values), max(values)
     pad = max(0.1 * (high - low), (0.2 * high - (high - low)) / 2) or 1.0
     return Scale(max(0.0, low - pad), high + pad, start, end)
@@ -76,7 +76,7 @@ def _front(frame: Frame, best: Sequence[Spot]) -> str:
 
 
 def _beneath(comparison: Comparison, spots: Sequence[Spot]) -> list[Spot]:
-    """Grey ones first, so that they lie beneath."""
+    """Return the spots in drawing order, grey ones first."""
     chosen = coloured(comparison)
     return sorted(spots, key=lambda spot: spot.index in chosen)
 
@@ -90,7 +90,7 @@ def _spot(comparison: Comparison, frame: Frame, spot: Spot) -> str:
 
 
 def _names(comparison: Comparison, frame: Frame, spots: Sequence[Spot], named: Sequence[Spot]) -> str:
-    """Labels beside the spots, where there is room for them; the others show theirs when pointed at."""
+    """Return labels beside the spots where there is room; the others have a tooltip."""
     taken: list[Box] = [_around(frame, spot) for spot in spots]
     out = []
     for spot in named:
@@ -104,7 +104,7 @@ def _names(comparison: Comparison, frame: Frame, spots: Sequence[Spot], named: S
 
 
 def _name(frame: Frame, spot: Spot, words: str, taken: list[Box]) -> str:
-    """The label at the first place that is free, which it then takes; empty where none is."""
+    """Return the label at the first free position, which is then taken; empty where none is free."""
     for anchor, box in _places(frame, spot, len(words)):
         if _inside(frame, box) and not any(_overlap(box, other) for other in taken):
             taken.append(box)
@@ -119,7 +119,7 @@ def _around(frame: Frame, spot: Spot) -> Box:
 
 
 def _places(frame: Frame, spot: Spot, letters: int) -> list[tuple[str, Box]]:
-    """Where its label may stand: to the right, to the left, above, below."""
+    """Return the positions of its label: right, left, above, below."""
     x, y, wide = frame.x.at(spot.x), frame.y.at(spot.y), svg.LETTER * letters
     return [
         ("start", (x + 10, y - 8, x + 10 + wide, y + 8)),

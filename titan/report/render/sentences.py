@@ -11,11 +11,11 @@ from titan.report.render.summary import counted
 from titan.report.render.table_data import answer
 
 WAITING = ("planned", "queued", "running")
-"""States of trials that have no figures yet and did not fail."""
+"""States of trials without metrics that did not fail."""
 
 
 def missing(comparison: Comparison) -> str:
-    """What the list of trials and runs that have no figures or ended badly is called."""
+    """Return the heading for trials without metrics and failed runs."""
     waiting = {failed.state in WAITING for failed in comparison.failed}
     return {(True,): "Trials without metrics yet", (False, True): "Failures, and trials without metrics yet"}.get(
         tuple(sorted(waiting)), "Failures"
@@ -23,12 +23,12 @@ def missing(comparison: Comparison) -> str:
 
 
 def question(comparison: Comparison) -> str:
-    """What was asked; without a sweep's question, that there was none."""
+    """Return the question of the sweep, or that there was none."""
     return comparison.question or "No question was stated in advance."
 
 
 def lead(comparison: Comparison) -> list[str]:
-    """The result in a few sentences, from the answers of all variants; claims no more than they do."""
+    """Return the result in a few sentences, from the answers of all variants."""
     variants = [variant for variant in comparison.variants if not variant.baseline]
     same = [variant for variant in variants if variant.same_science]
     if len(comparison.variants) == 1:
@@ -40,13 +40,13 @@ def lead(comparison: Comparison) -> list[str]:
 
 
 def answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
-    """Of each variant beside the baseline: what it learned, how fast it is, when it came to the target."""
+    """Return sentences for each variant: what it learned, how fast it is, when it reached the target."""
     parts = [(variant, _of_variant(variant, comparison.target)) for variant in comparison.variants]
     return [(variant, sentences) for variant, sentences in parts if sentences]
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What has to be known: of the whole, then of variants, where what holds of many is said once."""
+    """Return the notes on the whole and on variants; a note on several variants appears once."""
     holders: dict[str, list[str]] = {}
     for variant in comparison.variants:
         for note in variant.notes:
@@ -79,7 +79,7 @@ def _of_variant(variant: Variant, target: float | None) -> list[str]:
 
 
 def _judged(qualities: Sequence[Quality]) -> list[str]:
-    """A sentence for each verdict; of several, at which point each holds, and equal ones together."""
+    """Return a sentence for each comparison, with its point where there are several; equal ones are joined."""
     if len(qualities) == 1:
         return [_sentence(qualities[0].text)]
     points: dict[str, list[str]] = {}
@@ -89,11 +89,11 @@ def _judged(qualities: Sequence[Quality]) -> list[str]:
 
 
 def speed_sentence(times: Interval, doubt: str = "") -> str:
-    """How fast against the baseline; that nothing can be told where the interval spans 1.
+    """Return the speed relative to the baseline; no measurable difference where the interval contains 1.
 
     Args:
         times: the ratio.
-        doubt: why neither "faster" nor "slower" may be said; empty where it may.
+        doubt: why speed is not ranked; empty where it is.
     """
     parts = f"{multiple(times.estimate)} times the baseline's tokens/s"
     if doubt:
@@ -116,7 +116,7 @@ def _reached(reached: Reached, target: float | None) -> str:
 
 
 def _sentence(text: str) -> str:
-    """The text with a capital letter at its beginning and a stop at its end."""
+    """Return the text with a capital letter at the start and a full stop at the end."""
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
@@ -140,7 +140,7 @@ def _learning(variants: Sequence[Variant]) -> list[str]:
 
 
 def _fastest(variants: Sequence[Variant]) -> list[str]:
-    """Names a variant only where its interval lies above the baseline's speed."""
+    """Return the fastest variant, if its interval lies above the baseline's speed."""
     fit = [variant for variant in variants if answer(variant).main == "same" and variant.speed_ratio is not None]
     sure = [(variant.speed_ratio.estimate, variant) for variant in fit if variant.speed_ratio and _above(variant)]
     doubts = dict.fromkeys(variant.speed_doubt for variant in fit if variant.speed_doubt)

@@ -1,4 +1,4 @@
-"""The result of a comparison of recipes in words: which is best so far, by how much, and whether that is shown."""
+"""The result of a comparison of recipes in words: the best variant, by how much, and whether it is significant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMED = 4
 
 
 def outcome(comparison: Comparison) -> list[str]:
-    """The result of all variants with other hyperparameters than the baseline; nothing where there are none."""
+    """Return the result of all variants with other hyperparameters than the baseline; empty without any."""
     others = [variant for variant in comparison.variants if not variant.baseline and not variant.same_science]
     if not others:
         return diverged(comparison)
@@ -28,7 +28,7 @@ def outcome(comparison: Comparison) -> list[str]:
 
 
 def _best(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
-    """Which variant is best so far, against which other one, and what the test says."""
+    """Return which variant is best so far, compared with which one, and the result of the test."""
     bits = ranking.by_bits(comparison.variants)
     base = comparison.variants[0]
     ranked = [
@@ -47,7 +47,7 @@ def _best(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
 
 
 def _merit(variant: Variant) -> tuple[float, float]:
-    """By what variants are ranked: the share of seeds that diverged, then the difference to the baseline."""
+    """Return the sort key of a variant: the share of diverged seeds, then the difference to the baseline."""
     quality = verdict(variant)
     return ranking.share(variant), quality.difference.estimate if quality and quality.difference else 0.0
 
@@ -67,7 +67,7 @@ def _value(variant: Variant, bits: bool) -> str:
 
 
 def _gap(variant: Variant, turned: bool = False) -> str:
-    """How far the variant is below the baseline; `turned`: the baseline below it."""
+    """Return how far the variant is below the baseline; `turned`: the baseline below the variant."""
     quality = verdict(variant)
     difference = quality.difference.estimate if quality and quality.difference else 0.0
     by = -difference if not turned else difference
@@ -75,7 +75,7 @@ def _gap(variant: Variant, turned: bool = False) -> str:
 
 
 def _shown(variant: Variant, comparison: Comparison) -> str:
-    """What the test of a variant against the baseline says."""
+    """Return the result of the test of a variant against the baseline."""
     quality = verdict(variant)
     if quality is None:
         return "not ranked"
@@ -93,7 +93,7 @@ def _shown(variant: Variant, comparison: Comparison) -> str:
 
 
 def _significant(quality: Quality) -> str:
-    """What the sign test says, which counts the pairs where runs diverged."""
+    """Return the result of the sign test, which is used where runs diverged."""
     word = "better" if quality.better > quality.worse else "worse"
     if quality.p_holm is None:
         return "not significant"
@@ -113,7 +113,7 @@ def _needed(quality: Quality) -> str:
 
 
 def diverged(comparison: Comparison) -> list[str]:
-    """Which variants have runs that diverged, and what is left to say of them."""
+    """Return which variants have diverged runs, and their results."""
     lost = [variant for variant in comparison.variants if variant.outcomes.diverged]
     more = [f"Runs of {len(lost) - NAMED} more variants diverged."] if len(lost) > NAMED else []
     return [f"{variant.label}: {_of_diverged(variant)}." for variant in lost[:NAMED]] + more
@@ -130,7 +130,7 @@ def _of_diverged(variant: Variant) -> str:
 
 
 def _counts(variants: Sequence[Variant]) -> list[str]:
-    """How many variants have which answer."""
+    """Return how many variants have each answer."""
     phrase = [answer(variant).main for variant in variants if not variant.untuned]
     lost = sum(answer(variant).main.startswith("better on") and not variant.untuned for variant in variants)
     counts = counted(
@@ -156,7 +156,7 @@ def _counts(variants: Sequence[Variant]) -> list[str]:
 
 
 def _unequal(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
-    """The result of variants that saw different numbers of tokens."""
+    """Return the result of variants that saw different numbers of tokens."""
     seen = ", ".join(f"{number:,}" for number in ranking.tokens(comparison.variants)[:NAMED])
     parts = f"The variants saw different numbers of tokens ({seen}), so their final losses are not ranked."
     if comparison.target is not None and any(variant.reached for variant in comparison.variants):
@@ -170,7 +170,7 @@ def _unequal(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
 
 
 def _to_target(comparison: Comparison) -> list[str]:
-    """Which variant took the fewest tokens to the target, and which the least time, where that may be said."""
+    """Return which variant reached the target with the fewest tokens, and which with the fewest device-hours."""
     variants = [variant for variant in comparison.variants if variant.reached and variant.reached.median_tokens]
     if not variants:
         return ["In no variant did half of the runs reach the target."]
@@ -188,7 +188,7 @@ def _tokens(variant: Variant) -> float:
 
 
 def _of_rival(variant: Variant, comparison: Comparison) -> str:
-    """The test of a variant against the baseline, where it is by tokens to the target."""
+    """Return the test of a variant against the baseline, if it is by tokens to the target."""
     quality = verdict(variant)
     if quality is None or quality.at != "the target" or quality.p is None:
         return ""
@@ -209,7 +209,7 @@ def _soonest(comparison: Comparison) -> str:
 
 
 def counted(*groups: tuple[int, str, str]) -> str:
-    """ "2 do, 1 is undecided", of counts with what to say of one and of several."""
+    """Return counts as text, as in "2 better, 1 worse", from (count, words for one, words for several)."""
     return ", ".join(f"{count} {one if count == 1 else several}" for count, one, several in _there(groups))
 
 

@@ -1,4 +1,4 @@
-"""A comparison in the terminal: the table of variants, the answers in words, what failed and why, and the notes."""
+"""A comparison in the terminal: the table of variants, the answers in words, failures with reasons, and notes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from titan.report.render.table_data import Cell, Column, Mood, columns
 
 GAP = "  "
 NARROWEST = 20
-"""Columns that labels of variants get at least, where they need them."""
+"""The fewest columns for labels of variants, if they need them."""
 VALUES = 12
-"""Values of a setting that differs are named up to so many."""
+"""The most values listed of a setting that differs."""
 STYLES: dict[str, str] = {"head": "1", "good": "32", "bad": "31", "open": "33", "faint": "2"}
 
 
 def text(comparison: Comparison, width: int, colour: bool = False) -> str:
-    """The whole comparison as lines of at most `width` columns, where words allow it.
+    """Return the whole comparison as lines of at most `width` columns, where words allow it.
 
     Args:
         comparison: what was found.
@@ -51,13 +51,13 @@ def _head(comparison: Comparison, width: int, colour: bool) -> list[str]:
 
 
 def _some(values: Sequence[str]) -> str:
-    """The first values in a line, and how many more there are."""
+    """Return the first values in one line, and how many more there are."""
     more = [f"and {len(values) - VALUES:,} more"] if len(values) > VALUES else []
     return ", ".join([*values[:VALUES], *more])
 
 
 def _variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    """The best first, in one line each, else with intervals below, else with fewer columns, else in blocks."""
+    """Return the table, the best first: one line each, else intervals below, else fewer columns, else blocks."""
     order = ranking.order(comparison.variants)
     labels, shown = [variant.label for variant in comparison.variants], columns(comparison)
     if not labels:
@@ -73,7 +73,7 @@ def _variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
 
 
 def _kept(labels: Sequence[str], shown: Sequence[Column], width: int) -> tuple[Column, ...]:
-    """Without the heaviest columns, as far as needed."""
+    """Return the columns without the heaviest ones, as far as needed."""
     kept = list(shown)
     while not _fits(labels, kept, width, stacked=True) and any(column.weight for column in kept):
         kept.remove(max(kept, key=lambda column: column.weight))
@@ -85,7 +85,7 @@ def _fits(labels: Sequence[str], shown: Sequence[Column], width: int, stacked: b
 
 
 def _room(shown: Sequence[Column], width: int, stacked: bool) -> int:
-    """What is left for labels."""
+    """Return the width left for labels."""
     return width - sum(len(GAP) + _width(column, stacked) for column in shown)
 
 
@@ -123,7 +123,7 @@ def _row(
     moods: Sequence[Mood] = (),
     colour: bool = False,
 ) -> list[str]:
-    """As many lines as the tallest cell needs; labels to the left, figures to the right."""
+    """Return as many lines as the tallest cell needs; labels are aligned left, numbers right."""
     lines = []
     for k in range(max(len(label), *map(len, cells), 1)):
         figures = [f"{_at(cell, k):>{wide}}" for cell, wide in zip(cells, widths, strict=True)]
@@ -134,7 +134,7 @@ def _row(
 
 
 def _mood(text: str, mood: str, colour: bool) -> str:
-    """The text in the colour of its mood, without the blanks before it."""
+    """Return the text in the colour of its mood, without colouring leading blanks."""
     word = text.strip()
     return text.replace(word, _style(word, mood, colour)) if word and mood else text
 

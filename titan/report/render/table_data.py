@@ -1,4 +1,4 @@
-"""The table of a comparison as data: a row a variant, a column a figure; terminal, Markdown and HTML lay it out."""
+"""The table of a comparison as data, one row per variant; terminal, Markdown and HTML lay it out."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Mood = Literal["", "good", "bad", "open"]
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure as text, what qualifies it, such as its interval, and whether it is good or bad news."""
+    """A value as text, a detail such as its interval, and whether it is good or bad."""
 
     main: str = ""
     detail: str = ""
     mood: Mood = ""
 
     def line(self) -> str:
-        """Both in one line."""
+        """Return both in one line."""
         return f"{self.main} {self.detail}".strip()
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of all variants.
+    """One value of all variants.
 
     Attributes:
         name, unit: its heading.
         meaning: what it is, in a few words.
         cells: of each variant, in their order.
-        weight: where there is too little room the heaviest go first; those of weight 0 stay.
+        weight: the heaviest are left out first where room is short; those of weight 0 stay.
     """
 
     name: str
@@ -107,7 +107,7 @@ _SORTS: tuple[tuple[str, str, str, int, Callable[[Variant], Cell]], ...] = (
 
 
 def columns(comparison: Comparison) -> tuple[Column, ...]:
-    """The columns that have something to say of any variant; a single variant is held against nothing."""
+    """Return the columns with a value for any variant; a single variant has no comparison columns."""
     made = (
         Column(name, unit, meaning, tuple(map(cell, comparison.variants)), weight)
         for name, unit, meaning, weight, cell in _SORTS
@@ -119,7 +119,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
 
 
 def answer(variant: Variant) -> Cell:
-    """The answer about a variant in a few words."""
+    """Return the answer for a variant in a few words."""
     if variant.baseline:
         return Cell("baseline", _lost(variant))
     if variant.same_science and variant.learning is not None:
@@ -133,7 +133,7 @@ def answer(variant: Variant) -> Cell:
 
 
 def _lost(variant: Variant) -> str:
-    """How many of its seeds diverged; empty where none did."""
+    """Return how many of its seeds diverged; empty where none did."""
     return f"{variant.outcomes.diverged} of {variant.outcomes.known} diverged" if variant.outcomes.diverged else ""
 
 
@@ -151,7 +151,7 @@ def _quality(quality: Quality) -> Cell:
 
 
 def _with_lost(quality: Quality) -> Cell:
-    """The answer where runs diverged: "better" and "worse" alone only where that is shown of all seeds."""
+    """Return the answer where runs diverged: plain "better" or "worse" only where it is significant over all seeds."""
     shown, lost = won(quality), lost_seeds(quality)
     if quality.answer != "yes":
         return Cell(shown, lost, "bad" if quality.diverged else "open")
@@ -160,34 +160,34 @@ def _with_lost(quality: Quality) -> Cell:
 
 
 def won(quality: Quality) -> str:
-    """On how many seeds the variant did better than the baseline."""
+    """Return on how many seeds the variant did better than the baseline."""
     return f"better on {quality.better} of {quality.pairs} seeds"
 
 
 def lost_seeds(quality: Quality) -> str:
-    """How many seeds of both sides diverged, or never came to the target."""
+    """Return how many seeds of both sides diverged, or never reached the target."""
     what = "did not reach the target" if quality.at == "the target" else "diverged"
     own = [f"{quality.diverged} {what}"] if quality.diverged else []
     return ", ".join(own + [f"baseline: {quality.baseline_diverged} {what}"] * bool(quality.baseline_diverged))
 
 
 def between(interval: Interval, show: Callable[[float], str] = fixed) -> str:
-    """The interval in brackets; empty where there is none."""
+    """Return the interval in brackets; empty where there is none."""
     return bounds(interval.low, interval.high, show)
 
 
 def estimate(interval: Interval | None, show: Callable[[float], str] = fixed) -> Cell:
-    """An estimate with its interval."""
+    """Return an estimate with its interval."""
     return Cell() if interval is None else Cell(show(interval.estimate), between(interval, show))
 
 
 def speeds(variant: Variant) -> list[Speed]:
-    """Of the variant's runs that have any."""
+    """Return the speeds of the variant's runs that have one."""
     return [run.speed for run in variant.runs if run.speed is not None]
 
 
 def step_ms(variant: Variant) -> tuple[float, float, float] | None:
-    """Median, p10 and p90 of the step time in ms, each the median over the runs; None where no step was timed."""
+    """Return median, p10 and p90 of the step time in ms, each the median over runs; None without timed steps."""
     spreads = [speed.step_seconds for speed in speeds(variant)]
     if not spreads:
         return None
@@ -199,7 +199,7 @@ def step_ms(variant: Variant) -> tuple[float, float, float] | None:
 
 
 def memory(variant: Variant) -> float | None:
-    """The most memory that any of its runs held, in GiB."""
+    """Return the peak memory of its runs in GiB; None where unknown."""
     return max((speed.memory_gib for speed in speeds(variant) if speed.memory_gib is not None), default=None)
 
 
@@ -215,7 +215,7 @@ def _stands(run: RunFound) -> str:
 
 
 def _standing(runs: tuple[RunFound, ...], state: str, count: int) -> str:
-    """How many stand so, and how far they are."""
+    """Return how many runs have a state, and how far they are."""
     done = median(run.step / max(1, run.steps) for run in runs if _stands(run) == state)
     return f"{count} {state} at {done:.0%}" if len(runs) > 1 else f"{state} at {done:.0%}"
 
@@ -226,7 +226,7 @@ def _step(variant: Variant) -> Cell:
 
 
 def _validation(variant: Variant) -> Cell:
-    """The mean, and what it does not show: diverged runs, which are not in it, and outliers, which are."""
+    """Return the mean, with the number of diverged runs, which it excludes, and of outliers, which it includes."""
     far, found = sum(run.outlier for run in variant.runs), estimate(variant.validation)
     odd = [f"without {variant.outcomes.diverged} diverged"] if variant.outcomes.diverged and found.main else []
     odd += [plural(far, "outlier")] if far else []

@@ -1,4 +1,4 @@
-"""The chart of the result over a number that was varied, such as the learning rate: a line for each other setting."""
+"""The chart of the result over a varied number such as the learning rate, with a line for each other setting."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from titan.report.render.charts import HEIGHT, WIDTH, Chart, marks
 from titan.report.render.svg import Frame, Label, Scale
 
 SPANS = 4.0
-"""Largest by smallest number from which on the axis is logarithmic."""
+"""Ratio of largest to smallest number from which the axis is logarithmic."""
 FIRST = ("optimizer.lr", "training.global_batch")
-"""Of several numbers that were varied the first of these is the axis, else the one with the most values."""
+"""Of several varied numbers, the first of these is the axis, else the one with the most values."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """A variant in the chart: its number, its mean (None where all runs diverged), and its runs' values."""
+    """A variant in the chart: its number, its mean (None where all runs diverged), and the values of its runs."""
 
     index: int
     x: float
@@ -34,7 +34,7 @@ class Spot:
 
 
 def settings(comparison: Comparison) -> Chart | None:
-    """Validation loss over a varied number; None where no number with three values or two lines was varied."""
+    """Return the chart of validation loss over a varied number; None where fewer than two numbers have a mean."""
     name = _number(comparison)
     if name is None or all(variant.same_science for variant in comparison.variants):
         return None
@@ -54,7 +54,7 @@ def settings(comparison: Comparison) -> Chart | None:
 
 
 def _number(comparison: Comparison) -> str | None:
-    """The setting for the axis: one whose values are all numbers."""
+    """Return the setting for the axis: one whose values are all numbers."""
     found = {name: values for name, values in comparison.differs.items() if _numbers(values)}
     first = [name for name in FIRST if name in found]
     return next(iter([*first, *sorted(found, key=lambda name: -len(found[name]))]), None)
@@ -73,7 +73,7 @@ def _value(text: str) -> float | None:
 
 
 def _common_tokens(variants: Sequence[Variant]) -> int | None:
-    """The fewest tokens of finished runs, where they differ: losses are shown after as many."""
+    """Return the fewest tokens of finished runs, where they differ: losses are shown at these."""
     seen = ranking.tokens(variants)
     return seen[0] if len(seen) > 1 else None
 
@@ -87,7 +87,7 @@ def _spot(variant: Variant, index: int, name: str, point: int | None, bits: bool
 
 
 def _result(run: RunFound, point: int | None, bits: bool) -> float | None:
-    """A finished run's final validation, or that at some tokens, between its neighbours on a line."""
+    """Return a finished run's final validation, or the one at `point` tokens, interpolated linearly."""
     if point is None or run.tokens == point or run.state != "finished" or run.diverged:
         return run.bits if bits else run.validation
     values, tokens = run.curves.bits_per_byte if bits else run.curves.validation, run.curves.validation_tokens
@@ -109,14 +109,14 @@ def _frame(spots: Sequence[Spot]) -> Frame:
 
 
 def _top(spots: Sequence[Spot]) -> float:
-    """The highest loss that is shown: a rate that failed to learn shall not flatten the others."""
+    """Return the highest loss that is shown, so that a rate that failed to learn does not flatten the others."""
     values = np.sort([value for spot in spots for value in spot.runs])
     usual = 2.5 * float(np.median(values) - values[0])
     return float(min(values[-1], max(values[0] + usual, np.median([s.mean for s in spots if s.mean is not None]))))
 
 
 def _ticks(frame: Frame, spots: Sequence[Spot]) -> str:
-    """The numbers that were tried, where the axis has no round value of its own between powers of ten."""
+    """Return the numbers that were tried, as a logarithmic axis has ticks at powers of ten only."""
     if not frame.x.log:
         return ""
     tried = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.ticks()]
@@ -124,7 +124,7 @@ def _ticks(frame: Frame, spots: Sequence[Spot]) -> str:
 
 
 def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: str) -> str:
-    """A line through the means of each other setting, with its runs as dots and its diverged runs as crosses."""
+    """Return a line through the means for each other setting, with runs as dots and diverged runs as crosses."""
     families: dict[str, list[Spot]] = {}
     for spot in sorted(spots, key=lambda spot: spot.x):
         families.setdefault(_others(comparison.variants[spot.index], name), []).append(spot)
@@ -156,7 +156,7 @@ def _spots(comparison: Comparison, frame: Frame, spot: Spot) -> str:
 
 
 def _dot(frame: Frame, x: float, value: float) -> str:
-    """A run; one that lies above the chart is a hollow dot at its upper edge."""
+    """Return a run's dot, hollow at the upper edge if it lies above the chart."""
     kind = "dot" if value <= frame.y.high else "hollow"
     y = frame.y.at(min(value, frame.y.high))
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
