@@ -98,8 +98,8 @@ def _judged(candidates: Sequence[Candidate], asked: SweepSpec) -> list[Variant]:
     baseline = candidates[0]
     others = [v for v in candidates[1:] if v.group.group_id != baseline.group.group_id and v.tuned.chosen]
     opened = [superiority.compared(v.members, baseline.members, asked.target) for v in others]
-    judged = dict(zip(map(id, others), verdicts.corrected(opened, asked.margin), strict=True))
-    return [_variant(v, candidates, judged.get(id(v), ()), asked) for v in candidates]
+    qualities = dict(zip(map(id, others), verdicts.corrected(opened, asked.margin), strict=True))
+    return [_variant(v, candidates, qualities.get(id(v), ()), asked) for v in candidates]
 
 
 def _ordered(made: Sequence[Variant]) -> tuple[Variant, ...]:
@@ -108,7 +108,7 @@ def _ordered(made: Sequence[Variant]) -> tuple[Variant, ...]:
 
 
 def _variant(
-    candidate: Candidate, candidates: Sequence[Candidate], judged: tuple[Quality, ...], asked: SweepSpec
+    candidate: Candidate, candidates: Sequence[Candidate], qualities: tuple[Quality, ...], asked: SweepSpec
 ) -> Variant:
     group, own, baseline = candidate.group, candidate.members, candidates[0].members
     first = candidate is candidates[0]
@@ -128,7 +128,7 @@ def _variant(
         few=few,
         speed_doubt=doubt if rates and theirs else "",
         learning=_learning(candidate, candidates, asked.margin),
-        quality=judged,
+        quality=qualities,
         reached=_reached(own, asked.target) if _in_nats(own, baseline) else None,
         notes=notes.of_variant(candidate, candidates[0]),
         outcomes=outcomes.of_variant(own, candidate.missing),

@@ -245,7 +245,7 @@ def _ratio(variant: Variant) -> Cell:
     if variant.speed_ratio is None or variant.baseline:
         return Cell("1" if variant.baseline and variant.speed else "")
     found = estimate(variant.speed_ratio, multiple)
-    return replace(found, detail="not judged") if variant.speed_doubt else found
+    return replace(found, detail="not ranked") if variant.speed_doubt else found
 
 
 def _mfu(variant: Variant) -> Cell:
