@@ -50,6 +50,7 @@ def test_console_script_is_declared(site: Path) -> None:
 
 
 def test_the_page_of_a_comparison_has_its_styles(site: Path, tmp_path: Path) -> None:
-    read = "from titan.report.render import html; print(len(html._file('page.css')), len(html._file('page.js')))"
+    files = "('page.css', 'page.js', 'page.html.jinja')"
+    read = f"from titan.report.render import html; print(*(len(html._file(file)) for file in {files}))"
     done = python(site, tmp_path, "-c", read)
-    assert all(int(size) > 500 for size in done.stdout.split()), done.stderr
+    assert done.returncode == 0 and all(int(size) > 500 for size in done.stdout.split()), done.stderr

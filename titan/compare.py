@@ -23,48 +23,49 @@ if TYPE_CHECKING:
 HELP = """\
 Compare runs and sweeps: python -m titan.compare DIR [DIR ...] [SETTING=VALUE ...]
 
-  python -m titan.compare runs/grid                       all runs of a sweep; also while it still goes on
+  python -m titan.compare runs/grid                       all runs of a sweep, also while it is running
   python -m titan.compare runs/a runs/b runs/c            any runs; the first one is the baseline
-  python -m titan.compare runs baseline=parallelism=ddp   all runs below a folder, compared with one of them
-  python -m titan.compare runs/grid to=[a.html,a.csv]     written elsewhere, and in other formats
+  python -m titan.compare runs baseline=parallelism=ddp   all runs in a folder, with the baseline named
+  python -m titan.compare runs/grid to=[a.html,a.csv]     write these files instead, also in other formats
 
-A table and the answers in words go to the terminal, the same with charts into a page that opens offline.
+Prints a table and the answers in words. Writes the same with charts to an HTML page that opens offline.
 
-Settings, with what they are unless given:
+Settings and their defaults:
 
 {settings}
 
-Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sentence), 130 interrupted.
+Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
 """
 PAGE = "compare.html"
 WIDE = 160
-"""Columns where there is no terminal, as in a file."""
+"""Columns without a terminal, as in a file."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `python -m titan.compare` understands beside directories."""
+    """The settings of `python -m titan.compare`."""
 
     baseline: str | None = setting(
-        None, "what the others are compared with: settings, such as parallelism=ddp,lr=0.001, or a run's directory"
+        None,
+        "variant that the others are compared with: its settings, as in parallelism=ddp,lr=0.001, or a run's directory",
     )
     margin: float | None = setting(
-        None, "nats of validation loss that count as no difference; null: as the sweep says, else 0.02", above=0
+        None, "equivalence margin, in nats of validation loss; null: that of the sweep, else 0.02", above=0
     )
-    target: float | None = setting(None, "validation loss to come to; null: as the sweep says", above=0)
+    target: float | None = setting(None, "validation loss to reach; null: that of the sweep", above=0)
     to: str | tuple[str, ...] | None = setting(
         None, f"files to write: .html, .md, .csv or .json; null: {PAGE} in the first directory; []: none"
     )
 
     def files(self) -> tuple[Path, ...] | None:
-        """The files that were asked for; None where nothing was said."""
+        """Return the files to write; None for the default page."""
         if self.to is None:
             return None
         return tuple(Path(name).expanduser() for name in ([self.to] if isinstance(self.to, str) else self.to))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(given))
 
@@ -72,25 +73,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(given: list[str]) -> int:
     if shows(given, HELP.format(settings=describe(Settings))):
         return 0
-    directories, told = split(given)
-    settings = arguments(Settings, told)
+    directories, assignments = split(given)
+    settings = arguments(Settings, assignments)
     _check(directories, settings.files() or ())
 
-    from titan.report import comparison as judge  # only now: refusals and --help need not wait for numpy
+    from titan.report import comparison  # here: errors and --help need not wait for numpy
     from titan.report.render import table
 
-    options = judge.Options(settings.baseline, settings.margin, settings.target)
-    comparison = judge.compare(directories, options)
-    print(table.text(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
-    _write_all(comparison, Path(directories[0]), settings.files(), given)
+    options = comparison.Options(settings.baseline, settings.margin, settings.target)
+    found = comparison.compare(directories, options)
+    print(table.text(found, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
+    _write_all(found, Path(directories[0]), settings.files(), given)
     return 0
 
 
 def split(given: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Directories, and arguments of the kind KEY=VALUE.
+    """Return the directories and the KEY=VALUE arguments.
 
-    A directory may have an equals sign in its name, as points of a sweep have: what is no setting's name before it
-    and is there as a directory is one.
+    The directory of a trial has an equals sign in its name: an argument whose key is not a setting is a directory if it
+    exists as one.
     """
     known = {field.name for field in fields(Settings)}
     directories = [text for text in given if not _is_setting(text, known)]
@@ -105,27 +106,29 @@ def _is_setting(text: str, known: set[str]) -> bool:
 
 
 def _check(directories: Sequence[str], files: Sequence[Path]) -> None:
-    """Refuse what can't be read or written, before any work."""
+    """Raise ConfigError when something can't be read or written, before any work."""
     if not directories:
-        raise ConfigError("no directory is given; name those of runs or sweeps, such as runs/grid, or see --help.")
+        raise ConfigError(
+            "no directory is given; give directories of runs or sweeps, such as runs/grid, or see --help."
+        )
     for name in directories:
         if not Path(name).is_dir():
             raise ConfigError(f"{name}: there is no such directory; correct the path.")
     for file in files:
         if file.suffix not in _WRITERS:
-            raise ConfigError(f"to={file}: no format has this ending; choose one of {', '.join(_WRITERS)}.")
+            raise ConfigError(f"to={file}: unknown file format; use one of {', '.join(_WRITERS)}.")
         if file.is_dir() or not file.parent.is_dir():
             what = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
             raise ConfigError(f"to={file}: {what}; give another file.")
 
 
 def _colourful() -> bool:
-    """Whether colours are welcome: on a terminal that knows them, unless the user says no (no-color.org)."""
+    """Return whether to use colours: on a terminal that has them, unless NO_COLOR is set (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None, given: Sequence[str]) -> None:
-    """Write what was asked for; the page that nobody asked for may fail, as in a directory of other people."""
+    """Write the files; the default page may fail, as in a directory without write permission."""
     made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.compare', *given])}"
     print()
     for file in [first / PAGE] if files is None else files:
@@ -135,7 +138,7 @@ def _write_all(comparison: Comparison, first: Path, files: Sequence[Path] | None
         except OSError as error:
             if files is not None:
                 raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
-            print(f"not written: {file} ({error.strerror}); name another file with to=FILE.")
+            print(f"not written: {file} ({error.strerror}); give another file with to=FILE.")
 
 
 def _html(comparison: Comparison, made: str) -> str:

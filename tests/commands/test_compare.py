@@ -52,7 +52,7 @@ def test_runs_on_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     made(tmp_path / "runs/open", Story(seed=2, attempts=(Attempt(0, 10),)), "parallelism=fsdp")
     assert compare.main([f"{tmp_path}/runs", "baseline=parallelism=single", f"to={tmp_path}/x.csv"]) == 0
     screen = capsys.readouterr().out
-    assert "parallelism=fsdp must learn what the baseline learns: it does." in " ".join(screen.split())
+    assert "parallelism=fsdp learns the same as the baseline." in " ".join(screen.split())
     assert "1 stopped at 25%" in screen and f"({tmp_path}/runs/open): stopped: " in " ".join(screen.split())
     rows = list(csv.DictReader((tmp_path / "x.csv").open()))
     assert sorted((row["setting/parallelism"], row["seed"], row["state"]) for row in rows) == [
@@ -78,21 +78,21 @@ def test_other_files(to: str, files: int, place: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.count("written") == files
 
 
-def test_options_reach_the_judge(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_reach_the_comparison(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def judged(directories: Sequence[str], options: comparison.Options) -> Comparison:
+    def compared(directories: Sequence[str], options: comparison.Options) -> Comparison:
         asked.extend([list(directories), options])
         return shown_report.two()
 
-    monkeypatch.setattr(comparison, "compare", judged)
+    monkeypatch.setattr(comparison, "compare", compared)
     given = ["runs/grid", "baseline=parallelism=ddp,lr=1e-3", "lr=0.1", "margin=0.05", "target=3", "to=[]"]
     assert compare.main(given) == 0
     assert asked == [["runs/grid", "lr=0.1"], comparison.Options("parallelism=ddp,lr=1e-3", 0.05, 3.0)]
 
 
 REFUSED = [
-    pytest.param([], "no directory is given; name those of runs or sweeps", id="nothing"),
+    pytest.param([], "no directory is given; give directories of runs or sweeps", id="nothing"),
     pytest.param(["margin=1"], "no directory is given", id="only-settings"),
     pytest.param(["runs/gird"], "runs/gird: there is no such directory; correct the path.", id="directory"),
     pytest.param(["lr=0.2"], "lr=0.2: there is no such setting", id="neither"),
@@ -101,8 +101,8 @@ REFUSED = [
     pytest.param(["runs/grid", "--fast"], "--fast: not understood", id="flag"),
     pytest.param(["runs/grid", "margin=-1"], "margin=-1: must be above 0", id="margin"),
     pytest.param(["runs/grid", "margin=small"], "margin=small: expected a number", id="no-number"),
-    pytest.param(["runs/grid", "to=a.pdf"], "to=a.pdf: no format has this ending; choose one of .html", id="ending"),
-    pytest.param(["runs/grid", "to=[out/a.md,report]"], "to=report: no format has this ending", id="no-ending"),
+    pytest.param(["runs/grid", "to=a.pdf"], "to=a.pdf: unknown file format; use one of .html", id="ending"),
+    pytest.param(["runs/grid", "to=[out/a.md,report]"], "to=report: unknown file format", id="no-ending"),
     pytest.param(["runs/grid", "to=no/a.md"], "to=no/a.md: there is no directory no; give another", id="no-folder"),
 ]
 
@@ -118,7 +118,7 @@ def test_refusals(given: list[str], sentence: str, place: Path, capsys: pytest.C
 def test_a_directory_of_others_gets_no_page(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "runs" / "grid" / "compare.html").mkdir()
     assert compare.main(["runs/grid"]) == 0
-    assert "not written: runs/grid/compare.html (Is a directory); name another file with to=" in capsys.readouterr().out
+    assert "not written: runs/grid/compare.html (Is a directory); give another file with to=" in capsys.readouterr().out
 
 
 def test_a_file_that_was_asked_for_must_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,8 +161,8 @@ PROGRAM = """\
 import sys
 from tests.support import shown_report as shown
 from titan import compare
-from titan.report import comparison as judge
-judge.compare = lambda directories, options: shown.two()
+from titan.report import comparison
+comparison.compare = lambda directories, options: shown.two()
 code = compare.main(["runs/grid", "to=[x.html,x.csv,x.json,x.md]"])
 sys.exit(code or ' '.join({'torch', 'matplotlib'} & set(sys.modules)))
 """

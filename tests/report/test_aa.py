@@ -12,7 +12,7 @@ from tests.support.aa_report import INJECTED, NEUTRAL, end
 from tests.support.made_runs import Story, made
 from tests.support.unlucky_report import SCENES, Rates, Scene, simulated, templates
 from titan.report.comparison import Options, compare
-from titan.report.quality import difference
+from titan.report.seeds import difference
 from titan.report.statistics import seeds_needed
 
 SPREAD = 0.02
@@ -37,8 +37,8 @@ def test_of_20_comparisons_of_equals_at_most_one_finds_a_difference(tmp_path: Pa
 def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
     random, found = np.random.default_rng(0), 0
     for _ in range(2000):
-        arm, baseline = random.normal(3, SPREAD, (2, 4))
-        seeds = difference(dict(enumerate(arm)), {i if paired else i + 4: v for i, v in enumerate(baseline)})
+        variant, baseline = random.normal(3, SPREAD, (2, 4))
+        seeds = difference(dict(enumerate(variant)), {i if paired else i + 4: v for i, v in enumerate(baseline)})
         assert seeds is not None and seeds.paired == paired
         found += (seeds.difference.p() or 0) < 0.05
     assert 0.035 < found / 2000 < 0.06
@@ -47,7 +47,7 @@ def test_equals_are_told_apart_in_five_of_a_hundred(paired: bool) -> None:
 def test_an_injected_difference_is_found_with_the_seeds_told_beforehand(tmp_path: Path) -> None:
     for seed in range(8):
         made(tmp_path / f"a{seed}", story(seed))
-    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds a variant" in note]
+    told = [note for note in compare([tmp_path], Options(margin=INJECTED)).notes if "seeds per variant" in note]
     needed = int(re.findall(r"takes about (\d+) seeds", told[0])[0])
     assert 4 <= needed <= 8
     for seed in range(needed):
@@ -63,8 +63,8 @@ def test_the_seeds_told_find_it_as_often_as_promised() -> None:
     needed = seeds_needed(INJECTED, np.sqrt(2) * SPREAD)
     assert needed is not None
     for _ in range(1000):
-        arm, baseline = random.normal(3 + INJECTED, SPREAD, needed), random.normal(3, SPREAD, needed)
-        seeds = difference(dict(enumerate(arm)), dict(enumerate(baseline)))
+        variant, baseline = random.normal(3 + INJECTED, SPREAD, needed), random.normal(3, SPREAD, needed)
+        seeds = difference(dict(enumerate(variant)), dict(enumerate(baseline)))
         found += seeds is not None and (seeds.difference.p() or 0) < 0.05
     assert found / 1000 > 0.77
 

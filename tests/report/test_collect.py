@@ -37,7 +37,7 @@ def test_a_copy_of_checkpoints_is_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [pytest.param("gone", "no such directory", id="gone"), pytest.param("empty", "holds no run", id="empty")],
+    [pytest.param("gone", "no such directory", id="gone"), pytest.param("empty", "contains no run", id="empty")],
 )
 def test_a_directory_without_runs_is_refused(name: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -67,9 +67,9 @@ def _result(directory: Path, **values: Any) -> None:
 LATE, EARLY = "2026-01-01T00:00:00+00:00", "2020-01-01T00:00:00+00:00"
 STATES = [
     pytest.param(Story(), lambda d: None, "finished", None, id="finished"),
-    pytest.param(HALF, lambda d: None, "stopped", "it ended without a word", id="killed"),
+    pytest.param(HALF, lambda d: None, "stopped", "it ended without an error message", id="killed"),
     pytest.param(
-        HALF, lambda d: _result(d, finished=False, step=20, attempt=1), "stopped", "a signal ended it", id="signal"
+        HALF, lambda d: _result(d, finished=False, step=20, attempt=1), "stopped", "stopped by a signal", id="signal"
     ),
     pytest.param(HALF, lambda d: _said(d, f"{LATE} out of memory"), "failed", "out of memory", id="failed"),
     pytest.param(
@@ -79,12 +79,12 @@ STATES = [
         "rank 1 failed: ValueError: x",
         id="traceback",
     ),
-    pytest.param(HALF, lambda d: _said(d, f"{EARLY} old story"), "stopped", "without a word", id="earlier-failure"),
+    pytest.param(HALF, lambda d: _said(d, f"{EARLY} old story"), "stopped", "without an error", id="earlier-failure"),
     pytest.param(
         Story(attempts=(Attempt(0, 10), Attempt(10, 20))),
         lambda d: _result(d, finished=True, step=10, attempt=1),
         "stopped",
-        "without a word",
+        "without an error",
         id="continuation-after-a-finished-attempt",
     ),
 ]
@@ -125,8 +125,8 @@ def test_a_sweep_names_its_runs_and_says_why_points_have_none(tmp_path: Path) ->
         ("b", "failed", "node failure"),
     ]
     assert [(f.label, f.state, f.reason) for f in found.failed] == [
-        ("parallelism=pp", "queued", "waits in the queue as job 7_1"),
-        ("parallelism=cp", "planned", "has not been started"),
+        ("parallelism=pp", "queued", "queued as job 7_1"),
+        ("parallelism=cp", "planned", "not started"),
         ("parallelism=ddp", "failed", "no such partition"),
     ]
     assert found.sweeps == ((tmp_path, SweepSpec(question="?")),)

@@ -1,4 +1,4 @@
-"""Arms of one science: yes, no or undecided, and for which reason."""
+"""Variants of one science: yes, no or undecided, and for which reason."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.made_runs import Attempt, Story, made
 from titan.report.comparison import Options, compare
+from titan.report.equivalence import WORDS
 from titan.report.findings import Learning
 
 SINGLE, FSDP, BF16 = "parallelism=single", "parallelism=fsdp", "precision=bf16"
@@ -17,16 +18,16 @@ S = Story()
 
 
 def learning(
-    tmp_path: Path, baseline: list[Story], arm: list[Story], *overrides: str, margin: float = 0.02
+    tmp_path: Path, baseline: list[Story], variant: list[Story], *overrides: str, margin: float = 0.02
 ) -> Learning:
     for index, story in enumerate(baseline):
         made(tmp_path / "runs" / f"a{index}", story, SINGLE, *overrides)
-    for index, story in enumerate(arm):
+    for index, story in enumerate(variant):
         made(tmp_path / "runs" / f"b{index}", story, FSDP, *overrides)
     found = compare([tmp_path / "runs"], Options(margin=margin))
-    assert [arm.label for arm in found.arms] == [SINGLE, FSDP] and found.arms[0].learning is None
-    assert found.arms[1].learning is not None and not found.arms[1].quality
-    return found.arms[1].learning
+    assert [variant.label for variant in found.variants] == [SINGLE, FSDP] and found.variants[0].learning is None
+    assert found.variants[1].learning is not None and not found.variants[1].quality
+    return found.variants[1].learning
 
 
 def seeds(*offs: float, story: Story = S) -> list[Story]:
@@ -36,15 +37,15 @@ def seeds(*offs: float, story: Story = S) -> list[Story]:
 
 THREE = seeds(0, 0, 0)
 CASES = [
-    pytest.param([S], [S], "yes", "all losses are the same bits, in 1 pair", id="the-same-bits"),
+    pytest.param([S], [S], "yes", "all losses are bitwise equal, in 1 pair", id="the-same-bits"),
     pytest.param(THREE, seeds(0.001, -0.001, 0.002), "yes", "margin 0.02", id="equivalent"),
     pytest.param(THREE, seeds(0.1, 0.101, 0.099), "no", "differs by +0.1000 nats", id="beyond-the-margin"),
     pytest.param(THREE, seeds(0.03, -0.02, 0.01), "undecided", "would decide", id="too-noisy"),
+    pytest.param(THREE, seeds(0.021, 0.029, 0.016), "undecided", "unlikely to show equivalence", id="about-the-margin"),
+    pytest.param([S], [replace(S, off=1e-4)], "undecided", "at least 2 pairs are needed", id="one-pair"),
     pytest.param(
-        THREE, seeds(0.021, 0.029, 0.016), "undecided", "hardly show that there is none", id="about-the-margin"
+        [S], [replace(S, batches=9)], "no", "batches differ (40 of 40 steps, the first is step 1)", id="other-batches"
     ),
-    pytest.param([S], [replace(S, off=1e-4)], "undecided", "it takes at least 2 pairs", id="one-pair"),
-    pytest.param([S], [replace(S, batches=9)], "no", "40 of 40 steps differ, the first is step 1", id="other-batches"),
     pytest.param([S], [replace(S, first_off=1 + 3e-5)], "no", "its loss differs by 3.0e-05", id="first-steps"),
     pytest.param(
         [S], [replace(S, attempts=(Attempt(0, 30),))], "undecided", "no pair of runs has finished", id="unfinished"
@@ -56,12 +57,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("baseline", "arm", "answer", "words"), CASES)
-def test_whether_an_arm_learns_the_same(
-    baseline: list[Story], arm: list[Story], answer: str, words: str, tmp_path: Path
+@pytest.mark.parametrize(("baseline", "variant", "answer", "words"), CASES)
+def test_whether_an_variant_learns_the_same(
+    baseline: list[Story], variant: list[Story], answer: str, words: str, tmp_path: Path
 ) -> None:
-    found = learning(tmp_path, baseline, arm)
-    assert found.answer == answer and found.text.startswith(f"{answer}: ") and words in found.text
+    found = learning(tmp_path, baseline, variant)
+    assert found.answer == answer and found.text.startswith(f"{WORDS[answer]}: ") and words in found.text
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_repeats_of_the_baseline_tell_how_many_pairs_one_pair_lacks(tmp_path: Pa
     repeats = [replace(S, repeat=r, off=off) for r, off in enumerate((0.0, 0.01, -0.01, 0.005))]
     found = learning(tmp_path, repeats, [replace(S, off=0.004)])
     assert found.answer == "undecided" and found.needed is not None and 3 <= found.needed <= 8
-    assert f"by the spread of the baseline's repeats about {found.needed} pairs (95% range " in found.text
+    assert f"at least 2 pairs are needed, about {found.needed} pairs (95% range " in found.text
 
 
 def test_repeats_make_pairs(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_loss_that_is_not_finite_on_one_side_is_a_difference(tmp_path: Path) -
     lines = (made(tmp_path / "b", S, FSDP) / "metrics.jsonl").read_text().splitlines()
     lines[1] = json.dumps(json.loads(lines[1]) | {"loss": None})
     (tmp_path / "b/metrics.jsonl").write_text("\n".join(lines))
-    found = compare([tmp_path]).arms[1].learning
+    found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "no" and "differs by inf" in found.text
 
 
@@ -115,7 +116,7 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
             lines = [x for x in (run / "metrics.jsonl").read_text().splitlines() if "validation_loss" not in x]
             (run / "metrics.jsonl").write_text("\n".join(lines))
             (run / "result.json").write_text(json.dumps({"finished": True, "step": 40, "attempt": 1}))
-    found = compare([tmp_path]).arms[1].learning
+    found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text
 
 
@@ -123,5 +124,5 @@ def test_other_validation_rows_are_not_compared(tmp_path: Path) -> None:
     for seed in range(2):
         made(tmp_path / f"a{seed}", replace(S, seed=seed))
         made(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "metrics.validation_tokens=512")
-    found = compare([tmp_path]).arms[1].learning
+    found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text

@@ -15,7 +15,7 @@ from tests.support import shown_report
 from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
 from titan.report.collect import collect, neat
 from titan.report.comparison import Options, compare
-from titan.report.findings import Arm
+from titan.report.findings import Variant
 from titan.report.render import sentences, svg, table
 from titan.sweep import job_exit
 from titan.sweep.ledger import SweepSpec
@@ -37,12 +37,12 @@ def rewritten(run: Path, number: int, **changes: Any) -> Path:
     return run
 
 
-def held(tmp_path: Path, stories: Sequence[Story], *overrides: str, against: Sequence[Story] = (S,)) -> Arm:
+def held(tmp_path: Path, stories: Sequence[Story], *overrides: str, against: Sequence[Story] = (S,)) -> Variant:
     for index, story in enumerate(against):
         made(tmp_path / f"a{index}", story)
     for index, story in enumerate(stories):
         made(tmp_path / f"b{index}", story, *overrides)
-    return compare([tmp_path]).arms[1]
+    return compare([tmp_path]).variants[1]
 
 
 def test_runs_done_twice_are_one_pair(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_repeats_with_the_very_same_losses_count_once(tmp_path: Path) -> None:
     repeats = [replace(S, repeat=r) for r in range(2)]
     learning = held(tmp_path, [replace(story, off=0.01) for story in repeats], FSDP, against=repeats).learning
     assert learning is not None and (learning.answer, learning.pairs) == ("undecided", 1)
-    assert "repeats with the very same losses count once" in learning.text
+    assert "repeats with bitwise equal losses count once" in learning.text
 
 
 def test_a_final_loss_that_is_not_finite_is_not_replaced_by_another_figure(tmp_path: Path) -> None:
@@ -68,10 +68,10 @@ def test_a_final_loss_that_is_not_finite_is_not_replaced_by_another_figure(tmp_p
     held(tmp_path, stories, FSDP, against=[replace(S, seed=seed) for seed in range(2)])
     for seed in range(2):
         spoilt(tmp_path / f"b{seed}", 40, "validation_loss")
-    arm = compare([tmp_path]).arms[1]
-    assert arm.learning is not None and arm.learning.answer == "undecided"
-    assert "of 2 pairs 2 diverged in this variant alone" in arm.learning.text
-    assert any(note.startswith("2 of 2 runs diverged (seed 0 at step 40") for note in arm.notes)
+    variant = compare([tmp_path]).variants[1]
+    assert variant.learning is not None and variant.learning.answer == "undecided"
+    assert "of 2 pairs, 2 diverged in this variant only" in variant.learning.text
+    assert any(note.startswith("2 of 2 runs diverged (seed 0 at step 40") for note in variant.notes)
 
 
 def spoilt(run: Path, step: int, *keys: str) -> None:
@@ -85,14 +85,13 @@ def spoilt(run: Path, step: int, *keys: str) -> None:
 def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
     held(tmp_path, [S], "optimizer.lr=0.1")
     spoilt(tmp_path / "b0", 31, "grad_norm")
-    assert (
-        "not finite in 1 of 1 runs: 10 steps, which left the weights as they were" in compare([tmp_path]).arms[1].notes
-    )
+    note = "loss or gradient norm not finite in 1 of 1 runs: 10 steps, which did not update the weights"
+    assert note in compare([tmp_path]).variants[1].notes
 
 
 def test_a_run_that_ended_after_such_a_step_says_so(tmp_path: Path) -> None:
     spoilt(made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20),))), 20, "grad_norm")
-    assert collect([tmp_path]).runs[0].reason == "it ended after step 20, which was not finite"
+    assert collect([tmp_path]).runs[0].reason == "it ended after step 20, whose loss or gradient norm is not finite"
 
 
 def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
@@ -101,9 +100,9 @@ def test_a_continued_run_is_of_other_science(tmp_path: Path) -> None:
         made(tmp_path / "b", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40)))), 0, config__training__steps=20
     )
     found = compare([tmp_path])
-    assert [arm.label for arm in found.arms] == ["continued_from=no", "continued_from=20"]
-    assert not found.arms[1].same_science and found.arms[1].learning is None
-    assert any(note.startswith("continued: its schedule was one of 20 steps") for note in found.arms[1].notes)
+    assert [variant.label for variant in found.variants] == ["continued_from=no", "continued_from=20"]
+    assert not found.variants[1].same_science and found.variants[1].learning is None
+    assert any(note.startswith("continued: its schedule had 20 steps") for note in found.variants[1].notes)
 
 
 def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
@@ -112,29 +111,33 @@ def test_a_failed_run_never_comes_to_the_target(tmp_path: Path) -> None:
         failed = made(tmp_path / f"b{seed}", replace(S, seed=seed, level=4.0, attempts=(Attempt(0, 10),)))
         (failed / "log").mkdir()
         (failed / "log/launcher.log").write_text("2030-01-01T00:00:00+00:00 steps in a row were not finite\n")
-    reached = compare([tmp_path], Options(target=2.3)).arms[0].reached
+    reached = compare([tmp_path], Options(target=2.3)).variants[0].reached
     assert reached is not None and (reached.reached, reached.runs, reached.median_tokens) == (1, 3, None)
 
 
-def test_arms_without_any_speed_have_no_note_of_it(tmp_path: Path) -> None:
-    arm = held(tmp_path, [replace(S, attempts=(Attempt(0, 2),))], "optimizer.lr=0.1")
-    assert arm.speed_ratio is None and not arm.few and not any("speed ratio" in note for note in arm.notes)
+def test_variants_without_any_speed_have_no_note_of_it(tmp_path: Path) -> None:
+    variant = held(tmp_path, [replace(S, attempts=(Attempt(0, 2),))], "optimizer.lr=0.1")
+    assert variant.speed_ratio is None and not variant.few and not any("speed ratio" in note for note in variant.notes)
 
 
 def test_few_runs_are_neither_faster_nor_slower(tmp_path: Path) -> None:
-    arm = held(tmp_path, [replace(S, seconds=0.2)] * 2, "optimizer.lr=0.1", against=[S] * 3)
-    assert arm.few and arm.speed_ratio is not None and arm.speed_ratio.low is None
-    said = sentences.speed_sentence(arm.speed_ratio, arm.speed_doubt)
-    assert said.startswith("Its speed is not judged (it takes 3 runs of each variant): 2.")
+    variant = held(tmp_path, [replace(S, seconds=0.2)] * 2, "optimizer.lr=0.1", against=[S] * 3)
+    assert variant.few and variant.speed_ratio is not None and variant.speed_ratio.low is None
+    said = sentences.speed_sentence(variant.speed_ratio, variant.speed_doubt)
+    assert said.startswith("Speed is not ranked (fewer than 3 runs of a variant): 2.")
 
 
 def test_as_many_seeds_as_are_said_to_decide_hold_after_holms_correction(tmp_path: Path) -> None:
     for seed, level in enumerate((0.0, 0.02, -0.01, 0.01)):
         made(tmp_path / f"a{seed}", replace(S, seed=seed, level=3 + level))
-    for arm in (2, 3, 4, 5):
+    for variant in (2, 3, 4, 5):
         for seed, level in enumerate((-0.045, 0.002, -0.05, -0.01)):
-            made(tmp_path / f"b{arm}{seed}", replace(S, seed=seed, level=3 + level), f"optimizer.weight_decay=0.{arm}")
-    found = compare([tmp_path]).arms[1].quality[0]
+            made(
+                tmp_path / f"b{variant}{seed}",
+                replace(S, seed=seed, level=3 + level),
+                f"optimizer.weight_decay=0.{variant}",
+            )
+    found = compare([tmp_path]).variants[1].quality[0]
     assert found.answer == "undecided" and found.p is not None and found.p < 0.05
     assert found.needed is not None and found.needed > found.pairs
 
@@ -148,15 +151,15 @@ def test_the_variant_that_others_are_compared_with_is_the_baseline(tmp_path: Pat
     ):
         for seed in range(2):
             made(tmp_path / f"{letter}{seed}", replace(S, seed=seed, level=level + seed / 1000), *more)
-    base, *others = compare([tmp_path]).arms
+    base, *others = compare([tmp_path]).variants
     assert base.label == "parallelism=single lr=0.003 weight_decay=0.1" and base.baseline and base.tried == 2
-    named = {arm.label: arm for arm in others}
-    (layout,) = [arm for label, arm in named.items() if "fsdp" in label]
+    named = {variant.label: variant for variant in others}
+    (layout,) = [variant for label, variant in named.items() if "fsdp" in label]
     assert layout.learning is not None and not layout.same_science
-    assert layout.learning.text.startswith("yes: against parallelism=single lr=0.001 weight_decay=0.1: all losses")
+    assert layout.learning.text.startswith("same: compared with parallelism=single lr=0.001 weight_decay=0.1: all")
     assert layout.quality[0].text.startswith("worse: validation loss differs by +0.2")
     assert named["parallelism=single lr=0.001 weight_decay=0.2"].quality[0].text.startswith("better: ")
-    exact, *_ = compare([tmp_path], Options("parallelism=single,lr=1e-3,weight_decay=0.1")).arms
+    exact, *_ = compare([tmp_path], Options("parallelism=single,lr=1e-3,weight_decay=0.1")).variants
     assert exact.label == "parallelism=single lr=0.001 weight_decay=0.1"
 
 
@@ -169,51 +172,52 @@ def test_of_learning_rates_that_have_not_come_to_an_end_none_is_best(tmp_path: P
             f"optimizer.lr={rate}",
             "training.bad_steps=2",
         )
-    arms = compare([tmp_path]).arms
-    assert all("of its 2 learning rates none has come to an end" in arm.notes for arm in arms[1:])
-    assert all(arm.quality for arm in arms[1:])
+    variants = compare([tmp_path]).variants
+    assert all("none of its 2 learning rates has a finished run" in variant.notes for variant in variants[1:])
+    assert all(variant.quality for variant in variants[1:])
 
 
 def test_points_that_have_not_begun_are_no_failures(tmp_path: Path) -> None:
     swept(tmp_path, SweepSpec("?"), {"a": ("optimizer.lr=1000000000.0",), "b": ("optimizer.lr=0.1",)})
     found = compare([tmp_path])
-    assert sentences.lead(found) == ["No run has figures.", "2 trials without figures yet."]
+    assert sentences.lead(found) == ["No run has metrics.", "2 trials without metrics yet."]
     assert found.failed[0].label == "optimizer.lr=1e9"
-    assert "Without figures yet\n- optimizer.lr=1e9" in table.text(found, 160)
+    assert "Trials without metrics yet\n- optimizer.lr=1e9" in table.text(found, 160)
 
 
 def test_a_run_of_another_version_of_titan_is_listed(tmp_path: Path) -> None:
     made(tmp_path / "good")
     rewritten(made(tmp_path / "bad"), 0, ids__group=None)
     (failed,) = compare([tmp_path]).failed
-    assert failed.reason.startswith("its run.yaml does not say ids.group")
+    assert failed.reason.startswith("its run.yaml has no ids.group")
 
 
-def test_an_execution_setting_that_an_older_titan_lacked_splits_no_arm(tmp_path: Path) -> None:
+def test_an_execution_setting_that_an_older_titan_lacked_splits_no_variant(tmp_path: Path) -> None:
     made(tmp_path / "a", S)
     rewritten(made(tmp_path / "b", replace(S, seed=1)), 0, config__checkpoint__minutes=None)
-    (arm,) = compare([tmp_path]).arms
-    assert len(arm.runs) == 2
+    (variant,) = compare([tmp_path]).variants
+    assert len(variant.runs) == 2
 
 
-def test_a_sweeps_baseline_that_fits_several_arms_is_said(tmp_path: Path) -> None:
+def test_a_sweeps_baseline_that_fits_several_variants_is_said(tmp_path: Path) -> None:
     asked = SweepSpec(baseline={"parallelism": "single"})
     for name, rate in (("a", "1e-3"), ("b", "3e-3")):
         made(tmp_path / name, S, SINGLE, f"optimizer.lr={rate}")
     swept(tmp_path, asked, {"a": (SINGLE, "optimizer.lr=1e-3"), "b": (SINGLE, "optimizer.lr=3e-3")})
-    assert any(note.startswith("the sweep's baseline fits 2 variants: lr=0.001") for note in compare([tmp_path]).notes)
+    notes = compare([tmp_path]).notes
+    assert any("baseline matches 2 variants: the first one found, lr=0.001, is used" in note for note in notes)
 
 
 def test_speed_is_of_the_lives_that_used_memory_as_the_last(tmp_path: Path) -> None:
     made(tmp_path / "a", replace(S, attempts=(Attempt(0, 20), Attempt(20, 40, ("memory=full",)))))
-    (arm,) = compare([tmp_path]).arms
-    assert arm.runs[0].speed is not None and arm.runs[0].speed.steps == 17
-    assert any("its layout changed between attempts, or its use of memory" in note for note in arm.notes)
+    (variant,) = compare([tmp_path]).variants
+    assert variant.runs[0].speed is not None and variant.runs[0].speed.steps == 17
+    assert any("memory or compile settings changed between attempts" in note for note in variant.notes)
 
 
 def test_as_many_tokens_of_another_tokenizer_are_another_length_of_text(tmp_path: Path) -> None:
-    arm = held(tmp_path, [replace(S, digest="e" * 64, ratio=0.5)], "dataset.tokenizer=other")
-    assert any(note.startswith("its fixed rows hold 0.80 times the baseline's text") for note in arm.notes)
+    variant = held(tmp_path, [replace(S, digest="e" * 64, ratio=0.5)], "dataset.tokenizer=other")
+    assert any(note.startswith("its validation set has 0.80 times the baseline's text") for note in variant.notes)
 
 
 def test_a_single_validation_is_seen() -> None:
@@ -222,15 +226,15 @@ def test_a_single_validation_is_seen() -> None:
 
 
 def test_better_variants_were_not_compared_with_each_other() -> None:
-    arms = [
-        shown_report.arm(
+    variants = [
+        shown_report.variant(
             f"x={number}", quality=(replace(shown_report.quality(difference=by), measure=measure),), same_science=False
         )
-        for number, (by, measure) in enumerate([(-0.2, "bits a byte"), (-0.1, "bits a byte")])
+        for number, (by, measure) in enumerate([(-0.2, "bits per byte"), (-0.1, "bits per byte")])
     ]
-    told = " ".join(sentences.lead(shown_report.comparison(shown_report.arm("base", baseline=True), *arms)))
-    assert told.startswith("Best so far: x=0, bits a byte ")
-    assert told.endswith("The better ones were not compared with each other.")
+    told = " ".join(sentences.lead(shown_report.comparison(shown_report.variant("base", baseline=True), *variants)))
+    assert told.startswith("Best so far: x=0, bits per byte ")
+    assert told.endswith("The better variants were not compared with each other.")
 
 
 @pytest.mark.parametrize(

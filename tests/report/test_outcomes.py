@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
 from titan.report.comparison import Options, compare
-from titan.report.findings import Arm, Comparison, Outcomes
+from titan.report.findings import Comparison, Outcomes, Variant
 from titan.report.render import sentences, table
 from titan.report.render.table_data import answer, columns
 from titan.report.render.varied import settings
@@ -33,21 +33,21 @@ def seeds(levels: Seeds, story: Story = S) -> list[Story]:
     ]
 
 
-def grid(folder: Path, *arms: tuple[Sequence[Story], tuple[str, ...]], **options: Any) -> Comparison:
-    for letter, (stories, overrides) in zip("abcdef", arms, strict=False):
+def grid(folder: Path, *variants: tuple[Sequence[Story], tuple[str, ...]], **options: Any) -> Comparison:
+    for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
         for index, story in enumerate(stories):
             made(folder / f"{letter}{index}", story, *overrides)
     return compare([folder], Options(**options))
 
 
-def against(folder: Path, arm: Seeds, baseline: Seeds = NOISE) -> tuple[Comparison, Arm]:
-    found = grid(folder, (seeds(baseline), ()), (seeds(arm), (WD,)))
-    return found, found.arms[1]
+def against(folder: Path, variant: Seeds, baseline: Seeds = NOISE) -> tuple[Comparison, Variant]:
+    found = grid(folder, (seeds(baseline), ()), (seeds(variant), (WD,)))
+    return found, found.variants[1]
 
 
 ALL, BOTH = (-0.1, -0.1, -0.101, -0.099, -0.1, -0.098), (-0.1, None, -0.1)
 SOME = (-0.1, None, -0.101, -0.099, None, -0.098)
-TOLD = "better on 6 of 6 seeds, of the baseline 2 diverged"
+TOLD = "better on 6 of 6 seeds, baseline: 2 diverged"
 BASE, WON = "the baseline, weight_decay=0.1, validation loss 3.014.", "weight_decay=0.2, validation loss 2.91"
 DIVERGED = [
     pytest.param(SOME, NOISE, "undecided", "better on 4 of 6 seeds|2 diverged|bad", BASE, id="better-if-it-survived"),
@@ -59,18 +59,18 @@ DIVERGED = [
     ),
     pytest.param((-0.1, None), (0.0, 0.003), "undecided", "better on 1 of 2 seeds|1 diverged|bad", BASE[:40], id="few"),
     pytest.param(
-        BOTH, (0.0, None, 0.003), "undecided", "better on 2 of 3 seeds|1 diverged, of the baseline 1 diverged|bad",
+        BOTH, (0.0, None, 0.003), "undecided", "better on 2 of 3 seeds|1 diverged, baseline: 1 diverged|bad",
         f"{WON}3 on the 2 of 3 seeds that did not diverge", id="as-many-on-both-sides",
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("arm", "baseline", "verdict", "cell", "first"), DIVERGED)
+@pytest.mark.parametrize(("variant", "baseline", "verdict", "cell", "first"), DIVERGED)
 def test_divergence_is_an_outcome(
-    arm: Seeds, baseline: Seeds, verdict: str, cell: str, first: str, tmp_path: Path
+    variant: Seeds, baseline: Seeds, verdict: str, cell: str, first: str, tmp_path: Path
 ) -> None:
-    found, judged = against(tmp_path, arm, baseline)
-    assert (judged.quality[0].answer, judged.quality[0].pairs) == (verdict, len(arm))
+    found, judged = against(tmp_path, variant, baseline)
+    assert (judged.quality[0].answer, judged.quality[0].pairs) == (verdict, len(variant))
     shown = answer(judged)
     assert f"{shown.main}|{shown.detail}|{shown.mood}" == cell
     assert sentences.lead(found)[0].startswith(f"Best so far: {first}")
@@ -95,12 +95,12 @@ def test_a_final_validation_that_is_not_finite_is_a_divergence(tmp_path: Path) -
         line | ({"validation_loss": None} if "validation_loss" in line else {}) for line in read_lines(tmp_path / "a")
     ]
     write_lines(tmp_path / "a", lines)
-    assert compare([tmp_path]).arms[0].outcomes == Outcomes(diverged=1)
+    assert compare([tmp_path]).variants[0].outcomes == Outcomes(diverged=1)
 
 
 def test_a_run_that_gave_up_at_its_first_step_is_counted(tmp_path: Path) -> None:
     found = grid(tmp_path, (seeds((0.0,)), ()), ([replace(S, bad=0, attempts=(Attempt(0, 0),))], (WD,)))
-    assert found.arms[1].outcomes == Outcomes(diverged=1)
+    assert found.variants[1].outcomes == Outcomes(diverged=1)
     assert "weight_decay=0.2: better on 0 of 1 seeds, 1 diverged" in " ".join(sentences.lead(found))
 
 
@@ -119,8 +119,8 @@ def test_a_failed_machine_is_no_outcome_of_the_recipe(
     made(tmp_path / "a", S)
     (made(tmp_path / "b", replace(S, seed=1, attempts=(Attempt(0, 30),))) / "log").mkdir()
     (tmp_path / "b/log/launcher.log").write_text(f"2030-01-01T00:00:00+00:00 {reason}\n")
-    (arm,) = compare([tmp_path]).arms
-    assert arm.outcomes == outcomes and any(note in each for each in arm.notes)
+    (variant,) = compare([tmp_path]).variants
+    assert variant.outcomes == outcomes and any(note in each for each in variant.notes)
 
 
 def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> None:
@@ -129,9 +129,10 @@ def test_trials_that_have_not_begun_belong_to_their_variant(tmp_path: Path) -> N
     points = {f"a{seed}": (WD, f"training.seed={seed}") for seed in range(4)}
     swept(tmp_path, SweepSpec(), points, {"event": "ended", "id": "a3", "code": 1, "reason": "no node was free"})
     found = compare([tmp_path])
-    assert found.arms[0].outcomes == Outcomes(ended=2, failed=1, waiting=1)
+    assert found.variants[0].outcomes == Outcomes(ended=2, failed=1, waiting=1)
     assert any(
-        "1 of its trials failed without figures, 1 of its trials have no figures yet" in n for n in found.arms[0].notes
+        "1 of its trials failed without metrics, 1 of its trials have no metrics yet" in n
+        for n in found.variants[0].notes
     )
     assert "1 failed for other reasons than divergence" in " ".join(sentences.lead(found))
 
@@ -143,10 +144,10 @@ def test_of_learning_rates_one_at_which_runs_diverged_is_not_the_best(tmp_path: 
         (seeds((-0.1, None, -0.101, -0.099, None, -0.098)), (ADAMW, "optimizer.lr=3e-3")),
         (seeds(NOISE), (MUON, "optimizer.lr=1e-3")),
     )
-    assert found.arms[0].label == "optimizer=adamw lr=0.001"
-    (lost,) = [arm for arm in found.arms if arm.label == "optimizer=adamw lr=0.003"]
+    assert found.variants[0].label == "optimizer=adamw lr=0.001"
+    (lost,) = [variant for variant in found.variants if variant.label == "optimizer=adamw lr=0.003"]
     assert (answer(lost).main, answer(lost).detail) == ("better on 4 of 6 seeds", "2 diverged, another lr is best")
-    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (against its best" in " ".join(sentences.lead(found))
+    assert "lr=0.003: better on 4 of 6 seeds, 2 diverged (compared with its best" in " ".join(sentences.lead(found))
 
 
 OUTLIERS = [
@@ -160,10 +161,12 @@ OUTLIERS = [
 
 @pytest.mark.parametrize(("levels", "others", "far"), OUTLIERS)
 def test_outliers(levels: Sequence[float], others: Sequence[float], far: list[bool], tmp_path: Path) -> None:
-    arms = [[replace(S, seed=seed, level=level) for seed, level in enumerate(each)] for each in (others, levels)]
-    found = grid(tmp_path, (arms[0], ()), (arms[1], (WD,)))
-    assert [run.outlier for run in found.arms[1].runs] == far
-    assert any(note.startswith("outlier: seed 2 with 7.0135; the median") for note in found.arms[1].notes) == any(far)
+    variants = [[replace(S, seed=seed, level=level) for seed, level in enumerate(each)] for each in (others, levels)]
+    found = grid(tmp_path, (variants[0], ()), (variants[1], (WD,)))
+    assert [run.outlier for run in found.variants[1].runs] == far
+    assert any(note.startswith("outlier: seed 2 with 7.0135; the median") for note in found.variants[1].notes) == any(
+        far
+    )
     assert ("1 outlier" in table.text(found, 200)) == any(far)
 
 
@@ -179,9 +182,11 @@ SPIKES = [
 
 @pytest.mark.parametrize(("rises", "steps"), SPIKES)
 def test_loss_spikes(rises: Mapping[int, float], steps: list[int], tmp_path: Path) -> None:
-    (arm,) = grid(tmp_path, ([replace(S, steps=200, rises=rises)], ())).arms
-    assert [spike.step for spike in arm.runs[0].spikes] == steps
-    assert any(note.startswith(f"loss spikes in 1 of 1 runs: {len(steps)} in all") for note in arm.notes) == bool(steps)
+    (variant,) = grid(tmp_path, ([replace(S, steps=200, rises=rises)], ())).variants
+    assert [spike.step for spike in variant.runs[0].spikes] == steps
+    assert any(note.startswith(f"loss spikes in 1 of 1 runs: {len(steps)} in all") for note in variant.notes) == bool(
+        steps
+    )
 
 
 def rated(optimizer: str, rate: str, *levels: float) -> tuple[list[Story], tuple[str, ...]]:
@@ -201,7 +206,7 @@ def test_the_first_sentence_of_an_ordinary_grid(tmp_path: Path) -> None:
     assert re.search(r"about 3 needed, 95% range \d to \d+\)\.$", lead[0])
     rows = [line.split("  ")[0] for line in table.text(found, 250).splitlines() if line.startswith("optimizer=")]
     assert rows[:3] == ["optimizer=muon lr=0.01", "optimizer=adamw lr=0.01", "optimizer=adamw lr=0.001"]
-    assert [arm.label for arm in found.arms if arm.baseline] == ["optimizer=adamw lr=0.01"]
+    assert [variant.label for variant in found.variants if variant.baseline] == ["optimizer=adamw lr=0.01"]
 
 
 def batches(folder: Path, every: int = 10, **options: Any) -> Comparison:
@@ -217,37 +222,37 @@ def test_variants_of_unequal_tokens_are_judged_at_equal_ones(tmp_path: Path) -> 
     assert lead[0].startswith(
         "The variants saw different numbers of tokens (5,120, 10,240), so their final losses are not ranked"
     )
-    assert "judged at equal tokens" in lead[0] and lead[1] == "global_batch=256 is worse."
-    assert "5,120" in table.text(found, 200) and answer(found.arms[1]).detail == "at equal tokens"
+    assert "compared at equal tokens" in lead[0] and lead[1] == "global_batch=256 compared with the baseline: worse."
+    assert "5,120" in table.text(found, 200) and answer(found.variants[1]).detail == "at equal tokens"
 
 
 def test_where_nothing_is_at_equal_tokens_nothing_is_ranked(tmp_path: Path) -> None:
     found = batches(tmp_path, every=0)
     lead = " ".join(sentences.lead(found))
-    assert "nor can they be at equal tokens: no validation of all runs is at the same tokens" in lead
-    assert answer(found.arms[1]).main == "undecided" and "Best" not in lead
+    assert "can't be compared at equal tokens: the runs have no validation at the same number of tokens" in lead
+    assert answer(found.variants[1]).main == "inconclusive" and "Best" not in lead
 
 
 def test_by_the_target_the_batch_that_needs_fewer_tokens_wins(tmp_path: Path) -> None:
     found = batches(tmp_path, target=3.3)
     lead = " ".join(sentences.lead(found))
-    assert "not ranked, but the tokens to the loss 3.3. Fewest tokens: global_batch=128, " in lead
-    told = found.arms[1].quality[0]
-    assert (told.at, told.answer, answer(found.arms[1]).main) == ("the target", "yes", "worse")
-    assert "times the baseline's tokens to come to the loss 3.3" in told.text
+    assert "not ranked. They are ranked by the tokens to the loss 3.3. Fewest tokens: global_batch=128, " in lead
+    told = found.variants[1].quality[0]
+    assert (told.at, told.answer, answer(found.variants[1]).main) == ("the target", "yes", "worse")
+    assert "times the baseline's tokens to reach the loss 3.3" in told.text
 
 
 def test_a_target_before_the_first_validation_tells_nothing(tmp_path: Path) -> None:
     found = batches(tmp_path, target=9.0)
-    assert "Runs had come there before their first validation: a lower target or" in " ".join(sentences.lead(found))
-    assert found.arms[1].quality[0].answer == "undecided" and found.arms[1].quality[0].p is None
+    assert "Runs had reached the target at their first validation: set a lower" in " ".join(sentences.lead(found))
+    assert found.variants[1].quality[0].answer == "undecided" and found.variants[1].quality[0].p is None
 
 
 def test_a_run_that_never_comes_to_the_target_loses_to_those_that_do(tmp_path: Path) -> None:
     found = batches(tmp_path, target=2.96)
-    told = found.arms[1].quality[0]
+    told = found.variants[1].quality[0]
     assert (told.better, told.pairs, told.baseline_diverged, told.answer) == (3, 3, 3, "undecided")
-    assert "of the baseline 3 did not come to the loss 2.96" in told.text
+    assert "baseline: 3 did not reach the loss 2.96" in told.text
 
 
 TIMES = [
@@ -262,21 +267,23 @@ TIMES = [
 def test_trials_that_shared_a_machine_are_neither_faster_nor_slower(
     hosts: tuple[str, str], begins: tuple[float, float], shared: bool, tmp_path: Path
 ) -> None:
-    arms = []
+    variants = []
     for host, begin, seconds in zip(hosts, begins, (0.5, 0.4), strict=True):
         story = replace(S, host=host, seconds=seconds, jitter=0.001)
-        arms.append([replace(story, seed=seed, luck=seed, began=begin + 5000 * seed) for seed in range(3)])
-    found = grid(tmp_path, (arms[0], ()), (arms[1], ("memory=full",)))
-    arm = found.arms[1]
-    assert (arm.speed_doubt == "trials shared a machine at the same time") == shared
+        variants.append([replace(story, seed=seed, luck=seed, began=begin + 5000 * seed) for seed in range(3)])
+    found = grid(tmp_path, (variants[0], ()), (variants[1], ("memory=full",)))
+    variant = found.variants[1]
+    assert (variant.speed_doubt == "trials ran on one machine at the same time") == shared
     said = " ".join(sentence for _, told in sentences.answers(found) for sentence in told)
-    assert ("Faster: 1.25" in said) != shared and ("Speed is not judged" in " ".join(sentences.lead(found))) == shared
-    assert arm.speed_ratio is not None and (arm.speed_ratio.low is None) == shared
+    assert ("Faster: 1.25" in said) != shared and ("Speed is not ranked" in " ".join(sentences.lead(found))) == shared
+    assert variant.speed_ratio is not None and (variant.speed_ratio.low is None) == shared
 
 
 def test_the_chart_over_a_varied_number(tmp_path: Path) -> None:
-    arms = [rated(ADAMW, rate, level, level + 0.01) for rate, level in (("1e-3", 3.2), ("1e-2", 3.0), ("1e-1", 3.1))]
-    found = grid(tmp_path, *arms, (seeds((0.1, None)), (MUON, "optimizer.lr=1e-2")))
+    variants = [
+        rated(ADAMW, rate, level, level + 0.01) for rate, level in (("1e-3", 3.2), ("1e-2", 3.0), ("1e-1", 3.1))
+    ]
+    found = grid(tmp_path, *variants, (seeds((0.1, None)), (MUON, "optimizer.lr=1e-2")))
     chart = settings(found)
     assert chart is not None and chart.title == "Validation loss over lr" and "optimizer.lr (log scale)" in chart.html
     (points,) = re.findall(r'class="family" points="([^"]*)"', chart.html)

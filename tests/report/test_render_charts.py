@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support import shown_report
+from titan.console.numbers import tick
 from titan.report.findings import Comparison
 from titan.report.render import bars, charts, curves, svg
 from titan.report.render import pareto as front
@@ -44,7 +45,7 @@ def test_round_values_lie_within_and_are_even(low: float, length: float, wanted:
 def test_ticks() -> None:
     assert Scale(0, 1.7e6, 0, 1).ticks(4) == [0, 5e5, 1e6, 1.5e6]
     assert Scale(1e-7, 1, 0, 1, log=True).ticks(4) == pytest.approx([1e-7, 1e-5, 1e-3, 1e-1])
-    assert [svg.tick(value) for value in (3.5966, 30_000, 0.1)] == ["3.5966", "30,000", "0.1"]
+    assert [tick(value) for value in (3.5966, 30_000, 0.1)] == ["3.5966", "30,000", "0.1"]
 
 
 @given(wanted=st.lists(st.floats(0, 300), min_size=1, max_size=8), height=st.floats(5, 30))
@@ -84,14 +85,14 @@ def test_gap_is_of_steps_that_both_did() -> None:
 
 
 def test_equal_runs_are_named_and_not_drawn() -> None:
-    base = shown_report.arm("base", baseline=True)
+    base = shown_report.variant("base", baseline=True)
     chart = curves.differences(shown_report.comparison(base, replace(base, label="twin", baseline=False)))
-    assert chart is not None and "Equal at every step, so not drawn: twin." in chart.caption and not chart.html
+    assert chart is not None and "Equal at every step and not drawn: twin." in chart.caption and not chart.html
     assert curves.differences(shown_report.comparison(base)) is None
 
 
 def test_a_few_steps_that_differ_are_not_called_equal() -> None:
-    base = shown_report.arm("base", baseline=True)
+    base = shown_report.variant("base", baseline=True)
     moved = [replace(run.curves, losses=run.curves.losses + 0.1 * (run.curves.steps == 7)) for run in base.runs]
     runs = tuple(replace(run, curves=curve) for run, curve in zip(base.runs, moved, strict=True))
     tied_weights = [replace(base, label=f"twin{k}", baseline=False, runs=runs[k:] + base.runs[:k]) for k in (0, 1, 2)]
@@ -100,11 +101,11 @@ def test_a_few_steps_that_differ_are_not_called_equal() -> None:
 
 
 def test_repeats_are_held_against_the_same_repeat() -> None:
-    def again(label: str, offset: float) -> shown_report.Arm:
-        arm = shown_report.arm(label, (0, 0))
-        moved = [replace(run.curves, losses=run.curves.losses + offset * k) for k, run in enumerate(arm.runs)]
-        runs = [replace(run, repeat=k, curves=moved[k]) for k, run in enumerate(arm.runs)]
-        return replace(arm, runs=tuple(runs), baseline=label == "base")
+    def again(label: str, offset: float) -> shown_report.Variant:
+        variant = shown_report.variant(label, (0, 0))
+        moved = [replace(run.curves, losses=run.curves.losses + offset * k) for k, run in enumerate(variant.runs)]
+        runs = [replace(run, repeat=k, curves=moved[k]) for k, run in enumerate(variant.runs)]
+        return replace(variant, runs=tuple(runs), baseline=label == "base")
 
     chart = curves.differences(shown_report.comparison(again("base", 0.25), again("twin", 0.25)))
     assert chart is not None and "not drawn: twin" in chart.caption
@@ -133,13 +134,13 @@ def test_front_has_those_that_none_beats(drawn: list[tuple[int, int, bool]]) -> 
     assert {(spot.x, spot.y) for spot in found} == best and len(found) == len(best)
 
 
-def test_an_arm_that_learns_something_else_is_hollow() -> None:
-    arms = [
-        shown_report.arm("base", baseline=True),
-        shown_report.arm("fast", tokens=90_000, memory=0.1, learning=shown_report.learning("no")),
-        shown_report.arm("good", tokens=40_000, memory=0.9, learning=shown_report.learning()),
+def test_an_variant_that_learns_something_else_is_hollow() -> None:
+    variants = [
+        shown_report.variant("base", baseline=True),
+        shown_report.variant("fast", tokens=90_000, memory=0.1, learning=shown_report.learning("no")),
+        shown_report.variant("good", tokens=40_000, memory=0.9, learning=shown_report.learning()),
     ]
-    chart = front.pareto(shown_report.comparison(*arms))
+    chart = front.pareto(shown_report.comparison(*variants))
     assert chart is not None and chart.html.count('class="hollow"') == 1 and "Hollow" in chart.caption
 
 
@@ -153,22 +154,26 @@ def test_an_arm_that_learns_something_else_is_hollow() -> None:
 )
 def test_coloured(comparison: Comparison, wanted: list[int]) -> None:
     found = charts.coloured(comparison)
-    if len(comparison.arms) > charts.COLOURS + 1:
-        others = list(range(1, len(comparison.arms)))
-        fast = sorted((i for i in others if comparison.arms[i].same_science), key=lambda i: -speed(comparison, i))[:3]
-        good = sorted((i for i in others if not comparison.arms[i].same_science), key=lambda i: loss(comparison, i))[:3]
+    if len(comparison.variants) > charts.COLOURS + 1:
+        others = list(range(1, len(comparison.variants)))
+        fast = sorted((i for i in others if comparison.variants[i].same_science), key=lambda i: -speed(comparison, i))[
+            :3
+        ]
+        good = sorted(
+            (i for i in others if not comparison.variants[i].same_science), key=lambda i: loss(comparison, i)
+        )[:3]
         wanted = [0, *sorted(fast + good)]
     assert found == wanted
 
 
 def speed(comparison: Comparison, index: int) -> float:
-    found = comparison.arms[index].speed
+    found = comparison.variants[index].speed
     assert found is not None
     return found.estimate
 
 
 def loss(comparison: Comparison, index: int) -> float:
-    found = comparison.arms[index].validation
+    found = comparison.variants[index].validation
     assert found is not None
     return found.estimate
 
@@ -179,4 +184,4 @@ def test_bars_are_sorted_and_their_whiskers_are_speeds() -> None:
     longest = 39_600 / 0.96
     assert f'width="{100 * 39_600 / longest:.2f}"' in chart.html
     assert f"M{100 * 39_600 / 1.09 / longest:.2f} 8H100.00" in chart.html
-    assert bars.throughput(shown_report.comparison(shown_report.arm("base", tokens=None))) is None
+    assert bars.throughput(shown_report.comparison(shown_report.variant("base", tokens=None))) is None

@@ -69,28 +69,30 @@ def without_script(text: str) -> str:
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_it_says_it_all(comparison: Comparison) -> None:
     read = Reader(page(comparison, "made today"))
-    for arm in comparison.arms:
-        assert arm.label in read.text
-        assert all(run.directory in read.text and run.label in read.text for run in arm.runs)
-        assert arm.learning is None or arm.learning.text in read.text
-        assert all(quality.text[1:] in read.text for quality in arm.quality)
+    for variant in comparison.variants:
+        assert variant.label in read.text
+        assert all(run.directory in read.text and run.label in read.text for run in variant.runs)
+        assert variant.learning is None or variant.learning.text in read.text
+        assert all(quality.text[1:] in read.text for quality in variant.quality)
     for failed in comparison.failed:
         assert failed.reason in read.text and failed.directory in read.text
     assert all(note.rstrip(".") in read.text for note in comparison.notes) and "made today" in read.text
-    assert {str(i) for i in range(len(comparison.arms))} == set(read.of("data-arm"))
+    assert {str(i) for i in range(len(comparison.variants))} == set(read.of("data-variant"))
 
 
 def test_labels_can_not_break_out() -> None:
     assert shown_report.NASTY in Reader(page(shown_report.mixed())).text
     read = Reader(
-        page(shown_report.comparison(*shown_report.mixed().arms, title=shown_report.NASTY, question='"><img src=x>'))
+        page(
+            shown_report.comparison(*shown_report.mixed().variants, title=shown_report.NASTY, question='"><img src=x>')
+        )
     )
     assert read.tags.count("script") == 1 and "img" not in read.tags
     assert all(name in KNOWN for name, _ in read.attributes)
 
 
 KNOWN = {
-    "aria-hidden", "aria-label", "charset", "class", "clip-path", "content", "cx", "cy", "d", "data-arm", "height",
+    "aria-hidden", "aria-label", "charset", "class", "clip-path", "content", "cx", "cy", "d", "data-variant", "height",
     "http-equiv", "id", "lang", "name", "points", "preserveaspectratio", "r", "role", "scope", "text-anchor", "title",
     "viewbox", "width", "x", "y",
 }  # fmt: skip
@@ -99,7 +101,7 @@ KNOWN = {
 def test_sections_come_in_order() -> None:
     read = page(shown_report.mixed())
     told = re.findall(r"<h2>(.*?)</h2>", read)
-    assert told == ["Answers", "Figures", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
+    assert told == ["Answers", "Results", "By source", "Charts", "Failures", "Notes", "Settings", "Runs"]
     assert re.findall(r"<h3>(.*?)</h3>", read) == [
         "Training loss", "Validation loss", "Difference to the baseline", "Throughput", "Memory", "Speed and memory",
     ]  # fmt: skip
@@ -122,6 +124,6 @@ def test_the_loss_is_never_out_of_sight() -> None:
 
 def test_what_qualifies_an_answer_is_in_the_table() -> None:
     lost = shown_report.quality("undecided", better=4, worse=2, pairs=6, diverged=2)
-    arm = shown_report.arm("lr=3", quality=(lost,), same_science=False)
-    read = Reader(page(shown_report.comparison(shown_report.arm("base", baseline=True), arm)))
+    variant = shown_report.variant("lr=3", quality=(lost,), same_science=False)
+    read = Reader(page(shown_report.comparison(shown_report.variant("base", baseline=True), variant)))
     assert "better on 4 of 6 seeds2 diverged" in read.text and "(2 diverged)" in read.text

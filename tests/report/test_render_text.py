@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import shown_report
 from titan.report import export
-from titan.report.findings import Arm, Comparison, Failed, Interval
+from titan.report.findings import Comparison, Failed, Interval, Variant
 from titan.report.render import markdown, sentences, table, table_data
 
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
@@ -36,13 +36,13 @@ def test_terminal_says_it_all(comparison: Comparison, width: int) -> None:
     text = packed(table.text(comparison, width))
     for failed in comparison.failed:
         assert packed(failed.label) in text and packed(failed.reason) in text and failed.directory in text
-    for arm in comparison.arms:
-        assert all(part in text for part in arm.label.split() if len(part) < 20)
+    for variant in comparison.variants:
+        assert all(part in text for part in variant.label.split() if len(part) < 20)
     assert all(packed(note) in text for note in sentences.notes(comparison))
     assert all(packed(said) in text for _, told in sentences.answers(comparison) for said in told)
 
 
-def test_terminal_in_one_line_an_arm() -> None:
+def test_terminal_in_one_line_an_variant() -> None:
     lines = table.text(shown_report.two(), 200).splitlines()
     (single,) = [line for line in lines if line.startswith("parallelism=single")]
     (fsdp,) = [line for line in lines if line.startswith("parallelism=fsdp  ")]
@@ -52,11 +52,11 @@ def test_terminal_in_one_line_an_arm() -> None:
 
 def test_terminal_leaves_the_heaviest_columns_out_and_says_so() -> None:
     text = table.text(shown_report.two(), 100)
-    assert "Too narrow for: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
-    assert "goodput" not in text.partition("Too narrow")[0]
+    assert "terminal is too narrow: bits, device-hours, goodput, loss." in text.replace("MFU, ", "")
+    assert "goodput" not in text.partition("Columns left out")[0]
 
 
-def test_terminal_without_room_for_a_table_has_a_block_an_arm() -> None:
+def test_terminal_without_room_for_a_table_has_a_block_an_variant() -> None:
     lines = table.text(shown_report.two(), 40).splitlines()
     at = lines.index("parallelism=fsdp")
     assert lines[at + 1 : at + 4] == ["  answer: same", "  validation nats: 2.6531 [2.6431,", "    2.6631]"]
@@ -69,86 +69,105 @@ def test_colours_change_nothing_else(width: int) -> None:
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
 
-def with_ratio(low: float | None, high: float | None, answer: str = "yes", **changes: Any) -> Arm:
-    arm = shown_report.arm("layout=fast", learning=shown_report.learning(answer), **changes)
-    return replace(arm, speed_ratio=Interval(1.3, low, high))
+def with_ratio(low: float | None, high: float | None, answer: str = "yes", **changes: Any) -> Variant:
+    variant = shown_report.variant("layout=fast", learning=shown_report.learning(answer), **changes)
+    return replace(variant, speed_ratio=Interval(1.3, low, high))
 
 
 OTHER = {"same_science": False}
 LEADS = [
-    pytest.param([with_ratio(1.2, 1.4)], "it does. It is faster: 1.300 times the baseline's tokens", id="yes"),
-    pytest.param([with_ratio(1.2, 1.4, speed_doubt="few")], "it does. Speed is not judged: few.", id="doubt"),
-    pytest.param([with_ratio(0.9, 1.7)], "it does. It is not shown to be faster", id="interval-spans-one"),
-    pytest.param([with_ratio(None, None)], "it does. It is not shown to be faster", id="no-interval"),
-    pytest.param([with_ratio(1.2, 1.4, "no")], "must learn what the baseline learns: it does not.", id="no"),
-    pytest.param([with_ratio(1.2, 1.4, "undecided")], "that is undecided.", id="undecided"),
+    pytest.param(
+        [with_ratio(1.2, 1.4)],
+        "learns the same as the baseline. It is faster: 1.300 times the baseline's tokens/s.",
+        id="yes",
+    ),
+    pytest.param(
+        [with_ratio(1.2, 1.4, speed_doubt="few")],
+        "learns the same as the baseline. Speed is not ranked: few.",
+        id="doubt",
+    ),
+    pytest.param(
+        [with_ratio(0.9, 1.7)], "the same as the baseline. It is not shown to be faster", id="interval-spans-one"
+    ),
+    pytest.param([with_ratio(None, None)], "the same as the baseline. It is not shown to be faster", id="no-interval"),
+    pytest.param([with_ratio(1.2, 1.4, "no")], "layout=fast does not learn the same as the baseline.", id="no"),
+    pytest.param(
+        [with_ratio(1.2, 1.4, "undecided")],
+        "layout=fast: inconclusive whether it learns the same as the baseline.",
+        id="undecided",
+    ),
     pytest.param(
         [with_ratio(1.2, 1.4), with_ratio(1.2, 1.4, "no"), with_ratio(1.5, 1.6, "undecided")],
-        "Of 3 variants that must learn what the baseline learns, 1 does, 1 does not, 1 is undecided. Fastest of those "
-        "that do: layout=fast, 1.300 times",
+        "3 variants with the same hyperparameters: 1 learns the same, 1 does not learn the same, 1 inconclusive. "
+        "Fastest of those that learn the same: layout=fast, 1.300 times",
         id="several",
     ),
     pytest.param(
-        [shown_report.arm("lr=3", quality=(shown_report.quality(),), **OTHER), shown_report.arm("lr=9", **OTHER)],
+        [
+            shown_report.variant("lr=3", quality=(shown_report.quality(),), **OTHER),
+            shown_report.variant("lr=9", **OTHER),
+        ],
         "Best so far: lr=3, validation loss 2.653, 0.050 below the baseline's (base); significant with 2 seeds "
-        "(p 0.006). Of 2 variants with other hyperparameters, 1 is better, 1 is not judged.",
+        "(p 0.006). 2 variants with other hyperparameters: 1 better, 1 not ranked.",
         id="better",
     ),
     pytest.param(
-        [shown_report.arm("lr=3", quality=(shown_report.quality(difference=0.1),), **OTHER)],
+        [shown_report.variant("lr=3", quality=(shown_report.quality(difference=0.1),), **OTHER)],
         "Best so far: the baseline, base, validation loss 2.653, 0.100 below that of lr=3; significant",
         id="worse",
     ),
     pytest.param(
-        [shown_report.arm("lr=3", quality=(shown_report.quality("no"),), **OTHER)],
-        "shown to be less than the margin of 0.02 with 2 seeds.",
+        [shown_report.variant("lr=3", quality=(shown_report.quality("no"),), **OTHER)],
+        "shown to be smaller than the equivalence margin of 0.02 with 2 seeds.",
         id="equal",
     ),
     pytest.param(
-        [shown_report.arm("lr=3", quality=(shown_report.quality("undecided"),), **OTHER)],
-        "not significant with 2 seeds (p 0.006; more seeds hardly help).",
+        [shown_report.variant("lr=3", quality=(shown_report.quality("undecided"),), **OTHER)],
+        "not significant with 2 seeds (p 0.006; more seeds are unlikely to decide).",
         id="open",
     ),
-    pytest.param([shown_report.arm("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"),
+    pytest.param(
+        [shown_report.variant("lr=3", state="running", **OTHER)], "2 of 4 runs are not finished.", id="running"
+    ),
 ]
 
 
-@pytest.mark.parametrize(("arms", "said"), LEADS)
-def test_lead(arms: list[Arm], said: str) -> None:
-    told = " ".join(sentences.lead(shown_report.comparison(shown_report.arm("base", baseline=True), *arms)))
+@pytest.mark.parametrize(("variants", "said"), LEADS)
+def test_lead(variants: list[Variant], said: str) -> None:
+    told = " ".join(sentences.lead(shown_report.comparison(shown_report.variant("base", baseline=True), *variants)))
     assert said in told
 
 
-def test_lead_of_failures_and_of_one_arm() -> None:
+def test_lead_of_failures_and_of_one_variant() -> None:
     assert sentences.lead(shown_report.failures_only()) == [
-        "No run has figures.",
+        "No run has metrics.",
         "3 failed for other reasons than divergence, listed below.",
     ]
-    assert sentences.lead(shown_report.one()) == ["There is one variant only, so there is nothing to compare it with."]
+    assert sentences.lead(shown_report.one()) == ["There is only one variant, so nothing is compared."]
 
 
-def test_a_note_of_many_arms_is_said_once() -> None:
-    arms = [shown_report.arm(f"lr={i}", notes=("not tuned",)) for i in range(9)]
-    told = sentences.notes(shown_report.comparison(shown_report.arm("base", baseline=True), *arms))
+def test_a_note_of_many_variants_is_said_once() -> None:
+    variants = [shown_report.variant(f"lr={i}", notes=("not tuned",)) for i in range(9)]
+    told = sentences.notes(shown_report.comparison(shown_report.variant("base", baseline=True), *variants))
     assert told[1:] == ["lr=0 | lr=1 | lr=2 | lr=3 | lr=4 | lr=5 | and 3 more: not tuned."]
-    assert sentences.notes(shown_report.comparison(*arms))[1:] == ["All variants: not tuned."]
+    assert sentences.notes(shown_report.comparison(*variants))[1:] == ["All variants: not tuned."]
 
 
 def test_equal_verdicts_are_said_once_with_their_points() -> None:
     ends = [shown_report.quality(at=at, text="Yes: by 0.05 nats.") for at in ("the end", "equal tokens")]
-    hours = shown_report.quality("undecided", at="equal device-hours", text="undecided: by 0.01 nats")
-    arm = shown_report.arm("lr=3", quality=(*ends, hours), same_science=False)
-    ((_, told),) = sentences.answers(shown_report.comparison(arm))
+    hours = shown_report.quality("undecided", at="equal device-hours", text="inconclusive: by 0.01 nats")
+    variant = shown_report.variant("lr=3", quality=(*ends, hours), same_science=False)
+    ((_, told),) = sentences.answers(shown_report.comparison(variant))
     assert told[:2] == [
         "At the end and at equal tokens: yes: by 0.05 nats.",
-        "At equal device-hours: undecided: by 0.01 nats.",
+        "At equal device-hours: inconclusive: by 0.01 nats.",
     ]
-    ((_, told),) = sentences.answers(shown_report.comparison(replace(arm, quality=(hours,))))
-    assert told[0] == "Undecided: by 0.01 nats."
+    ((_, told),) = sentences.answers(shown_report.comparison(replace(variant, quality=(hours,))))
+    assert told[0] == "Inconclusive: by 0.01 nats."
 
 
 def test_only_columns_with_figures() -> None:
-    bare = shown_report.arm("base", tokens=None, baseline=True, validation=None, bits=None)
+    bare = shown_report.variant("base", tokens=None, baseline=True, validation=None, bits=None)
     names = [column.name for column in table_data.columns(shown_report.comparison(bare, bare))]
     assert names == ["answer", "runs", "device-hours", "goodput", "loss"]
     assert "speed" not in [column.name for column in table_data.columns(shown_report.one())]
@@ -166,7 +185,7 @@ def test_only_columns_with_figures() -> None:
 def test_runs(changes: dict[str, Any], told: str) -> None:
     columns = {
         column.name: column
-        for column in table_data.columns(shown_report.comparison(shown_report.arm("base", **changes)))
+        for column in table_data.columns(shown_report.comparison(shown_report.variant("base", **changes)))
     }
     assert columns["runs"].cells[0].line() == told
 
@@ -183,7 +202,7 @@ def test_markdown_tables_are_whole(comparison: Comparison) -> None:
 def test_markdown_says_it_all() -> None:
     comparison = shown_report.mixed()
     text = markdown.text(comparison).replace("\\", "").replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
-    assert all(arm.label in text for arm in comparison.arms)
+    assert all(variant.label in text for variant in comparison.variants)
     assert all(failed.reason in text and failed.directory in text for failed in comparison.failed)
     assert "| optimizer=muon | validation loss at the end | -0.0100 | -0.0200 [-0.0300, -0.0100] |" in text
     assert "| parallelism | differs: single | fsdp | tp |" in text and "| model | debug |" in text
@@ -207,29 +226,29 @@ def test_markdown_takes_labels_for_text(label: str, told: str) -> None:
 def test_csv_has_a_row_a_run() -> None:
     comparison = shown_report.mixed()
     rows = list(csv.DictReader(io.StringIO(export.csv_text(comparison))))
-    runs = [(arm, run) for arm in comparison.arms for run in arm.runs]
+    runs = [(variant, run) for variant in comparison.variants for run in variant.runs]
     assert list(rows[0])[: len(export.COLUMNS)] == list(export.COLUMNS)
     assert len(rows) == len(runs) + len(comparison.failed)
-    for row, (arm, run) in zip(rows, runs, strict=False):
-        assert (row["arm"], row["run"], row["directory"]) == (arm.label, run.label, run.directory)
+    for row, (variant, run) in zip(rows, runs, strict=False):
+        assert (row["arm"], row["run"], row["directory"]) == (variant.label, run.label, run.directory)
         assert run.speed is not None and float(row["step_seconds"]) == run.speed.step_seconds.median
-        assert float(row["loss"]) == run.loss and row["baseline"] == str(arm.baseline).lower()
+        assert float(row["loss"]) == run.loss and row["baseline"] == str(variant.baseline).lower()
         assert float(row["device_hours"]) == run.cost.device_hours and row["bits_per_byte/code"] == "0.9"
     assert rows[0]["setting/parallelism"] == "single" and rows[-4]["setting/parallelism"] == ""
     assert [row["reason"] for row in rows[-2:]] == [failed.reason for failed in comparison.failed]
 
 
 def test_csv_has_a_failed_run_with_figures_once() -> None:
-    arm = shown_report.arm("base", (0,), state="failed", reason="killed")
-    failed = Failed("base", arm.runs[0].directory, "failed", "killed")
-    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(arm, failed=[failed]))))
+    variant = shown_report.variant("base", (0,), state="failed", reason="killed")
+    failed = Failed("base", variant.runs[0].directory, "failed", "killed")
+    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(variant, failed=[failed]))))
     assert (row["state"], row["reason"]) == ("failed", "killed")
 
 
 def test_csv_leaves_empty_what_is_unknown() -> None:
-    arm = shown_report.arm("base")
-    arm = replace(arm, runs=(shown_report.run("base", 0, None, loss=float("nan"), bits=None),))
-    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(arm))))
+    variant = shown_report.variant("base")
+    variant = replace(variant, runs=(shown_report.run("base", 0, None, loss=float("nan"), bits=None),))
+    (row,) = csv.DictReader(io.StringIO(export.csv_text(shown_report.comparison(variant))))
     assert row["loss"] == row["bits_per_byte"] == row["mfu"] == row["step_seconds"] == row["reason"] == ""
 
 
@@ -241,16 +260,16 @@ def refuse(constant: str) -> None:
 def test_json_is_strict_and_full(comparison: Comparison) -> None:
     found = json.loads(export.json_text(comparison), parse_constant=refuse)
     assert found["format"] == 1 and found["title"] == comparison.title
-    assert [arm["label"] for arm in found["arms"]] == [arm.label for arm in comparison.arms]
+    assert [variant["label"] for variant in found["arms"]] == [variant.label for variant in comparison.variants]
     assert [failed["reason"] for failed in found["failed"]] == [failed.reason for failed in comparison.failed]
-    for arm, told in zip(comparison.arms, found["arms"], strict=True):
-        assert [run["validation"] for run in told["runs"]] == [run.validation for run in arm.runs]
+    for variant, told in zip(comparison.variants, found["arms"], strict=True):
+        assert [run["validation"] for run in told["runs"]] == [run.validation for run in variant.runs]
         assert all("curves" not in run for run in told["runs"])
 
 
 def test_json_has_null_for_what_is_not_finite() -> None:
-    arm = replace(
-        shown_report.arm("base"), runs=(shown_report.run("base", loss=float("nan"), validation=float("inf")),)
+    variant = replace(
+        shown_report.variant("base"), runs=(shown_report.run("base", loss=float("nan"), validation=float("inf")),)
     )
-    (run,) = json.loads(export.json_text(shown_report.comparison(arm)), parse_constant=refuse)["arms"][0]["runs"]
+    (run,) = json.loads(export.json_text(shown_report.comparison(variant)), parse_constant=refuse)["arms"][0]["runs"]
     assert run["loss"] is None and run["validation"] is None

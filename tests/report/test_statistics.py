@@ -93,12 +93,18 @@ def test_holm_counts_only_tests_that_were_made() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=12))
 def test_a_median_time_is_kaplan_and_meiers(points: list[tuple[int, bool]]) -> None:
-    times, reached = [float(t) for t, _ in points], [r for _, r in points]
-    events = [t for t, r in points if r]
-    sample = stats.CensoredData(uncensored=events, right=[t for t, r in points if not r])
-    staying = stats.ecdf(sample).sf
-    below = [q for q, p in zip(staying.quantiles, staying.probabilities, strict=True) if p <= 0.5 + 1e-9]
-    assert median_time(times, reached) == (below[0] if below else None)
+    left, survival, median = len(points), 1.0, None
+    for time in sorted({t for t, _ in points}):
+        survival *= 1 - sum(r for t, r in points if t == time) / left
+        left -= sum(t == time for t, _ in points)
+        median = time if median is None and survival <= 0.5 + 1e-9 else median
+    assert median_time([float(t) for t, _ in points], [r for _, r in points]) == median
+
+
+def test_a_time_that_never_comes_is_later_than_all() -> None:
+    assert median_time([1.0, 2.0, math.inf], [True, True, False]) == 2
+    assert median_time([1.0, math.inf, math.inf], [True, False, False]) is None
+    assert median_time([math.inf], [False]) is None
 
 
 @pytest.mark.parametrize(

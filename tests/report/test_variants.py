@@ -1,4 +1,4 @@
-"""Which runs make an arm, what it is called, and which one is the baseline."""
+"""Which runs make a variant, what it is called, and which one is the baseline."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LABELS = [
 
 
 @pytest.mark.parametrize(("points", "labels"), LABELS)
-def test_arms_and_their_labels(points: list[Point], labels: list[str], tmp_path: Path) -> None:
+def test_variants_and_their_labels(points: list[Point], labels: list[str], tmp_path: Path) -> None:
     assert [group.label for group in groups(tmp_path, *points)] == labels
 
 
@@ -106,7 +106,7 @@ def test_the_baseline(option: str | None, asked: dict[str, str], places: list[in
     if places is not None:
         assert variants.baselines(found, option, asked) == places
         return
-    with pytest.raises(ConfigError, match=f"baseline={option}: fits"):
+    with pytest.raises(ConfigError, match=f"baseline={option}: matches"):
         variants.baselines(found, option, asked)
 
 

@@ -1,8 +1,8 @@
-"""Comparisons of equals on really trained tiny models: `python -m tests.support.aa_report [FOLDER]`, some minutes.
+"""A/A comparisons of trained tiny models: `python -m tests.support.aa_report [FOLDER]` takes some minutes.
 
-Two arms whose recipes differ in a setting that changes nothing are trained from different seeds. Of 20 comparisons of
-them, four seeds against four, at most one may find a difference. Then 0.05 nats are added to the validation loss of one
-arm: they must be found with the number of seeds that the comparison of the other arm alone told beforehand.
+Two variants whose recipes differ in a setting without an effect are trained from different seeds. Of 20 comparisons,
+four seeds against four, at most one may find a difference. Then 0.05 nats are added to the validation loss of one
+variant. A comparison must find them with the number of seeds that the other variant's comparison reported before.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SEEDS, COMPARISONS, POOL = 4, 20, 40
 
 def main(folder: Path) -> bool:
     """Train, compare, print; whether all came out as it should."""
-    arms = {letter: [_trained(folder, letter, seed) for seed in range(POOL)] for letter in ("a", "b")}
-    flagged = [_flagged(arms, number) for number in range(COMPARISONS)]
+    variants = {letter: [_trained(folder, letter, seed) for seed in range(POOL)] for letter in ("a", "b")}
+    flagged = [_flagged(variants, number) for number in range(COMPARISONS)]
     print(f"A/A: {sum(flagged)} of {COMPARISONS} comparisons of {SEEDS} against {SEEDS} seeds found a difference")
-    return bool(_found(folder, arms)) and sum(flagged) <= 1
+    return bool(_found(folder, variants)) and sum(flagged) <= 1
 
 
 def _trained(folder: Path, letter: str, seed: int) -> Path:
-    """A run of one of the arms; the second arm's seeds are others than the first's."""
+    """A run of one of the variants; the second variant's seeds are others than the first's."""
     number, directory = seed + (POOL if letter == "b" else 0), folder / f"{letter}{seed}"
     if not (directory / "result.json").is_file():
         overrides = [*RECIPE, f"training.seed={number}"] + [NEUTRAL] * (letter == "b")
@@ -49,22 +49,22 @@ def _trained(folder: Path, letter: str, seed: int) -> Path:
     return directory
 
 
-def _flagged(arms: dict[str, list[Path]], number: int) -> bool:
+def _flagged(variants: dict[str, list[Path]], number: int) -> bool:
     """Whether a comparison of equals finds a difference; every `POOL / SEEDS` comparisons seeds are drawn anew."""
     draw, part = divmod(number, POOL // SEEDS)
     chosen = [np.random.default_rng([draw, i]).permutation(POOL)[part * SEEDS :][:SEEDS] for i in range(2)]
-    found = compare([arms[letter][seed] for letter, seeds in zip("ab", chosen, strict=True) for seed in seeds])
+    found = compare([variants[letter][seed] for letter, seeds in zip("ab", chosen, strict=True) for seed in seeds])
     return end(found).answer == "yes"
 
 
-def _found(folder: Path, arms: dict[str, list[Path]]) -> bool:
+def _found(folder: Path, variants: dict[str, list[Path]]) -> bool:
     """Whether the injected difference is found with the seeds that are told beforehand."""
-    beforehand = compare(arms["a"][:12], Options(margin=INJECTED))
-    told = next(note for note in beforehand.notes if "seeds a variant" in note)
+    beforehand = compare(variants["a"][:12], Options(margin=INJECTED))
+    told = next(note for note in beforehand.notes if "seeds per variant" in note)
     needed = max(2, int(re.findall(r"takes about ([\d,]+) seeds", told)[0].replace(",", "")))
-    print(f"beforehand, of one arm's 12 seeds: {told}")
-    worse = [injected(directory, folder / f"worse{i}") for i, directory in enumerate(arms["b"][:needed])]
-    quality = end(compare([*arms["a"][:needed], *worse]))
+    print(f"beforehand, of one variant's 12 seeds: {told}")
+    worse = [injected(directory, folder / f"worse{i}") for i, directory in enumerate(variants["b"][:needed])]
+    quality = end(compare([*variants["a"][:needed], *worse]))
     print(f"with {INJECTED} nats added: {quality.text}")
     return quality.answer == "yes"
 
@@ -81,8 +81,8 @@ def injected(directory: Path, copy: Path) -> Path:
 
 
 def end(found: Comparison) -> Quality:
-    """What the comparison of two arms says of their ends."""
-    (quality,) = [quality for quality in found.arms[1].quality if quality.at == "the end"]
+    """What the comparison of two variants says of their ends."""
+    (quality,) = [quality for quality in found.variants[1].quality if quality.at == "the end"]
     return quality
 
 

@@ -34,10 +34,10 @@ def measured(directory: str) -> None:
     before, began, worked = peak_mib(), time.monotonic(), time.process_time()
     found = compare([directory])
     seconds, worked = time.monotonic() - began, time.process_time() - worked
-    runs = sum(len(arm.runs) for arm in found.arms)
+    runs = sum(len(variant.runs) for variant in found.variants)
     print(
-        f"{runs} runs in {len(found.arms)} arms, {size:.0f} MiB of metrics.jsonl: {seconds:.1f} s, {worked:.1f} s of a "
-        f"core, peak {peak_mib():.0f} MiB, of which {before:.0f} MiB before"
+        f"{runs} runs in {len(found.variants)} variants, {size:.0f} MiB of metrics.jsonl: {seconds:.1f} s, "
+        f"{worked:.1f} s of a core, peak {peak_mib():.0f} MiB, of which {before:.0f} MiB before"
     )
 
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 
 from titan.report.findings import (
-    Arm,
     Comparison,
     Cost,
     Curves,
@@ -23,6 +22,7 @@ from titan.report.findings import (
     RunFound,
     Speed,
     Spread,
+    Variant,
 )
 
 NASTY = '<script>alert("x")</script> & |pipe|'
@@ -98,15 +98,15 @@ def interval(estimate: float, half: float | None = None) -> Interval:
     return Interval(estimate, None, None) if half is None else Interval(estimate, estimate - half, estimate + half)
 
 
-def arm(label: str, seeds: Sequence[int] = (0, 1), **changes: Any) -> Arm:
-    """An arm of runs; `changes` are those of the arm where it has such a field, else those of `run`."""
-    of_arm = {name: changes.pop(name) for name in list(changes) if name in Arm.__dataclass_fields__}
+def variant(label: str, seeds: Sequence[int] = (0, 1), **changes: Any) -> Variant:
+    """A variant of runs; `changes` are those of the variant where it has such a field, else those of `run`."""
+    of_variant = {name: changes.pop(name) for name in list(changes) if name in Variant.__dataclass_fields__}
     runs = tuple(run(label, seed, **changes) for seed in seeds)
     tokens = runs[0].speed.tokens_per_second_per_device if runs and runs[0].speed else None
     final = [found.validation for found in runs if found.validation is not None]
     bits = [found.bits for found in runs if found.bits is not None]
     half = 0.01 if len(seeds) > 1 else None
-    made = Arm(
+    made = Variant(
         label=label,
         settings=dict(cast(tuple[str, str], part.split("=", 1)) for part in label.split() if "=" in part),
         baseline=False,
@@ -117,7 +117,7 @@ def arm(label: str, seeds: Sequence[int] = (0, 1), **changes: Any) -> Arm:
         validation=interval(sum(final) / len(final), half) if final else None,
         bits=interval(sum(bits) / len(bits), half) if bits else None,
     )
-    return replace(made, **of_arm)
+    return replace(made, **of_variant)
 
 
 def learning(answer: str = "yes", text: str = "Learns the same: 0.0003 nats apart, within 0.02.") -> Learning:
@@ -132,13 +132,13 @@ def quality(answer: str = "yes", difference: float = -0.05, at: str = "the end",
     return replace(found, **changes)
 
 
-def comparison(*arms: Arm, failed: Sequence[Failed] = (), **changes: Any) -> Comparison:
+def comparison(*variants: Variant, failed: Sequence[Failed] = (), **changes: Any) -> Comparison:
     made = Comparison(
         title="layouts",
         question="Which layout of two devices is fastest, and do all learn the same?",
         common={"model": "debug", "dataset": "stdlib", "tokens": "1.64M", "devices": "2"},
         differs={"parallelism": ("single", "fsdp", "tp")},
-        arms=arms,
+        variants=variants,
         failed=tuple(failed),
         target=None,
         margin=0.02,
@@ -148,10 +148,10 @@ def comparison(*arms: Arm, failed: Sequence[Failed] = (), **changes: Any) -> Com
 
 
 def two() -> Comparison:
-    """A baseline and an arm of its science."""
+    """A baseline and a variant of its science."""
     return comparison(
-        arm("parallelism=single", baseline=True),
-        arm("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
+        variant("parallelism=single", baseline=True),
+        variant("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
     )
 
 
@@ -161,11 +161,11 @@ def mixed() -> Comparison:
     long = "parallelism=fsdp memory=full compile=block precision=bf16 optimizer.lr=0.003"
     undecided = learning("undecided", "Undecided: 3 pairs more would decide.")
     return comparison(
-        arm("parallelism=single", (0, 1, 2), baseline=True, reached=Reached(3, 3, 1.1e6, 0.4)),
-        arm("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
-        arm(long, tokens=24_000, memory=0.45, rounding=1e-3, learning=undecided),
-        arm("parallelism=tp", tokens=33_000, memory=1.1, rounding=0.02, learning=learning("no", "Not the same.")),
-        arm(
+        variant("parallelism=single", (0, 1, 2), baseline=True, reached=Reached(3, 3, 1.1e6, 0.4)),
+        variant("parallelism=fsdp", tokens=39_600, memory=0.9, rounding=1e-6, learning=learning()),
+        variant(long, tokens=24_000, memory=0.45, rounding=1e-3, learning=undecided),
+        variant("parallelism=tp", tokens=33_000, memory=1.1, rounding=0.02, learning=learning("no", "Not the same.")),
+        variant(
             "optimizer=muon",
             same_science=False,
             tokens=28_500,
@@ -176,9 +176,9 @@ def mixed() -> Comparison:
                 quality(at="equal tokens"),
             ),
             reached=Reached(2, 2, 0.8e6, 0.3),
-            notes=("The learning rate was not tuned for this arm.",),
+            notes=("The learning rate was not tuned for this variant.",),
         ),
-        arm(f"model={NASTY}", (0,), same_science=False, notes=(NASTY,), **running),
+        variant(f"model={NASTY}", (0,), same_science=False, notes=(NASTY,), **running),
         failed=[
             Failed("parallelism=pp", "/data/runs/grid/pp", "failed", "out of memory on rank 3: 150 GiB were wanted"),
             Failed(NASTY, "/data/runs/grid/nasty", "failed", NASTY),
@@ -187,21 +187,23 @@ def mixed() -> Comparison:
     )
 
 
-def many(arms: int = 64, steps: int = 10_000) -> Comparison:
-    """As many arms as one may ever look at."""
-    made = [arm("lr=0.001 layout=0", (0,), baseline=True, steps_done=steps)]
-    for i in range(1, arms):
+def many(variants: int = 64, steps: int = 10_000) -> Comparison:
+    """As many variants as one may ever look at."""
+    made = [variant("lr=0.001 layout=0", (0,), baseline=True, steps_done=steps)]
+    for i in range(1, variants):
         label = f"optimizer.lr={0.0005 * i:.4g} parallelism={('fsdp', 'tp', 'hsdp')[i % 3]} training.warmup={i % 7}"
         figures: dict[str, Any] = {"tokens": 30_000 + 300 * ((i * 37) % 64 - 20), "memory": 0.5 + (i * 29 % 64) / 30}
         same = {"learning": learning(), "rounding": 1e-6 * i} if i % 2 else {}
         other = {} if i % 2 else {"same_science": False, "quality": (quality(difference=-0.01 * i),), "gain": 0.01 * i}
-        made.append(arm(label, (0,), steps_done=steps, **figures, **same, **other))
-    return comparison(*made, title="64 arms")
+        made.append(variant(label, (0,), steps_done=steps, **figures, **same, **other))
+    return comparison(*made, title="64 variants")
 
 
 def one() -> Comparison:
     """A single run."""
-    return comparison(arm("runs/first", (0,), baseline=True), question=None, differs={}, title="runs/first", notes=())
+    return comparison(
+        variant("runs/first", (0,), baseline=True), question=None, differs={}, title="runs/first", notes=()
+    )
 
 
 def failures_only() -> Comparison:

@@ -1,8 +1,8 @@
-"""Comparisons of equals whose unlucky runs diverge: `python -m tests.support.unlucky_report [REPETITIONS]`.
+"""A/A comparisons whose worst runs diverge: `python -m tests.support.unlucky_report [REPETITIONS]`.
 
-Two arms draw their final losses from one distribution, and the runs with the largest losses diverge. What is left of an
-arm looks better than the arm is, so that a test of the survivors alone finds "better" far too often. The command prints
-how often the comparison says so, and how often a paired t-test of the survivors would.
+Two variants draw their final losses from one distribution, and the runs with the largest losses diverge. The other runs
+look better than the variant is, so a test of those alone finds "better" far too often. The command prints how often the
+comparison finds it, and how often a paired t-test of the other runs does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.support.made_runs import Story, made
-from titan.report import quality
+from titan.report import superiority, verdicts
 from titan.report.collect import collect
 from titan.report.findings import Numbers
 from titan.report.runs import Member, member
@@ -27,10 +27,10 @@ MARGIN, SPREAD = 0.02, 0.02
 
 @dataclass(frozen=True)
 class Scene:
-    """How many seeds there are, and above how many standard deviations runs of the two arms diverge."""
+    """How many seeds there are, and above how many standard deviations runs of the two variants diverge."""
 
     seeds: int
-    arm: float
+    variant: float
     baseline: float
 
 
@@ -63,9 +63,11 @@ def simulated(members: Sequence[Member], scene: Scene, repetitions: int, seed: i
     random, found = np.random.default_rng(seed), []
     for _ in range(repetitions):
         draws = random.normal(size=(2, scene.seeds))
-        arm, baseline = (_drawn(members, d, at) for d, at in zip(draws, (scene.arm, scene.baseline), strict=True))
-        ((told, *_),) = quality.corrected([quality.judged(arm, baseline)], MARGIN)
-        found.append((*_said(told.answer, told.text), _survivors(arm, baseline)))
+        variant, baseline = (
+            _drawn(members, d, at) for d, at in zip(draws, (scene.variant, scene.baseline), strict=True)
+        )
+        ((told, *_),) = verdicts.corrected([superiority.compared(variant, baseline)], MARGIN)
+        found.append((*_said(told.answer, told.text), _survivors(variant, baseline)))
     return Rates(*(float(share) for share in np.mean(found, axis=0)))
 
 
@@ -82,9 +84,9 @@ def _said(answer: str, text: str) -> tuple[bool, bool]:
     return answer == "yes" and text.startswith("better"), answer == "yes" and text.startswith("worse")
 
 
-def _survivors(arm: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Whether a paired t-test of the pairs that are left finds the arm better."""
-    ends = [(a.run.validation, b.run.validation) for a, b in zip(arm, baseline, strict=True)]
+def _survivors(variant: Sequence[Member], baseline: Sequence[Member]) -> bool:
+    """Whether a paired t-test of the pairs that are left finds the variant better."""
+    ends = [(a.run.validation, b.run.validation) for a, b in zip(variant, baseline, strict=True)]
     left = [a - b for a, b in ends if a is not None and b is not None]
     found = paired(left) if len(left) > 1 else None
     return found is not None and found.estimate < 0 and (found.p() or 0) < ALPHA

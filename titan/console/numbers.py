@@ -1,19 +1,74 @@
-"""Numbers as people read them."""
+"""Format numbers for people: counts, losses, ratios and intervals; the one place that decides on digits and units."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable
+
+UNITS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3))
+
 
 def billions(count: float) -> str:
-    """A count with a unit: 6.2M, 8.03B."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:.0f}"
+    """Return a count with three digits and a unit, as in 6.2M or 8.03B; below 1000 as an integer."""
+    return _with_unit(count) or f"{count:.0f}"
 
 
 def short(count: float) -> str:
-    """A number of tokens as people write it: 820, 16k, 2.5M, 1.2B."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= size:
-            return f"{count / size:.3g}{letter}"
-    return f"{count:.3g}"
+    """Return a number of tokens, also a negative or small one, with three digits: 0.25, 820, 16k, 2.5M, 1.2B."""
+    return _with_unit(count) or f"{count:.3g}"
+
+
+def _with_unit(count: float) -> str:
+    """Return the count in its largest unit; empty below 1000."""
+    return next((f"{count / size:.3g}{unit}" for unit, size in UNITS if abs(count) >= size), "")
+
+
+def fixed(value: float, digits: int = 4) -> str:
+    """Return a measured value with `digits` decimals."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "not finite"
+
+
+def rounded(value: float) -> str:
+    """Return a value with three significant digits, or with all digits before the decimal point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def multiple(value: float) -> str:
+    """Return a ratio: three decimals below 10, else as `rounded`."""
+    return fixed(value, 3) if abs(value) < 10 else rounded(value)
+
+
+def signed(value: float) -> str:
+    """Return a difference with its sign: four decimals, or two significant digits of a very small one."""
+    return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-4 else f"{value:+.1e}"
+
+
+def size(value: float) -> str:
+    """Return the absolute value of a difference: three decimals, or two significant digits of a very small one."""
+    return f"{abs(value):.3f}" if value == 0 or abs(value) >= 5e-4 else f"{abs(value):.1e}"
+
+
+def tick(value: float) -> str:
+    """Return a round value with all digits that tell it from its neighbours on an axis."""
+    return f"{value:,.10g}"
+
+
+def power(value: float) -> str:
+    """Return a value for a logarithmic axis, as in 1e-3 or 0.5."""
+    return f"{value:g}".replace("e-0", "e-")
+
+
+def shortest(value: float) -> str:
+    """Return a float in its shortest exact form, as in 1e9 for 1000000000.0; empty where six digits are not exact."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}") if float(f"{value:g}") == value else ""
+
+
+def bounds(low: float | None, high: float | None, show: Callable[[float], str] = fixed) -> str:
+    """Return the bounds of an interval in brackets; empty where it has none."""
+    return "" if low is None or high is None else f"[{show(low)}, {show(high)}]"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 pair, 3 pairs."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,4 +1,4 @@
-"""Find runs and read what they left: each file once. Free of torch.
+"""Find runs and read their files, each once. Free of torch.
 
 A directory with run.yaml is a run, one with ledger.jsonl a sweep that names its runs; any other is searched for
 runs and sweeps.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config.settings import show
+from titan.console.numbers import shortest
 from titan.console.text import safe
 from titan.errors import ConfigError
 from titan.files.untrusted import parse_object, read
@@ -32,23 +33,23 @@ ESSENTIAL = (
     "ids.science", "ids.group", "ids.execution", "ids.code", "config.training.steps", "config.training.seq_len",
     "config.training.global_batch", "config.model", "config.dataset", "config.optimizer", "config.metrics",
 )  # fmt: skip
-"""What a comparison can't do without of a document in run.yaml."""
+"""Keys of a document in run.yaml that a comparison needs."""
 
 
 @dataclass(frozen=True)
 class Raw:
-    """A run as its files tell.
+    """A run as its files describe it.
 
     Attributes:
         directory: where it is.
         documents: of run.yaml, one an attempt.
         metrics: of metrics.jsonl.
         result: of result.json; empty where there is none.
-        device: what env.json says of the machine.
-        state, reason: how it stands; of one that did not finish, why.
-        overrides: what a sweep's command line says of it alone; of other runs, the whole command line.
-        host: the name of the machine of its first rank; empty where env.json does not say.
-        damage: what is wrong with its files, and was left aside; in a sentence each.
+        device: the device in env.json.
+        state, reason: its state; why it did not finish.
+        overrides: those of a trial that differ from the sweep's; of other runs, the whole command line.
+        host: the name of the machine of its first rank; empty where env.json has none.
+        corruption: what is wrong with its files and was ignored, one sentence each.
     """
 
     directory: Path
@@ -60,68 +61,68 @@ class Raw:
     reason: str | None
     overrides: tuple[str, ...] = ()
     host: str = ""
-    damage: tuple[str, ...] = ()
+    corruption: tuple[str, ...] = ()
 
     @property
     def last(self) -> Mapping[str, Any]:
-        """The document of the last attempt."""
+        """Return the document of the last attempt."""
         return self.documents[-1]
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The resolved configuration of the last attempt."""
+        """Return the resolved configuration of the last attempt."""
         return dict(self.last["config"])
 
     @cached_property
     def seed(self) -> int:
-        """The seed."""
+        """Return the seed."""
         return int(self.config["training"].get("seed", 0))
 
     @cached_property
     def repeat(self) -> int:
-        """Which repeat of the seed it is."""
+        """Return which repeat of the seed it is."""
         return int(self.config["training"].get("repeat", 0))
 
     @property
     def continued(self) -> tuple[int, ...]:
-        """The numbers of steps that earlier attempts were to do, where they differ from the last one's; in order.
+        """Return the planned steps of earlier attempts where they differ from the last one's, in order.
 
-        The learning rate followed their schedules first, so that it learned something else than a run of as many steps.
+        The learning rate followed their schedules first, so such a run differs from one with the same number of steps.
         """
         steps = dict.fromkeys(int(d["config"]["training"]["steps"]) for d in self.documents)
         return tuple(number for number in steps if number != self.wanted)
 
     @property
     def wanted(self) -> int:
-        """Steps that it is to do."""
+        """Return the planned number of steps."""
         return int(self.config["training"]["steps"])
 
     @property
     def devices(self) -> int:
-        """How many devices the last attempt had."""
+        """Return the number of devices of the last attempt."""
         return devices(self.last)
 
     @cached_property
     def hardware(self) -> str:
-        """What the devices are called; empty where it is not known."""
+        """Return the name of the devices; empty where unknown."""
         return str(self.device.get("name") or "")
 
 
 @dataclass(frozen=True)
 class Collected:
-    """All that the directories hold.
+    """The runs and sweeps in the directories.
 
     Attributes:
         runs: each once, in the order in which they were found.
-        failed: points of sweeps without a run, and runs whose run.yaml can't be read.
+        failed: trials without a run, and runs whose run.yaml can't be read.
         sweeps: directory and question of each sweep.
-        damage: what is wrong with the sweeps' own files.
+        corruption: what is wrong with the sweeps' own files.
     """
 
     runs: tuple[Raw, ...]
     failed: tuple[Failed, ...]
     sweeps: tuple[tuple[Path, SweepSpec], ...]
-    damage: tuple[str, ...] = ()
+    corruption: tuple[str, ...] = ()
 
 
 @dataclass
@@ -129,41 +130,41 @@ class _Found:
     runs: dict[Path, Raw] = field(default_factory=dict)
     failed: dict[Path, Failed] = field(default_factory=dict)
     sweeps: dict[Path, SweepSpec] = field(default_factory=dict)
-    damage: list[str] = field(default_factory=list)
+    corruption: list[str] = field(default_factory=list)
 
     def known(self, directory: Path) -> bool:
         return directory in self.runs or directory in self.failed
 
 
 def devices(document: Mapping[str, Any]) -> int:
-    """How many devices the attempt of a document in run.yaml had."""
+    """Return the number of devices of the attempt that a document in run.yaml describes."""
     return prod(int(degree) for degree in (document.get("layout") or {}).values())
 
 
 def collect(directories: Sequence[Path]) -> Collected:
-    """Read all runs in and below some directories.
+    """Read all runs in directories and their subdirectories.
 
     Raises:
-        ConfigError: for a directory that is not there, or holds no run.
+        ConfigError: for a directory that does not exist or contains no run.
     """
     found = _Found()
     for directory in directories:
         if not directory.is_dir():
-            raise ConfigError(f"{directory}: there is no such directory; give those of runs or sweeps.")
+            raise ConfigError(f"{directory}: there is no such directory; give the directory of a run or a sweep.")
         before = len(found.runs) + len(found.failed)
         at = directory.resolve()
         _enter(at, found, given=True)
         if len(found.runs) + len(found.failed) == before and not found.known(at):
             raise ConfigError(
-                f"{directory}: holds no run (a run has a run.yaml); give the directory of a run or a sweep."
+                f"{directory}: contains no run (a run has a run.yaml); give the directory of a run or a sweep."
             )
     return Collected(
-        tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.damage)
+        tuple(found.runs.values()), tuple(found.failed.values()), tuple(found.sweeps.items()), tuple(found.corruption)
     )
 
 
 def _enter(directory: Path, found: _Found, given: bool = False) -> None:
-    """Take a run or a sweep, or go on below."""
+    """Add a run or a sweep, else search the subdirectories."""
     if (directory / "run.yaml").is_file():
         if given or _began(directory):
             _take(directory, found, None)
@@ -171,7 +172,7 @@ def _enter(directory: Path, found: _Found, given: bool = False) -> None:
     sweep = ledger.read(directory)
     if sweep is not None:
         found.sweeps[directory] = sweep.asked
-        found.damage += [f"{directory.name}: {note}" for note in sweep.notes]
+        found.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
         for point in sweep.points:
             _take(Path(point.directory), found, point)
         return
@@ -180,7 +181,7 @@ def _enter(directory: Path, found: _Found, given: bool = False) -> None:
 
 
 def _began(directory: Path) -> bool:
-    """Whether it is a run's own directory; where its checkpoints are copied to there is a run.yaml as well."""
+    """Return whether it is a run's directory: a remote directory of its checkpoints has a run.yaml too."""
     return any((directory / name).exists() for name in ("metrics.jsonl", ".lock", "log"))
 
 
@@ -204,7 +205,7 @@ def _take(directory: Path, found: _Found, point: TrialState | None) -> None:
 
 
 def _read(directory: Path, point: TrialState | None) -> Raw | Failed:
-    """A run; or why there is none."""
+    """Return a run, or why there is none."""
     label = safe(" ".join(map(_typed, point.overrides)) if point else directory.name)
     try:
         documents = tuple(read_attempts(directory)) if (directory / "run.yaml").is_file() else ()
@@ -216,20 +217,20 @@ def _read(directory: Path, point: TrialState | None) -> Raw | Failed:
         return Failed(label, str(directory), state, why, _overrides(point))
     if lacking := _lacking(documents):
         return Failed(
-            label, str(directory), "failed", f"its run.yaml does not say {lacking}: it is of another version of titan"
+            label, str(directory), "failed", f"its run.yaml has no {lacking}: another version of titan wrote it"
         )
     metrics = columns.read(directory / "metrics.jsonl")
     result, wrong = read_result(directory, {d["ids"]["science"] for d in documents})
-    damage = [wrong] if wrong else []
+    corruption = [wrong] if wrong else []
     if metrics.broken:
-        some = "a line is" if metrics.broken == 1 else f"{metrics.broken} lines are"
-        damage.append(f"{some} damaged or cut short in metrics.jsonl, and not used")
+        lines = "1 line" if metrics.broken == 1 else f"{metrics.broken} lines"
+        corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _state(directory, documents[-1], result, point, metrics.steps)
     overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
     machine = _json(directory / "env.json")
     device, host = machine.get("device"), machine.get("host")
     about = device if isinstance(device, dict) else {}
-    damaged, named = tuple(damage), host if isinstance(host, str) else ""
+    damaged, named = tuple(corruption), host if isinstance(host, str) else ""
     return Raw(directory, documents, metrics, result, about, state, reason, overrides, named, damaged)
 
 
@@ -238,14 +239,12 @@ def _overrides(point: TrialState | None) -> tuple[str, ...]:
 
 
 def neat(value: Any) -> str:
-    """A setting's value as one would type it; a float in its shortest form, such as 1e9 for 1000000000.0."""
-    if isinstance(value, float) and float(f"{value:g}") == value:
-        return re.sub(r"e\+?(-?)0*", r"e\1", f"{value:g}")
-    return show(value)
+    """Return a setting's value as one would type it; a float in its shortest form, as in 1e9."""
+    return (shortest(value) if isinstance(value, float) else "") or show(value)
 
 
 def _typed(override: str) -> str:
-    """An override of a command line with a long float in short."""
+    """Return an override with a float in its shortest form."""
     name, equals, value = override.partition("=")
     return (
         f"{name}={neat(float(value))}" if re.fullmatch(r"-?\d+(\.\d*e.*|\.\d*|e.*)", value) else name + equals + value
@@ -253,7 +252,7 @@ def _typed(override: str) -> str:
 
 
 def _lacking(documents: Sequence[Mapping[str, Any]]) -> str:
-    """The first setting or id that a comparison can't do without and the documents do not have; else empty."""
+    """Return the first key of `ESSENTIAL` that a document lacks; else empty."""
     for document in documents:
         for name in ESSENTIAL:
             value: Any = document
@@ -265,22 +264,20 @@ def _lacking(documents: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _reason(point: TrialState | None) -> str | None:
-    """What a ledger says of a point's end."""
+    """Return the reason of a trial's end in the ledger."""
     return job_exit.strip_timestamp(point.reason) if point and point.reason else None
 
 
 def _nothing(state: State, point: TrialState | None) -> str:
     if state == "queued":
-        return f"waits in the queue as job {point.job}" if point and point.job else "waits in the queue"
-    return {"planned": "has not been started", "running": "has not begun its first attempt yet"}.get(
-        state, "left nothing in its directory"
-    )
+        return f"queued as job {point.job}" if point and point.job else "queued"
+    return {"planned": "not started", "running": "its first attempt has not started"}.get(state, "it wrote no run.yaml")
 
 
 def _state(
     directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], point: TrialState | None, steps: Steps
 ) -> tuple[State, str | None]:
-    """How a run stands: its own files first, then what a ledger says."""
+    """Return a run's state and reason: by its files first, then by the ledger."""
     wanted = int(last["config"]["training"]["steps"])
     if result.get("finished") and int(result.get("step") or 0) >= wanted:
         return "finished", None
@@ -293,18 +290,18 @@ def _state(
 
 
 def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], steps: Steps) -> tuple[State, str]:
-    """How the last attempt of a run ended that did not finish."""
+    """Return how the last attempt of an unfinished run ended."""
     if result.get("attempt") == last["attempt"] and result.get("finished") is False:
-        return "stopped", f"a signal ended it at step {result.get('step')}; the same command goes on with it"
-    if told := _told(directory / "log" / "launcher.log", str(last.get("began") or "")):
-        return "failed", told
+        return "stopped", f"stopped by a signal at step {result.get('step')}; the same command resumes it"
+    if message := _launcher_message(directory / "log" / "launcher.log", str(last.get("began") or "")):
+        return "failed", message
     if len(steps) and steps.odd()[-1]:
-        return "stopped", f"it ended after step {steps.step[-1]}, which was not finite"
-    return "stopped", "it ended without a word; the same command goes on with it"
+        return "stopped", f"it ended after step {steps.step[-1]}, whose loss or gradient norm is not finite"
+    return "stopped", "it ended without an error message; the same command resumes it"
 
 
-def _told(log: Path, began: str) -> str | None:
-    """What the launcher said last, since the attempt began; of a traceback the first and the last line."""
+def _launcher_message(log: Path, began: str) -> str | None:
+    """Return the launcher's last message since the attempt began; the first and last line of a traceback."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -318,7 +315,7 @@ def _told(log: Path, began: str) -> str | None:
 
 
 def _seconds(text: str) -> float | None:
-    """Seconds since 1970 of a date in ISO's format."""
+    """Return a date in ISO format in seconds since 1970; None where it is none."""
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -326,7 +323,7 @@ def _seconds(text: str) -> float | None:
 
 
 def began(document: Mapping[str, Any]) -> float | None:
-    """When the attempt of a document in run.yaml began, in seconds since 1970; None where it does not say."""
+    """Return when an attempt began, in seconds since 1970; None where its document has no date."""
     return _seconds(str(document.get("began") or ""))
 
 

@@ -28,15 +28,15 @@ AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Steps:
-    """Lines that tell of a step; [lines] each, NaN where a line does not say, hash 0 where it has none.
+    """Lines of steps; [lines] each, NaN where a line lacks the value, hash 0 where it has none.
 
     Attributes:
         attempt, step: as in metrics.jsonl.
         hash: of the batch.
         time, tokens, loss, norm: as in metrics.jsonl; time in seconds since 1970, NaN in old lines.
         seconds, waited: of the step; of it, waiting for data.
-        rate: tokens a second a device.
-        tflops, mfu, memory: a device's TFLOP/s and their share of its peak; GiB.
+        rate: tokens/s per device.
+        tflops, mfu, memory: TFLOP/s per device and their share of its peak; GiB.
     """
 
     attempt: NDArray[np.int64]
@@ -57,7 +57,7 @@ class Steps:
         return len(self.step)
 
     def odd(self) -> NDArray[np.bool_]:
-        """Which steps were not finite, in loss or gradient norm, and so left the weights as they were; [lines].
+        """Return which steps had a loss or gradient norm that is not finite, and did not update the weights; [lines].
 
         A gradient norm that is missing from all lines was not measured.
         """
@@ -65,20 +65,20 @@ class Steps:
         return np.asarray(~np.isfinite(self.loss) | (~norms & norms.any()))
 
     def at(self, where: NDArray[Any]) -> Steps:
-        """The lines that a mask or indices choose."""
+        """Return the lines selected by a mask or indices."""
         return Steps(**{f.name: getattr(self, f.name)[where] for f in dataclasses.fields(self)})
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """What metrics.jsonl says.
+    """The content of metrics.jsonl.
 
     Attributes:
         steps: the lines of steps, in the order of the file.
         validations: the lines of validations, as they are.
-        stalled: seconds that training stood still for checkpoints.
+        stalled: seconds that training waited for checkpoints.
         last: the time of the last line of each attempt, where lines have times.
-        broken: lines that are damaged or cut short, and left out.
+        broken: the number of lines that are corrupt or truncated, and ignored.
     """
 
     steps: Steps
@@ -90,7 +90,7 @@ class Metrics:
 
 @dataclass
 class _Reading:
-    """What has been read so far."""
+    """The lines read so far."""
 
     numbers: list[Numbers] = field(default_factory=list)
     hashes: array[int] = field(default_factory=lambda: array("Q"))
@@ -100,10 +100,10 @@ class _Reading:
     broken: int = 0
 
     def take(self, records: Sequence[Any]) -> None:
-        """Add some lines, all or none: `TypeError` or `ValueError` where values are of the wrong kind."""
+        """Add lines, all or none: raise `TypeError` or `ValueError` where values have the wrong type."""
         records = [renamed(record) for record in records]
         if not all(map(_plain, records)):
-            raise ValueError("a line is none of a run's")
+            raise ValueError("not a line of metrics.jsonl")
         known = [r for r in records if "step" in r]
         steps = [r for r in known if "loss" in r]
         numbers = np.array([tuple(map(r.get, KEYS)) for r in steps], dtype=np.float64).reshape(-1, len(KEYS))
@@ -118,7 +118,7 @@ class _Reading:
 
 
 def read(file: Path) -> Metrics:
-    """The columns of metrics.jsonl; lines that were cut short or make no sense are left out, a missing file has none.
+    """Return the columns of metrics.jsonl; corrupt and truncated lines are ignored, a missing file has none.
 
     Args:
         file: the run's metrics.jsonl.
@@ -134,7 +134,7 @@ def read(file: Path) -> Metrics:
 
 
 def _plain(record: Any) -> bool:
-    """Whether a line's step and attempt are numbers that a run can have, and its validation loss is one."""
+    """Return whether step and attempt of a line are valid, and its validation loss is a number."""
     if not isinstance(record, dict):
         return False
     counts = (record.get("step", 0), record.get("attempt", 1))
@@ -143,7 +143,7 @@ def _plain(record: Any) -> bool:
 
 
 def _take(reading: _Reading, lines: Sequence[str]) -> None:
-    """Take many lines in one go, which is several times as fast; where that fails, halve by halve."""
+    """Parse many lines at once, which is several times as fast; where that fails, in halves."""
     try:
         reading.take(json.loads(f"[{','.join(lines)}]"))
     except (ValueError, TypeError, OverflowError, RecursionError):

@@ -1,21 +1,32 @@
-"""`compare`: from directories to findings. Collect, group into arms, judge each against the baseline."""
+"""`compare`: collect runs, group them into variants, and compare each variant with the baseline."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.console.numbers import billions, short
-from titan.report import divergence, equivalence, lr_tuning, outcomes, quality, ranking, sharing, speed, statistics
-from titan.report import variants as arms
+from titan.report import (
+    equivalence,
+    measure,
+    notes,
+    outcomes,
+    ranking,
+    seeds,
+    speed,
+    statistics,
+    superiority,
+    variants,
+    verdicts,
+)
+from titan.report.candidates import Candidate, find_candidates
 from titan.report.collect import Collected, collect
-from titan.report.findings import Arm, Comparison, Failed, Learning, Quality, Reached
-from titan.report.lr_tuning import Tuned
-from titan.report.quality import hour_axis
-from titan.report.runs import Member, member
+from titan.report.findings import Comparison, Failed, Learning, Quality, Reached, Variant
+from titan.report.runs import Member
+from titan.report.superiority import hour_axis
 from titan.report.variants import Group
 from titan.sweep.ledger import SweepSpec
 
@@ -24,13 +35,13 @@ ENDED_BADLY = ("failed", "stopped")
 
 @dataclass(frozen=True)
 class Options:
-    """What the user says of a comparison.
+    """What the user asks of a comparison.
 
     Attributes:
-        baseline: of the arm that the others are held against: settings, as in "parallelism=single,lr=0.001", or a
-            run's directory; None: as the sweep says, else the first one found.
-        margin: difference in validation loss, nats, that counts as none; None: as the sweep says, else 0.02.
-        target: the validation loss to come to; None: as the sweep says.
+        baseline: the variant that the others are compared with: its settings, as in "parallelism=single,lr=0.001",
+            or a run's directory; None: that of the sweep, else the first one found.
+        margin: equivalence margin, in nats of validation loss; None: that of the sweep, else 0.02.
+        target: the validation loss to reach; None: that of the sweep.
     """
 
     baseline: str | None = None
@@ -39,73 +50,35 @@ class Options:
 
 
 def compare(directories: Sequence[str | os.PathLike[str]], options: Options | None = None) -> Comparison:
-    """Compare all runs in and below some directories.
+    """Compare all runs in directories and their subdirectories.
 
     Args:
         directories: of runs and sweeps, or folders that hold some.
-        options: what the user says.
+        options: what the user asks.
 
     Raises:
-        ConfigError: for a directory without runs, or a baseline that fits no arm.
+        ConfigError: for a directory without runs, or a baseline that matches no variant.
     """
     options = options or Options()
     found = collect([Path(directory) for directory in directories])
     asked = _asked(found, options)
-    variants = _variants(found, asked, options)
-    groups, members = [v.group for v in variants], [v.members for v in variants]
+    candidates = find_candidates(found, asked, options.baseline)
+    groups, members = [v.group for v in candidates], [v.members for v in candidates]
     return Comparison(
         title=_title(found, directories),
         question=asked.question,
         common=_common(groups),
-        differs=arms.differs(groups),
-        arms=_ordered(_judged(variants, asked)),
+        differs=variants.differs(groups),
+        variants=_ordered(_judged(candidates, asked)),
         failed=_failed(found, members),
         target=asked.target,
         margin=asked.margin,
-        notes=_notes(variants, found, options, asked),
+        notes=notes.of_whole(candidates, found, asked, options.baseline, options.margin),
     )
 
 
-@dataclass(frozen=True)
-class Variant:
-    """What an arm is made of.
-
-    Attributes:
-        group: its runs' files, and the settings that tell it from the others.
-        members: its runs.
-        tuned: whether it has the best of its learning rates.
-        missing: its trials without figures.
-    """
-
-    group: Group
-    members: Sequence[Member]
-    tuned: Tuned
-    missing: tuple[Failed, ...] = ()
-
-
-def _variants(found: Collected, asked: SweepSpec, options: Options) -> list[Variant]:
-    """All arms, the baseline first: of several learning rates of it the one that is best."""
-    begun = [raw for raw in found.runs if len(raw.metrics.steps) or divergence.gave_up(raw)]
-    groups, alongside = arms.grouped(begun), sharing.shared(found.runs)
-    members = outcomes.marked([_members(group, groups, alongside) for group in groups], asked.margin)
-    tuned = lr_tuning.tuned(groups, members)
-    missing = [_missing(group, found.failed) for group in groups]
-    made = [Variant(*each) for each in zip(groups, members, tuned, missing, strict=True)]
-    if not made:
-        return []
-    candidates = arms.baselines(groups, options.baseline, asked.baseline)
-    first = next((i for i in candidates if tuned[i].chosen), candidates[0])
-    return [made[first], *made[:first], *made[first + 1 :]]
-
-
-def _missing(group: Group, failed: Sequence[Failed]) -> tuple[Failed, ...]:
-    """The trials without figures that differ from an arm's runs in their seed alone."""
-    recipes = {outcomes.recipe(raw.overrides) for raw in group.runs}
-    return tuple(trial for trial in failed if trial.overrides and outcomes.recipe(trial.overrides) in recipes)
-
-
 def _asked(found: Collected, options: Options) -> SweepSpec:
-    """What the only sweep asks, with what the user says instead."""
+    """Return the sweep's question, margin and target, if there is one sweep, overridden by the user's."""
     asked = found.sweeps[0][1] if len(found.sweeps) == 1 else SweepSpec()
     if options.margin is not None:
         asked = replace(asked, margin=options.margin)
@@ -118,99 +91,96 @@ def _title(found: Collected, directories: Sequence[str | os.PathLike[str]]) -> s
     return ", ".join(os.fspath(directory).rstrip("/") for directory in directories)
 
 
-def _members(group: Group, groups: Sequence[Group], alongside: Collection[Path]) -> list[Member]:
-    labels = arms.labels(group, groups)
-    return [member(raw, label, raw.directory in alongside) for raw, label in zip(group.runs, labels, strict=True)]
-
-
-def _judged(variants: Sequence[Variant], asked: SweepSpec) -> list[Arm]:
-    """All arms, the baseline first."""
-    if not variants:
+def _judged(candidates: Sequence[Candidate], asked: SweepSpec) -> list[Variant]:
+    """Return all variants, the baseline first."""
+    if not candidates:
         return []
-    baseline = variants[0]
-    others = [v for v in variants[1:] if v.group.group_id != baseline.group.group_id and v.tuned.chosen]
-    opened = [quality.judged(v.members, baseline.members, asked.target) for v in others]
-    judged = dict(zip(map(id, others), quality.corrected(opened, asked.margin), strict=True))
-    return [_arm(v, variants, judged.get(id(v), ()), asked) for v in variants]
+    baseline = candidates[0]
+    others = [v for v in candidates[1:] if v.group.group_id != baseline.group.group_id and v.tuned.chosen]
+    opened = [superiority.compared(v.members, baseline.members, asked.target) for v in others]
+    qualities = dict(zip(map(id, others), verdicts.corrected(opened, asked.margin), strict=True))
+    return [_variant(v, candidates, qualities.get(id(v), ()), asked) for v in candidates]
 
 
-def _ordered(made: Sequence[Arm]) -> tuple[Arm, ...]:
-    """The baseline first, then the others by their result."""
+def _ordered(made: Sequence[Variant]) -> tuple[Variant, ...]:
+    """Return the baseline first, then the others by their result."""
     return (*made[:1], *(made[i] for i in ranking.order(made) if i))
 
 
-def _arm(variant: Variant, variants: Sequence[Variant], judged: tuple[Quality, ...], asked: SweepSpec) -> Arm:
-    group, own, baseline = variant.group, variant.members, variants[0].members
-    first = variant is variants[0]
+def _variant(
+    candidate: Candidate, candidates: Sequence[Candidate], qualities: tuple[Quality, ...], asked: SweepSpec
+) -> Variant:
+    group, own, baseline = candidate.group, candidate.members, candidates[0].members
+    first = candidate is candidates[0]
     rates, theirs = (speed.rates([m.raw for m in side]) for side in (own, baseline))
     few = not first and speed.few(rates, theirs)
     doubt = "" if first else _doubt(own, baseline, few)
-    return Arm(
+    return Variant(
         label=group.label,
         settings=group.settings,
         baseline=first,
-        same_science=group.group_id == variants[0].group.group_id,
+        same_science=group.group_id == candidates[0].group.group_id,
         runs=tuple(m.run for m in own),
-        speed=speed.of_arm(rates),
+        speed=speed.of_variant(rates),
         speed_ratio=None if first else speed.doubted(speed.ratio(rates, theirs), doubt),
-        validation=statistics.mean(list(quality.by_seed(own, lambda m: m.run.validation).values())),
-        bits=statistics.mean(list(quality.by_seed(own, lambda m: m.run.bits).values())),
+        validation=statistics.mean(list(seeds.by_seed(own, lambda m: m.run.validation).values())),
+        bits=statistics.mean(list(seeds.by_seed(own, lambda m: m.run.bits).values())),
         few=few,
         speed_doubt=doubt if rates and theirs else "",
-        learning=_learning(variant, variants, asked.margin),
-        quality=judged,
+        learning=_learning(candidate, candidates, asked.margin),
+        quality=qualities,
         reached=_reached(own, asked.target) if _in_nats(own, baseline) else None,
-        notes=_arm_notes(variant, variants[0]),
-        outcomes=outcomes.of_arm(own, variant.missing),
-        tried=variant.tuned.tried,
-        untuned=not variant.tuned.chosen,
-        against_best=variant.tuned.against,
+        notes=notes.of_variant(candidate, candidates[0]),
+        outcomes=outcomes.of_variant(own, candidate.missing),
+        tried=candidate.tuned.tried,
+        untuned=not candidate.tuned.chosen,
+        against_best=candidate.tuned.against,
     )
 
 
 def _doubt(own: Sequence[Member], baseline: Sequence[Member], few: bool) -> str:
-    """Why nothing is said of "faster" or "slower"; empty where it may be."""
+    """Return why speed is not ranked; empty where it is."""
     if any(m.run.shared for m in (*own, *baseline)):
-        return "trials shared a machine at the same time"
-    return f"it takes {speed.FEW} runs of each variant" if few else ""
+        return "trials ran on one machine at the same time"
+    return f"fewer than {speed.FEW} runs of a variant" if few else ""
 
 
-def _learning(variant: Variant, variants: Sequence[Variant], margin: float) -> Learning | None:
-    """Whether an arm learns what the one of the same recipe learns: the baseline, or another learning rate of it."""
-    twin = next((v for v in variants if _twins(variant, v, variants[0])), None)
-    if twin is None or variant is variants[0]:
+def _learning(candidate: Candidate, candidates: Sequence[Candidate], margin: float) -> Learning | None:
+    """Return whether a variant learns the same as the one of its recipe: the baseline or a learning rate of it."""
+    other = next((v for v in candidates if _must_learn_the_same(candidate, v, candidates[0])), None)
+    if other is None or candidate is candidates[0]:
         return None
-    found = equivalence.judged(variant.members, twin.members, margin)
-    if twin is variants[0]:
+    found = equivalence.compared(candidate.members, other.members, margin)
+    if other is candidates[0]:
         return found
     word, _, text = found.text.partition(": ")
-    return replace(found, text=f"{word}: against {twin.group.label}: {text}")
+    return replace(found, text=f"{word}: compared with {other.group.label}: {text}")
 
 
-def _twins(variant: Variant, other: Variant, baseline: Variant) -> bool:
-    """Whether an arm must learn what another one learns, which differs from the baseline in its learning rate only."""
-    same = variant.group.group_id == other.group.group_id
-    return same and variant is not other and other.group.rest == baseline.group.rest
+def _must_learn_the_same(candidate: Candidate, other: Candidate, baseline: Candidate) -> bool:
+    """Return whether a variant must learn the same as `other`, which is the baseline or another learning rate of it."""
+    same = candidate.group.group_id == other.group.group_id
+    return same and candidate is not other and other.group.rest == baseline.group.rest
 
 
 def _in_nats(own: Sequence[Member], baseline: Sequence[Member]) -> bool:
-    """Whether a loss a token of the baseline's means the same for an arm."""
-    measure = quality.measure_of(own[0], baseline[0])
-    return measure is not None and measure.name == "validation loss"
+    """Return whether losses per token are comparable with the baseline's."""
+    found = measure.measure_of(own[0], baseline[0])
+    return found is not None and found.name == "validation loss"
 
 
 def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
-    """When the runs came to the target; those that have not are censored, those that failed will never."""
+    """Return when the runs reached the target; others are censored, and failed ones never reach it."""
     validated = [m for m in members if len(m.run.curves.validation)]
     if target is None or not validated:
         return None
     times: list[tuple[float, float, bool]] = []
     for m in validated:
         curves, hours = m.run.curves, hour_axis(m)
-        tokens = quality.crossing(curves.validation_tokens, curves.validation, target)
+        tokens = superiority.crossing(curves.validation_tokens, curves.validation, target)
         if tokens is not None:
-            times.append((tokens, quality.crossing(hours, curves.validation, target) or 0.0, True))
-        elif m.run.state == "failed" or m.run.diverged:  # it never will: to leave it out would flatter those that did
+            times.append((tokens, superiority.crossing(hours, curves.validation, target) or 0.0, True))
+        elif m.run.state == "failed" or m.run.diverged:  # leaving it out would bias the median
             times.append((math.inf, math.inf, False))
         else:
             times.append((float(curves.validation_tokens[-1]), float(hours[-1]), False))
@@ -224,79 +194,14 @@ def _reached(members: Sequence[Member], target: float | None) -> Reached | None:
     )
 
 
-def _arm_notes(variant: Variant, first: Variant) -> tuple[str, ...]:
-    """What has to be known of an arm."""
-    own, baseline = variant.members, first.members
-    notes = [variant.tuned.note] if variant.tuned.note else []
-    notes += [*_unfinished(own), *outcomes.notes(own)]
-    if counts := outcomes.missing(variant.missing):
-        notes.append(f"{counts}: no outcome of the recipe")
-    if own[0].raw.continued:
-        steps = ", then ".join(f"{number:,}" for number in own[0].raw.continued)
-        notes.append(f"continued: its schedule was one of {steps} steps before; it counts as other science")
-    if any(len({speed.way(d) for d in m.raw.documents}) > 1 for m in own):
-        notes.append(
-            "its layout changed between attempts, or its use of memory: its speed is that of the last attempt's"
-        )
-    if shared := [m.run.label for m in own if m.run.shared]:
-        notes.append(
-            f"{len(shared)} of {len(own)} runs shared a machine with another run at the same time: their times, "
-            "speeds and device-hours say little"
-        )
-    if own is not baseline:
-        notes += [*_other(own, baseline), *_texts(own, baseline)]
-    return tuple(notes)
-
-
-def _unfinished(own: Sequence[Member]) -> list[str]:
-    """That runs are not finished, for another reason than divergence."""
-    lacking = [m.run for m in own if not m.run.decayed and not m.run.diverged]
-    if not lacking:
-        return []
-    lost = sum(run.state == "failed" for run in lacking)
-    failed = f" ({lost} failed)" if lost else ""
-    rest = "; the final figures are of the others alone" if len(lacking) < len(own) else ""
-    return [
-        f"{len(lacking)} of {len(own)} runs not finished{failed}: their decay is not done, they are not ranked{rest}"
-    ]
-
-
-def _texts(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
-    """Whether fixed rows of as many tokens hold another length of text, where bits a byte are compared."""
-    one, two = (_bytes_a_token(side[0]) for side in (own, baseline))
-    measure = quality.measure_of(own[0], baseline[0])
-    if one is None or two is None or measure is None or measure.name != "bits a byte" or abs(one / two - 1) < 0.02:
-        return []
-    return [
-        f"its fixed rows hold {one / two:.2f} times the baseline's text: bits a byte are not of quite the same text"
-    ]
-
-
-def _bytes_a_token(member: Member) -> float | None:
-    nats, bits = member.run.validation, member.run.bits
-    return nats / math.log(2) / bits if nats and bits else None
-
-
-def _other(own: Sequence[Member], baseline: Sequence[Member]) -> list[str]:
-    """In what the arm differs from the baseline beside its settings."""
-    notes = []
-    mine, theirs = ({m.run.hardware or "unknown" for m in side} for side in (own, baseline))
-    if mine != theirs:
-        notes.append(f"other hardware: {', '.join(sorted(mine))}; the baseline: {', '.join(sorted(theirs))}")
-    codes = [_codes(side) for side in (own, baseline)]
-    if codes[0] != codes[1]:
-        notes.append(f"other code: {', '.join(sorted(codes[0]))}; the baseline: {', '.join(sorted(codes[1]))}")
-    return notes
-
-
-def _codes(members: Sequence[Member]) -> set[str]:
-    return {str(document["ids"]["code"]) for m in members for document in m.raw.documents}
-
-
 def _common(groups: Sequence[Group]) -> dict[str, str]:
-    """What all arms share and is worth saying."""
-    told = [_worth_saying(group) for group in groups]
-    return {key: value for key, value in (told[0] if told else {}).items() if all(t.get(key) == value for t in told)}
+    """Return the main settings that all variants share."""
+    each_worth = [_worth_saying(group) for group in groups]
+    return {
+        key: value
+        for key, value in (each_worth[0] if each_worth else {}).items()
+        if all(t.get(key) == value for t in each_worth)
+    }
 
 
 def _worth_saying(group: Group) -> dict[str, str]:
@@ -317,76 +222,19 @@ def _worth_saying(group: Group) -> dict[str, str]:
 
 
 def _parameters(group: Group) -> int | None:
-    """Of the model; None where its class can't be loaded."""
+    """Return the model's parameter count; None where its class can't be loaded."""
     model = speed.model_of(group.runs[0])
     return model.parameters() if model else None
 
 
 def _failed(found: Collected, members: Sequence[Sequence[Member]]) -> tuple[Failed, ...]:
-    """Trials without figures, and runs that ended badly."""
+    """Return trials without metrics, and runs that failed or stopped."""
     out = list(found.failed)
     known = {m.raw.directory: m for each in members for m in each}
     for raw in found.runs:
         if raw.state not in ENDED_BADLY and raw.directory in known:
             continue
         label = known[raw.directory].run.label if raw.directory in known else " ".join(raw.overrides)
-        reason = raw.reason or "has not come to the end of its first step yet"
+        reason = raw.reason or "its first step is not finished"
         out.append(Failed(label or raw.directory.name, str(raw.directory), raw.state, reason, raw.overrides))
     return tuple(out)
-
-
-def _notes(variants: Sequence[Variant], found: Collected, options: Options, asked: SweepSpec) -> tuple[str, ...]:
-    """What holds for the whole."""
-    groups, every = [v.group for v in variants], [m for v in variants for m in v.members]
-    notes = [*found.damage, *(f"{raw.directory.name}: {wrong}" for raw in found.runs for wrong in raw.damage)]
-    if len(codes := _codes(every)) > 1:
-        notes.append(f"the runs have {len(codes)} different versions of code or libraries: {', '.join(sorted(codes))}")
-    if len(hardware := {m.run.hardware for m in every}) > 1:
-        notes.append(f"different hardware: {', '.join(sorted(hardware))}; speeds and hours differ by it")
-    if len(found.sweeps) > 1 and options.margin is None:
-        notes.append("there are several sweeps: their questions, margins and targets are left aside")
-    if not found.sweeps and options.margin is None:
-        notes.append("no margin was stated beforehand: that of 0.02 nats is titan's own")
-    notes += _of_baseline(variants, options, asked) if variants else []
-    emulated = [m for m in every if _emulated(m)]
-    notes += ["eight bits are emulated in some variants: their speed says nothing of hardware that has them"] * bool(
-        emulated
-    )
-    return (*notes, *(_seeds(variants[0].members, asked.margin) if groups else []))
-
-
-def _of_baseline(variants: Sequence[Variant], options: Options, asked: SweepSpec) -> list[str]:
-    """How the baseline was found, where that is not plain."""
-    first, groups = variants[0], [v.group for v in variants]
-    notes = []
-    wanted = {} if options.baseline is not None else asked.baseline
-    if wanted and not arms.fits(first.group, wanted):
-        told = " ".join(f"{name}={value}" for name, value in wanted.items())
-        notes.append(f"the sweep's baseline ({told}) has no figures: {first.group.label} stands in for it")
-    fitting = [groups[i] for i in arms.fitting(groups, wanted)]
-    if len({group.rest for group in fitting}) > 1 or (len(fitting) > 1 and first.tuned.tried < 2):
-        notes.append(f"the sweep's baseline fits {len(fitting)} variants: {first.group.label}, found first, is taken")
-    if first.tuned.chosen and first.tuned.tried > 1:
-        notes.append(f"the baseline is {first.group.label}: the best of its {first.tuned.tried} learning rates")
-    return notes
-
-
-def _emulated(member: Member) -> bool:
-    """Whether a run computed products in eight bits as if the hardware had them."""
-    precision = member.raw.config.get("precision") or {}
-    return bool(precision.get("emulate")) and precision.get("products", "compute") != "compute"
-
-
-def _seeds(baseline: Sequence[Member], margin: float) -> list[str]:
-    """How many seeds a difference as large as the margin takes, by the spread of the baseline's seeds."""
-    losses = list(quality.by_seed(baseline, lambda m: m.run.validation).values())
-    if len(losses) < 2 or not (spread := statistics.paired(losses).spread):
-        return []
-    needed = statistics.with_range(
-        lambda s: statistics.seeds_needed(margin, math.sqrt(2) * s), spread, len(losses) - 1, len(losses)
-    )
-    return [
-        f"the baseline's final validation loss spreads by {spread:.4f} nats over {len(losses)} seeds (standard "
-        f"deviation): to show a difference of {margin:g} takes {statistics.about(needed, 'seeds a variant')}, fewer "
-        "where pairs go together"
-    ]

@@ -1,4 +1,4 @@
-"""Divergence of a run, and spikes of its training loss: what the lines of its steps tell of both."""
+"""Divergence of a run, and spikes of its training loss."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from titan.report.history import History
 
 GAVE_UP = "steps in a row were not finite"
 """Words of the error that ends a run after `training.bad_steps`."""
-SILENT = ("it ended without a word", "it ended after step")
-"""How the reason begins of a run that did not say why it ended."""
+SILENT = ("it ended without an error message", "it ended after step")
+"""How the reason begins for a run that ended without an error message."""
 FAR = 10.0
 """A spike is so many times the median absolute deviation away: 6.7 standard deviations of normal noise."""
 LAST = 10
@@ -22,11 +22,11 @@ LAST = 10
 BLOCK = 50
 """Steps whose median is the usual loss for as many steps after them."""
 HIGH = 0.1
-"""Nats: what rises by less is no spike, however even the steps before it were."""
+"""Nats: a smaller rise is no spike, however even the steps before it were."""
 
 
 def diverged(raw: Raw, history: History, final: Mapping[str, Any]) -> bool:
-    """Whether a run has no finite result because of its recipe.
+    """Return whether a run has no finite result because of its recipe.
 
     Args:
         raw: the run.
@@ -43,23 +43,23 @@ def diverged(raw: Raw, history: History, final: Mapping[str, Any]) -> bool:
 
 
 def gave_up(raw: Raw) -> bool:
-    """Whether the error that ended a run is that too many steps in a row were not finite."""
+    """Return whether a run ended because too many steps in a row were not finite."""
     return raw.state in ("failed", "stopped") and GAVE_UP in (raw.reason or "")
 
 
 def _bad_steps(raw: Raw) -> int:
-    """Steps in a row after which the run gives up; the last one of them has no line."""
+    """Return the steps in a row after which the run gives up; the last one of them has no line."""
     return int(raw.config["training"].get("bad_steps") or 3)
 
 
 def _in_a_row(history: History) -> int:
-    """Steps at the end that were not finite."""
+    """Return the number of steps at the end that were not finite."""
     finite = np.flatnonzero(~history.steps.odd())
     return len(history.steps) - (int(finite[-1]) + 1 if len(finite) else 0)
 
 
 def spikes(history: History) -> tuple[Spike, ...]:
-    """Rises of the training loss: above the median of the block of steps before by `FAR` times their deviation."""
+    """Return the loss spikes: `FAR` deviations above the median of the block of steps before."""
     steps, losses = history.steps.step, history.steps.loss
     blocks = len(losses) // BLOCK
     if blocks < 2:
@@ -73,8 +73,8 @@ def spikes(history: History) -> tuple[Spike, ...]:
 
 
 def _limits(blocks: Numbers) -> tuple[Numbers, Numbers]:
-    """Of each block the median and the loss above which what follows is a spike; infinite where none is finite."""
-    known = np.where(np.isfinite(blocks), blocks, np.inf)  # a step that was not finite is no low one
+    """Return the median and the spike limit of each block; infinite where no step is finite."""
+    known = np.where(np.isfinite(blocks), blocks, np.inf)  # a step that is not finite is not low
     usual = np.median(known, axis=1)
     away = np.median(np.abs(known - np.where(np.isfinite(usual), usual, 0.0)[:, None]), axis=1)
     return usual, usual + np.maximum(FAR * away, HIGH)

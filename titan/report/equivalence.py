@@ -1,8 +1,8 @@
-"""Whether an arm of the baseline's science learns what the baseline learns: yes, no or undecided.
+"""Whether a variant with the baseline's hyperparameters learns the same as the baseline: yes, no or undecided.
 
-Layouts differ in the order of sums only. The first steps, where that has had no time to grow, are held to strict
-bounds; later, rounding grows as in any chaotic system, and only the final loss is compared, for equivalence with a
-margin that was stated beforehand.
+Layouts differ in the order of sums only. Over the first steps, where rounding has not grown yet, losses and gradient
+norms must agree within strict bounds. Later, rounding grows as in any chaotic system, so only the final loss is
+compared, for equivalence within a margin that was fixed in advance.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from titan.console.numbers import bounds, plural, signed
 from titan.report import statistics
 from titan.report.columns import Steps
 from titan.report.findings import Answer, Interval, Learning, Needed, Numbers
 from titan.report.runs import Member
-from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference, signed, span
+from titan.report.statistics import ALPHA, EQUIVALENT, LEVEL, Difference
 
+WORDS: dict[Answer, str] = {"yes": "same", "no": "not the same", "undecided": "inconclusive"}
+"""The answers for people."""
 FIRST = 5
-"""Steps that are held to the bounds."""
+"""Steps that must agree within the bounds."""
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2)}
-"""Largest relative gaps of loss and gradient norm over the first steps, by the type of products.
+"""Largest relative gaps of loss and gradient norm over the first steps, by the dtype of matmuls.
 
 Measured with the debug model over five layouts on CPUs, with a warm-up of two steps: fp32 2e-7 and 7e-6, bf16 3e-5 and
 1e-2. A wrong gradient shows as 1e-1 and more. From the eighth step on norms in bf16 differ by up to a factor of two.
@@ -33,13 +36,13 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class Parity:
-    """How two runs of one seed agree, step by step.
+    """Step-by-step agreement of two runs of one seed.
 
     Attributes:
         common: steps that are in both with a batch hash.
         unequal: of these, how many had another batch; first_unequal: the first such step.
         loss_gap, norm_gap: the largest over the first steps, relative; None where these are not in both.
-        identical: whether all losses of both, and their final validation, are the same bits.
+        identical: whether all losses and the final validation are bitwise equal.
     """
 
     common: int
@@ -50,17 +53,17 @@ class Parity:
     identical: bool
 
 
-def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:
-    """The answer, with its reason.
+def compared(variant: Sequence[Member], baseline: Sequence[Member], margin: float) -> Learning:
+    """Return the answer with its reason.
 
     Args:
-        arm: runs that are to learn what the baseline learns.
-        baseline: its runs.
-        margin: difference of final losses, nats, that counts as none.
+        variant: runs that should learn the same as the baseline.
+        baseline: runs of the baseline.
+        margin: equivalence margin of the final loss, in nats.
     """
-    pairs = paired(arm, baseline)
+    pairs = paired(variant, baseline)
     if not pairs:
-        text = "undecided: the variant and the baseline have no seed in common"
+        text = "inconclusive: the variant and the baseline have no seed in common"
         return Learning("undecided", text, None, None, None, None, margin, 0, None)
     parities = [parity(*pair) for pair in pairs]
     ends = [pair for pair in pairs if _end(pair) is not None]
@@ -69,7 +72,7 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
     compared = [p for p in parities if p.common]
     return Learning(
         answer=answer,
-        text=f"{answer}: {text}",
+        text=f"{WORDS[answer]}: {text}",
         batches_equal=not any(p.unequal for p in compared) if compared else None,
         first_loss_gap=_largest([p.loss_gap for p in parities]),
         first_norm_gap=_largest([p.norm_gap for p in parities]),
@@ -81,8 +84,8 @@ def judged(arm: Sequence[Member], baseline: Sequence[Member], margin: float) -> 
     )
 
 
-def paired(arm: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
-    """Pairs of runs of equal seed and repeat, each run in one; runs of which nothing has been done are in none.
+def paired(variant: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Member, Member]]:
+    """Return pairs of runs of equal seed and repeat; each run is in one pair, runs without a step are in none.
 
     Where a seed was run several times, those that came furthest are paired first.
     """
@@ -90,7 +93,7 @@ def paired(arm: Sequence[Member], baseline: Sequence[Member]) -> list[tuple[Memb
     for m in _furthest_first(baseline):
         if m.run.step:
             others.setdefault((m.raw.seed, m.raw.repeat), []).append(m)
-    keys = [((m.raw.seed, m.raw.repeat), m) for m in _furthest_first(arm) if m.run.step]
+    keys = [((m.raw.seed, m.raw.repeat), m) for m in _furthest_first(variant) if m.run.step]
     return [(m, others[key].pop(0)) for key, m in keys if others.get(key)]
 
 
@@ -99,7 +102,7 @@ def _furthest_first(members: Sequence[Member]) -> list[Member]:
 
 
 def distinct(pairs: Sequence[tuple[Member, Member]]) -> list[tuple[Member, Member]]:
-    """Without pairs of a seed that came to the very losses of an earlier pair: a thing done twice tells it once."""
+    """Return the pairs without those of one seed with bitwise equal losses: a repeat of the same run counts once."""
     found = {(a.raw.seed, *_losses(a), *_losses(b)): (a, b) for a, b in reversed(pairs)}
     return list(reversed(found.values()))
 
@@ -131,7 +134,7 @@ def _common(a: Steps, b: Steps) -> tuple[Steps, Steps]:
 
 
 def gap(a: Numbers, b: Numbers) -> float | None:
-    """The largest relative difference, infinite where only one side is finite; None of nothing."""
+    """Return the largest relative difference, infinite where only one side is finite; None without values."""
     if not len(a):
         return None
     odd: NDArray[np.bool_] = np.isfinite(a) != np.isfinite(b)
@@ -157,31 +160,31 @@ def _answer(
 ) -> tuple[Answer, str, Needed | None]:
     if odd := [p for p in parities if p.unequal]:
         first = min(p.first_unequal or 0 for p in odd)
-        return "no", f"it was given other batches ({_share(odd)} steps differ, the first is step {first})", None
+        return "no", f"its batches differ ({_share(odd)} steps, the first is step {first})", None
     if wrong := _beyond(pairs, parities):
         return "no", wrong, None
     if all(p.identical for p in parities) and len(ends) == len(pairs):
-        return "yes", f"all losses are the same bits, in {_count(len(pairs), 'pair')}", None
+        return "yes", f"all losses are bitwise equal, in {plural(len(pairs), 'pair')}", None
     if lost := _diverged(pairs):
         return "undecided", lost, None
     if found is None:
         begun = "batches and first steps agree" if any(p.loss_gap is not None for p in parities) else "nothing differs"
         return "undecided", f"{begun} so far, but no pair of runs has finished{_odd(pairs)}", None
-    once = " (repeats with the very same losses count once)" if len(ends) > found.count else ""
+    once = " (repeats with bitwise equal losses count once)" if len(ends) > found.count else ""
     return _of_ends(found, margin, noise, _measure(ends) + once)
 
 
 def _diverged(pairs: Sequence[tuple[Member, Member]]) -> str | None:
-    """The sentence about pairs of which one run diverged and the other did not; None where there are none."""
+    """Return the text about pairs of which one run diverged and the other did not; None without such pairs."""
     ways = [(a.run.diverged, b.run.diverged) for a, b in pairs]
     own, other = ways.count((True, False)), ways.count((False, True))
     if not own and not other:
         return None
-    return f"of {_count(len(pairs), 'pair')} {own} diverged in this variant alone and {other} in the baseline alone"
+    return f"of {plural(len(pairs), 'pair')}, {own} diverged in this variant only and {other} in the baseline only"
 
 
 def _odd(pairs: Sequence[tuple[Member, Member]]) -> str:
-    """What else is to be said of pairs without a difference of final losses."""
+    """Return what pairs lack that finished without two final losses; empty where none finished."""
     done = any(a.run.state == b.run.state == "finished" for a, b in pairs)
     return " with a final loss on both sides (one is missing or not finite)" if done else ""
 
@@ -191,45 +194,47 @@ def _share(parities: Sequence[Parity]) -> str:
 
 
 def _beyond(pairs: Sequence[tuple[Member, Member]], parities: Sequence[Parity]) -> str | None:
-    """The sentence about first steps that differ too much; None where they do not."""
+    """Return the text about first steps beyond the bounds; None where all agree."""
     for (member, _), found in zip(pairs, parities, strict=True):
         kind = str(member.raw.config.get("precision", {}).get("compute", "fp32"))
         bounds = BOUNDS.get(kind, BOUNDS["bf16"])
         for what, value, bound in zip(("loss", "gradient norm"), (found.loss_gap, found.norm_gap), bounds, strict=True):
             if value is not None and value > bound:
-                return f"over the first {FIRST} steps its {what} differs by {value:.1e}; {kind} allows {bound:.0e}"
+                differs = f"over the first {FIRST} steps its {what} differs by {value:.1e} (relative)"
+                return f"{differs}; the bound for {kind} is {bound:.0e}"
     return None
 
 
 def _of_ends(found: Difference, margin: float, noise: Spread | None, what: str) -> tuple[Answer, str, Needed | None]:
-    """The answer that the final losses give."""
-    said = f"final {what} differs by {signed(found.estimate)} nats"
+    """Return the answer by the final losses."""
+    phrase = f"final {what} differs by {signed(found.estimate)} nats"
     if found.count < 2:
-        return "undecided", *_of_one(said, margin, noise)
+        return "undecided", *_of_one(phrase, margin, noise)
     within = found.interval(EQUIVALENT)
-    said += f" {span(within)} (90% interval) over {_count(found.count, 'pair')}, margin {margin:g}"
+    phrase += f" {bounds(within.low, within.high, signed)} (90% interval)"
+    phrase += f" over {plural(found.count, 'pair')}, margin {margin:g}"
     p = found.p_equivalent(margin)
     if p is not None and p < ALPHA:
-        return "yes", said, None
+        return "yes", phrase, None
     if _outside(found.interval(LEVEL), margin):
-        return "no", said, None
+        return "no", phrase, None
     if abs(found.estimate) >= margin:
-        return "undecided", f"{said}; more pairs would hardly show that there is none", None
+        return "undecided", f"{phrase}; more pairs are unlikely to show equivalence", None
     needed = statistics.with_range(
         lambda s: statistics.pairs_to_equal(margin, s, found.estimate), found.spread, found.freedom, found.count
     )
-    return "undecided", f"{said}; {statistics.about(needed, 'pairs')} would decide", needed
+    return "undecided", f"{phrase}; {statistics.about(needed, 'pairs')} would decide", needed
 
 
-def _of_one(said: str, margin: float, noise: Spread | None) -> tuple[str, Needed]:
-    """What the only pair tells, and how many it takes by the spread of the baseline's repeats."""
-    said += " in the only pair; it takes at least 2 pairs"
+def _of_one(phrase: str, margin: float, noise: Spread | None) -> tuple[str, Needed]:
+    """Return the text for a single pair, and the pairs needed by the spread of the baseline's repeats."""
+    phrase += " in the only pair; at least 2 pairs are needed"
     if noise is None:
-        return said, Needed(2, 2, None, 1)
+        return phrase, Needed(2, 2, None, 1)
     needed = statistics.with_range(
         lambda s: statistics.pairs_to_equal(margin, s * math.sqrt(2)), noise.deviation, noise.freedom, noise.count
     )
-    return f"{said}, by the spread of the baseline's repeats {statistics.about(needed, 'pairs')}", needed
+    return f"{phrase}, {statistics.about(needed, 'pairs')} by the spread of the baseline's repeats", needed
 
 
 def _outside(interval: Interval, margin: float) -> bool:
@@ -239,7 +244,7 @@ def _outside(interval: Interval, margin: float) -> bool:
 
 
 def _end(pair: tuple[Member, Member]) -> float | None:
-    """Arm minus baseline in the final loss: of validation, or of training where that can't be; None: not finished."""
+    """Return variant minus baseline in final validation loss, else in training loss; None unless both finished."""
     a, b = pair[0].run, pair[1].run
     if a.state != "finished" or b.state != "finished":
         return None
@@ -249,7 +254,7 @@ def _end(pair: tuple[Member, Member]) -> float | None:
 
 
 def _one_set(pair: tuple[Member, Member]) -> bool:
-    """Whether both validate on the same rows, which is no part of science."""
+    """Return whether both validate on the same rows, which the science_id does not cover."""
     counts = [m.raw.config["metrics"].get("validation_tokens") for m in pair]
     return bool(counts[0] == counts[1])
 
@@ -282,7 +287,3 @@ def _repeated(members: Sequence[Member]) -> Spread | None:
 
 def _largest(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

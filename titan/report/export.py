@@ -1,4 +1,4 @@
-"""A comparison for other programs: CSV with a row a run, and JSON with everything but the curves."""
+"""A comparison for other programs: CSV with one row per run, and JSON with everything but the curves."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from titan.report.findings import Arm, Comparison, Curves, Failed, RunFound
+from titan.report.findings import Comparison, Curves, Failed, RunFound, Variant
 
+_KEYS = {"variants": "arms"}
+"""Keys of the JSON that are not the names of the fields: readers of earlier files know these."""
 FORMAT = 1
-"""Of the JSON; rises when a key changes its meaning or goes."""
+"""Version of the JSON; rises when a key changes its meaning or is removed."""
 
 COLUMNS = (
     "arm", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
@@ -22,7 +24,7 @@ COLUMNS = (
     "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "attempts",
     "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again", "diverged", "outlier",
 )  # fmt: skip
-"""Of every CSV, in this order; after them come settings as `setting/NAME`, and `bits_per_byte/SOURCE`."""
+"""Columns of every CSV, in this order; `setting/NAME` and `bits_per_byte/SOURCE` follow."""
 
 _SAME = ("directory", "state", "reason", "seed", "science_id", "group_id", "execution_id", "code_id", "devices",
          "hardware", "step", "steps", "tokens", "decayed", "loss")  # fmt: skip
@@ -31,8 +33,8 @@ _SPEED = ("tokens_per_second_per_device", "tflops_per_device", "mfu", "mfu_causa
 
 
 def csv_text(comparison: Comparison) -> str:
-    """A heading and a row for each run, those that failed without figures too; what is unknown stays empty."""
-    rows = [_row(arm, run) for arm in comparison.arms for run in arm.runs]
+    """Return a heading and one row per run, also for those that failed without metrics; unknown values are empty."""
+    rows = [_row(variant, run) for variant in comparison.variants for run in variant.runs]
     there = {row["directory"] for row in rows}
     rows += [_failed(failed) for failed in comparison.failed if failed.directory not in there]
     more = sorted({name for row in rows for name in row} - set(COLUMNS))
@@ -44,15 +46,15 @@ def csv_text(comparison: Comparison) -> str:
 
 
 def json_text(comparison: Comparison) -> str:
-    """All findings in full precision under the names of `titan.report.findings`; what is not finite is null."""
+    """Return all results in full precision; keys are the fields of `titan.report.findings`, not finite is null."""
     return json.dumps({"format": FORMAT, **_plain(comparison)}, indent=1, allow_nan=False) + "\n"
 
 
-def _row(arm: Arm, run: RunFound) -> dict[str, Any]:
+def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
     return {
-        "arm": arm.label,
-        "baseline": arm.baseline,
-        "same_science": arm.same_science,
+        "arm": variant.label,
+        "baseline": variant.baseline,
+        "same_science": variant.same_science,
         "run": run.label,
         **{name: getattr(run, name) for name in _SAME},
         "validation_loss": run.validation,
@@ -61,7 +63,7 @@ def _row(arm: Arm, run: RunFound) -> dict[str, Any]:
         "diverged": run.diverged,
         "outlier": run.outlier,
         **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
-        **{f"setting/{name}": value for name, value in arm.settings.items()},
+        **{f"setting/{name}": value for name, value in variant.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
     }
 
@@ -84,17 +86,17 @@ def _failed(failed: Failed) -> dict[str, Any]:
 
 
 def _field(value: Any) -> Any:
-    """As a CSV has it: true and false in small letters as in JSON, nothing for what is not known or not finite."""
+    """Return a CSV field: true and false as in JSON, empty where unknown or not finite."""
     if isinstance(value, bool):
         return str(value).lower()
     return "" if value is None or (isinstance(value, float) and not math.isfinite(value)) else value
 
 
 def _plain(value: Any) -> Any:
-    """Findings as JSON carries them, without curves."""
+    """Return results as JSON values, without curves."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {name: _plain(field) for name, field in fields.items() if not isinstance(field, Curves)}
+        return {_KEYS.get(name, name): _plain(each) for name, each in fields.items() if not isinstance(each, Curves)}
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""What a comparison found, as plain frozen data: `collect` and `judge` make it, `render` shows it.
+"""Results of a comparison as frozen data: `comparison` makes them, `render` shows them.
 
-A comparison has arms; an arm has runs that differ in their seed (or are repeats) and in nothing else. Every arm is held
-against the baseline arm. Arms of one science must learn the same, so they are judged by whether they do and how fast
-they are; arms of different science are judged by what they learned.
+A comparison has variants. The runs of a variant differ in seed and repeat only. Every variant is compared with the
+baseline. Variants with the same hyperparameters (one `science_id`) must learn the same: they are tested for equivalence
+and compared by speed. Variants with other hyperparameters are compared by their validation loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Spread:
-    """Median and the values that a tenth of the steps stays below and above."""
+    """Median, 10th and 90th percentile of the steps."""
 
     median: float
     p10: float
@@ -41,7 +41,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast an attempt, or all attempts of a run, went: without the warm-up steps of each attempt.
+    """Speed of an attempt, or of all attempts of a run, without the warm-up steps of each attempt.
 
     Attributes:
         step_seconds: of a step.
@@ -49,7 +49,7 @@ class Speed:
         tflops_per_device: model FLOPs at the median step, attention in full.
         mfu: their share of the device's peak; None where the peak is unknown.
         mfu_causal: the same with half of attention's FLOPs, since half of it is masked.
-        memory_gib: the most that rank 0 held.
+        memory_gib: peak memory of rank 0.
         steps: how many steps were timed.
     """
 
@@ -64,14 +64,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run took, over all its attempts.
+    """Cost of a run over all its attempts.
 
     Attributes:
         device_hours: devices times the hours of its attempts.
-        goodput: share of the attempts' time that went into steps that counted.
+        goodput: share of the attempts' time spent in steps that count.
         attempts: how many there were.
         start_seconds: from the beginning of an attempt to its first step, of all attempts.
-        checkpoint_seconds: training stood still for checkpoints.
+        checkpoint_seconds: training waited for checkpoints.
         data_seconds: steps waited for data.
         steps_again: steps that were done more than once.
     """
@@ -87,12 +87,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Curves:
-    """A run over time: of each step done the last attempt's figures, in rising order of steps; [steps] each.
+    """A run over time: for each step the values of its last attempt, in rising order of steps; [steps] each.
 
     Attributes:
         steps, tokens, losses: of training; a loss that was not finite is NaN.
         device_hours: spent up to the end of each step, stalls and lost steps included.
-        validation_steps, validation_tokens, validation: loss on the fixed rows.
+        validation_steps, validation_tokens, validation: loss on the validation set.
         bits_per_byte: likewise, NaN where unknown.
     """
 
@@ -108,7 +108,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Spike:
-    """A rise of the training loss far above the steps before it: where it is highest, how high, and from what."""
+    """A loss spike: the step of its maximum, the loss there, and the usual loss before it."""
 
     step: int
     loss: float
@@ -120,27 +120,26 @@ class RunFound:
     """One run.
 
     Attributes:
-        label: what tells it from the others, such as "parallelism=fsdp seed=1".
+        label: what distinguishes it from the others, such as "parallelism=fsdp seed=1".
         directory: where it is.
         science_id, group_id, execution_id, code_id: of its last attempt.
         seed: training.seed.
-        state, reason: how it stands; of a failed one why.
+        state, reason: its state; why it failed or stopped.
         step, steps: done and wanted.
         tokens: seen.
         devices, hardware: how many of what, such as 8 and "NVIDIA H200".
-        decayed: whether its learning rate came to the end of its schedule.
+        decayed: whether its learning rate schedule is finished.
         loss: of training, mean of the last steps.
-        validation: the final validation loss, in nats a token.
-        bits: the final validation in bits a byte.
+        validation: the final validation loss, in nats per token.
+        bits: the final validation loss in bits per byte.
         bits_by_source: likewise of each source of a mixture.
         speed: over all attempts; None where no step was timed.
         speed_by_attempt: of each attempt that timed any.
-        cost: what it took.
+        cost: over all attempts.
         curves: over time.
         repeat: training.repeat: which repeat of the same seed it is.
-        diverged: whether it has no finite result because of its recipe: an outcome, other than that of a run whose
-            machine failed.
-        outlier: whether its final validation loss is finite and far from those of its arm's other seeds.
+        diverged: whether it has no finite result because of its recipe, and not because its machine failed.
+        outlier: whether its final validation loss is finite and far from those of its variant's other seeds.
         spikes: of the training loss, in the order of steps.
         shared: whether another run of the comparison used the same machine while its steps were timed.
     """
@@ -177,12 +176,12 @@ class RunFound:
 
 @dataclass(frozen=True)
 class Needed:
-    """How many repeats a question takes, as far as an estimated spread can tell.
+    """Repeats needed for an answer, by an estimated spread.
 
     Attributes:
         count: by the spread as estimated; None: more than can be counted.
         low, high: by the bounds of the spread's 95% confidence interval; high None: more than can be counted.
-        seen: repeats that the spread was estimated from.
+        seen: repeats that the spread is estimated from.
     """
 
     count: int | None
@@ -193,16 +192,16 @@ class Needed:
 
 @dataclass(frozen=True)
 class Learning:
-    """Whether an arm of the baseline's science learns what the baseline learns.
+    """Whether a variant with the baseline's hyperparameters learns the same as the baseline.
 
     Attributes:
         answer: yes, no or undecided.
-        text: the same as a sentence, with the figures that decided.
+        text: the answer as a sentence, with the values that decided.
         batches_equal: of the steps compared, all had the same batch hash; None where no step is in both.
         first_loss_gap: the largest difference of losses over the first steps, relative.
         first_norm_gap: likewise of gradient norms.
-        difference: arm minus baseline in final validation loss, nats, over the pairs of equal seeds.
-        margin: the difference that was declared beforehand to be none.
+        difference: variant minus baseline in final validation loss, nats, over the pairs of equal seeds.
+        margin: the equivalence margin.
         pairs: how many pairs there were.
         needed: pairs that would decide, where undecided and known.
         needed_range: the same, with its uncertainty.
@@ -222,22 +221,21 @@ class Learning:
 
 @dataclass(frozen=True)
 class Quality:
-    """Whether an arm of another science learned more or less than the baseline.
+    """Whether a variant with other hyperparameters learned more or less than the baseline.
 
     Attributes:
-        answer: whether there is a difference: yes, no (within what the repeats can tell: undecided, never "no", unless
-            it is shown to be below the margin) or undecided.
-        text: the same as a sentence; with one seed it speaks of this pair only.
-        measure: what was compared: "validation loss", "bits a byte" or "tokens to the target".
+        answer: whether there is a difference: yes, no (only where equivalence is shown) or undecided.
+        text: the answer as a sentence.
+        measure: what was compared: "validation loss", "bits per byte" or "tokens to the target".
         at: "the end", "equal tokens", "the target" or "equal device-hours".
-        difference: arm minus baseline over pairs of equal seeds; for "tokens to the target" their ratio. Where runs
+        difference: variant minus baseline over pairs of equal seeds; for "tokens to the target" their ratio. Where runs
             diverged it is of the pairs in which none did, and has no interval.
-        p: of the paired t-test, where runs diverged of the sign test; p_holm after Holm's correction over the arms.
+        p: of the paired t-test, where runs diverged of the sign test; p_holm after Holm's correction over the variants.
         by_source: the same difference for each source of a mixture.
         pairs, needed: how many pairs there were, and how many would decide.
         needed_range: the latter with its uncertainty.
-        better, worse: pairs in which the arm did better or worse than the baseline; counted where runs diverged.
-        diverged, baseline_diverged: seeds of the one and of the other that did; at the target: that never came there.
+        better, worse: pairs in which the variant did better or worse than the baseline; counted where runs diverged.
+        diverged, baseline_diverged: diverged seeds of each side; at the target: seeds that never reached it.
     """
 
     answer: Answer
@@ -259,13 +257,13 @@ class Quality:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """How many of an arm's seeds have which outcome.
+    """How many of a variant's seeds have which outcome.
 
     Attributes:
-        ended: with a finite result.
-        diverged: with none because of the recipe; a seed of which any repeat diverged counts here.
-        failed: with none for another reason: its machine failed, or someone stopped it.
-        waiting: with none yet: still running, or not begun.
+        ended: a finite result.
+        diverged: none, because of the recipe; a seed of which any repeat diverged counts here.
+        failed: none, for another reason: its machine failed, or someone stopped it.
+        waiting: none yet: still running, or not started.
     """
 
     ended: int = 0
@@ -275,17 +273,17 @@ class Outcomes:
 
     @property
     def known(self) -> int:
-        """Seeds with an outcome of the recipe."""
+        """Return the number of seeds with an outcome of the recipe."""
         return self.ended + self.diverged
 
 
 @dataclass(frozen=True)
 class Reached:
-    """When an arm came to the target loss: of `runs` runs, `reached` did; the others are censored.
+    """When a variant reached the target loss: `reached` of `runs` runs did; the others are censored.
 
     Attributes:
-        at_first: runs that were there at their first validation, so that it is not known when they came.
-        median_tokens, median_device_hours: the Kaplan-Meier median; None where less than half came there.
+        at_first: runs that had reached it at their first validation, at an unknown time.
+        median_tokens, median_device_hours: the Kaplan-Meier median; None where less than half reached it.
     """
 
     runs: int
@@ -296,27 +294,27 @@ class Reached:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Variant:
     """Runs that differ in their seed, or are repeats.
 
     Attributes:
-        label: the settings that tell it from the other arms, such as "parallelism=fsdp memory=full".
+        label: the settings that distinguish it from the other variants, such as "parallelism=fsdp memory=full".
         settings: the same by name.
-        baseline: whether it is the one that the others are held against.
-        same_science: whether it must learn what the baseline learns.
+        baseline: whether it is the baseline.
+        same_science: whether it has the baseline's hyperparameters and must learn the same.
         runs: its runs.
-        speed: tokens a second a device, and its ratio to the baseline's with an interval; None where none was timed.
+        speed: tokens/s per device, and its ratio to the baseline's with an interval; None where none was timed.
         speed_ratio: see `speed`.
         validation, bits: mean over its finished runs, with an interval where there are several.
-        few: whether there are fewer than three runs on a side, so that nothing can be said of speed.
-        speed_doubt: why nothing is said of "faster" or "slower"; empty where it may be.
+        few: whether a side has fewer than three runs, so speed is not ranked.
+        speed_doubt: why speed is not ranked; empty where it is.
         outcomes: of its seeds.
         tried: learning rates that it is the best of; 0 or 1: only this one. `untuned`: another of its rates is better.
         against_best: how it compares with that one where runs diverged, such as "better on 4 of 6 seeds, 2 diverged".
-        learning: for an arm of the baseline's science other than the baseline, or of another of its learning rates.
-        quality: for arms of another science; the first one is the verdict.
+        learning: for a variant with the hyperparameters of the baseline, or of another of its learning rates.
+        quality: for variants with other hyperparameters; the first one decides the answer.
         reached: where there is a target loss.
-        notes: what has to be known of it: unfinished decay, learning rate not tuned, other hardware, other code.
+        notes: on unfinished schedules, learning rates that are not tuned, other hardware, other code.
     """
 
     label: str
@@ -342,7 +340,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Failed:
-    """A trial that has no figures, perhaps none yet, or a run that ended badly: which, how and why."""
+    """A trial without metrics, perhaps not yet started, or a run that failed or stopped, with the reason."""
 
     label: str
     directory: str
@@ -353,25 +351,25 @@ class Failed:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was found.
+    """The results of a comparison.
 
     Attributes:
         title: the sweep's name, or the directories.
-        question: what the sweep asks; None for runs that were thrown together.
-        common: settings that all share and that are worth saying: model, data, tokens, devices.
+        question: the question of the sweep; None without one.
+        common: the main settings that all share: model, data, tokens, devices.
         differs: the settings that differ, with the values that there are.
-        arms: the baseline first.
+        variants: the baseline first.
         failed: what failed, with reasons.
-        target: the loss of `Arm.reached`.
+        target: the loss of `Variant.reached`.
         margin: of `Learning`, in nats.
-        notes: what holds for the whole: several code ids, different hardware, different validation sets.
+        notes: on the whole: several code ids, different hardware, different validation sets.
     """
 
     title: str
     question: str | None
     common: Mapping[str, str]
     differs: Mapping[str, tuple[str, ...]]
-    arms: tuple[Arm, ...]
+    variants: tuple[Variant, ...]
     failed: tuple[Failed, ...]
     target: float | None
     margin: float

@@ -1,4 +1,4 @@
-"""A run over its attempts: which lines count, what they cost, and the curves."""
+"""A run over its attempts: the lines that count, their cost, and the curves."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Span:
 
 
 class History:
-    """What counts of a run's lines."""
+    """The lines of a run that count."""
 
     def __init__(self, raw: Raw) -> None:
         self.raw = raw
@@ -50,14 +50,14 @@ class History:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The attempts in time."""
+        """Return the attempts in time."""
         return tuple(self._span(document) for document in self.raw.documents)
 
     def _span(self, document: Mapping[str, Any]) -> Span:
         number = int(document["attempt"])
         lines = self._lines.at(self._lines.attempt == number)
         last = self.raw.metrics.last.get(number)
-        if last is None or not np.isfinite(lines.time).all():  # lines of before they had a time
+        if last is None or not np.isfinite(lines.time).all():  # lines of older versions have no time
             ends = np.cumsum(np.nan_to_num(lines.seconds))
             return Span(number, devices(document), 0.0, float(ends[-1]) if len(ends) else 0.0, ends)
         first = float(lines.time[0] - lines.seconds[0]) if len(lines) else last
@@ -68,7 +68,7 @@ class History:
 
     @cached_property
     def device_hours(self) -> Numbers:
-        """Device-hours up to the end of each step that counts; [steps]."""
+        """Return the device-hours up to the end of each step that counts; [steps]."""
         spent, of_line = 0.0, np.zeros(len(self._lines))
         for span in self.spans:
             of_line[self._lines.attempt == span.number] = spent + span.devices * span.ends / HOUR
@@ -77,14 +77,14 @@ class History:
 
     @property
     def last_validation(self) -> float:
-        """The loss of the last validation; infinite where it is not finite, 0 where there was none at all."""
+        """Return the loss of the last validation; infinite where it is not finite, 0 without validations."""
         if not self.validations:
             return 0.0
         value = self.validations[-1].get("validation_loss")
         return float(value) if value is not None and math.isfinite(value) else math.inf
 
     def cost(self) -> Cost:
-        """What the run took."""
+        """Return the cost of the run."""
         total = sum(span.seconds for span in self.spans)
         useful = float(np.nansum(self.steps.seconds))
         return Cost(
@@ -98,21 +98,21 @@ class History:
         )
 
     def curves(self) -> Curves:
-        """The run over time."""
-        said = self.validations
+        """Return the curves of the run."""
+        records = self.validations
         return Curves(
             steps=self.steps.step,
             tokens=self.steps.tokens,
             losses=self.steps.loss,
             device_hours=self.device_hours,
-            validation_steps=np.array([v["step"] for v in said], dtype=np.int64),
-            validation_tokens=_column(said, "tokens"),
-            validation=_column(said, "validation_loss"),
-            bits_per_byte=_column(said, "bits_per_byte"),
+            validation_steps=np.array([v["step"] for v in records], dtype=np.int64),
+            validation_tokens=_column(records, "tokens"),
+            validation=_column(records, "validation_loss"),
+            bits_per_byte=_column(records, "bits_per_byte"),
         )
 
     def _validations(self) -> tuple[Mapping[str, Any], ...]:
-        """Of each step the last validation, of those that count."""
+        """Return the last validation of each step that counts."""
         last = {
             int(v["step"]): v
             for v in self.raw.metrics.validations
@@ -122,7 +122,7 @@ class History:
 
 
 def limits(documents: tuple[Mapping[str, Any], ...]) -> dict[int, float]:
-    """Up to which step each attempt counts: what a later attempt began before was lost, and is done again."""
+    """Return the last step of each attempt that counts: later attempts repeat the steps after it."""
     out, limit = {}, math.inf
     for document in reversed(documents):
         out[int(document["attempt"])] = limit
@@ -131,7 +131,7 @@ def limits(documents: tuple[Mapping[str, Any], ...]) -> dict[int, float]:
 
 
 def _last_of_each(lines: Steps, limits: Mapping[int, float]) -> NDArray[np.int64]:
-    """Indices of the last line of each step that counts, in rising order of steps."""
+    """Return the indices of the last line of each step that counts, in rising order of steps."""
     most = np.array([limits.get(int(attempt), math.inf) for attempt in np.unique(lines.attempt)])
     counts = (
         lines.step <= most[np.searchsorted(np.unique(lines.attempt), lines.attempt)]

@@ -1,7 +1,7 @@
-"""Whether the learning rate was tuned for each arm: a recipe that was not may lose for that alone.
+"""Whether the learning rate was tuned for each variant: a recipe that was not tuned may lose only because of that.
 
-Of several rates the one is chosen at which the smallest share of the seeds diverged, and of these the one with the
-least mean loss: what is left of a rate at which runs diverged is no mean of that rate.
+The best of several rates is the one at which the smallest share of seeds diverged, and then the one with the lowest
+mean loss: without its diverged seeds, the mean of a rate is biased.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from titan.config.settings import show
-from titan.report import quality
+from titan.report import seeds
 from titan.report.collect import neat
 from titan.report.runs import Member
 from titan.report.variants import RATE, Group
@@ -20,13 +20,13 @@ from titan.report.variants import RATE, Group
 
 @dataclass(frozen=True)
 class Tuned:
-    """What there is to say of an arm's learning rate.
+    """How the learning rate of a variant was tuned.
 
     Attributes:
-        chosen: whether it is the one to compare among the arms that differ from it in the learning rate alone.
-        note: in words; None where there is nothing to say.
-        tried: how many rates there are.
-        against: how a rate at which runs diverged compares with the one that was chosen; empty for others.
+        chosen: whether it is the best among the variants that differ from it in the learning rate only.
+        note: as text; None without one.
+        tried: the number of rates.
+        against: how a rate at which runs diverged compares with the best one; empty for others.
     """
 
     chosen: bool
@@ -36,10 +36,10 @@ class Tuned:
 
 
 def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[Tuned]:
-    """For each arm whether it has the best of several learning rates.
+    """Return for each variant whether it has the best of several learning rates.
 
     Args:
-        groups: the arms.
+        groups: the variants.
         members: their runs.
     """
     families: dict[str, list[int]] = {}
@@ -47,7 +47,7 @@ def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[
         families.setdefault(group.rest, []).append(index)
     found = [Tuned(True, None)] * len(groups)
     if len({_recipe(group) for group in groups}) < 2:
-        return found  # one recipe, whose learning rate may be what is asked for
+        return found  # one recipe: its learning rate may be the question
     for family in families.values():
         for index, each in zip(family, _family([(_rate(groups[i]), members[i]) for i in family]), strict=True):
             found[index] = each
@@ -55,7 +55,7 @@ def tuned(groups: Sequence[Group], members: Sequence[Sequence[Member]]) -> list[
 
 
 def _recipe(group: Group) -> str:
-    """What decides what is learned, but for the learning rate and the seed, as one text."""
+    """Return the hyperparameters without learning rate and seed as one text."""
     science = group.runs[0].last["science"]
     return repr(sorted((name, show(value)) for name, value in science.items() if name not in (RATE, "training.seed")))
 
@@ -67,25 +67,27 @@ def _rate(group: Group) -> float:
 def _family(family: Sequence[tuple[float, Sequence[Member]]]) -> list[Tuned]:
     if len(family) == 1:
         return [Tuned(True, "learning rate not tuned", 1)]
-    ends = [quality.outcomes(members, lambda m: m.run.validation) for _, members in family]
+    ends = [seeds.outcomes(members, lambda m: m.run.validation) for _, members in family]
     means = [merit(found.values()) for found in ends]
     if not any(np.isfinite(mean) for _, mean in means):
-        return [Tuned(True, f"of its {len(family)} learning rates none has come to an end")] * len(family)
+        return [Tuned(True, f"none of its {len(family)} learning rates has a finished run")] * len(family)
     best = means.index(min(means))
     rate, rates = family[best][0], sorted(rate for rate, _ in family)
-    note = f"best of {len(family)} learning rates ({', '.join(map(neat, rates))}), chosen by these same runs"
-    note += ", but at the edge of them: a better one may lie beyond" if rate in (rates[0], rates[-1]) else ""
-    lost = f"not compared: of its learning rates {neat(rate)} was best"
+    note = f"best of {len(family)} learning rates ({', '.join(map(neat, rates))}), selected by these same runs"
+    note += (
+        "; it is the lowest or highest one, so a better one may lie outside" if rate in (rates[0], rates[-1]) else ""
+    )
+    lost = f"not ranked: the best of its learning rates is {neat(rate)}"
     found = [Tuned(False, lost, len(family), _against(end, ends[best])) for end in ends]
     found[best] = Tuned(True, note, len(family))
     return found
 
 
 def merit(ends: Iterable[float]) -> tuple[float, float]:
-    """By what arms are ranked, the least first: the share of seeds that diverged, and the mean of the others.
+    """Return the sort key of a variant, the best first: the share of diverged seeds, and the mean of the others.
 
     Args:
-        ends: the final loss of each seed, infinite where it diverged; of no seed the arm comes last.
+        ends: the final loss of each seed, infinite where it diverged; without seeds the variant comes last.
     """
     values = np.array([*ends])
     known = values[np.isfinite(values)]
@@ -94,8 +96,8 @@ def merit(ends: Iterable[float]) -> tuple[float, float]:
 
 
 def _against(ends: Mapping[int, float], best: Mapping[int, float]) -> str:
-    """How a rate at which runs diverged compares with the one that was chosen; empty where none did."""
-    found = quality.difference(ends, best)
+    """Return how a rate at which runs diverged compares with the best one; empty where none did."""
+    found = seeds.difference(ends, best)
     if found is None or found.signs is None or not found.lost:
         return ""
     return f"better on {found.signs.wins} of {found.signs.count} seeds, {found.lost} diverged"

@@ -1,7 +1,4 @@
-"""What became of runs: divergence, which is an outcome of the recipe, and runs that are missing for other reasons.
-
-Also which runs have a result that is far from those of their arm's other seeds.
-"""
+"""Outcomes of runs: divergence, which is a result of the recipe, runs missing for other reasons, and outliers."""
 
 from __future__ import annotations
 
@@ -13,23 +10,24 @@ from typing import Any
 
 import numpy as np
 
+from titan.console.numbers import plural
 from titan.report.findings import Failed, Outcomes, RunFound, State
 from titan.report.runs import Member
 
 FAR = 10.0
 """An outlier is so many times the median absolute deviation away: 6.7 standard deviations of a normal."""
 FEWEST = 3
-"""Seeds of an arm whose median says which of them is far from it."""
+"""Seeds of a variant from which its outliers can be found."""
 NAMED = 6
 """Runs that a note names."""
 SEED = re.compile(r"[+~]*training\.(seed|repeat)=.*")
 
 
 def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Member]]:
-    """The members of all arms, with those marked whose final loss is an outlier.
+    """Return the members of all variants, with outliers of the final loss marked.
 
-    An outlier is further from its arm's median than the margin, and than `FAR` times the lower median of all such
-    distances in all arms: three seeds alone hardly tell a spread, those of a whole grid do.
+    An outlier is further from its variant's median than the margin, and than `FAR` times the lower median of all such
+    distances in all variants: three seeds alone hardly show a spread, all seeds of a sweep do.
     """
     finals = [[m.run.validation for m in members if m.run.validation is not None] for members in groups]
     middles = [float(np.median(values)) if len(values) >= FEWEST else None for values in finals]
@@ -39,7 +37,7 @@ def marked(groups: Sequence[Sequence[Member]], margin: float) -> list[list[Membe
 
 
 def _distances(values: Sequence[float], middle: float) -> list[float]:
-    """Of an odd number of values without that of the median itself, which is 0 whatever the spread is."""
+    """Return the distances; of an odd number of values without the median's own, which is always 0."""
     return sorted(abs(value - middle) for value in values)[len(values) % 2 :]
 
 
@@ -50,12 +48,12 @@ def _marked(member: Member, middle: float | None, limit: float) -> Member:
     return replace(member, run=replace(member.run, outlier=True))
 
 
-def of_arm(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcomes:
-    """How many seeds have which outcome.
+def of_variant(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcomes:
+    """Return the number of seeds with each outcome.
 
     Args:
-        members: the arm's runs.
-        missing: its trials without figures.
+        members: the variant's runs.
+        missing: its trials without metrics.
     """
     seeds: dict[Any, list[str]] = {}
     for m in members:
@@ -67,7 +65,7 @@ def of_arm(members: Sequence[Member], missing: Iterable[Failed] = ()) -> Outcome
 
 
 KINDS = ("diverged", "ended", "failed", "waiting")
-"""Of several repeats of a seed the first of these counts."""
+"""Of several repeats of a seed, the first of these outcomes counts."""
 
 
 def _outcome(run: RunFound) -> str:
@@ -81,33 +79,33 @@ def _without(state: State) -> str:
 
 
 def _seed(overrides: Sequence[str], otherwise: str) -> Any:
-    told = [o.partition("=")[2] for o in overrides if o.lstrip("+~").startswith("training.seed=")]
-    return int(told[-1]) if told and told[-1].isdecimal() else otherwise
+    seeds = [o.partition("=")[2] for o in overrides if o.lstrip("+~").startswith("training.seed=")]
+    return int(seeds[-1]) if seeds and seeds[-1].isdecimal() else otherwise
 
 
 def recipe(overrides: Sequence[str]) -> frozenset[str]:
-    """The overrides of a trial that all seeds of its arm share."""
+    """Return the overrides of a trial that all seeds of its variant share."""
     return frozenset(override for override in overrides if not SEED.fullmatch(override))
 
 
 def notes(members: Sequence[Member]) -> list[str]:
-    """What has to be known of how an arm's runs went: divergence, outliers, spikes, steps that were not finite."""
+    """Return notes on divergence, outliers, spikes and steps that were not finite."""
     runs = [m.run for m in members]
     return [*_of_diverged(runs), *_of_outliers(runs), *_of_spikes(runs), *_odd(members)]
 
 
 def missing(trials: Sequence[Failed]) -> str:
-    """How many trials have no figures, and why; empty where there are none."""
+    """Return how many trials have no metrics, and why; empty where there are none."""
     kinds = Counter(_without(trial.state) for trial in trials)
-    told = {"failed": "failed without figures", "waiting": "have no figures yet"}
-    return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in told.items() if kinds[kind])
+    by_kind = {"failed": "failed without metrics", "waiting": "have no metrics yet"}
+    return ", ".join(f"{kinds[kind]} of its trials {words}" for kind, words in by_kind.items() if kinds[kind])
 
 
 def _of_diverged(runs: Sequence[RunFound]) -> list[str]:
     lost = [run for run in runs if run.diverged]
     where = ", ".join(f"seed {run.seed} at step {run.step:,}" for run in lost[:NAMED])
     more = f" and {len(lost) - NAMED} more" if len(lost) > NAMED else ""
-    what = f"{len(lost)} of {len(runs)} runs diverged ({where}{more}): an outcome that no mean of losses shows"
+    what = f"{len(lost)} of {len(runs)} runs diverged ({where}{more}): the mean loss does not include them"
     return [what] if lost else []
 
 
@@ -130,9 +128,9 @@ def _of_spikes(runs: Sequence[RunFound]) -> list[str]:
 
 
 def _odd(members: Sequence[Member]) -> list[str]:
-    """Steps that were not finite."""
+    """Return a note on steps that were not finite."""
     counts = [int(m.history.steps.odd().sum()) for m in members]
     if not any(counts):
         return []
-    of, steps = f"{sum(map(bool, counts))} of {len(members)} runs", f"{sum(counts):,} step{'s' * (sum(counts) > 1)}"
-    return [f"not finite in {of}: {steps}, which left the weights as they were"]
+    of, steps = f"{sum(map(bool, counts))} of {len(members)} runs", plural(sum(counts), "step")
+    return [f"loss or gradient norm not finite in {of}: {steps}, which did not update the weights"]

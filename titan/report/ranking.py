@@ -1,62 +1,62 @@
-"""The order of arms by their result, and what that result is."""
+"""The result of each variant, and the order of variants by it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from titan.report.findings import Arm, Interval, Quality
+from titan.report.findings import Interval, Quality, Variant
 
 
-def verdict(arm: Arm) -> Quality | None:
-    """The comparison with the baseline that counts."""
-    return next(iter(arm.quality), None)
+def verdict(variant: Variant) -> Quality | None:
+    """Return the comparison with the baseline that decides the answer; None without one."""
+    return next(iter(variant.quality), None)
 
 
-def by_bits(arms: Sequence[Arm]) -> bool:
-    """Whether arms have to be compared in bits a byte, as their tokens are not the same ones."""
-    return any(quality.measure == "bits a byte" for arm in arms for quality in arm.quality)
+def by_bits(variants: Sequence[Variant]) -> bool:
+    """Return whether variants are compared in bits per byte, because their tokens differ."""
+    return any(quality.measure == "bits per byte" for variant in variants for quality in variant.quality)
 
 
-def result(arm: Arm, bits: bool = False) -> Interval | None:
-    """The final validation of an arm: in nats a token, or in bits a byte."""
-    return arm.bits if bits else arm.validation
+def result(variant: Variant, bits: bool = False) -> Interval | None:
+    """Return the final validation loss of a variant in nats per token, or in bits per byte."""
+    return variant.bits if bits else variant.validation
 
 
-def tokens(arms: Sequence[Arm]) -> list[int]:
-    """The different numbers of tokens that finished runs saw, the least first."""
-    return sorted({run.tokens for arm in arms for run in arm.runs if run.state == "finished"})
+def tokens(variants: Sequence[Variant]) -> list[int]:
+    """Return the different numbers of tokens that finished runs saw, in rising order."""
+    return sorted({run.tokens for variant in variants for run in variant.runs if run.state == "finished"})
 
 
-def order(arms: Sequence[Arm]) -> list[int]:
-    """The places of the arms, the best first.
+def order(variants: Sequence[Variant]) -> list[int]:
+    """Return the indices of the variants, the best first.
 
     Layouts of one recipe by their speed; others by the share of seeds that diverged, then by loss. Where the numbers of
     tokens differ, losses do not rank them: by the tokens to the target where there is one, else as they are.
     """
-    places = range(len(arms))
-    if len(arms) > 1 and all(arm.same_science for arm in arms):
-        return sorted(places, key=lambda i: -_speed(arms[i]))
-    if len(tokens(arms)) > 1:
-        return sorted(places, key=lambda i: _to_target(arms[i]))
-    bits = by_bits(arms)
-    return sorted(places, key=lambda i: merit(arms[i], bits))
+    indices = range(len(variants))
+    if len(variants) > 1 and all(variant.same_science for variant in variants):
+        return sorted(indices, key=lambda i: -_speed(variants[i]))
+    if len(tokens(variants)) > 1:
+        return sorted(indices, key=lambda i: _to_target(variants[i]))
+    bits = by_bits(variants)
+    return sorted(indices, key=lambda i: merit(variants[i], bits))
 
 
-def _speed(arm: Arm) -> float:
-    return arm.speed.estimate if arm.speed else 0.0
+def _speed(variant: Variant) -> float:
+    return variant.speed.estimate if variant.speed else 0.0
 
 
-def _to_target(arm: Arm) -> float:
-    return arm.reached.median_tokens if arm.reached and arm.reached.median_tokens else math.inf
+def _to_target(variant: Variant) -> float:
+    return variant.reached.median_tokens if variant.reached and variant.reached.median_tokens else math.inf
 
 
-def merit(arm: Arm, bits: bool = False) -> tuple[float, float]:
-    """By what arms of equal tokens are ranked, the least first."""
-    found = result(arm, bits)
-    return share(arm), found.estimate if found else math.inf
+def merit(variant: Variant, bits: bool = False) -> tuple[float, float]:
+    """Return the sort key of a variant at equal tokens, the best first."""
+    found = result(variant, bits)
+    return share(variant), found.estimate if found else math.inf
 
 
-def share(arm: Arm) -> float:
-    """The share of its seeds with an outcome that diverged."""
-    return arm.outcomes.diverged / arm.outcomes.known if arm.outcomes.known else 0.0
+def share(variant: Variant) -> float:
+    """Return the share of seeds that diverged, of those with an outcome."""
+    return variant.outcomes.diverged / variant.outcomes.known if variant.outcomes.known else 0.0

@@ -1,4 +1,4 @@
-"""A run as it is shown: its files' content turned into findings."""
+"""Results of one run from the content of its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAST, SHARE = 10, 0.02
 
 @dataclass(frozen=True)
 class Member:
-    """A run of an arm: its files, what counts of them, and what was found."""
+    """A run of a variant: its files, the lines that count, and its results."""
 
     raw: Raw
     history: History
@@ -28,11 +28,11 @@ class Member:
 
 
 def member(raw: Raw, label: str, shared: bool = False) -> Member:
-    """Work out a run's figures.
+    """Return a run with its results.
 
     Args:
         raw: the run.
-        label: what tells it from the others.
+        label: what distinguishes it from the others.
         shared: whether another run used its machine at the same time.
     """
     history = History(raw)
@@ -71,7 +71,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
 
 
 def final_validation(raw: Raw, history: History) -> Mapping[str, Any]:
-    """The validation after the last step of a finished run, by metrics.jsonl or else result.json; empty before that."""
+    """Return the final validation of a finished run, from metrics.jsonl or else result.json; else empty."""
     if raw.state != "finished":
         return {}
     last = history.validations[-1] if history.validations else {}
@@ -79,14 +79,14 @@ def final_validation(raw: Raw, history: History) -> Mapping[str, Any]:
 
 
 def last_loss(history: History) -> float | None:
-    """Mean training loss of the last steps, of those that were finite."""
+    """Return the mean training loss of the last finite steps; None where there are none."""
     count = max(LAST, round(SHARE * len(history.steps)))
     last = history.steps.loss[-count:]
     return float(np.nanmean(last)) if np.isfinite(last).any() else None
 
 
 def by_source(final: Mapping[str, Any], prefix: str) -> dict[str, float]:
-    """The figures of each source of a mixture, by its name."""
+    """Return the metrics of each source of a mixture, by its name."""
     found = {key.removeprefix(prefix): _number(value) for key, value in final.items() if key.startswith(prefix)}
     return {name: value for name, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Which runs shared a machine at the same time, so that their speeds say little: by hosts and times of attempts."""
+"""Which runs shared a machine at the same time, so that their speeds are unreliable: by hosts and times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from titan.report.collect import Raw, began
 
 TOUCH = 2.0
-"""Seconds that two attempts may overlap: a beginning is written down in whole seconds."""
+"""Seconds that two attempts may overlap: a start is recorded in whole seconds."""
 
 
 @dataclass(frozen=True, order=True)
@@ -24,7 +24,7 @@ class _Span:
 
 
 def shared(runs: Sequence[Raw]) -> set[Path]:
-    """Directories of the runs of which an attempt went on while another run's did on the same machine.
+    """Return the directories of runs with an attempt during another run's attempt on the same machine.
 
     Hosts are those of the first ranks, and of each run's last attempt: env.json has no others.
     """
@@ -43,7 +43,7 @@ def _spans(raw: Raw) -> Iterator[_Span]:
 
 
 def _overlapping(spans: Sequence[_Span]) -> set[Path]:
-    """Of one host's attempts in the order of their beginnings: each is compared with the one that lasts longest."""
+    """Return the overlapping attempts of one host, in order of start: each is compared with the longest one."""
     found: set[Path] = set()
     longest = spans[0]
     for span in spans[1:]:

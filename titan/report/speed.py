@@ -1,4 +1,4 @@
-"""How fast runs went: figures of an attempt and of a run, and the ratio of two arms."""
+"""Speed of attempts and runs, and the speed ratio of two variants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from titan.report.statistics import Difference, blocks, paired, welch
 
 
 def timed(raw: Raw) -> dict[int, Steps]:
-    """The lines of each attempt that count as timed, by its number; attempts without any are left out."""
+    """Return the timed lines of each attempt by its number; attempts without any are left out."""
     lines = raw.metrics.steps
     attempts = {
         int(d["attempt"]): lines.at(np.flatnonzero(lines.attempt == int(d["attempt"]))[WARM:]) for d in raw.documents
@@ -28,27 +28,26 @@ def timed(raw: Raw) -> dict[int, Steps]:
 
 
 def of_attempts(raw: Raw) -> tuple[Speed, ...]:
-    """The speed of each attempt that timed steps."""
+    """Return the speed of each attempt with timed steps."""
     still = attentionless(raw)
     return tuple(_speed(steps, still) for steps in timed(raw).values())
 
 
 def of_run(raw: Raw) -> Speed | None:
-    """The speed over all attempts that went the last one's way; None where no step was timed."""
+    """Return the speed over all attempts with the last one's settings; None where no step was timed."""
     steps = alike(raw)
     return _speed(steps, attentionless(raw)) if len(steps) else None
 
 
 def alike(raw: Raw) -> Steps:
-    """The timed lines of all attempts that went the last one's way."""
+    """Return the timed lines of all attempts with the last one's settings."""
     lines, same = raw.metrics.steps, [d for d in raw.documents if way(d) == way(raw.last)]
     where = [np.flatnonzero(lines.attempt == int(d["attempt"]))[WARM:] for d in same]
     return lines.at(np.concatenate(where))
 
 
 def way(document: Mapping[str, Any]) -> str:
-    """What decides most of an attempt's speed, as one text: its layout, micro-batches, use of memory and
-    compilation."""
+    """Return the settings that decide an attempt's speed as one text: layout, micro-batches, memory, compilation."""
     config = document["config"]
     return repr(
         [document.get(key) for key in ("layout", "microbatches")] + [config.get(k) for k in ("memory", "compile")]
@@ -56,7 +55,7 @@ def way(document: Mapping[str, Any]) -> str:
 
 
 def model_of(raw: Raw) -> Llama | None:
-    """The shape of the run's model; None where its class can't be loaded."""
+    """Return the schema of the run's model; None where its class can't be loaded."""
     name = raw.last["science"].get("model")
     settings = dict(raw.config["model"]) | ({"_target_": name} if name else {})
     try:
@@ -67,7 +66,7 @@ def model_of(raw: Raw) -> Llama | None:
 
 
 def attentionless(raw: Raw) -> float | None:
-    """FLOPs a token of the run's model without attention's; None where its class can't be loaded."""
+    """Return the model's FLOPs per token without attention; None where its class can't be loaded."""
     model = model_of(raw)
     return model.flops_per_token(0) if model else None
 
@@ -92,7 +91,7 @@ def _median(column: Numbers) -> float | None:
 
 
 def _causal(mfu: float | None, rate: float | None, tflops: float | None, still: float | None) -> float | None:
-    """MFU with half of attention's FLOPs: of all FLOPs a token, those of attention are what `still` lacks."""
+    """Return MFU with half of attention's FLOPs; `still` is FLOPs per token without attention."""
     if mfu is None or not rate or not tflops or still is None:
         return None
     full = tflops * 1e12 / rate
@@ -100,20 +99,20 @@ def _causal(mfu: float | None, rate: float | None, tflops: float | None, still: 
 
 
 FEW = 3
-"""With fewer runs than these on a side nothing is said of faster or slower: Student's t for two runs says nothing."""
+"""With fewer runs on a side speed is not ranked: a t-interval of two runs is too wide to be useful."""
 Rates = Mapping[tuple[int, int], Numbers]
-"""Tokens a second a device of each timed step, by seed and repeat of the run; [steps] each."""
+"""Tokens/s per device of each timed step, by seed and repeat of the run; [steps] each."""
 
 
 def rates(runs: Sequence[Raw]) -> dict[tuple[int, int], Numbers]:
-    """The rates of an arm's runs; runs without a timed step are left out, of equal ones the last counts."""
+    """Return the rates of a variant's runs with timed steps; of equal seed and repeat the last run counts."""
     found = {(raw.seed, raw.repeat): alike(raw).rate for raw in runs}
     known = {key: rate[np.isfinite(rate) & (rate > 0)] for key, rate in found.items()}
     return {key: rate for key, rate in known.items() if len(rate)}
 
 
-def of_arm(runs: Rates) -> Interval | None:
-    """Tokens a second a device; the interval is from the runs, of few runs from blocks of their steps."""
+def of_variant(runs: Rates) -> Interval | None:
+    """Return tokens/s per device; the interval is from the runs, or from blocks of steps of few runs."""
     if not runs:
         return None
     logs = _logs(runs)
@@ -121,42 +120,42 @@ def of_arm(runs: Rates) -> Interval | None:
     return _around(middle, paired(logs) if len(runs) >= FEW else _alone(_blocks(runs)))
 
 
-def ratio(arm: Rates, baseline: Rates) -> Interval | None:
-    """The arm's speed as a multiple of the baseline's.
+def ratio(variant: Rates, baseline: Rates) -> Interval | None:
+    """Return the variant's speed as a multiple of the baseline's.
 
     The interval is on logarithms: from pairs of equal seeds where there are several, else from several runs on both
-    sides. Of few runs there is none: their steps tell how even each run was, not how runs differ.
+    sides. With few runs there is none: steps show the variation within a run, not between runs.
     """
-    if not arm or not baseline:
+    if not variant or not baseline:
         return None
-    common = [key for key in arm if key in baseline]
-    one, two = ({key: runs[key] for key in common or runs} for runs in (arm, baseline))
+    common = [key for key in variant if key in baseline]
+    one, two = ({key: runs[key] for key in common or runs} for runs in (variant, baseline))
     if len(common) >= FEW:
         pairs = paired(np.array(_logs(one)) - np.array(_logs(two)))
         return _around(math.exp(pairs.estimate), pairs)
-    if not few(arm, baseline):
-        independent = welch(_logs(arm), _logs(baseline))
+    if not few(variant, baseline):
+        independent = welch(_logs(variant), _logs(baseline))
         return _around(math.exp(independent.estimate), independent)
     return _around(math.exp(float(np.mean(_logs(one)) - np.mean(_logs(two)))), None)
 
 
 def doubted(found: Interval | None, doubt: str) -> Interval | None:
-    """The ratio without its interval where there is a doubt: the interval would pass for a result."""
+    """Return the ratio, without its interval where speed is not ranked."""
     return Interval(found.estimate, None, None) if found and doubt else found
 
 
-def few(arm: Rates, baseline: Rates) -> bool:
-    """Whether a side has too few runs for an interval; not where one has no speed at all."""
-    return bool(arm and baseline) and min(len(arm), len(baseline)) < FEW
+def few(variant: Rates, baseline: Rates) -> bool:
+    """Return whether a side has too few runs for an interval; False where one has no speed at all."""
+    return bool(variant and baseline) and min(len(variant), len(baseline)) < FEW
 
 
 def _logs(runs: Rates) -> list[float]:
-    """Of each run the logarithm of its median rate."""
+    """Return the logarithm of the median rate of each run."""
     return [math.log(float(np.median(rate))) for rate in runs.values()]
 
 
 def _blocks(runs: Rates) -> Numbers:
-    """Logarithms of the rates of blocks of steps, of all runs together; empty where a run is too short for them."""
+    """Return the log rates of blocks of steps of all runs; empty where a run is too short."""
     cuts = [blocks(np.log(rate)) for rate in runs.values()]
     known = [cut for cut in cuts if cut is not None]
     return np.concatenate(known) if len(known) == len(cuts) else np.zeros(0)
@@ -167,7 +166,7 @@ def _alone(values: Numbers) -> Difference | None:
 
 
 def _around(middle: float, logs: Difference | None) -> Interval:
-    """An interval of ratios around `middle`, as wide as that of the logarithms."""
+    """Return an interval of ratios around `middle`, as wide as that of the logarithms."""
     found = logs.interval() if logs else None
     if found is None or found.low is None or found.high is None:
         return Interval(middle, None, None)

@@ -1,6 +1,8 @@
-"""What repeats can tell: intervals, tests, and how many repeats a question takes.
+"""Confidence intervals, tests and sample sizes of repeated runs.
 
-Needs scipy (the extra `compare`), which is imported where it is first used.
+Needs scipy (the extra `compare`), which is imported at first use. Distributions and estimators are scipy's. Its t-tests
+are not called for p-values: a `Difference` answers for any level and margin, and for one value or equal values, where
+they return NaN. Holm's correction and the power of t-tests are written out here: scipy has neither.
 """
 
 from __future__ import annotations
@@ -19,23 +21,23 @@ from titan.report.findings import Interval, Needed, Numbers
 LEVEL = 0.95
 ALPHA = 0.05
 EQUIVALENT = 0.9
-"""Level of the interval that lies within a margin exactly where two one-sided tests at `ALPHA` say so."""
+"""Level of the interval that lies within the margin exactly where two one-sided tests at `ALPHA` show equivalence."""
 POWER = 0.8
 MOST = 10_000
-"""More repeats than these are not counted: the answer is that repeats do not help."""
+"""Larger sample sizes are not computed: more repeats don't help then."""
 BLOCKS, BLOCK = 10, 5
-"""Into how many blocks a series is cut, and the fewest values of a block."""
+"""The most blocks of a series, and the fewest values of a block."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """An estimated mean, or difference of two, with its uncertainty.
+    """An estimated mean, or difference of two means, with its uncertainty.
 
     Attributes:
-        estimate: of it.
-        error: its standard error; NaN where there are too few repeats.
+        estimate: the mean or difference.
+        error: its standard error; NaN with fewer than two repeats.
         freedom: degrees of freedom of the error.
-        count: pairs, or repeats of the smaller side.
+        count: pairs, or repeats of the smaller sample.
     """
 
     estimate: float
@@ -45,18 +47,20 @@ class Difference:
 
     @property
     def spread(self) -> float:
-        """Standard deviation of one pair's difference."""
+        """Return the standard deviation of one pair's difference."""
         return self.error * math.sqrt(self.count)
 
     def interval(self, level: float = LEVEL) -> Interval:
-        """The confidence interval by Student's t."""
+        """Return the confidence interval by Student's t distribution."""
         if not math.isfinite(self.error):
             return Interval(self.estimate, None, None, level)
-        half = self.error * float(_stats().t.ppf((1 + level) / 2, self.freedom))
-        return Interval(self.estimate, self.estimate - half, self.estimate + half, level)
+        if self.error == 0:
+            return Interval(self.estimate, self.estimate, self.estimate, level)
+        low, high = _stats().t.interval(level, self.freedom, loc=self.estimate, scale=self.error)
+        return Interval(self.estimate, float(low), float(high), level)
 
     def p(self) -> float | None:
-        """Two-sided p-value of the t-test against zero; None where there are too few repeats."""
+        """Return the two-sided p-value of the t-test against zero; None with fewer than two repeats."""
         if not math.isfinite(self.error):
             return None
         if self.error == 0:
@@ -64,7 +68,7 @@ class Difference:
         return float(2 * _stats().t.sf(abs(self.estimate) / self.error, self.freedom))
 
     def p_equivalent(self, margin: float) -> float | None:
-        """p-value of two one-sided tests (Schuirmann 1987): small where the difference lies within +-margin."""
+        """Return the p-value of two one-sided tests for a difference within +-margin (Schuirmann 1987)."""
         if not math.isfinite(self.error):
             return None
         room = margin - abs(self.estimate)
@@ -75,11 +79,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Signs:
-    """Pairs of seeds counted by which side did better; a diverged run loses to any that did not diverge.
+    """Pairs of seeds counted by the better side; a diverged run loses to any that did not diverge.
 
     Attributes:
         wins, losses: pairs in which the arm did better or worse than the baseline.
-        ties: pairs in which neither did, as where both diverged.
+        ties: the other pairs, such as those in which both diverged.
     """
 
     wins: int
@@ -88,59 +92,46 @@ class Signs:
 
     @property
     def count(self) -> int:
-        """All pairs."""
+        """Return the number of pairs."""
         return self.wins + self.losses + self.ties
 
     def p(self) -> float | None:
-        """Two-sided p-value of the exact sign test, without the ties; None of nothing but ties."""
-        told = self.wins + self.losses
-        return float(_stats().binomtest(self.wins, told).pvalue) if told else None
+        """Return the two-sided p-value of the exact sign test, without ties; None where all pairs are ties."""
+        decided = self.wins + self.losses
+        return float(_stats().binomtest(self.wins, decided).pvalue) if decided else None
 
 
 def signs(arm: ArrayLike, baseline: ArrayLike) -> Signs:
-    """Count pairs; [pairs] each, infinite where a run diverged."""
+    """Return the pairs counted by the better side; [pairs] each, infinite where a run diverged."""
     one, two = np.asarray(arm, dtype=np.float64), np.asarray(baseline, dtype=np.float64)
     return Signs(int((one < two).sum()), int((one > two).sum()), int((one == two).sum()))
 
 
 def paired(differences: ArrayLike) -> Difference:
-    """The mean of differences of pairs, or of any equal repeats; [pairs]."""
+    """Return the mean of the differences of pairs, or of other repeats; [pairs]."""
     values = np.asarray(differences, dtype=np.float64)
     count = len(values)
-    error = float(values.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
-    if count > 1 and np.ptp(values) == 0:  # what rounding leaves of a spread that is none
+    error = float(_stats().sem(values)) if count > 1 else math.nan
+    if count > 1 and np.ptp(values) == 0:  # exactly 0, where sem leaves a rounding error
         error = 0.0
     return Difference(float(values.mean()), error, max(1, count - 1), count)
 
 
 def welch(a: ArrayLike, b: ArrayLike) -> Difference:
-    """The difference of the means of two independent samples, a - b, of unequal variances (Welch 1947)."""
+    """Return the difference a - b of the means of two independent samples of unequal variances (Welch 1947)."""
     one, two = paired(a), paired(b)
-    squares = one.error**2, two.error**2
-    total = sum(squares)
-    freedom = total**2 / (squares[0] ** 2 / one.freedom + squares[1] ** 2 / two.freedom) if total else 1.0
-    return Difference(one.estimate - two.estimate, math.sqrt(total), freedom, min(one.count, two.count))
+    error = math.hypot(one.error, two.error)
+    freedom = float(_stats().ttest_ind(a, b, equal_var=False).df) if error > 0 else 1.0
+    return Difference(one.estimate - two.estimate, error, freedom, min(one.count, two.count))
 
 
 def mean(values: Sequence[float]) -> Interval | None:
-    """The mean with its t-interval; None of nothing."""
+    """Return the mean with its t-interval; None without values."""
     return paired(values).interval() if len(values) else None
 
 
-def signed(value: float) -> str:
-    """A difference for people: four decimals, or two digits of a very small one."""
-    return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-4 else f"{value:+.1e}"
-
-
-def span(interval: Interval) -> str:
-    """The bounds of an interval for people; empty where it has none."""
-    if interval.low is None or interval.high is None:
-        return ""
-    return f"[{signed(interval.low)}, {signed(interval.high)}]"
-
-
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """p-values corrected for the number of tests (Holm 1979); None stays None and counts as no test."""
+    """Return p-values corrected for the number of tests (Holm 1979); None stays None and counts as no test."""
     order = sorted((p, index) for index, p in enumerate(values) if p is not None)
     out: list[float | None] = [None] * len(values)
     highest = 0.0
@@ -151,27 +142,27 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 
 def median_time(times: Sequence[float], reached: Sequence[bool]) -> float | None:
-    """The median time to an event that not all came to (Kaplan and Meier 1958); None where less than half are there.
+    """Return the Kaplan-Meier (1958) median of censored times; None where it is not reached.
 
     Args:
-        times: of the event, or up to which it had not come.
-        reached: whether it came.
+        times: of the event, or the last time without it; infinite where it will never come.
+        reached: whether the event came.
     """
-    left, staying = len(times), 1.0
-    for time in sorted(set(times)):
-        events = sum(1 for t, r in zip(times, reached, strict=True) if t == time and r)
-        staying *= 1 - events / left
-        if staying <= 0.5 + 1e-12:
-            return time
-        left -= sum(1 for t in times if t == time)
-    return None
+    stats, end = _stats(), max((time for time in times if math.isfinite(time)), default=0.0) + 1
+    events = [time for time, came in zip(times, reached, strict=True) if came]
+    censored = [min(time, end) for time, came in zip(times, reached, strict=True) if not came]
+    if not events:
+        return None
+    survival = stats.ecdf(stats.CensoredData(uncensored=events, right=censored)).sf
+    half = np.flatnonzero(survival.probabilities <= 0.5 + 1e-12)
+    return float(survival.quantiles[half[0]]) if len(half) else None
 
 
 def blocks(values: Numbers) -> Numbers | None:
-    """Medians of blocks of a series, in order; None where it is too short for two.
+    """Return the medians of consecutive blocks of a series; None where it is too short for two blocks.
 
-    Steps that follow each other are alike; blocks are far less so, so that an interval from blocks is not too narrow
-    (the method of batch means, Conway 1963). Medians, because the figures that are shown are medians.
+    Successive steps are correlated and blocks far less so, so an interval from blocks is not too narrow (the method of
+    batch means, Conway 1963). Medians, because the speeds shown are medians.
     """
     count = min(BLOCKS, len(values) // BLOCK)
     if count < 2:
@@ -180,13 +171,13 @@ def blocks(values: Numbers) -> Numbers | None:
 
 
 def seeds_needed(difference: float, spread: float, power: float = POWER, alpha: float = ALPHA) -> int | None:
-    """Pairs with which a paired t-test finds a difference; None: more than `MOST`.
+    """Return the number of pairs with which a paired t-test finds a difference; None: more than `MOST`.
 
     Args:
-        difference: that there is.
+        difference: the true difference.
         spread: standard deviation of one pair's difference.
-        power: probability of finding it.
-        alpha: probability of finding one where there is none.
+        power: probability of finding the difference.
+        alpha: level of the test.
     """
     if spread <= 0 or difference == 0:
         return 2 if difference else None
@@ -194,7 +185,7 @@ def seeds_needed(difference: float, spread: float, power: float = POWER, alpha: 
 
 
 def power_of_t(pairs: int, difference: float, spread: float, alpha: float = ALPHA) -> float:
-    """Probability that a two-sided paired t-test finds a difference, by the noncentral t distribution."""
+    """Return the power of a two-sided paired t-test, by the noncentral t distribution."""
     stats, freedom = _stats(), pairs - 1
     shift = abs(difference) / spread * math.sqrt(pairs)
     limit = stats.t.ppf(1 - alpha / 2, freedom)
@@ -202,7 +193,7 @@ def power_of_t(pairs: int, difference: float, spread: float, alpha: float = ALPH
 
 
 def pairs_to_equal(margin: float, spread: float, difference: float = 0.0, power: float = POWER) -> int | None:
-    """Pairs with which two one-sided tests show that a difference is within +-margin; None where it may not be."""
+    """Return the number of pairs with which two one-sided tests show equivalence within +-margin; None: never."""
     if abs(difference) >= margin:
         return None
     if spread <= 0:
@@ -211,7 +202,7 @@ def pairs_to_equal(margin: float, spread: float, difference: float = 0.0, power:
 
 
 def power_of_tost(pairs: int, margin: float, spread: float, difference: float = 0.0, alpha: float = ALPHA) -> float:
-    """Probability that two one-sided tests show equivalence; by noncentral t, a lower bound (Phillips 1990)."""
+    """Return the power of two one-sided tests; by noncentral t, a lower bound (Phillips 1990)."""
     stats, freedom, error = _stats(), pairs - 1, spread / math.sqrt(pairs)
     limit = stats.t.ppf(1 - alpha, freedom)
     below = _below(-limit, freedom, (difference - margin) / error)
@@ -219,47 +210,49 @@ def power_of_tost(pairs: int, margin: float, spread: float, difference: float = 
 
 
 def _below(limit: float, freedom: float, shift: float) -> float:
-    """The noncentral t distribution's; far out, where scipy gives NaN, the normal one's, which is 0 or 1 there."""
+    """Return the noncentral t CDF; far out, where scipy returns NaN, the normal CDF, which is 0 or 1 there."""
     stats = _stats()
     found = float(stats.nct.cdf(limit, freedom, shift))
     return float(stats.norm.cdf(limit - shift)) if math.isnan(found) else found
 
 
 def with_range(count: Callable[[float], int | None], spread: float, freedom: float, seen: int) -> Needed:
-    """How many repeats a question takes, with the range that follows from the uncertainty of the spread.
+    """Return the number of repeats needed, with its range by the confidence interval of the spread.
 
     Args:
-        count: repeats by the standard deviation of one pair's difference; None: more than `MOST`.
-        spread: that standard deviation, as estimated.
+        count: returns the repeats for a standard deviation of one pair's difference; None: more than `MOST`.
+        spread: the estimated standard deviation.
         freedom: degrees of freedom of the estimate.
-        seen: repeats that it is from.
+        seen: repeats that the estimate is from.
     """
     low, high = spread_interval(spread, freedom)
     return Needed(count(spread), count(low), count(high), seen)
 
 
 def about(needed: Needed, what: str) -> str:
-    """A number of repeats in words, with its range; `what` in the plural, as in "about 3 seeds"."""
+    """Return a number of repeats with its range as text; `what` is a plural, as in "about 3 seeds"."""
     low, high = (f"{end:,}" if end else f"more than {MOST:,}" for end in (needed.low, needed.high))
     number = f"about {needed.count:,}" if needed.count else f"more than {MOST:,}"
     between = low if low == high else f"{low} to {high}"
-    return f"{number} {what} (95% range {between}, as {needed.seen} tell the spread)"
+    return f"{number} {what} (95% range {between}, estimated from {needed.seen})"
 
 
 def spread_interval(spread: float, freedom: float, level: float = LEVEL) -> tuple[float, float]:
-    """The confidence interval of a standard deviation: freedom * s^2 / sigma^2 is chi-square of normal repeats.
+    """Return the confidence interval of a standard deviation.
+
+    Of normal values, freedom * s^2 / sigma^2 has a chi-square distribution.
 
     Args:
         spread: the estimate.
         freedom: its degrees of freedom.
-        level: of the interval.
+        level: confidence level.
     """
-    low, high = _stats().chi2.ppf([(1 + level) / 2, (1 - level) / 2], freedom)
-    return spread * math.sqrt(freedom / low), spread * math.sqrt(freedom / high)
+    low, high = _stats().chi2.interval(level, freedom)
+    return spread * math.sqrt(freedom / high), spread * math.sqrt(freedom / low)
 
 
 def _fewest(power_with: Callable[[int], float], power: float) -> int | None:
-    """The smallest number from 2 to `MOST` with enough power, which rises with the number."""
+    """Return the smallest number from 2 to `MOST` with enough power, by bisection: power rises with the number."""
     low, high = 1, 2
     while not power_with(high) >= power:
         low, high = high, 2 * high
@@ -272,7 +265,7 @@ def _fewest(power_with: Callable[[int], float], power: float) -> int | None:
 
 
 def _stats() -> Any:
-    """scipy.stats.
+    """Return scipy.stats.
 
     Raises:
         ConfigError: where scipy is not installed.

@@ -1,4 +1,4 @@
-"""Which runs belong together, what tells the arms apart, and which arm the others are held against."""
+"""Group runs into variants, find the settings that distinguish them, and find the baseline."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from titan.run.identity import SCIENCE
 from titan.run.schema import Recipe
 
 IGNORED = re.compile(
-    r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # what cluster comes to: layout and hardware
+    r"name|modules|training\.(seed|repeat|gc_every)|cluster\..*"  # layout and hardware stand for cluster
     r"|metrics\.(?!valid).*"
     r"|checkpoint\.(?!mode|every|minutes).*"
     r"|dataset\.(.*\.)?(cache|prefetch|workers)"
 )
-"""Settings that tell no arm from another."""
+"""Settings that distinguish no variants."""
 PATHS = re.compile(r"dataset\.(.*\.)?path")
-"""They tell arms apart only where other data lie there."""
+"""They distinguish variants only where the data differ."""
 RATE = "optimizer.lr"
 TAKEN = ("training.seed", "training.repeat")
 CONTINUED = "training.continued_from"
-"""The fact of how many steps earlier attempts were to do, where these were others."""
+"""The planned steps of earlier attempts, where they differ."""
 DERIVED = ("devices", "data", "parent")
-"""Facts that follow from other ones as a rule, and are shown only where they do not."""
+"""Facts that usually follow from others, and are shown only where they don't."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What there is to say of a run's settings.
+    """The settings of a run.
 
     Attributes:
         choices: the option of each axis.
         values: resolved settings by dotted name, and what follows from them: layout, devices, hardware, data.
-        typed: names of the settings that the command line gave.
+        typed: names of the settings on the command line.
     """
 
     choices: Mapping[str, str]
@@ -54,9 +54,9 @@ class Group:
     """Runs that differ in seed and repeat only.
 
     Attributes:
-        runs: they.
-        facts: that they share.
-        settings: those that tell the group from the others, by full name, as typed.
+        runs: the runs.
+        facts: the facts that they share.
+        settings: those that distinguish the group, by full name, as typed.
     """
 
     runs: tuple[Raw, ...]
@@ -65,7 +65,7 @@ class Group:
 
     @cached_property
     def label(self) -> str:
-        """The settings in short; of a lone group its model and layout."""
+        """Return the settings in short; model and layout of a single group."""
         if not self.settings:
             choices = self.facts.choices
             return " ".join(f"{axis}={choices[axis]}" for axis in ("model", "parallelism") if axis in choices) or "runs"
@@ -73,19 +73,19 @@ class Group:
 
     @cached_property
     def rest(self) -> str:
-        """All settings but the learning rate, as one text."""
+        """Return all settings but the learning rate as one text."""
         values = {name: show(value) for name, value in self.facts.values.items() if name != RATE}
         return repr(sorted(values.items()))
 
     @property
     def group_id(self) -> str:
-        """Of its science, whatever the seed; of continued runs one of their own, as their schedule was another one."""
+        """Return the group_id; of continued runs with their former steps, as their schedule was another one."""
         first = self.runs[0]
         return " ".join([str(first.last["ids"]["group"]), *map(str, first.continued)])
 
 
 def grouped(runs: Sequence[Raw]) -> list[Group]:
-    """The runs in groups, in the order in which they were found."""
+    """Return the runs in groups, in the order in which they were found."""
     groups: dict[Any, list[Raw]] = {}
     for raw in runs:
         groups.setdefault(_key(raw), []).append(raw)
@@ -95,7 +95,7 @@ def grouped(runs: Sequence[Raw]) -> list[Group]:
 
 
 def facts_of(raw: Raw) -> Facts:
-    """The facts of a run."""
+    """Return the facts of a run."""
     last, science = raw.last, raw.last["science"]
     values = {name: value for name, value in flat(_completed(raw)).items() if not IGNORED.fullmatch(name)}
     values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
@@ -108,13 +108,13 @@ def facts_of(raw: Raw) -> Facts:
 
 
 def _completed(raw: Raw) -> dict[str, Any]:
-    """A run's configuration, with the defaults of settings that its titan did not have yet."""
+    """Return a run's configuration, with defaults for settings that its version of titan lacked."""
     return {axis: {**_defaults(axis), **v} if isinstance(v, Mapping) else v for axis, v in raw.config.items()}
 
 
 @cache
 def _defaults(axis: str) -> Mapping[str, Any]:
-    """The defaults of the execution settings of an axis: those of science, of which there are many kinds, are left."""
+    """Return the defaults of the execution settings of an axis; science axes have several schemas and none."""
     schema = typing.get_type_hints(Recipe).get(axis)
     if axis in SCIENCE or not is_dataclass(schema):
         return {}
@@ -128,10 +128,10 @@ def _key(raw: Raw) -> Any:
 
 
 def telling(facts: Sequence[Facts]) -> list[dict[str, str]]:
-    """Of each arm the settings, with their values as typed, that tell it from the others.
+    """Return the settings that distinguish each variant, with their values as typed.
 
     An option that was chosen stands for the settings that follow from it; those that the command line gave are named
-    beside it, others only where the arms could not be told apart without them.
+    beside it, others only where the variants would have equal labels without them.
     """
     columns = {name: [neat(f.values.get(name)) for f in facts] for name in _names(facts)}
     differ = {name: column for name, column in columns.items() if len(set(column)) > 1}
@@ -151,14 +151,14 @@ def _names(facts: Sequence[Facts]) -> list[str]:
 
 
 def _chosen(facts: Sequence[Facts], differ: Iterable[str]) -> dict[str, list[str]]:
-    """The axes whose options differ, and not in name alone."""
+    """Return the axes whose options differ, and not only in name."""
     touched = {name.partition(".")[0] for name in differ}
     columns = {axis: [f.choices.get(axis, "?") for f in facts] for axis in Recipe.axes() if axis in touched}
     return {axis: column for axis, column in columns.items() if len(set(column)) > 1}
 
 
 def _strong(name: str, chosen: Mapping[str, Any], facts: Sequence[Facts]) -> bool:
-    """Whether a setting that differs is named in any case."""
+    """Return whether a setting that differs is always named."""
     if name in DERIVED:
         return False
     by_itself = name.partition(".")[0] not in chosen and name.partition(".")[0] != "parallelism"
@@ -166,25 +166,25 @@ def _strong(name: str, chosen: Mapping[str, Any], facts: Sequence[Facts]) -> boo
 
 
 def _follows(column: Sequence[str], shown: Iterable[Sequence[str]]) -> bool:
-    """Whether the columns that are shown decide this one."""
+    """Return whether the shown columns determine this one."""
     rows = list(zip(*shown, strict=True)) or [()] * len(column)
     return len(set(rows)) == len(set(zip(rows, column, strict=True)))
 
 
 def short(name: str, names: Iterable[str]) -> str:
-    """A setting's name without its axis, where no other one ends alike: not even one that is the same in all arms."""
+    """Return a setting's name without its axis, unless another setting (also one that never differs) ends alike."""
     last = name.rpartition(".")[2]
     return last if [n.rpartition(".")[2] for n in (*names, *TAKEN)].count(last) == 1 else name
 
 
 def differs(groups: Sequence[Group]) -> dict[str, tuple[str, ...]]:
-    """The settings that differ, with the values that there are."""
+    """Return the settings that differ, with their values."""
     names = dict.fromkeys(name for group in groups for name in group.settings)
     return {name: tuple(dict.fromkeys(g.settings[name] for g in groups if name in g.settings)) for name in names}
 
 
 def labels(group: Group, groups: Sequence[Group]) -> list[str]:
-    """A label for each run of a group."""
+    """Return a label for each run of a group."""
     every = [raw for each in groups for raw in each.runs]
     parts = [group.label]
     seeds, repeats = len({raw.seed for raw in every}) > 1, len({raw.repeat for raw in every}) > 1
@@ -197,17 +197,17 @@ def labels(group: Group, groups: Sequence[Group]) -> list[str]:
 
 
 def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, str]) -> list[int]:
-    """The places of the arms that may be the baseline, in the order in which they were found.
+    """Return the indices of the variants that may be the baseline, in the order in which they were found.
 
-    Several differ in the learning rate alone: no word of the user's or the sweep's says which one, and the best is.
+    Several differ in the learning rate only, where neither user nor sweep names one: the best of them is the baseline.
 
     Args:
         groups: all of them.
-        option: what the user says: settings such as "parallelism=single,lr=0.001", or a run's directory.
-        asked: what the sweep says.
+        option: what the user asks for: settings such as "parallelism=single,lr=0.001", or a run's directory.
+        asked: the baseline of the sweep.
 
     Raises:
-        ConfigError: when the user's words fit no arm, or several that differ in more.
+        ConfigError: when the option matches no variant, or several that differ in more.
     """
     if option is None:
         found = fitting(groups, asked) or [0]
@@ -218,13 +218,13 @@ def baselines(groups: Sequence[Group], option: str | None, asked: Mapping[str, s
     if len(found) != 1:
         names = "; ".join(group.label for group in groups[:8])
         raise ConfigError(
-            f"baseline={option}: fits {len(found) or 'none'} of the variants ({names}); name one of them."
+            f"baseline={option}: matches {len(found) or 'none'} of the variants ({names}); give the settings of one."
         )
     return found
 
 
 def _wanted(groups: Sequence[Group], option: str) -> tuple[list[int], bool]:
-    """The places of the arms that the user's words fit, and whether they name one learning rate."""
+    """Return the indices of the variants that the option matches, and whether it names one learning rate."""
     if Path(option).is_dir():
         at = Path(option).resolve()
         return [i for i, group in enumerate(groups) if at in [raw.directory for raw in group.runs]], True
@@ -239,22 +239,22 @@ def _names_rate(wanted: Mapping[str, str]) -> bool:
 
 
 def _family(groups: Sequence[Group], one: int, among: Iterable[int]) -> list[int]:
-    """Those of some arms that differ from one of them in the learning rate alone."""
+    """Return the variants among some that differ from one of them in the learning rate only."""
     return [i for i in among if groups[i].rest == groups[one].rest]
 
 
 def fitting(groups: Sequence[Group], wanted: Mapping[str, str]) -> list[int]:
-    """The places of the groups that have all of some settings; none where nothing is wanted."""
+    """Return the indices of the groups with all wanted settings; none where nothing is wanted."""
     return [i for i, group in enumerate(groups) if wanted and fits(group, wanted)]
 
 
 def fits(group: Group, wanted: Mapping[str, str]) -> bool:
-    """Whether a group has settings, by full or short names, with values as typed."""
+    """Return whether a group has settings, by full or short names, with values as typed."""
     return all(any(_same(value, have) for have in _values(group, name)) for name, value in wanted.items())
 
 
 def _values(group: Group, name: str) -> list[str]:
-    """What a setting, by its full name or in short, is in a group."""
+    """Return the values of a setting in a group, by its full or short name."""
     facts = group.facts
     if name in facts.choices:
         return [facts.choices[name]]
@@ -264,7 +264,7 @@ def _values(group: Group, name: str) -> list[str]:
 
 
 def _same(a: str, b: str) -> bool:
-    """Whether two values as typed are the same: 1e-3 is 0.001, True is true, and blanks and quotes do not count."""
+    """Return whether two typed values are equal: 1e-3 is 0.001, True is true; blanks and quotes are ignored."""
     one, two = ("".join(text.split()).strip("'\"") for text in (a, b))
     try:
         return one == two or float(one) == float(two)

@@ -1,1 +1,1 @@
-"""How a comparison is shown."""
+"""Show a comparison in the terminal, as Markdown and as an HTML page."""

@@ -1,18 +1,19 @@
-"""Charts of bars: throughput and memory of each arm; rows of a table, so that labels wrap and many arms scroll."""
+"""Bar charts of throughput and memory: rows of a table, so that labels wrap and many variants scroll."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
 
+from titan.console.numbers import rounded
 from titan.report.findings import Comparison
 from titan.report.render.charts import Chart, marks
-from titan.report.render.table_data import few, memory, step_ms
+from titan.report.render.table_data import memory, step_ms
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: of which arm, how long, and what is written beside it."""
+    """One bar: index of its variant, length, and the text beside it."""
 
     index: int
     value: float
@@ -22,32 +23,34 @@ class Bar:
 
 
 def throughput(comparison: Comparison) -> Chart | None:
-    """Bars of tokens a second a device, with whiskers from p10 to p90 of the steps."""
+    """Return bars of tokens/s per device, with whiskers from p10 to p90 of the steps."""
     bars = []
-    for i, arm in enumerate(comparison.arms):
-        times = step_ms(arm)
-        if arm.speed is not None and times is not None:
-            value, (middle, fast, slow) = arm.speed.estimate, times
-            ratio = "" if arm.speed_ratio is None or arm.baseline else f"{arm.speed_ratio.estimate:.2f} of baseline"
+    for i, variant in enumerate(comparison.variants):
+        times = step_ms(variant)
+        if variant.speed is not None and times is not None:
+            value, (middle, fast, slow) = variant.speed.estimate, times
+            ratio = (
+                ""
+                if variant.speed_ratio is None or variant.baseline
+                else f"{variant.speed_ratio.estimate:.2f} of baseline"
+            )
             whisker = (value * middle / slow, value * middle / fast)
-            bars.append(Bar(i, value, few(value), ratio, whisker))
-    doubts = dict.fromkeys(arm.speed_doubt for arm in comparison.arms if arm.speed_doubt)
-    caption = "Tokens a second a device at the median step; the line spans the middle 80% of the steps."
-    caption += f" Speeds are not judged: {'; '.join(doubts)}." if doubts else ""
+            bars.append(Bar(i, value, rounded(value), ratio, whisker))
+    doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
+    caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
+    caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""
     return _bars(comparison, bars, "Throughput", caption)
 
 
 def memory_bars(comparison: Comparison) -> Chart | None:
-    """Bars of the most memory that rank 0 held."""
-    most = [(i, memory(arm)) for i, arm in enumerate(comparison.arms)]
+    """Return bars of the peak memory of rank 0."""
+    most = [(i, memory(variant)) for i, variant in enumerate(comparison.variants)]
     bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
-    return _bars(
-        comparison, bars, "Memory", "The most that rank 0 held in any run of the variant, in GiB.", rising=True
-    )
+    return _bars(comparison, bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
 
 
 def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
-    """A table of bars, the best first: labels wrap, and many arms scroll."""
+    """Return a table of bars, the best first: labels wrap, and many variants scroll."""
     if not bars:
         return None
     bars.sort(key=lambda bar: bar.value if rising else -bar.value)
@@ -57,7 +60,7 @@ def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, ris
 
 
 def _bar(comparison: Comparison, bar: Bar, most: float) -> str:
-    label = escape(comparison.arms[bar.index].label)
+    label = escape(comparison.variants[bar.index].label)
     more = f" <small>{escape(bar.more)}</small>" if bar.more else ""
     shape = f'<rect x="0" y="2" width="{100 * bar.value / most:.2f}" height="12"/>'
     if bar.whisker:

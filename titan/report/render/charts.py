@@ -1,4 +1,4 @@
-"""What all charts of a comparison share: their frame in words, and the colour that an arm has in each of them."""
+"""What all charts share: heading and caption, and the colour of each variant."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import zip_longest
 
 import numpy as np
 
-from titan.report.findings import Arm, Comparison, Interval
+from titan.report.findings import Comparison, Interval, Variant
 
 COLOURS = 6
-"""Arms in a colour of their own beside the baseline: as many as the colour-blind tell apart."""
+"""Coloured variants beside the baseline: as many as colour-blind readers can distinguish."""
 WIDTH, HEIGHT = 880.0, 400.0
-"""Of a chart over the whole page, in its own units."""
+"""Of a chart as wide as the page, in SVG units."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture with its heading and what has to be known to read it; `html` is safe to be put into a page."""
+    """A chart with its heading and caption; `html` is escaped."""
 
     title: str
     caption: str
@@ -27,17 +27,22 @@ class Chart:
 
 
 def coloured(comparison: Comparison) -> list[int]:
-    """Indices of the arms that have a colour: the baseline, then in turn the fastest of its science, and the best by
-    loss of other science."""
-    arms = comparison.arms
-    fast = sorted((i for i in _others(arms) if arms[i].same_science), key=lambda i: -_of(arms[i].speed, -np.inf))
-    good = sorted((i for i in _others(arms) if not arms[i].same_science), key=lambda i: _of(arms[i].validation, np.inf))
+    """Return the indices of the coloured variants: the baseline, then in turn the fastest with its hyperparameters and
+    the one with the lowest loss with other hyperparameters."""
+    variants = comparison.variants
+    fast = sorted(
+        (i for i in _others(variants) if variants[i].same_science), key=lambda i: -_of(variants[i].speed, -np.inf)
+    )
+    good = sorted(
+        (i for i in _others(variants) if not variants[i].same_science),
+        key=lambda i: _of(variants[i].validation, np.inf),
+    )
     turns = [i for pair in zip_longest(fast, good) for i in pair if i is not None][:COLOURS]
-    return [i for i, arm in enumerate(arms) if arm.baseline][:1] + sorted(turns)
+    return [i for i, variant in enumerate(variants) if variant.baseline][:1] + sorted(turns)
 
 
-def _others(arms: Sequence[Arm]) -> list[int]:
-    return [i for i, arm in enumerate(arms) if not arm.baseline]
+def _others(variants: Sequence[Variant]) -> list[int]:
+    return [i for i, variant in enumerate(variants) if not variant.baseline]
 
 
 def _of(interval: Interval | None, otherwise: float) -> float:
@@ -45,7 +50,7 @@ def _of(interval: Interval | None, otherwise: float) -> float:
 
 
 def marks(comparison: Comparison, index: int) -> str:
-    """Attributes that give an element the arm's colour and let it be found when another one is pointed at."""
+    """Return the attributes that give an element its variant's colour and highlight it with the variant."""
     chosen = coloured(comparison)
     colour = f"c{chosen.index(index)}" if index in chosen else "rest"
-    return f'class="{colour}" data-arm="{index}"'
+    return f'class="{colour}" data-variant="{index}"'

@@ -1,4 +1,4 @@
-"""Charts over tokens: training loss, validation, and how far runs of one science are from the baseline."""
+"""Charts over tokens: training loss, validation loss, and the difference to the baseline."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from titan.console.numbers import short
+from titan.console.numbers import power, short, tick
 from titan.metrics.plot import SHARE
 from titan.report.findings import Comparison, Numbers, RunFound
 from titan.report.render import svg
@@ -16,13 +16,13 @@ from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
 from titan.report.render.svg import Frame, Label, Scale
 
 POINTS = 400
-"""The most points that a curve is drawn with."""
+"""The most points of a curve."""
 POINTS_IN_ALL = 40_000
-"""Of one chart: with very many runs each curve gets fewer."""
+"""The most points of a chart: with very many runs each curve gets fewer."""
 WINDOWS = 100
-"""Of a curve of differences, which are noisy: each point is the median of a window of steps."""
+"""Points of a curve of differences, which are noisy: each is the median over a window of steps."""
 FLOOR = 1e-9
-"""The smallest difference of losses that is drawn: below it there are hardly digits left."""
+"""The smallest difference of losses that is drawn: smaller ones are near the precision of fp32."""
 
 Points = tuple[Numbers, Numbers]
 """Tokens and values, [points] each."""
@@ -30,55 +30,55 @@ Points = tuple[Numbers, Numbers]
 
 @dataclass(frozen=True)
 class Line:
-    """A run's curve: of which arm, what is shown where it is pointed at, and its points."""
+    """A run's curve: index of its variant, its tooltip, and its points."""
 
-    arm: int
+    variant: int
     title: str
     points: Points
 
 
 def training(comparison: Comparison) -> Chart | None:
-    """Training loss over tokens, smoothed."""
+    """Return the chart of training loss over tokens, smoothed."""
     most = _points(comparison)
     lines = [Line(i, run.label, thinned(run.curves.tokens, run.curves.losses, most)) for i, run in _runs(comparison)]
     caption = f"Mean over {SHARE:.0%} of the run around each point. "
-    return _losses(comparison, lines, "Training loss", "loss, nats a token", caption, "training")
+    return _losses(comparison, lines, "Training loss", "loss, nats per token", caption, "training")
 
 
 def validation(comparison: Comparison) -> Chart | None:
-    """Validation loss over tokens; in bits a byte where the comparison is made in those."""
-    bits = any(quality.measure == "bits a byte" for arm in comparison.arms for quality in arm.quality)
+    """Return the chart of validation loss over tokens; in bits per byte where variants are compared in those."""
+    bits = any(quality.measure == "bits per byte" for variant in comparison.variants for quality in variant.quality)
     lines = []
     for i, run in _runs(comparison):
         values = run.curves.bits_per_byte if bits else run.curves.validation
         points = thinned(run.curves.validation_tokens, values, _points(comparison), share=0)
         lines.append(Line(i, run.label, points))
-    name, unit = ("Validation, bits a byte", "bits a byte") if bits else ("Validation loss", "loss, nats a token")
+    name, unit = ("Validation, bits per byte", "bits per byte") if bits else ("Validation loss", "loss, nats per token")
     once = "A dash is a run's only validation. " if any(line.points[0].size == 1 for line in lines) else ""
-    return _losses(comparison, lines, name, unit, f"On the fixed rows that no run trains on. {once}", "validation")
+    return _losses(comparison, lines, name, unit, f"Loss on the validation set. {once}", "validation")
 
 
 def differences(comparison: Comparison) -> Chart | None:
-    """Size of the difference in training loss to the baseline's run of the same seed, for arms of its science."""
-    base = next((arm for arm in comparison.arms if arm.baseline), None)
+    """Return the chart of differences in training loss to the baseline's runs, for its hyperparameters."""
+    base = next((variant for variant in comparison.variants if variant.baseline), None)
     pairs = [
-        (i, run, twin)
+        (i, run, other)
         for i, run in _runs(comparison)
-        for twin in (base.runs if base else ())
-        if comparison.arms[i].same_science and not comparison.arms[i].baseline
-        if (twin.seed, twin.repeat) == (run.seed, run.repeat)
+        for other in (base.runs if base else ())
+        if comparison.variants[i].same_science and not comparison.variants[i].baseline
+        if (other.seed, other.repeat) == (run.seed, run.repeat)
     ]
     if base is None or not pairs:
         return None
     points = min(WINDOWS, _points(comparison))
-    lines = [Line(i, run.label, _positive(gap(run, twin, points))) for i, run, twin in pairs]
-    apart = {i for i, run, twin in pairs if not _equal(run, twin)}
-    equal = list(dict.fromkeys(comparison.arms[i].label for i, *_ in pairs if i not in apart))
+    lines = [Line(i, run.label, _positive(gap(run, other, points))) for i, run, other in pairs]
+    apart = {i for i, run, other in pairs if not _equal(run, other)}
+    equal = list(dict.fromkeys(comparison.variants[i].label for i, *_ in pairs if i not in apart))
     return _differences(comparison, lines, equal, _between_seeds(base.runs))
 
 
 def _common(run: RunFound, base: RunFound) -> Points:
-    """Tokens and the size of the difference of losses, at the steps that both did with a finite loss; [steps] each."""
+    """Return tokens and absolute differences of losses at steps where both are finite; [steps] each."""
     _, mine, theirs = np.intersect1d(run.curves.steps, base.curves.steps, return_indices=True)
     sizes = np.abs(run.curves.losses[mine] - base.curves.losses[theirs])
     kept = np.isfinite(sizes)
@@ -86,19 +86,19 @@ def _common(run: RunFound, base: RunFound) -> Points:
 
 
 def _equal(run: RunFound, base: RunFound) -> bool:
-    """Whether all losses that both have are the same ones."""
+    """Return whether all common losses are equal."""
     sizes = _common(run, base)[1]
     return bool(sizes.size) and not sizes.any()
 
 
 def _between_seeds(runs: Sequence[RunFound]) -> float | None:
-    """How far two seeds are apart, in the median over their steps and pairs of neighbours."""
+    """Return the median difference of two seeds over steps and pairs of neighbouring seeds."""
     sizes = [gap(one, other, WINDOWS)[1] for one, other in pairwise(runs) if one.seed != other.seed]
     return float(np.median(np.concatenate(sizes))) if any(size.size for size in sizes) else None
 
 
 def gap(run: RunFound, base: RunFound, points: int) -> Points:
-    """Tokens and the median size of the difference of losses, in windows of steps that both did; [points] each."""
+    """Return tokens and median differences of losses over windows of common steps; [points] each."""
     tokens, sizes = _common(run, base)
     windows = [w for w in np.array_split(np.arange(sizes.size), min(points, max(1, sizes.size))) if w.size]
     return (
@@ -108,7 +108,7 @@ def gap(run: RunFound, base: RunFound, points: int) -> Points:
 
 
 def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) -> Points:
-    """At most `points` of a curve, each the mean over `share` of it, centred; what is not finite is left out.
+    """Return at most `points` of a curve, each a centred mean over `share` of it, without values that are not finite.
 
     Args:
         x, y: [steps] each.
@@ -129,10 +129,9 @@ def thinned(x: Numbers, y: Numbers, points: int = POINTS, share: float = SHARE) 
 
 
 def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
-    """Lowest and highest loss to be shown, and whether the beginning's are cut off.
+    """Return the lowest and highest loss shown, and whether the beginning is cut off.
 
-    The fall of the first tenth may take up all the room, while what there is to tell apart comes after it: then it is
-    cut off.
+    The fall of the first tenth may need most of the range, while the variants differ after it: it is cut off then.
     """
     end = max(float(x[-1]) for x, _ in curves)
     later = [y[x >= 0.1 * end] if (x >= 0.1 * end).any() else y for x, y in curves]
@@ -146,7 +145,7 @@ def loss_range(curves: Sequence[Points]) -> tuple[float, float, bool]:
 
 
 def _runs(comparison: Comparison) -> list[tuple[int, RunFound]]:
-    return [(i, run) for i, arm in enumerate(comparison.arms) for run in arm.runs]
+    return [(i, run) for i, variant in enumerate(comparison.variants) for run in variant.runs]
 
 
 def _points(comparison: Comparison) -> int:
@@ -161,70 +160,69 @@ def _losses(
         return None
     low, high, cut = loss_range([line.points for line in lines])
     frame = Frame(_tokens(lines), Scale(low, high, 340, 40), WIDTH, HEIGHT)
-    body = frame.axes("tokens", unit, short, svg.tick) + _drawn(comparison, frame, lines, name)
-    told = caption + _told(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
-    return Chart(title, told, svg.picture(frame, title, body))
+    body = frame.axes("tokens", unit, short, tick) + _drawn(comparison, frame, lines, name)
+    legend = caption + _legend(comparison) + ("Higher losses at the beginning are cut off. " if cut else "")
+    return Chart(title, legend, svg.picture(frame, title, body))
 
 
 def _tokens(lines: Sequence[Line]) -> Scale:
-    """From nothing to the most tokens, with room for labels beside it."""
+    """Return a scale from 0 to the most tokens, with room for labels beside it."""
     return Scale(0, max(float(line.points[0][-1]) for line in lines) or 1.0, 60, WIDTH - 210)
 
 
 def _drawn(comparison: Comparison, frame: Frame, lines: Sequence[Line], name: str) -> str:
-    """The lines, grey ones below, and the labels at their ends."""
+    """Return the lines, grey ones below, and the labels at their ends."""
     above = coloured(comparison)[::-1]
-    order = sorted(lines, key=lambda line: above.index(line.arm) if line.arm in above else -1)
-    body = "".join(svg.line(frame, *line.points, marks(comparison, line.arm), line.title) for line in order)
+    order = sorted(lines, key=lambda line: above.index(line.variant) if line.variant in above else -1)
+    body = "".join(svg.line(frame, *line.points, marks(comparison, line.variant), line.title) for line in order)
     wanted = []
     for i in above:
-        ends = [_end(frame, line) for line in lines if line.arm == i]
-        wanted += [Label(float(np.mean(ends)), comparison.arms[i].label, marks(comparison, i))] if ends else []
+        ends = [_end(frame, line) for line in lines if line.variant == i]
+        wanted += [Label(float(np.mean(ends)), comparison.variants[i].label, marks(comparison, i))] if ends else []
     return svg.clip(frame, name, f'<g class="{_dress(comparison)}">{body}</g>') + svg.labels(frame, wanted)
 
 
 def _end(frame: Frame, line: Line) -> float:
-    """Where a line ends, or where it leaves the frame."""
+    """Return where a line ends or leaves the frame."""
     return frame.y.at(min(max(float(line.points[1][-1]), frame.y.low), frame.y.high))
 
 
 def _dress(comparison: Comparison) -> str:
-    """Thin lines where an arm has several; a dashed baseline where another may lie beneath it."""
-    thin = "thin" if len(_runs(comparison)) > len(comparison.arms) else "thick"
-    return f"{thin} against" if len(comparison.arms) > 1 else thin
+    """Return classes: thin lines where a variant has several; a dashed baseline, which may cover another line."""
+    thin = "thin" if len(_runs(comparison)) > len(comparison.variants) else "thick"
+    return f"{thin} against" if len(comparison.variants) > 1 else thin
 
 
-def _told(comparison: Comparison) -> str:
-    rest = len(comparison.arms) - len(coloured(comparison))
-    told = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
+def _legend(comparison: Comparison) -> str:
+    rest = len(comparison.variants) - len(coloured(comparison))
+    legend = "Seeds of a variant share its colour. " if "thin" in _dress(comparison) else ""
     if rest > 0:
-        told += (
-            f"In colour: the baseline, the fastest with its hyperparameters, the best of others. In grey: {rest} more. "
-        )
-    return told
+        legend += "In colour: the baseline, the fastest with the same hyperparameters, the best with others. "
+        legend += f"In grey: {rest} more. "
+    return legend
 
 
 def _differences(
     comparison: Comparison, lines: Sequence[Line], equal: Sequence[str], noise: float | None
 ) -> Chart | None:
     caption = (
-        "Size of the difference in training loss to the baseline's run of the same seed: the median of a window of "
-        "steps. Between layouts it begins with rounding, and grows. "
+        "Absolute difference in training loss to the baseline's run of the same seed: the median over windows of "
+        "steps. Between layouts it starts at rounding error and grows. "
     )
-    caption += f"Equal at every step, so not drawn: {' | '.join(equal)}. " if equal else ""
+    caption += f"Equal at every step and not drawn: {' | '.join(equal)}. " if equal else ""
     name, lines = "Difference to the baseline", [line for line in lines if line.points[0].size]
     if not lines:
         return Chart(name, caption, "") if equal else None
     levels = {"margin": comparison.margin, "another seed of the baseline": noise or 0.0}
-    levels = {told: level for told, level in levels.items() if level > 0}
+    levels = {name: level for name, level in levels.items() if level > 0}
     frame = _difference_frame(lines, list(levels.values()))
-    body = frame.axes("tokens", "difference, nats", short, _power)
+    body = frame.axes("tokens", "difference, nats", short, power)
     body += _drawn(comparison, frame, lines, "differences") + _levels(frame, levels)
-    return Chart(name, caption + _told(comparison), svg.picture(frame, name, body))
+    return Chart(name, caption + _legend(comparison), svg.picture(frame, name, body))
 
 
 def _positive(points: Points) -> Points:
-    """Without windows in which there is no difference: a logarithm has no zero."""
+    """Return the points without zero differences, which have no logarithm."""
     kept = points[1] > FLOOR
     return points[0][kept], points[1][kept]
 
@@ -236,7 +234,7 @@ def _difference_frame(lines: Sequence[Line], levels: Sequence[float]) -> Frame:
 
 
 def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
-    """Dashed lines across, with the highest one's name above it and the others' names below theirs."""
+    """Return dashed horizontal lines; the name of the highest is above it, the others below."""
     out = ""
     for name, level in levels.items():
         at = frame.y.at(level)
@@ -244,7 +242,3 @@ def _levels(frame: Frame, levels: Mapping[str, float]) -> str:
         shift = -5 if level == max(levels.values()) else svg.LINE
         out += svg.text(frame.x.start + 6, at + shift, f"{name}: {level:.2g}", kind="halo")
     return out
-
-
-def _power(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-")

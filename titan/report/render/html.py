@@ -1,29 +1,35 @@
-"""A comparison as one HTML file that needs nothing else: styles, charts and its few lines of script are inside.
+"""A comparison as one HTML file that loads nothing: styles, charts and a few lines of script are inside.
 
-It begins with the question and the answers in words; then the table, the charts, what failed and why, and the notes.
+`page.html.jinja` lays the page out: the question and the answers in words, the table, the charts, failures, notes,
+settings and runs. This module fills it. The template escapes all text; the charts are SVG that escapes its own.
 """
 
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
+from jinja2 import Environment, StrictUndefined, Template
+from markupsafe import Markup
+
+from titan.console.numbers import fixed, rounded
 from titan.report import ranking
-from titan.report.findings import Arm, Comparison, RunFound
+from titan.report.findings import Comparison, RunFound
 from titan.report.render.bars import memory_bars, throughput
 from titan.report.render.charts import Chart, marks
 from titan.report.render.curves import differences, training, validation
 from titan.report.render.markdown import by_source
 from titan.report.render.pareto import pareto
 from titan.report.render.sentences import answers, lead, missing, notes, question
-from titan.report.render.table_data import Cell, Column, answer, columns, few, number
+from titan.report.render.table_data import Cell, Column, answer, columns
 from titan.report.render.varied import settings
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""The page may load nothing from anywhere."""
+"""The page may load nothing."""
 MANY = 12
-"""Answers beyond so many scroll in a box of their own."""
+"""More answers than these scroll in a box."""
 CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
     settings,
     training,
@@ -33,165 +39,94 @@ CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
     memory_bars,
     pareto,
 )
-"""In their order on the page; each gives None where there is nothing to draw."""
+"""In the order of the page; each returns None where there is nothing to draw."""
+RUN_HEAD = ("run", "directory", "state", "steps", "seed", "devices", "loss", "validation", "step ms", "by attempt",
+            "device-hours", "goodput", "attempts", "science", "execution", "code")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Item:
+    """The answer for a variant: attributes of its element, its label, the answer, and the sentences."""
+
+    marks: Markup
+    label: str
+    cell: Cell
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant's row of the table: attributes of its element, its label, and each column with its cell."""
+
+    marks: Markup
+    label: str
+    cells: list[tuple[Column, Cell]]
 
 
 def page(comparison: Comparison, made: str = "") -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        comparison: what was found.
-        made: when, to be told at the end.
+        comparison: the results.
+        made: date and command, for the last line.
     """
-    title = escape(comparison.title)
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}">
-<title>{title}</title>
-<style>
-{_file("page.css")}</style>
-</head>
-<body>
-<main>
-<h1>{title}</h1>
-{_body(comparison)}
-<p class="faint">{escape(made)}</p>
-</main>
-<script>
-{_file("page.js")}</script>
-</body>
-</html>
-"""
+    return _template().render(
+        policy=Markup(POLICY),
+        css=Markup(_file("page.css")),
+        script=Markup(_file("page.js")),
+        title=comparison.title,
+        question=question(comparison),
+        lead=" ".join(lead(comparison)),
+        many=MANY,
+        answers=_answers(comparison),
+        columns=columns(comparison),
+        results=_results(comparison),
+        sources=by_source(comparison),
+        charts=[chart for chart in (make(comparison) for make in CHARTS) if chart is not None],
+        missing=missing(comparison),
+        failures=[[failed.label, failed.reason, failed.state, failed.directory] for failed in comparison.failed],
+        notes=notes(comparison),
+        settings=_settings(comparison),
+        run_head=RUN_HEAD,
+        runs=[_run(run) for variant in comparison.variants for run in variant.runs],
+        made=made,
+    )
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(_file("page.html.jinja"))
 
 
 def _file(name: str) -> str:
     return importlib.resources.files("titan.report.render").joinpath(name).read_text(encoding="utf-8")
 
 
-def _body(comparison: Comparison) -> str:
-    parts = [
-        f'<p class="question">{escape(question(comparison))}</p>',
-        f'<p class="lead">{escape(" ".join(lead(comparison)))}</p>',
-        _answers(comparison),
-        _section("Figures", _figures(comparison)),
-        _section("By source", _sources(comparison)),
-        _section("Charts", _charts(comparison)),
-        _section(missing(comparison), _failures(comparison)),
-        _section("Notes", "".join(f"<li>{escape(note)}</li>" for note in notes(comparison)), "ul"),
-        _section("Settings", _settings(comparison)),
-        _section("Runs", _runs(comparison)),
+def _answers(comparison: Comparison) -> list[Item]:
+    indices = {id(variant): i for i, variant in enumerate(comparison.variants)}
+    return [
+        Item(Markup(marks(comparison, indices[id(variant)])), variant.label, answer(variant), " ".join(sentences))
+        for variant, sentences in answers(comparison)
     ]
-    return "\n".join(part for part in parts if part)
 
 
-def _section(name: str, body: str, tag: str = "div") -> str:
-    return f"<h2>{name}</h2>\n<{tag}>{body}</{tag}>" if body else ""
+def _results(comparison: Comparison) -> list[Row]:
+    shown = columns(comparison)
+    return [
+        Row(Markup(marks(comparison, i)), comparison.variants[i].label, [(column, column.cells[i]) for column in shown])
+        for i in ranking.order(comparison.variants)
+    ]
 
 
-def _answers(comparison: Comparison) -> str:
-    told = answers(comparison)
-    if not told:
-        return ""
-    indices = {id(arm): i for i, arm in enumerate(comparison.arms)}
-    items = "".join(_answer(comparison, arm, indices[id(arm)], said) for arm, said in told)
-    return f'<h2>Answers</h2>\n<ul class="answers{" many" * (len(told) > MANY)}">{items}</ul>'
-
-
-def _answer(comparison: Comparison, arm: Arm, index: int, said: Sequence[str]) -> str:
-    name, cell = f'<span class="key"></span><strong>{escape(arm.label)}</strong>', answer(arm)
-    detail = f" ({escape(cell.detail)})" if cell.detail else ""
-    return f"<li {marks(comparison, index)}>{name} {_pill(cell)}{detail} {escape(' '.join(said))}</li>"
-
-
-def _pill(cell: Cell) -> str:
-    return f'<span class="pill {cell.mood}">{escape(cell.main)}</span>'
-
-
-def _figures(comparison: Comparison) -> str:
-    if not comparison.arms:
-        return ""
-    told = columns(comparison)
-    head = "<th>variant</th>" + "".join(_heading(column) for column in told)
-    rows = "".join(_figure_row(comparison, i, told) for i in ranking.order(comparison.arms))
-    return _scroll(head, rows)
-
-
-def _scroll(head: str, rows: str) -> str:
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def _heading(column: Column) -> str:
-    unit = f"<small>{escape(column.unit)}</small>" if column.unit else ""
-    return f'<th title="{escape(column.meaning)}">{escape(column.name)}{unit}</th>'
-
-
-def _figure_row(comparison: Comparison, index: int, told: Sequence[Column]) -> str:
-    label = escape(comparison.arms[index].label)
-    cells = "".join(_cell(column, column.cells[index]) for column in told)
-    return f'<tr {marks(comparison, index)}><th scope="row"><span class="key"></span>{label}</th>{cells}</tr>'
-
-
-def _cell(column: Column, cell: Cell) -> str:
-    main = _pill(cell) if column.name == "answer" else escape(cell.main)
-    detail = f"<small>{escape(cell.detail)}</small>" if cell.detail else ""
-    return f"<td>{main}{detail}</td>"
-
-
-def _sources(comparison: Comparison) -> str:
-    head, rows = by_source(comparison)
-    return _plain_table(head, rows, words=2) if rows else ""
-
-
-def _plain_table(head: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> str:
-    """A table of texts, the first `words` columns of which are words and wrap."""
-    named = "".join(
-        f'<th class="{"words" if i < words else "figure"}">{escape(name)}</th>' for i, name in enumerate(head)
-    )
-    body = "".join(f"<tr>{''.join(_text_cell(text, i < words) for i, text in enumerate(row))}</tr>" for row in rows)
-    return _scroll(named, body)
-
-
-def _text_cell(text: str, words: bool) -> str:
-    return f'<td class="words">{escape(text)}</td>' if words else f"<td>{escape(text)}</td>"
-
-
-def _charts(comparison: Comparison) -> str:
-    made = [chart for chart in (make(comparison) for make in CHARTS) if chart is not None]
-    return f'<div class="charts">{"".join(map(_chart, made))}</div>' if made else ""
-
-
-def _chart(chart: Chart) -> str:
-    caption = f"<figcaption><h3>{escape(chart.title)}</h3><p>{escape(chart.caption)}</p></figcaption>"
-    wide = ' class="wide"' if chart.wide else ""
-    return f'<figure{wide}>{caption}<div class="plot">{chart.html}</div></figure>\n'
-
-
-def _failures(comparison: Comparison) -> str:
-    rows = [[failed.label, failed.reason, failed.state, failed.directory] for failed in comparison.failed]
-    return _plain_table(["run", "reason", "state", "directory"], rows, words=4) if rows else ""
-
-
-def _settings(comparison: Comparison) -> str:
+def _settings(comparison: Comparison) -> list[tuple[str, str]]:
     pairs = [(name, f"differs: {', '.join(values)}") for name, values in comparison.differs.items()]
     pairs += comparison.common.items()
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
-    margin = f"<dt>margin</dt><dd>{comparison.margin:g} nats: losses this close count as the same</dd>"
-    return f"<dl>{items}{margin}</dl>" if comparison.arms or items else ""
-
-
-def _runs(comparison: Comparison) -> str:
-    rows = [_run(run) for arm in comparison.arms for run in arm.runs]
-    head = ["run", "directory", "state", "steps", "seed", "devices", "loss", "validation", "step ms", "by attempt",
-            "device-hours", "goodput", "attempts", "science", "execution", "code"]  # fmt: skip
-    named = f"{len(rows)} run{'s' * (len(rows) > 1)}"
-    return f"<details><summary>{named}</summary>{_plain_table(head, rows, words=3)}</details>" if rows else ""
+    return [*pairs, ("equivalence margin", f"{comparison.margin:g} nats")] if comparison.variants or pairs else []
 
 
 def _run(run: RunFound) -> list[str]:
-    times = [few(1e3 * speed.step_seconds.median) for speed in run.speed_by_attempt]
+    times = [rounded(1e3 * speed.step_seconds.median) for speed in run.speed_by_attempt]
     return [
         run.label,
         run.directory,
@@ -199,11 +134,11 @@ def _run(run: RunFound) -> list[str]:
         f"{run.step:,} of {run.steps:,}",
         str(run.seed),
         f"{run.devices} {run.hardware}".strip(),
-        "" if run.loss is None else number(run.loss),
-        "" if run.validation is None else number(run.validation),
-        "" if run.speed is None else few(1e3 * run.speed.step_seconds.median),
+        "" if run.loss is None else fixed(run.loss),
+        "" if run.validation is None else fixed(run.validation),
+        "" if run.speed is None else rounded(1e3 * run.speed.step_seconds.median),
         ", ".join(times) if len(times) > 1 else "",
-        few(run.cost.device_hours),
+        rounded(run.cost.device_hours),
         "" if run.cost.goodput is None else f"{run.cost.goodput:.1%}",
         str(run.cost.attempts),
         run.science_id,

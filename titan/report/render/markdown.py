@@ -1,4 +1,4 @@
-"""A comparison as Markdown, for issues and pull requests: the answers, the table, failures and notes; no charts."""
+"""A comparison as Markdown, for issues and pull requests: answers, table, failures and notes, without charts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from titan.report import ranking
 from titan.report.findings import Comparison
 from titan.report.render.sentences import answers, lead, missing, notes, question
-from titan.report.render.table_data import between, columns, number
+from titan.report.render.table_data import between, columns
 
 
 def text(comparison: Comparison) -> str:
-    """The whole comparison."""
+    """Return the whole comparison."""
     parts = [
         [f"# {_plain(comparison.title)}", "", _plain(question(comparison)), "", _plain(" ".join(lead(comparison)))],
         _section(
-            "Answers", [f"- **{_plain(arm.label)}**: {_plain(' '.join(said))}" for arm, said in answers(comparison)]
+            "Answers",
+            [f"- **{_plain(variant.label)}**: {_plain(' '.join(parts))}" for variant, parts in answers(comparison)],
         ),
-        _section("Figures", _figures(comparison)),
+        _section("Results", _figures(comparison)),
         _section("By source", _sources(comparison)),
         _section(missing(comparison), _failures(comparison)),
         _section("Notes", [f"- {_plain(note)}" for note in notes(comparison)]),
@@ -31,23 +32,25 @@ def _section(name: str, lines: Sequence[str]) -> list[str]:
 
 
 def _figures(comparison: Comparison) -> list[str]:
-    told = columns(comparison)
-    if not comparison.arms:
+    shown = columns(comparison)
+    if not comparison.variants:
         return []
-    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in told)]
-    order = ranking.order(comparison.arms)
-    rows = [[comparison.arms[i].label, *(column.cells[i].line() for column in told)] for i in order]
-    return _table(head, rows, figures=len(told))
+    head = ["variant", *(f"{column.name} {column.unit}".strip() for column in shown)]
+    order = ranking.order(comparison.variants)
+    rows = [[comparison.variants[i].label, *(column.cells[i].line() for column in shown)] for i in order]
+    return _table(head, rows, figures=len(shown))
 
 
 def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Arm minus baseline for each source of a mixture, as heading and rows of texts; no rows where there are none."""
-    found = [(arm.label, quality) for arm in comparison.arms for quality in arm.quality if quality.by_source]
+    """Return heading and rows of the differences for each source of a mixture; no rows where there are none."""
+    found = [
+        (variant.label, quality) for variant in comparison.variants for quality in variant.quality if quality.by_source
+    ]
     sources = sorted({source for _, quality in found for source in quality.by_source})
     rows = []
     for label, quality in found:
         there = [quality.by_source.get(source) for source in sources]
-        shown = ["" if i is None else f"{i.estimate:+.4f} {between(i, number)}".strip() for i in there]
+        shown = ["" if i is None else f"{i.estimate:+.4f} {between(i)}".strip() for i in there]
         rows.append([label, f"{quality.measure} at {quality.at}", *shown])
     return ["variant", "difference in", *sources], rows
 
@@ -70,7 +73,7 @@ def _settings(comparison: Comparison) -> list[str]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], figures: int) -> list[str]:
-    """The rows, the last `figures` columns to the right."""
+    """Return a table; the last `figures` columns are aligned right."""
     return [*_rule(head, figures), *(f"| {' | '.join(map(_plain, row))} |" for row in rows)]
 
 
@@ -80,7 +83,7 @@ def _rule(head: Sequence[str], figures: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """The text without line breaks, and with those signs marked that Markdown or HTML would take for their own."""
+    """Return the text in one line, with the special characters of Markdown and HTML escaped."""
     marked = "".join(f"\\{sign}" if sign in "\\`*_|#" else sign for sign in " ".join(text.split()))
     marked = marked.replace("](", "]\\(")  # a link; brackets alone are none
     return marked.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

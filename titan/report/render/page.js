@@ -1,10 +1,10 @@
-// Pointing at an arm anywhere shows it everywhere; without this the page only does not do that.
+// Pointing at a variant highlights it everywhere on the page.
 (() => {
   const root = document.querySelector("main");
   const show = (event) => {
-    const arm = event.target.closest("[data-arm]")?.dataset.arm;
-    root.classList.toggle("seek", arm !== undefined);
-    root.querySelectorAll("[data-arm]").forEach((it) => it.classList.toggle("on", it.dataset.arm === arm));
+    const variant = event.target.closest("[data-variant]")?.dataset.variant;
+    root.classList.toggle("seek", variant !== undefined);
+    root.querySelectorAll("[data-variant]").forEach((it) => it.classList.toggle("on", it.dataset.variant === variant));
   };
   root.addEventListener("mouseover", show);
   root.addEventListener("mouseleave", show);

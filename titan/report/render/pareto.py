@@ -1,4 +1,4 @@
-"""The chart of speed against memory, with the front of arms that none beats in both (Pareto)."""
+"""The chart of speed against memory, with the Pareto front: the variants that no other beats in both."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from titan.console.numbers import rounded, tick
 from titan.report.findings import Comparison
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, coloured, marks
 from titan.report.render.svg import Frame, Scale
-from titan.report.render.table_data import answer, few, memory
+from titan.report.render.table_data import answer, memory
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 LABELS = 12
-"""Up to so many arms have a label each."""
+"""Up to this number, all variants have a label."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """An arm in the picture of speed and memory; `out` keeps it off the front."""
+    """A variant in the chart; `out` excludes it from the front."""
 
     index: int
     x: float
@@ -29,11 +30,11 @@ class Spot:
 
 
 def pareto(comparison: Comparison) -> Chart | None:
-    """Speed against memory, with the front of arms that no other one beats in both."""
+    """Return the chart of speed against memory with its Pareto front."""
     spots = [
-        Spot(i, arm.speed.estimate, most, answer(arm).main == "not the same")
-        for i, arm in enumerate(comparison.arms)
-        if arm.speed is not None and (most := memory(arm)) is not None
+        Spot(i, variant.speed.estimate, most, answer(variant).main == "not the same")
+        for i, variant in enumerate(comparison.variants)
+        if variant.speed is not None and (most := memory(variant)) is not None
     ]
     if len(spots) < 2:
         return None
@@ -41,19 +42,17 @@ def pareto(comparison: Comparison) -> Chart | None:
         _wider([spot.x for spot in spots], 78, WIDTH - 30), _wider([spot.y for spot in spots], 340, 40), WIDTH, HEIGHT
     )
     best = front(spots)
-    axes = frame.axes(
-        "tokens a second a device: further right is faster", "memory, GiB: lower is less", svg.tick, svg.tick
-    )
+    axes = frame.axes("tokens/s per device (right is faster)", "peak memory, GiB", tick, tick)
     body = axes + _front(frame, best) + "".join(_spot(comparison, frame, spot) for spot in _beneath(comparison, spots))
     named = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured(comparison))]
     body += _names(comparison, frame, spots, list(dict.fromkeys(named)))
-    outside = " Hollow: does not learn the same, so it is not on the front." if any(s.out for s in spots) else ""
+    outside = " Hollow: does not learn the same, so it is not on the Pareto front." if any(s.out for s in spots) else ""
     caption = f"The line joins the variants that no other beats in both speed and memory.{outside}"
     return Chart("Speed and memory", caption, svg.picture(frame, "Speed and memory", body))
 
 
 def front(spots: Iterable[Spot]) -> list[Spot]:
-    """Those that none beats: from the fastest down, each that takes less memory than all faster ones."""
+    """Return the Pareto front: from the fastest down, each spot with less memory than all faster ones."""
     best: list[Spot] = []
     for spot in sorted((spot for spot in spots if not spot.out), key=lambda spot: (-spot.x, spot.y)):
         if not best or spot.y < best[-1].y:
@@ -62,7 +61,7 @@ def front(spots: Iterable[Spot]) -> list[Spot]:
 
 
 def _wider(values: Sequence[float], start: float, end: float) -> Scale:
-    """A scale with room around the values, of at least a fifth of them: small differences shall look small."""
+    """Return a scale with room around the values, of at least a fifth of them: small differences look small."""
     low, high = min(values), max(values)
     pad = max(0.1 * (high - low), (0.2 * high - (high - low)) / 2) or 1.0
     return Scale(max(0.0, low - pad), high + pad, start, end)
@@ -77,25 +76,25 @@ def _front(frame: Frame, best: Sequence[Spot]) -> str:
 
 
 def _beneath(comparison: Comparison, spots: Sequence[Spot]) -> list[Spot]:
-    """Grey ones first, so that they lie beneath."""
+    """Return the spots in drawing order, grey ones first."""
     chosen = coloured(comparison)
     return sorted(spots, key=lambda spot: spot.index in chosen)
 
 
 def _spot(comparison: Comparison, frame: Frame, spot: Spot) -> str:
-    arm = comparison.arms[spot.index]
-    title = escape(f"{arm.label}: {few(spot.x)} tokens/s, {spot.y:.2f} GiB")
+    variant = comparison.variants[spot.index]
+    title = escape(f"{variant.label}: {rounded(spot.x)} tokens/s, {spot.y:.2f} GiB")
     place = f'cx="{frame.x.at(spot.x):.1f}" cy="{frame.y.at(spot.y):.1f}" r="6"'
     hollow = "hollow" if spot.out else "dot"
     return f'<g {marks(comparison, spot.index)}><circle class="{hollow}" {place}><title>{title}</title></circle></g>'
 
 
 def _names(comparison: Comparison, frame: Frame, spots: Sequence[Spot], named: Sequence[Spot]) -> str:
-    """Labels beside the spots, where there is room for them; the others show theirs when pointed at."""
+    """Return labels beside the spots where there is room; the others have a tooltip."""
     taken: list[Box] = [_around(frame, spot) for spot in spots]
     out = []
     for spot in named:
-        words = comparison.arms[spot.index].label
+        words = comparison.variants[spot.index].label
         for letters in (34, 20):  # a shorter label may find room where a longer one does not
             label = _name(frame, spot, words if len(words) <= letters else words[: letters - 1] + "\u2026", taken)
             if label:
@@ -105,7 +104,7 @@ def _names(comparison: Comparison, frame: Frame, spots: Sequence[Spot], named: S
 
 
 def _name(frame: Frame, spot: Spot, words: str, taken: list[Box]) -> str:
-    """The label at the first place that is free, which it then takes; empty where none is."""
+    """Return the label at the first free position, which is then taken; empty where none is free."""
     for anchor, box in _places(frame, spot, len(words)):
         if _inside(frame, box) and not any(_overlap(box, other) for other in taken):
             taken.append(box)
@@ -120,7 +119,7 @@ def _around(frame: Frame, spot: Spot) -> Box:
 
 
 def _places(frame: Frame, spot: Spot, letters: int) -> list[tuple[str, Box]]:
-    """Where its label may stand: to the right, to the left, above, below."""
+    """Return the positions of its label: right, left, above, below."""
     x, y, wide = frame.x.at(spot.x), frame.y.at(spot.y), svg.LETTER * letters
     return [
         ("start", (x + 10, y - 8, x + 10 + wide, y + 8)),

@@ -1,76 +1,85 @@
-"""What a comparison says in words: the question, the lead, the answer for each arm, and the notes, each told once."""
+"""A comparison in words: the question, the result, the answer for each variant, and the notes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.console.numbers import short
-from titan.report.findings import Arm, Comparison, Interval, Quality, Reached
+from titan.console.numbers import multiple, plural, rounded, short
+from titan.report.findings import Comparison, Interval, Quality, Reached, Variant
 from titan.report.render import summary
 from titan.report.render.summary import counted
-from titan.report.render.table_data import answer, few, ratio
+from titan.report.render.table_data import answer
 
 WAITING = ("planned", "queued", "running")
-"""States of trials that have no figures yet and did not fail."""
+"""States of trials without metrics that did not fail."""
 
 
 def missing(comparison: Comparison) -> str:
-    """What the list of trials and runs that have no figures or ended badly is called."""
+    """Return the heading for trials without metrics and failed runs."""
     waiting = {failed.state in WAITING for failed in comparison.failed}
-    return {(True,): "Without figures yet", (False, True): "Failures, and trials without figures yet"}.get(
+    return {(True,): "Trials without metrics yet", (False, True): "Failures, and trials without metrics yet"}.get(
         tuple(sorted(waiting)), "Failures"
     )
 
 
 def question(comparison: Comparison) -> str:
-    """What was asked; without a sweep's question, that there was none."""
-    return comparison.question or "No question was stated beforehand."
+    """Return the question of the sweep, or that there was none."""
+    return comparison.question or "No question was stated in advance."
 
 
 def lead(comparison: Comparison) -> list[str]:
-    """The result in a few sentences, from the answers of all arms; claims no more than they do."""
-    arms = [arm for arm in comparison.arms if not arm.baseline]
-    same = [arm for arm in arms if arm.same_science]
-    if len(comparison.arms) == 1:
+    """Return the result in a few sentences, from the answers of all variants."""
+    variants = [variant for variant in comparison.variants if not variant.baseline]
+    same = [variant for variant in variants if variant.same_science]
+    if len(comparison.variants) == 1:
         lost = summary.diverged(comparison)
-        return ["There is one variant only, so there is nothing to compare it with.", *lost, *_standing(comparison)]
-    if not comparison.arms:
-        return ["No run has figures.", *_standing(comparison)]
-    return [*summary.told(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
+        return ["There is only one variant, so nothing is compared.", *lost, *_standing(comparison)]
+    if not comparison.variants:
+        return ["No run has metrics.", *_standing(comparison)]
+    return [*summary.outcome(comparison), *_learning(same), *_fastest(same), *_standing(comparison)]
 
 
-def answers(comparison: Comparison) -> list[tuple[Arm, list[str]]]:
-    """Of each arm beside the baseline: what it learned, how fast it is, when it came to the target."""
-    told = [(arm, _of_arm(arm, comparison.target)) for arm in comparison.arms]
-    return [(arm, sentences) for arm, sentences in told if sentences]
+def answers(comparison: Comparison) -> list[tuple[Variant, list[str]]]:
+    """Return sentences for each variant: what it learned, how fast it is, when it reached the target."""
+    parts = [(variant, _of_variant(variant, comparison.target)) for variant in comparison.variants]
+    return [(variant, sentences) for variant, sentences in parts if sentences]
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """What has to be known: of the whole, then of arms, where what holds of many is said once."""
+    """Return the notes on the whole and on variants; a note on several variants appears once."""
     holders: dict[str, list[str]] = {}
-    for arm in comparison.arms:
-        for note in arm.notes:
-            holders.setdefault(note, []).append(arm.label)
-    told = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
-    return [*map(_sentence, comparison.notes), *told]
+    for variant in comparison.variants:
+        for note in variant.notes:
+            holders.setdefault(note, []).append(variant.label)
+    parts = [f"{_whose(who, comparison)}: {note.rstrip('.')}." for note, who in holders.items()]
+    return [*map(_sentence, comparison.notes), *parts]
 
 
 def _whose(labels: Sequence[str], comparison: Comparison) -> str:
-    if len(labels) == len(comparison.arms) > 1:
+    if len(labels) == len(comparison.variants) > 1:
         return "All variants"
     named = [label or "the only variant" for label in labels[:6]]
     more = len(labels) - len(named)
     return " | ".join(named) + (f" | and {more} more" if more else "")
 
 
-def _of_arm(arm: Arm, target: float | None) -> list[str]:
-    learned = [] if arm.learning is None else [_sentence(arm.learning.text)]
-    speed = [] if arm.baseline or arm.speed_ratio is None else [speed_sentence(arm.speed_ratio, arm.speed_doubt)]
-    return [*learned, *_judged(arm.quality), *speed, *([] if arm.reached is None else [_reached(arm.reached, target)])]
+def _of_variant(variant: Variant, target: float | None) -> list[str]:
+    learned = [] if variant.learning is None else [_sentence(variant.learning.text)]
+    speed = (
+        []
+        if variant.baseline or variant.speed_ratio is None
+        else [speed_sentence(variant.speed_ratio, variant.speed_doubt)]
+    )
+    return [
+        *learned,
+        *_judged(variant.quality),
+        *speed,
+        *([] if variant.reached is None else [_reached(variant.reached, target)]),
+    ]
 
 
 def _judged(qualities: Sequence[Quality]) -> list[str]:
-    """A sentence for each verdict; of several, at which point each holds, and equal ones together."""
+    """Return a sentence for each comparison, with its point where there are several; equal ones are joined."""
     if len(qualities) == 1:
         return [_sentence(qualities[0].text)]
     points: dict[str, list[str]] = {}
@@ -80,79 +89,86 @@ def _judged(qualities: Sequence[Quality]) -> list[str]:
 
 
 def speed_sentence(times: Interval, doubt: str = "") -> str:
-    """How fast against the baseline; that nothing can be told where the interval spans 1.
+    """Return the speed relative to the baseline; no measurable difference where the interval contains 1.
 
     Args:
         times: the ratio.
-        doubt: why neither "faster" nor "slower" may be said; empty where it may.
+        doubt: why speed is not ranked; empty where it is.
     """
-    told = f"{ratio(times.estimate)} of the baseline's tokens a second"
+    parts = f"{multiple(times.estimate)} times the baseline's tokens/s"
     if doubt:
-        return f"Its speed is not judged ({doubt}): {told}."
+        return f"Speed is not ranked ({doubt}): {parts}."
     if times.low is None or times.high is None:
-        return f"Its speed is {told}; there is no interval yet."
-    said = f"(95% interval {ratio(times.low)} to {ratio(times.high)})"
+        return f"Speed: {parts}, without a confidence interval yet."
+    phrase = f"(95% interval {multiple(times.low)} to {multiple(times.high)})"
     if times.low <= 1 <= times.high:
-        return f"No difference in speed is shown: {told} {said}."
-    return f"{'Faster' if times.estimate > 1 else 'Slower'}: {told} {said}."
+        return f"No measurable speed difference: {parts} {phrase}."
+    return f"{'Faster' if times.estimate > 1 else 'Slower'}: {parts} {phrase}."
 
 
 def _reached(reached: Reached, target: float | None) -> str:
     goal = "the target loss" if target is None else f"the loss {target:g}"
     if reached.median_tokens is None:
-        return f"{reached.reached} of {reached.runs} runs came to {goal}: too few for a median."
-    hours = "" if reached.median_device_hours is None else f" and {few(reached.median_device_hours)} device-hours"
-    middle = f"in the median after {short(reached.median_tokens)} tokens{hours}"
-    return f"{reached.reached} of {reached.runs} runs came to {goal}, {middle}."
+        return f"{reached.reached} of {reached.runs} runs reached {goal}, too few for a median."
+    hours = "" if reached.median_device_hours is None else f" and {rounded(reached.median_device_hours)} device-hours"
+    middle = f"after {short(reached.median_tokens)} tokens{hours} (median)"
+    return f"{reached.reached} of {reached.runs} runs reached {goal} {middle}."
 
 
 def _sentence(text: str) -> str:
-    """The text with a capital letter at its beginning and a stop at its end."""
+    """Return the text with a capital letter at the start and a full stop at the end."""
     return text[:1].upper() + text[1:].rstrip(".") + "."
 
 
-def _learning(arms: Sequence[Arm]) -> list[str]:
-    if len(arms) == 1:
-        does = {"same": "it does", "not the same": "it does not"}.get(answer(arms[0]).main, "that is undecided")
-        return [f"{arms[0].label} must learn what the baseline learns: {does}."]
+def _learning(variants: Sequence[Variant]) -> list[str]:
+    if len(variants) == 1:
+        does = {"same": "learns", "not the same": "does not learn"}.get(answer(variants[0]).main)
+        phrase = (
+            f"{does} the same as the baseline" if does else "inconclusive whether it learns the same as the baseline"
+        )
+        return [f"{variants[0].label}{':' * (does is None)} {phrase}."]
     counts = counted(
-        (sum(answer(arm).main == "same" for arm in arms), "does", "do"),
-        (sum(answer(arm).main == "not the same" for arm in arms), "does not", "do not"),
-        (sum(answer(arm).mood == "open" for arm in arms), "is undecided", "are undecided"),
+        (sum(answer(variant).main == "same" for variant in variants), "learns the same", "learn the same"),
+        (
+            sum(answer(variant).main == "not the same" for variant in variants),
+            "does not learn the same",
+            "do not learn the same",
+        ),
+        (sum(answer(variant).mood == "open" for variant in variants), "inconclusive", "inconclusive"),
     )
-    return [f"Of {len(arms)} variants that must learn what the baseline learns, {counts}."] if arms else []
+    return [f"{len(variants)} variants with the same hyperparameters: {counts}."] if variants else []
 
 
-def _fastest(arms: Sequence[Arm]) -> list[str]:
-    """Names an arm only where its interval lies above the baseline's speed."""
-    fit = [arm for arm in arms if answer(arm).main == "same" and arm.speed_ratio is not None]
-    sure = [(arm.speed_ratio.estimate, arm) for arm in fit if arm.speed_ratio and _above(arm)]
-    doubts = dict.fromkeys(arm.speed_doubt for arm in fit if arm.speed_doubt)
+def _fastest(variants: Sequence[Variant]) -> list[str]:
+    """Return the fastest variant, if its interval lies above the baseline's speed."""
+    fit = [variant for variant in variants if answer(variant).main == "same" and variant.speed_ratio is not None]
+    sure = [(variant.speed_ratio.estimate, variant) for variant in fit if variant.speed_ratio and _above(variant)]
+    doubts = dict.fromkeys(variant.speed_doubt for variant in fit if variant.speed_doubt)
     if not fit:
         return []
     if not sure and doubts:
-        return [f"Speed is not judged: {'; '.join(doubts)}."]
+        return [f"Speed is not ranked: {'; '.join(doubts)}."]
     if not sure:
-        which = "It is not" if len(arms) == 1 else "None of those that do is"
+        which = "It is not" if len(variants) == 1 else "None of those that learn the same is"
         return [f"{which} shown to be faster than the baseline."]
-    times, arm = max(sure, key=lambda item: item[0])
-    which = "It is faster:" if len(arms) == 1 else f"Fastest of those that do: {arm.label},"
-    return [f"{which} {ratio(times)} times the baseline's tokens a second."]
+    times, variant = max(sure, key=lambda item: item[0])
+    which = "It is faster:" if len(variants) == 1 else f"Fastest of those that learn the same: {variant.label},"
+    return [f"{which} {multiple(times)} times the baseline's tokens/s."]
 
 
-def _above(arm: Arm) -> bool:
-    times = arm.speed_ratio
-    return not arm.speed_doubt and times is not None and times.low is not None and times.low > 1
+def _above(variant: Variant) -> bool:
+    times = variant.speed_ratio
+    return not variant.speed_doubt and times is not None and times.low is not None and times.low > 1
 
 
 def _standing(comparison: Comparison) -> list[str]:
-    runs = [run for arm in comparison.arms for run in arm.runs]
+    runs = [run for variant in comparison.variants for run in variant.runs]
     unfinished = [run for run in runs if not run.diverged]
     going = sum(run.state in ("running", "queued", "planned", "stopped") for run in unfinished)
-    told = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
+    parts = [f"{going} of {len(runs)} runs {'is' if going == 1 else 'are'} not finished."] if going else []
     without = [failed for failed in comparison.failed if failed.state in WAITING]
     lost = {run.directory for run in runs if run.diverged}
     failed = sum(each not in without and each.directory not in lost for each in comparison.failed)
     if without:
-        told.append(f"{len(without)} trial{'s' * (len(without) > 1)} without figures yet.")
-    return told + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])
+        parts.append(f"{plural(len(without), 'trial')} without metrics yet.")
+    return parts + ([f"{failed} failed for other reasons than divergence, listed below."] if failed else [])

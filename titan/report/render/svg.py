@@ -1,6 +1,7 @@
-"""Pieces of a chart as SVG text: scales with their ticks, axes, lines and labels that keep out of each other's way.
+"""Parts of a chart as SVG text: scales with their ticks, axes, lines, and labels that don't overlap.
 
-The colours are CSS variables of the page, so that a chart follows its light and its dark dress.
+Not matplotlib: the colours are CSS variables, so that charts follow the page's light and dark theme, and elements carry
+the attribute that highlights a variant everywhere on the page.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ DASH = 12.0
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to places in the picture, linear or logarithmic.
+    """Map values to positions in the picture, linearly or logarithmically.
 
     Attributes:
         low, high: the values at both ends.
-        start, end: their places, in the picture's units.
+        start, end: their positions, in SVG units.
         log: whether equal ratios have equal lengths.
     """
 
@@ -41,23 +42,23 @@ class Scale:
     log: bool = False
 
     def __call__(self, values: ArrayLike) -> Numbers:
-        """The places of values."""
-        told = np.asarray(values, dtype=np.float64)
+        """Return the positions of values."""
+        shown = np.asarray(values, dtype=np.float64)
         low, high = (math.log10(self.low), math.log10(self.high)) if self.log else (self.low, self.high)
-        told = np.log10(told) if self.log else told
-        return np.asarray(self.start + (told - low) / (high - low or 1.0) * (self.end - self.start), dtype=np.float64)
+        shown = np.log10(shown) if self.log else shown
+        return np.asarray(self.start + (shown - low) / (high - low or 1.0) * (self.end - self.start), dtype=np.float64)
 
     def at(self, value: float) -> float:
-        """The place of one value."""
+        """Return the position of one value."""
         return float(self(value))
 
     def ticks(self, wanted: int = 6) -> list[float]:
-        """About so many round values within."""
+        """Return about `wanted` round values in the range."""
         return _decades(self.low, self.high, wanted) if self.log else round_values(self.low, self.high, wanted)
 
 
 def round_values(low: float, high: float, wanted: int = 6) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten, from low to high."""
+    """Return multiples of 1, 2 or 5 times a power of ten, from low to high."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, wanted)
@@ -65,11 +66,6 @@ def round_values(low: float, high: float, wanted: int = 6) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{step * k:.12g}") for k in range(first, last + 1)]
-
-
-def tick(value: float) -> str:
-    """A round value with the digits that tell it from its neighbours."""
-    return f"{value:,.10g}"
 
 
 def _decades(low: float, high: float, wanted: int) -> list[float]:
@@ -80,7 +76,7 @@ def _decades(low: float, high: float, wanted: int) -> list[float]:
 
 @dataclass(frozen=True)
 class Frame:
-    """The room of a chart: `x` and `y` map values into it, what is around is for axes and labels."""
+    """The plot area of a chart: `x` and `y` map values into it; axes and labels are around it."""
 
     x: Scale
     y: Scale
@@ -88,7 +84,7 @@ class Frame:
     height: float
 
     def axes(self, x_name: str, y_name: str, x_text: Callable[[float], str], y_text: Callable[[float], str]) -> str:
-        """Grid lines, ticks with their values, and names with units."""
+        """Return grid lines, ticks with their values, and axis names with units."""
         left, right, low, high = self.x.start, self.x.end, self.y.start, self.y.end
         lines, words = [], []
         for value in self.y.ticks():
@@ -106,22 +102,22 @@ class Frame:
 
 
 def picture(frame: Frame, name: str, body: str) -> str:
-    """The whole picture, told to screen readers by its name."""
+    """Return the whole picture; screen readers read its name."""
     size = f"0 0 {frame.width:g} {frame.height:g}"
     return f'<svg class="chart" viewBox="{size}" role="img" aria-label="{escape(name)}">{body}</svg>'
 
 
 def clip(frame: Frame, name: str, body: str) -> str:
-    """What is drawn, cut off at the frame; `name` tells it from other charts of the page."""
+    """Return `body` clipped at the frame; `name` is unique on the page."""
     x, y = frame.x, frame.y
     box = f'x="{x.start:g}" y="{y.end:g}" width="{x.end - x.start:g}" height="{y.start - y.end:g}"'
     return f'<clipPath id="{name}"><rect {box}/></clipPath><g clip-path="url(#{name})">{body}</g>'
 
 
 def line(frame: Frame, xs: ArrayLike, ys: ArrayLike, marks: str, title: str) -> str:
-    """A line through points, [points] each; `marks` are its attributes, `title` is shown where it is pointed at.
+    """Return a line through points, [points] each; `marks` are its attributes, `title` is its tooltip.
 
-    One point alone is a dash that ends there, since nothing would be seen of it.
+    A single point is drawn as a dash, as it would be invisible.
     """
     places = [*zip(frame.x(xs), frame.y(ys), strict=True)]
     if len(places) == 1:
@@ -131,14 +127,14 @@ def line(frame: Frame, xs: ArrayLike, ys: ArrayLike, marks: str, title: str) -> 
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", kind: str = "", shift: float = 0.0) -> str:
-    """A line of text."""
+    """Return a line of text."""
     of = f' class="{kind}"' if kind else ""
     return f'<text{of} x="{x + shift:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 @dataclass(frozen=True)
 class Label:
-    """Words to be put beside the end of a line: `marks` are their attributes, `y` is where they would like to be."""
+    """A label at the end of a line: `marks` are its attributes, `y` is its preferred position."""
 
     y: float
     words: str
@@ -146,13 +142,15 @@ class Label:
 
 
 def labels(frame: Frame, wanted: Iterable[Label], letters: int = 24, most: int = 2) -> str:
-    """Words to the right of the frame, of at most two lines each, none above another."""
+    """Return labels to the right of the frame, of at most `most` lines each, without overlap."""
     ordered = sorted(wanted, key=lambda label: label.y)
-    told = [_broken(label.words, letters, most) for label in ordered]
-    tops = spread([label.y for label in ordered], [LINE * len(lines) + 3 for lines in told], frame.y.end, frame.y.start)
+    shown = [_broken(label.words, letters, most) for label in ordered]
+    tops = spread(
+        [label.y for label in ordered], [LINE * len(lines) + 3 for lines in shown], frame.y.end, frame.y.start
+    )
     return "".join(
         f"<g {label.marks}><title>{escape(label.words)}</title>{_lines(frame.x.end + 10, top, lines)}</g>"
-        for label, lines, top in zip(ordered, told, tops, strict=True)
+        for label, lines, top in zip(ordered, shown, tops, strict=True)
     )
 
 
@@ -166,7 +164,7 @@ def _lines(x: float, top: float, lines: Sequence[str]) -> str:
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float], low: float, high: float) -> list[float]:
-    """Tops of boxes stacked without overlap, each near its wanted middle, all within [low, high] where they fit.
+    """Return the tops of stacked boxes without overlap, near their wanted middles, within [low, high] if they fit.
 
     Args:
         wanted: middles, in rising order; [boxes].

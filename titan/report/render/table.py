@@ -1,4 +1,4 @@
-"""A comparison in the terminal: the table of variants, the answers in words, what failed and why, and the notes."""
+"""A comparison in the terminal: the table of variants, the answers in words, failures with reasons, and notes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from titan.report.render.table_data import Cell, Column, Mood, columns
 
 GAP = "  "
 NARROWEST = 20
-"""Columns that labels of arms get at least, where they need them."""
+"""The fewest columns for labels of variants, if they need them."""
 VALUES = 12
-"""Values of a setting that differs are named up to so many."""
+"""The most values listed of a setting that differs."""
 STYLES: dict[str, str] = {"head": "1", "good": "32", "bad": "31", "open": "33", "faint": "2"}
 
 
 def text(comparison: Comparison, width: int, colour: bool = False) -> str:
-    """The whole comparison as lines of at most `width` columns, where words allow it.
+    """Return the whole comparison as lines of at most `width` columns, where words allow it.
 
     Args:
         comparison: what was found.
@@ -29,7 +29,7 @@ def text(comparison: Comparison, width: int, colour: bool = False) -> str:
     width = max(20, width)
     parts = [
         _head(comparison, width, colour),
-        _arms(comparison, width, colour),
+        _variants(comparison, width, colour),
         _answers(comparison, width, colour),
         _failed(comparison, width, colour),
         _list("Notes", notes(comparison), width, colour),
@@ -43,50 +43,50 @@ def _head(comparison: Comparison, width: int, colour: bool) -> list[str]:
     return [
         *(_style(line, "head", colour) for line in _wrapped(comparison.title, width)),
         *_wrapped(question(comparison), width),
+        *_wrapped(" ".join(lead(comparison)), width),
+        *([""] if common or differs else []),
         *(_wrapped(f"Common: {common}", width, "  ") if common else []),
         *(_wrapped(f"Differs: {differs}", width, "  ") if differs else []),
-        "",
-        *_wrapped(" ".join(lead(comparison)), width),
     ]
 
 
 def _some(values: Sequence[str]) -> str:
-    """The first values in a line, and how many more there are."""
+    """Return the first values in one line, and how many more there are."""
     more = [f"and {len(values) - VALUES:,} more"] if len(values) > VALUES else []
     return ", ".join([*values[:VALUES], *more])
 
 
-def _arms(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    """The best first, in one line each, else with intervals below, else with fewer columns, else in blocks."""
-    order = ranking.order(comparison.arms)
-    labels, told = [arm.label for arm in comparison.arms], columns(comparison)
+def _variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
+    """Return the table, the best first: one line each, else intervals below, else fewer columns, else blocks."""
+    order = ranking.order(comparison.variants)
+    labels, shown = [variant.label for variant in comparison.variants], columns(comparison)
     if not labels:
         return []
-    if _fits(labels, told, width, stacked=False):
-        return _grid(labels, told, order, width, False, colour)
-    kept = _kept(labels, told, width)
+    if _fits(labels, shown, width, stacked=False):
+        return _grid(labels, shown, order, width, False, colour)
+    kept = _kept(labels, shown, width)
     if not _fits(labels, kept, width, stacked=True):
-        return _blocks(labels, told, order, width, colour)
-    left_out = ", ".join(column.name for column in told if column not in kept)
-    said = _wrapped(f"Too narrow for: {left_out}.", width) if left_out else []
-    return [*_grid(labels, kept, order, width, True, colour), *said]
+        return _blocks(labels, shown, order, width, colour)
+    left_out = ", ".join(column.name for column in shown if column not in kept)
+    note = _wrapped(f"Columns left out, as the terminal is too narrow: {left_out}.", width) if left_out else []
+    return [*_grid(labels, kept, order, width, True, colour), *note]
 
 
-def _kept(labels: Sequence[str], told: Sequence[Column], width: int) -> tuple[Column, ...]:
-    """Without the heaviest columns, as far as needed."""
-    kept = list(told)
+def _kept(labels: Sequence[str], shown: Sequence[Column], width: int) -> tuple[Column, ...]:
+    """Return the columns without the heaviest ones, as far as needed."""
+    kept = list(shown)
     while not _fits(labels, kept, width, stacked=True) and any(column.weight for column in kept):
         kept.remove(max(kept, key=lambda column: column.weight))
     return tuple(kept)
 
 
-def _fits(labels: Sequence[str], told: Sequence[Column], width: int, stacked: bool) -> bool:
-    return _room(told, width, stacked) >= min(NARROWEST, _longest([*labels, "variant"]))
+def _fits(labels: Sequence[str], shown: Sequence[Column], width: int, stacked: bool) -> bool:
+    return _room(shown, width, stacked) >= min(NARROWEST, _longest([*labels, "variant"]))
 
 
-def _room(told: Sequence[Column], width: int, stacked: bool) -> int:
-    """What is left for labels."""
-    return width - sum(len(GAP) + _width(column, stacked) for column in told)
+def _room(shown: Sequence[Column], width: int, stacked: bool) -> int:
+    """Return the width left for labels."""
+    return width - sum(len(GAP) + _width(column, stacked) for column in shown)
 
 
 def _width(column: Column, stacked: bool) -> int:
@@ -102,16 +102,16 @@ def _longest(texts: Sequence[str]) -> int:
 
 
 def _grid(
-    labels: Sequence[str], told: Sequence[Column], order: Sequence[int], width: int, stacked: bool, colour: bool
+    labels: Sequence[str], shown: Sequence[Column], order: Sequence[int], width: int, stacked: bool, colour: bool
 ) -> list[str]:
-    room = min(_room(told, width, stacked), _longest([*labels, "variant"]))
-    widths = [_width(column, stacked) for column in told]
-    heads = [[column.name, column.unit] for column in told]
+    room = min(_room(shown, width, stacked), _longest([*labels, "variant"]))
+    widths = [_width(column, stacked) for column in shown]
+    heads = [[column.name, column.unit] for column in shown]
     lines = [_style(line, "head", colour) for line in _row(["variant"], heads, room, widths)]
     for i in order:
         label = labels[i]
-        cells = [_lines(column.cells[i], stacked) for column in told]
-        lines += _row(_wrapped(label, room), cells, room, widths, [column.cells[i].mood for column in told], colour)
+        cells = [_lines(column.cells[i], stacked) for column in shown]
+        lines += _row(_wrapped(label, room), cells, room, widths, [column.cells[i].mood for column in shown], colour)
     return lines
 
 
@@ -123,7 +123,7 @@ def _row(
     moods: Sequence[Mood] = (),
     colour: bool = False,
 ) -> list[str]:
-    """As many lines as the tallest cell needs; labels to the left, figures to the right."""
+    """Return as many lines as the tallest cell needs; labels are aligned left, numbers right."""
     lines = []
     for k in range(max(len(label), *map(len, cells), 1)):
         figures = [f"{_at(cell, k):>{wide}}" for cell, wide in zip(cells, widths, strict=True)]
@@ -134,7 +134,7 @@ def _row(
 
 
 def _mood(text: str, mood: str, colour: bool) -> str:
-    """The text in the colour of its mood, without the blanks before it."""
+    """Return the text in the colour of its mood, without colouring leading blanks."""
     word = text.strip()
     return text.replace(word, _style(word, mood, colour)) if word and mood else text
 
@@ -143,11 +143,13 @@ def _at(lines: Sequence[str], k: int) -> str:
     return lines[k] if k < len(lines) else ""
 
 
-def _blocks(labels: Sequence[str], told: Sequence[Column], order: Sequence[int], width: int, colour: bool) -> list[str]:
+def _blocks(
+    labels: Sequence[str], shown: Sequence[Column], order: Sequence[int], width: int, colour: bool
+) -> list[str]:
     lines: list[str] = []
     for i in order:
         lines += [_style(part, "head", colour) for part in _wrapped(labels[i], width)]
-        for column in told:
+        for column in shown:
             if column.cells[i].main:
                 lines += _wrapped(f"  {' '.join(_heading(column))}: {column.cells[i].line()}", width, "    ")
     return lines
@@ -158,8 +160,8 @@ def _heading(column: Column) -> list[str]:
 
 
 def _answers(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    items = [(arm.label, " ".join(said)) for arm, said in answers(comparison)]
-    return _list("Answers", [f"{label}: {said}" for label, said in items], width, colour)
+    items = [(variant.label, " ".join(note)) for variant, note in answers(comparison)]
+    return _list("Answers", [f"{label}: {note}" for label, note in items], width, colour)
 
 
 def _failed(comparison: Comparison, width: int, colour: bool) -> list[str]:

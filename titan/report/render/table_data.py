@@ -1,43 +1,42 @@
-"""The table of a comparison as data: a row a variant, a column a figure; terminal, Markdown and HTML lay it out."""
+"""The table of a comparison as data, one row per variant; terminal, Markdown and HTML lay it out."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from titan.console.numbers import short
+from titan.console.numbers import bounds, fixed, multiple, plural, rounded, short
 from titan.report import ranking
-from titan.report.findings import Arm, Comparison, Interval, Quality, Reached, RunFound, Speed
+from titan.report.findings import Comparison, Interval, Quality, Reached, RunFound, Speed, Variant
 
 Mood = Literal["", "good", "bad", "open"]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A figure as text, what qualifies it, such as its interval, and whether it is good or bad news."""
+    """A value as text, a detail such as its interval, and whether it is good or bad."""
 
     main: str = ""
     detail: str = ""
     mood: Mood = ""
 
     def line(self) -> str:
-        """Both in one line."""
+        """Return both in one line."""
         return f"{self.main} {self.detail}".strip()
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of all arms.
+    """One value of all variants.
 
     Attributes:
         name, unit: its heading.
         meaning: what it is, in a few words.
-        cells: of each arm, in their order.
-        weight: where there is too little room the heaviest go first; those of weight 0 stay.
+        cells: of each variant, in their order.
+        weight: the heaviest are left out first where room is short; those of weight 0 stay.
     """
 
     name: str
@@ -47,53 +46,95 @@ class Column:
     weight: int = 0
 
 
-_SORTS: tuple[tuple[str, str, str, int, Callable[[Arm], Cell]], ...] = (
-    ("answer", "", "what the comparison with the baseline says", 0, lambda arm: answer(arm)),
-    ("validation", "nats", "final loss on the fixed rows; 95% interval", 0, lambda arm: _validation(arm)),
-    ("tokens", "seen", "of finished runs, where variants differ in them", 0, lambda arm: _tokens(arm)),
-    ("runs", "", "how many runs, and how those stand that are not finished", 3, lambda arm: _runs(arm)),
-    ("speed", "of baseline", "ratio of tokens/s a device, with its 95% interval", 0, lambda arm: _ratio(arm)),
-    ("tokens/s", "a device", "at the median step", 1, lambda arm: _speed(arm)),
-    ("step time", "ms", "median of the steps (p10-p90), without each attempt's warm-up", 2, lambda arm: _step(arm)),
-    ("memory", "GiB", "the most that rank 0 held in any run", 1, lambda arm: _memory(arm)),
-    ("MFU", "(causal)", "model FLOPs' share of the peak: attention in full, and half of it", 6, lambda arm: _mfu(arm)),
-    ("bits", "a byte", "the same a byte of text; 95% interval", 5, lambda arm: estimate(arm.bits)),
-    ("reached", "target", "runs that came to the target loss; the median tokens", 4, lambda arm: _reached(arm.reached)),
-    ("device-hours", "a run", "devices times hours of all attempts, mean over the runs", 8, lambda arm: _hours(arm)),
-    ("goodput", "", "share of the attempts' time that went into steps that counted", 7, lambda arm: _goodput(arm)),
-    ("loss", "training", "mean of the last steps, over the runs, in nats a token", 9, lambda arm: _loss(arm)),
+_SORTS: tuple[tuple[str, str, str, int, Callable[[Variant], Cell]], ...] = (
+    ("answer", "", "result of the comparison with the baseline", 0, lambda variant: answer(variant)),
+    (
+        "validation",
+        "nats",
+        "final validation loss in nats per token; 95% interval",
+        0,
+        lambda variant: _validation(variant),
+    ),
+    ("tokens", "seen", "tokens that finished runs saw, where variants differ", 0, lambda variant: _tokens(variant)),
+    ("runs", "", "number of runs, and the state of unfinished ones", 3, lambda variant: _runs(variant)),
+    (
+        "speed",
+        "of baseline",
+        "tokens/s per device as a multiple of the baseline's; 95% interval",
+        0,
+        lambda variant: _ratio(variant),
+    ),
+    ("tokens/s", "per device", "at the median step", 1, lambda variant: _speed(variant)),
+    (
+        "step time",
+        "ms",
+        "median over steps (p10-p90), without the warm-up of each attempt",
+        2,
+        lambda variant: _step(variant),
+    ),
+    ("memory", "GiB", "peak memory of rank 0 over all runs", 1, lambda variant: _memory(variant)),
+    (
+        "MFU",
+        "(causal)",
+        "model FLOPs utilization with full attention, and with causal attention",
+        6,
+        lambda variant: _mfu(variant),
+    ),
+    (
+        "bits",
+        "per byte",
+        "final validation loss in bits per byte of text; 95% interval",
+        5,
+        lambda variant: estimate(variant.bits),
+    ),
+    (
+        "reached",
+        "target",
+        "runs that reached the target loss; median tokens to reach it",
+        4,
+        lambda variant: _reached(variant.reached),
+    ),
+    (
+        "device-hours",
+        "per run",
+        "devices times hours of all attempts, mean over runs",
+        8,
+        lambda variant: _hours(variant),
+    ),
+    ("goodput", "", "share of the attempts' time spent in steps that count", 7, lambda variant: _goodput(variant)),
+    ("loss", "training", "mean over the last steps and the runs, in nats per token", 9, lambda variant: _loss(variant)),
 )
 
 
 def columns(comparison: Comparison) -> tuple[Column, ...]:
-    """The columns that have something to say of any arm; a single arm is held against nothing."""
+    """Return the columns with a value for any variant; a single variant has no comparison columns."""
     made = (
-        Column(name, unit, meaning, tuple(map(cell, comparison.arms)), weight)
+        Column(name, unit, meaning, tuple(map(cell, comparison.variants)), weight)
         for name, unit, meaning, weight, cell in _SORTS
     )
-    told = [column for column in made if any(cell.main for cell in column.cells)]
-    needless = {"tokens"} if len(ranking.tokens(comparison.arms)) < 2 else set()
-    needless |= {"speed", "answer"} if len(comparison.arms) < 2 else set()
-    return tuple(column for column in told if column.name not in needless)
+    shown = [column for column in made if any(cell.main for cell in column.cells)]
+    needless = {"tokens"} if len(ranking.tokens(comparison.variants)) < 2 else set()
+    needless |= {"speed", "answer"} if len(comparison.variants) < 2 else set()
+    return tuple(column for column in shown if column.name not in needless)
 
 
-def answer(arm: Arm) -> Cell:
-    """The answer about an arm in a few words."""
-    if arm.baseline:
-        return Cell("baseline", _lost(arm))
-    if arm.same_science and arm.learning is not None:
+def answer(variant: Variant) -> Cell:
+    """Return the answer for a variant in a few words."""
+    if variant.baseline:
+        return Cell("baseline", _lost(variant))
+    if variant.same_science and variant.learning is not None:
         words: dict[str, Cell] = {"yes": Cell("same", mood="good"), "no": Cell("not the same", mood="bad")}
-        return words.get(arm.learning.answer, Cell("undecided", _lost(arm), "open"))
-    if arm.untuned:
-        told, _, lost = arm.against_best.partition(", ")
-        return Cell(told or "not compared", f"{lost}, another lr is best" if lost else "another lr is best")
-    quality = ranking.verdict(arm)
-    return Cell("not judged", _lost(arm), "open") if quality is None else _quality(quality)
+        return words.get(variant.learning.answer, Cell("inconclusive", _lost(variant), "open"))
+    if variant.untuned:
+        shown, _, lost = variant.against_best.partition(", ")
+        return Cell(shown or "not ranked", f"{lost}, another lr is best" if lost else "another lr is best")
+    quality = ranking.verdict(variant)
+    return Cell("not ranked", _lost(variant), "open") if quality is None else _quality(quality)
 
 
-def _lost(arm: Arm) -> str:
-    """How many of its seeds diverged; empty where none did."""
-    return f"{arm.outcomes.diverged} of {arm.outcomes.known} diverged" if arm.outcomes.diverged else ""
+def _lost(variant: Variant) -> str:
+    """Return how many of its seeds diverged; empty where none did."""
+    return f"{variant.outcomes.diverged} of {variant.outcomes.known} diverged" if variant.outcomes.diverged else ""
 
 
 def _quality(quality: Quality) -> Cell:
@@ -101,7 +142,7 @@ def _quality(quality: Quality) -> Cell:
     if quality.diverged or quality.baseline_diverged:
         return _with_lost(quality)
     if quality.answer == "undecided":
-        return Cell("undecided", where, "open")
+        return Cell("inconclusive", where, "open")
     if quality.answer == "no":
         return Cell("no difference", where)
     if quality.difference is None:
@@ -110,61 +151,44 @@ def _quality(quality: Quality) -> Cell:
 
 
 def _with_lost(quality: Quality) -> Cell:
-    """The answer where runs diverged: "better" and "worse" alone only where that is shown of all seeds."""
-    told, lost = won(quality), lost_seeds(quality)
+    """Return the answer where runs diverged: plain "better" or "worse" only where it is significant over all seeds."""
+    shown, lost = won(quality), lost_seeds(quality)
     if quality.answer != "yes":
-        return Cell(told, lost, "bad" if quality.diverged else "open")
+        return Cell(shown, lost, "bad" if quality.diverged else "open")
     word, mood = ("better", "good") if quality.better > quality.worse else ("worse", "bad")
-    return Cell(word, f"{told}, {lost}", "good" if mood == "good" else "bad")
+    return Cell(word, f"{shown}, {lost}", "good" if mood == "good" else "bad")
 
 
 def won(quality: Quality) -> str:
-    """On how many seeds the arm did better than the baseline."""
+    """Return on how many seeds the variant did better than the baseline."""
     return f"better on {quality.better} of {quality.pairs} seeds"
 
 
 def lost_seeds(quality: Quality) -> str:
-    """How many seeds of both sides diverged, or never came to the target."""
-    what = "did not come to the target" if quality.at == "the target" else "diverged"
+    """Return how many seeds of both sides diverged, or never reached the target."""
+    what = "did not reach the target" if quality.at == "the target" else "diverged"
     own = [f"{quality.diverged} {what}"] if quality.diverged else []
-    return ", ".join(own + [f"of the baseline {quality.baseline_diverged} {what}"] * bool(quality.baseline_diverged))
+    return ", ".join(own + [f"baseline: {quality.baseline_diverged} {what}"] * bool(quality.baseline_diverged))
 
 
-def number(value: float, digits: int = 4) -> str:
-    """A measured value with so many decimals."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "not finite"
+def between(interval: Interval, show: Callable[[float], str] = fixed) -> str:
+    """Return the interval in brackets; empty where there is none."""
+    return bounds(interval.low, interval.high, show)
 
 
-def few(value: float) -> str:
-    """A value with three digits that count, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def ratio(value: float) -> str:
-    """How many times something is another."""
-    return number(value, 3) if abs(value) < 10 else few(value)
-
-
-def between(interval: Interval, show: Callable[[float], str] = number) -> str:
-    """The interval in brackets; empty where there is none."""
-    if interval.low is None or interval.high is None:
-        return ""
-    return f"[{show(interval.low)}, {show(interval.high)}]"
-
-
-def estimate(interval: Interval | None, show: Callable[[float], str] = number) -> Cell:
-    """An estimate with its interval."""
+def estimate(interval: Interval | None, show: Callable[[float], str] = fixed) -> Cell:
+    """Return an estimate with its interval."""
     return Cell() if interval is None else Cell(show(interval.estimate), between(interval, show))
 
 
-def speeds(arm: Arm) -> list[Speed]:
-    """Of the arm's runs that have any."""
-    return [run.speed for run in arm.runs if run.speed is not None]
+def speeds(variant: Variant) -> list[Speed]:
+    """Return the speeds of the variant's runs that have one."""
+    return [run.speed for run in variant.runs if run.speed is not None]
 
 
-def step_ms(arm: Arm) -> tuple[float, float, float] | None:
-    """Median, p10 and p90 of the step time in ms, each the median over the runs; None where no step was timed."""
-    spreads = [speed.step_seconds for speed in speeds(arm)]
+def step_ms(variant: Variant) -> tuple[float, float, float] | None:
+    """Return median, p10 and p90 of the step time in ms, each the median over runs; None without timed steps."""
+    spreads = [speed.step_seconds for speed in speeds(variant)]
     if not spreads:
         return None
     return (
@@ -174,16 +198,16 @@ def step_ms(arm: Arm) -> tuple[float, float, float] | None:
     )
 
 
-def memory(arm: Arm) -> float | None:
-    """The most memory that any of its runs held, in GiB."""
-    return max((speed.memory_gib for speed in speeds(arm) if speed.memory_gib is not None), default=None)
+def memory(variant: Variant) -> float | None:
+    """Return the peak memory of its runs in GiB; None where unknown."""
+    return max((speed.memory_gib for speed in speeds(variant) if speed.memory_gib is not None), default=None)
 
 
-def _runs(arm: Arm) -> Cell:
-    seeds, states = len({run.seed for run in arm.runs}), Counter(map(_stands, arm.runs))
-    told = [f"{seeds} seed{'s' * (seeds > 1)}"] if seeds != len(arm.runs) else []
-    told += [_standing(arm.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
-    return Cell(str(len(arm.runs)), f"({', '.join(told)})" if told else "")
+def _runs(variant: Variant) -> Cell:
+    seeds, states = len({run.seed for run in variant.runs}), Counter(map(_stands, variant.runs))
+    shown = [plural(seeds, "seed")] if seeds != len(variant.runs) else []
+    shown += [_standing(variant.runs, state, count) for state, count in sorted(states.items()) if state != "finished"]
+    return Cell(str(len(variant.runs)), f"({', '.join(shown)})" if shown else "")
 
 
 def _stands(run: RunFound) -> str:
@@ -191,63 +215,63 @@ def _stands(run: RunFound) -> str:
 
 
 def _standing(runs: tuple[RunFound, ...], state: str, count: int) -> str:
-    """How many stand so, and how far they are."""
+    """Return how many runs have a state, and how far they are."""
     done = median(run.step / max(1, run.steps) for run in runs if _stands(run) == state)
     return f"{count} {state} at {done:.0%}" if len(runs) > 1 else f"{state} at {done:.0%}"
 
 
-def _step(arm: Arm) -> Cell:
-    times = step_ms(arm)
-    return Cell() if times is None else Cell(few(times[0]), f"({few(times[1])}-{few(times[2])})")
+def _step(variant: Variant) -> Cell:
+    times = step_ms(variant)
+    return Cell() if times is None else Cell(rounded(times[0]), f"({rounded(times[1])}-{rounded(times[2])})")
 
 
-def _validation(arm: Arm) -> Cell:
-    """The mean, and what it does not show: diverged runs, which are not in it, and outliers, which are."""
-    far, found = sum(run.outlier for run in arm.runs), estimate(arm.validation)
-    odd = [f"without {arm.outcomes.diverged} diverged"] if arm.outcomes.diverged and found.main else []
-    odd += [f"{far} outlier{'s' * (far > 1)}"] if far else []
+def _validation(variant: Variant) -> Cell:
+    """Return the mean, with the number of diverged runs, which it excludes, and of outliers, which it includes."""
+    far, found = sum(run.outlier for run in variant.runs), estimate(variant.validation)
+    odd = [f"without {variant.outcomes.diverged} diverged"] if variant.outcomes.diverged and found.main else []
+    odd += [plural(far, "outlier")] if far else []
     return Cell(found.main, " ".join(filter(None, [found.detail, ", ".join(odd)])))
 
 
-def _tokens(arm: Arm) -> Cell:
-    return Cell(" ".join(f"{seen:,}" for seen in ranking.tokens([arm])))
+def _tokens(variant: Variant) -> Cell:
+    return Cell(" ".join(f"{seen:,}" for seen in ranking.tokens([variant])))
 
 
-def _speed(arm: Arm) -> Cell:
-    return Cell() if arm.speed is None else Cell(few(arm.speed.estimate))
+def _speed(variant: Variant) -> Cell:
+    return Cell() if variant.speed is None else Cell(rounded(variant.speed.estimate))
 
 
-def _ratio(arm: Arm) -> Cell:
-    if arm.speed_ratio is None or arm.baseline:
-        return Cell("1" if arm.baseline and arm.speed else "")
-    found = estimate(arm.speed_ratio, ratio)
-    return replace(found, detail="not judged") if arm.speed_doubt else found
+def _ratio(variant: Variant) -> Cell:
+    if variant.speed_ratio is None or variant.baseline:
+        return Cell("1" if variant.baseline and variant.speed else "")
+    found = estimate(variant.speed_ratio, multiple)
+    return replace(found, detail="not ranked") if variant.speed_doubt else found
 
 
-def _mfu(arm: Arm) -> Cell:
-    full = _middle(speed.mfu for speed in speeds(arm))
-    causal = _middle(speed.mfu_causal for speed in speeds(arm))
+def _mfu(variant: Variant) -> Cell:
+    full = _middle(speed.mfu for speed in speeds(variant))
+    causal = _middle(speed.mfu_causal for speed in speeds(variant))
     return Cell() if full is None else Cell(f"{full:.1%}", "" if causal is None else f"({causal:.1%})")
 
 
-def _memory(arm: Arm) -> Cell:
-    most = memory(arm)
-    return Cell() if most is None else Cell(number(most, 2 if most < 100 else 1))
+def _memory(variant: Variant) -> Cell:
+    most = memory(variant)
+    return Cell() if most is None else Cell(fixed(most, 2 if most < 100 else 1))
 
 
-def _hours(arm: Arm) -> Cell:
-    hours = [run.cost.device_hours for run in arm.runs]
-    return Cell(few(sum(hours) / len(hours))) if any(hours) else Cell()
+def _hours(variant: Variant) -> Cell:
+    hours = [run.cost.device_hours for run in variant.runs]
+    return Cell(rounded(sum(hours) / len(hours))) if any(hours) else Cell()
 
 
-def _goodput(arm: Arm) -> Cell:
-    share = _middle(run.cost.goodput for run in arm.runs)
+def _goodput(variant: Variant) -> Cell:
+    share = _middle(run.cost.goodput for run in variant.runs)
     return Cell() if share is None else Cell(f"{share:.1%}")
 
 
-def _loss(arm: Arm) -> Cell:
-    losses = [run.loss for run in arm.runs if run.loss is not None]
-    return Cell(number(sum(losses) / len(losses))) if losses else Cell()
+def _loss(variant: Variant) -> Cell:
+    losses = [run.loss for run in variant.runs if run.loss is not None]
+    return Cell(fixed(sum(losses) / len(losses))) if losses else Cell()
 
 
 def _reached(reached: Reached | None) -> Cell:

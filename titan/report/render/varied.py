@@ -1,4 +1,4 @@
-"""The chart of the result over a number that was varied, such as the learning rate: a line for each other setting."""
+"""The chart of the result over a varied number such as the learning rate, with a line for each other setting."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from html import escape
 
 import numpy as np
 
+from titan.console.numbers import power, tick
 from titan.report import ranking
-from titan.report.findings import Arm, Comparison, RunFound
+from titan.report.findings import Comparison, RunFound, Variant
 from titan.report.render import svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart, marks
 from titan.report.render.svg import Frame, Label, Scale
 
 SPANS = 4.0
-"""Largest by smallest number from which on the axis is logarithmic."""
+"""Ratio of largest to smallest number from which the axis is logarithmic."""
 FIRST = ("optimizer.lr", "training.global_batch")
-"""Of several numbers that were varied the first of these is the axis, else the one with the most values."""
+"""Of several varied numbers, the first of these is the axis, else the one with the most values."""
 
 
 @dataclass(frozen=True)
 class Spot:
-    """An arm in the chart: its number, its mean (None where all runs diverged), and its runs' values."""
+    """A variant in the chart: its number, its mean (None where all runs diverged), and the values of its runs."""
 
     index: int
     x: float
@@ -33,27 +34,27 @@ class Spot:
 
 
 def settings(comparison: Comparison) -> Chart | None:
-    """Validation loss over a varied number; None where no number with three values or two lines was varied."""
+    """Return the chart of validation loss over a varied number; None where fewer than two numbers have a mean."""
     name = _number(comparison)
-    if name is None or all(arm.same_science for arm in comparison.arms):
+    if name is None or all(variant.same_science for variant in comparison.variants):
         return None
-    point = _common_tokens(comparison.arms)
-    bits = ranking.by_bits(comparison.arms)
-    spots = [s for i in range(len(comparison.arms)) if (s := _spot(comparison.arms[i], i, name, point, bits))]
+    point = _common_tokens(comparison.variants)
+    bits = ranking.by_bits(comparison.variants)
+    spots = [s for i in range(len(comparison.variants)) if (s := _spot(comparison.variants[i], i, name, point, bits))]
     if len({spot.x for spot in spots if spot.mean is not None}) < 2:
         return None
     frame = _frame(spots)
-    told = svg.tick if not frame.x.log else _power
-    unit = "bits a byte" if bits else "validation loss, nats a token"
+    show = power if frame.x.log else tick
+    unit = "bits per byte" if bits else "validation loss, nats per token"
     short = name.rpartition(".")[2]
-    body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, told, svg.tick)
+    body = frame.axes(f"{name}{' (log scale)' if frame.x.log else ''}", unit, show, tick)
     body += _ticks(frame, spots) + _lines(comparison, frame, spots, name)
-    title = f"{'Bits a byte' if bits else 'Validation loss'} over {short}"
+    title = f"{'Bits per byte' if bits else 'Validation loss'} over {short}"
     return Chart(title, _caption(spots, point), svg.picture(frame, title, body))
 
 
 def _number(comparison: Comparison) -> str | None:
-    """The setting for the axis: one whose values are all numbers."""
+    """Return the setting for the axis: one whose values are all numbers."""
     found = {name: values for name, values in comparison.differs.items() if _numbers(values)}
     first = [name for name in FIRST if name in found]
     return next(iter([*first, *sorted(found, key=lambda name: -len(found[name]))]), None)
@@ -71,22 +72,22 @@ def _value(text: str) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _common_tokens(arms: Sequence[Arm]) -> int | None:
-    """The fewest tokens of finished runs, where they differ: losses are shown after as many."""
-    seen = ranking.tokens(arms)
+def _common_tokens(variants: Sequence[Variant]) -> int | None:
+    """Return the fewest tokens of finished runs, where they differ: losses are shown at these."""
+    seen = ranking.tokens(variants)
     return seen[0] if len(seen) > 1 else None
 
 
-def _spot(arm: Arm, index: int, name: str, point: int | None, bits: bool) -> Spot | None:
-    x = _value(arm.settings.get(name, ""))
-    values = tuple(v for run in arm.runs if (v := _result(run, point, bits)) is not None)
-    if x is None or not (values or arm.outcomes.diverged):
+def _spot(variant: Variant, index: int, name: str, point: int | None, bits: bool) -> Spot | None:
+    x = _value(variant.settings.get(name, ""))
+    values = tuple(v for run in variant.runs if (v := _result(run, point, bits)) is not None)
+    if x is None or not (values or variant.outcomes.diverged):
         return None
-    return Spot(index, x, float(np.mean(values)) if values else None, values, arm.outcomes.diverged)
+    return Spot(index, x, float(np.mean(values)) if values else None, values, variant.outcomes.diverged)
 
 
 def _result(run: RunFound, point: int | None, bits: bool) -> float | None:
-    """A finished run's final validation, or that at some tokens, between its neighbours on a line."""
+    """Return a finished run's final validation, or the one at `point` tokens, interpolated linearly."""
     if point is None or run.tokens == point or run.state != "finished" or run.diverged:
         return run.bits if bits else run.validation
     values, tokens = run.curves.bits_per_byte if bits else run.curves.validation, run.curves.validation_tokens
@@ -108,25 +109,25 @@ def _frame(spots: Sequence[Spot]) -> Frame:
 
 
 def _top(spots: Sequence[Spot]) -> float:
-    """The highest loss that is shown: a rate that failed to learn shall not flatten the others."""
+    """Return the highest loss that is shown, so that a rate that failed to learn does not flatten the others."""
     values = np.sort([value for spot in spots for value in spot.runs])
     usual = 2.5 * float(np.median(values) - values[0])
     return float(min(values[-1], max(values[0] + usual, np.median([s.mean for s in spots if s.mean is not None]))))
 
 
 def _ticks(frame: Frame, spots: Sequence[Spot]) -> str:
-    """The numbers that were tried, where the axis has no round value of its own between powers of ten."""
+    """Return the numbers that were tried, as a logarithmic axis has ticks at powers of ten only."""
     if not frame.x.log:
         return ""
-    told = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.ticks()]
-    return "".join(svg.text(frame.x.at(x), frame.y.start + 18, _power(x), "middle") for x in told[:12])
+    tried = [x for x in sorted({spot.x for spot in spots}) if x not in frame.x.ticks()]
+    return "".join(svg.text(frame.x.at(x), frame.y.start + 18, power(x), "middle") for x in tried[:12])
 
 
 def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: str) -> str:
-    """A line through the means of each other setting, with its runs as dots and its diverged runs as crosses."""
+    """Return a line through the means for each other setting, with runs as dots and diverged runs as crosses."""
     families: dict[str, list[Spot]] = {}
     for spot in sorted(spots, key=lambda spot: spot.x):
-        families.setdefault(_others(comparison.arms[spot.index], name), []).append(spot)
+        families.setdefault(_others(comparison.variants[spot.index], name), []).append(spot)
     body, labels = "", []
     for family, members in families.items():
         known = [(s.x, min(s.mean, frame.y.high)) for s in members if s.mean is not None and not s.diverged]
@@ -138,36 +139,34 @@ def _lines(comparison: Comparison, frame: Frame, spots: Sequence[Spot], name: st
     return svg.clip(frame, "varied", body) + (svg.labels(frame, labels) if len(families) > 1 else "")
 
 
-def _others(arm: Arm, name: str) -> str:
-    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in arm.settings.items() if key != name)
+def _others(variant: Variant, name: str) -> str:
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in variant.settings.items() if key != name)
 
 
 def _spots(comparison: Comparison, frame: Frame, spot: Spot) -> str:
-    arm, x = comparison.arms[spot.index], frame.x.at(spot.x)
+    variant, x = comparison.variants[spot.index], frame.x.at(spot.x)
     shapes = "".join(_dot(frame, x, value) for value in spot.runs)
     if spot.diverged:
         top = frame.y.end + 8
         shapes += f'<path class="cross" d="M{x - 5:.1f} {top - 5:.1f}l10 10m0 -10l-10 10"/>'
     more = f", {spot.diverged} diverged" if spot.diverged else ""
     mean = "" if spot.mean is None else f" {spot.mean:.4f}"
-    title = f"<title>{escape(f'{arm.label}:{mean}{more}')}</title>"
+    title = f"<title>{escape(f'{variant.label}:{mean}{more}')}</title>"
     return f"<g {marks(comparison, spot.index)}>{title}{shapes}</g>"
 
 
 def _dot(frame: Frame, x: float, value: float) -> str:
-    """A run; one that lies above the chart is a hollow dot at its upper edge."""
+    """Return a run's dot, hollow at the upper edge if it lies above the chart."""
     kind = "dot" if value <= frame.y.high else "hollow"
     y = frame.y.at(min(value, frame.y.high))
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
 
 
 def _caption(spots: Sequence[Spot], point: int | None) -> str:
-    told = "Each dot is a run, the line joins the means. "
-    told += f"After {point:,} tokens, the fewest that a variant saw. " if point else ""
+    legend = "Each dot is a run, the line joins the means. "
+    legend += f"After {point:,} tokens, the fewest that a variant saw. " if point else ""
     top = _top(spots)
-    told += "Hollow dots lie above the chart. " if any(value > top for spot in spots for value in spot.runs) else ""
-    return told + ("Crosses: seeds diverged, which no mean shows." if any(spot.diverged for spot in spots) else "")
-
-
-def _power(value: float) -> str:
-    return f"{value:g}".replace("e-0", "e-")
+    legend += "Hollow dots lie above the chart. " if any(value > top for spot in spots for value in spot.runs) else ""
+    return legend + (
+        "Crosses: diverged seeds, which the mean does not include." if any(spot.diverged for spot in spots) else ""
+    )

@@ -1,4 +1,4 @@
-"""Arms of different science: what may be said, by which measure, and by how many seeds."""
+"""Variants of different science: what may be said, by which measure, and by how many seeds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 from tests.support.made_runs import H200, Attempt, Story, made
 from titan.report.comparison import Options, compare
-from titan.report.findings import Arm, Comparison, Quality
+from titan.report.findings import Comparison, Quality, Variant
 
 S = Story()
 WD = "optimizer.weight_decay=0.2"
 
 
-def compared(tmp_path: Path, *arms: tuple[Sequence[Story], tuple[str, ...]]) -> Comparison:
-    for letter, (stories, overrides) in zip("abcdef", arms, strict=False):
+def compared(tmp_path: Path, *variants: tuple[Sequence[Story], tuple[str, ...]]) -> Comparison:
+    for letter, (stories, overrides) in zip("abcdef", variants, strict=False):
         for index, story in enumerate(stories):
             made(tmp_path / "runs" / f"{letter}{index}", story, *overrides)
     return compare([tmp_path / "runs"])
@@ -32,30 +32,38 @@ def seeds(*levels: float, story: Story = S) -> list[Story]:
 BASE = seeds(0.0, 0.02, -0.01, 0.01)
 
 
-def qualities(found: Comparison, arm: int = 1) -> dict[str, Quality]:
-    return {quality.at: quality for quality in found.arms[arm].quality}
+def qualities(found: Comparison, variant: int = 1) -> dict[str, Quality]:
+    return {quality.at: quality for quality in found.variants[variant].quality}
 
 
 CASES = [
     pytest.param(seeds(-0.05, -0.03, -0.055, -0.04), "yes", "better", "-0.0487", id="better"),
     pytest.param(
-        seeds(0.001, 0.021, -0.011, 0.011), "no", "no difference", "less than the margin of 0.02", id="the-same"
+        seeds(0.001, 0.021, -0.011, 0.011),
+        "no",
+        "no difference",
+        "smaller than the equivalence margin",
+        id="the-same",
     ),
     pytest.param(
-        seeds(0.011, 0.03, 0.001, 0.02), "yes", "worse", "yet less than the margin of 0.02", id="worse-by-little"
+        seeds(0.011, 0.03, 0.001, 0.02),
+        "yes",
+        "worse",
+        "yet smaller than the equivalence margin",
+        id="worse-by-little",
     ),
-    pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "undecided", " would decide", id="too-noisy"),
-    pytest.param(seeds(-0.05), "undecided", "undecided", "one seed says nothing about the recipes", id="one-seed"),
+    pytest.param(seeds(0.05, 0.00, -0.03, 0.02), "undecided", "inconclusive", " would decide", id="too-noisy"),
+    pytest.param(seeds(-0.05), "undecided", "inconclusive", "one seed is not enough to compare recipes", id="one-seed"),
 ]
 
 
-@pytest.mark.parametrize(("arm", "answer", "first", "words"), CASES)
-def test_whether_an_arm_learned_more_or_less(
-    arm: list[Story], answer: str, first: str, words: str, tmp_path: Path
+@pytest.mark.parametrize(("variant", "answer", "first", "words"), CASES)
+def test_whether_an_variant_learned_more_or_less(
+    variant: list[Story], answer: str, first: str, words: str, tmp_path: Path
 ) -> None:
-    found = qualities(compared(tmp_path, (BASE, ()), (arm, (WD,))))["the end"]
+    found = qualities(compared(tmp_path, (BASE, ()), (variant, (WD,))))["the end"]
     assert found.answer == answer and found.text.startswith(f"{first}: ") and words in found.text
-    assert (found.measure, found.pairs) == ("validation loss", len(arm))
+    assert (found.measure, found.pairs) == ("validation loss", len(variant))
 
 
 def test_one_pair_has_no_interval_and_no_p(tmp_path: Path) -> None:
@@ -71,14 +79,14 @@ def test_repeats_of_a_seed_are_no_repetition(tmp_path: Path) -> None:
     assert found.difference is not None and found.difference.estimate == pytest.approx(-0.0985)
 
 
-def test_holms_correction_is_over_the_arms(tmp_path: Path) -> None:
+def test_holms_correction_is_over_the_variants(tmp_path: Path) -> None:
     near = seeds(-0.03, 0.008, -0.035, 0.0)
-    arms = [(near, (f"optimizer.weight_decay=0.{n}",)) for n in (2, 3, 4, 5)]
-    alone = qualities(compared(tmp_path / "alone", (BASE, ()), arms[0]))["the end"]
+    variants = [(near, (f"optimizer.weight_decay=0.{n}",)) for n in (2, 3, 4, 5)]
+    alone = qualities(compared(tmp_path / "alone", (BASE, ()), variants[0]))["the end"]
     assert alone.answer == "yes" and alone.p == alone.p_holm and alone.p is not None
-    several = compared(tmp_path / "several", (BASE, ()), *arms)
-    for arm in (1, 2, 3, 4):
-        found = qualities(several, arm)["the end"]
+    several = compared(tmp_path / "several", (BASE, ()), *variants)
+    for variant in (1, 2, 3, 4):
+        found = qualities(several, variant)["the end"]
         assert found.answer == "undecided" and found.p_holm == pytest.approx(4 * alone.p)
 
 
@@ -97,22 +105,22 @@ def test_an_unfinished_decay_is_not_ranked(tmp_path: Path) -> None:
     half = [replace(story, attempts=(Attempt(0, 30),), level=2.0) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (half, (WD,)))
     ends = qualities(found)
-    assert ends["the end"].difference is None and "unfinished decays are not ranked" in ends["the end"].text
+    assert ends["the end"].difference is None and "unfinished runs are not ranked" in ends["the end"].text
     on_the_way = ends["equal tokens"]
     assert on_the_way.answer == "undecided" and "not ranked" in on_the_way.text and on_the_way.p is None
     assert f"at {30 * 128:,} tokens" in on_the_way.text
     assert on_the_way.difference is not None and on_the_way.difference.estimate == pytest.approx(-1.005, abs=1e-6)
-    assert found.arms[1].validation is None
-    assert any("4 of 4 runs not finished" in note for note in found.arms[1].notes)
+    assert found.variants[1].validation is None
+    assert any("4 of 4 runs not finished" in note for note in found.variants[1].notes)
 
 
 def test_more_tokens_are_named_and_compared_at_equal_ones(tmp_path: Path) -> None:
     longer = [replace(story, steps=80) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (longer, ()))
     ends = qualities(found)
-    assert f"after {80 * 128:,} tokens against {40 * 128:,}" in ends["the end"].text
+    assert f"after {80 * 128:,} tokens (baseline: {40 * 128:,})" in ends["the end"].text
     assert "not ranked" in ends["the end"].text and "not ranked" in ends["equal device-hours"].text
-    assert found.arms[1].quality[0] is ends["equal tokens"] and ends["equal tokens"].answer == "yes"
+    assert found.variants[1].quality[0] is ends["equal tokens"] and ends["equal tokens"].answer == "yes"
     assert f"at {40 * 128:,} tokens, where the longer runs were 50% through" in ends["equal tokens"].text
 
 
@@ -126,14 +134,14 @@ def test_device_hours_on_other_hardware_are_not_compared(tmp_path: Path) -> None
     other = [replace(story, device=H200 | {"name": "AMD MI300X"}) for story in BASE]
     found = compared(tmp_path, (BASE, ()), (other, (WD,)))
     assert set(qualities(found)) == {"the end"}
-    assert any("other hardware: AMD MI300X" in note for note in found.arms[1].notes)
+    assert any("different hardware: AMD MI300X" in note for note in found.variants[1].notes)
     assert any(note.startswith("different hardware") for note in found.notes)
 
 
 MEASURES = [
     pytest.param((), (WD,), "d", "validation loss", id="the-same-tokens"),
-    pytest.param((), ("training.seq_len=32",), "d", "bits a byte", id="other-rows"),
-    pytest.param((), ("dataset.tokenizer=other",), "e", "bits a byte", id="another-tokenizer"),
+    pytest.param((), ("training.seq_len=32",), "d", "bits per byte", id="other-rows"),
+    pytest.param((), ("dataset.tokenizer=other",), "e", "bits per byte", id="another-tokenizer"),
     pytest.param((), ("dataset.seed=5",), "e", None, id="other-text"),
     pytest.param((), ("dataset.validation=0.02",), "e", None, id="another-share-held-out"),
     pytest.param((), (WD, "metrics.validation_tokens=512"), "d", None, id="fewer-tokens"),
@@ -142,23 +150,23 @@ MEASURES = [
 
 
 @pytest.mark.parametrize(("one", "two", "digest", "measure"), MEASURES)
-def test_by_what_arms_are_compared(
+def test_by_what_variants_are_compared(
     one: tuple[str, ...], two: tuple[str, ...], digest: str, measure: str | None, tmp_path: Path
 ) -> None:
     others = [replace(story, digest=digest * 64) for story in seeds(-0.1, -0.09, -0.11, -0.1)]
     found = qualities(compared(tmp_path, (BASE, one), (others, two)))["the end"]
     if measure is None:
-        assert found.difference is None and "validation sets are not the same text" in found.text
+        assert found.difference is None and "validation sets are different texts" in found.text
         return
     assert found.measure == measure and found.difference is not None
-    assert found.difference.estimate == pytest.approx(-0.105 * (0.4 if measure == "bits a byte" else 1))
+    assert found.difference.estimate == pytest.approx(-0.105 * (0.4 if measure == "bits per byte" else 1))
 
 
 def test_each_source_of_a_mixture(tmp_path: Path) -> None:
     sources = {"web": 0.0, "code": 0.1}
     other = {"web": 0.02, "code": 0.05}
-    arms = [[replace(story, sources=s) for story in BASE] for s in (sources, other)]
-    found = qualities(compared(tmp_path, (arms[0], ()), (arms[1], (WD,))))["the end"].by_source
+    variants = [[replace(story, sources=s) for story in BASE] for s in (sources, other)]
+    found = qualities(compared(tmp_path, (variants[0], ()), (variants[1], (WD,))))["the end"].by_source
     assert {name: round(each.estimate, 6) for name, each in found.items()} == {"web": 0.02, "code": -0.05}
 
 
@@ -166,7 +174,7 @@ def rated(rate: str, *levels: float, more: tuple[str, ...] = ()) -> tuple[list[S
     return seeds(*levels), (f"optimizer.lr={rate}", *more)
 
 
-def test_the_best_of_several_learning_rates_speaks_for_its_arm(tmp_path: Path) -> None:
+def test_the_best_of_several_learning_rates_speaks_for_its_variant(tmp_path: Path) -> None:
     found = compared(
         tmp_path,
         rated("1e-3", 0.3, 0.3),
@@ -175,33 +183,33 @@ def test_the_best_of_several_learning_rates_speaks_for_its_arm(tmp_path: Path) -
         rated("1e-3", 0.0, 0.01, more=(WD,)),
         rated("3e-3", 0.05, 0.05, more=(WD,)),
     )
-    arms = {arm.label: arm for arm in found.arms}
-    best = "best of 3 learning rates (0.001, 0.003, 0.01), chosen by these same runs"
-    assert arms["lr=0.003 weight_decay=0.1"].notes[0] == best
-    assert "at the edge" in arms["lr=0.001 weight_decay=0.2"].notes[0]
-    assert [label for label, arm in arms.items() if arm.quality] == ["lr=0.001 weight_decay=0.2"]
-    end = arms["lr=0.001 weight_decay=0.2"].quality[0]
+    variants = {variant.label: variant for variant in found.variants}
+    best = "best of 3 learning rates (0.001, 0.003, 0.01), selected by these same runs"
+    assert variants["lr=0.003 weight_decay=0.1"].notes[0] == best
+    assert "lowest or highest" in variants["lr=0.001 weight_decay=0.2"].notes[0]
+    assert [label for label, variant in variants.items() if variant.quality] == ["lr=0.001 weight_decay=0.2"]
+    end = variants["lr=0.001 weight_decay=0.2"].quality[0]
     assert end.difference is not None and end.difference.estimate == pytest.approx(
         -0.1
     )  # against the best of the other
-    assert found.arms[0].label == "lr=0.003 weight_decay=0.1" and found.arms[0].baseline
+    assert found.variants[0].label == "lr=0.003 weight_decay=0.1" and found.variants[0].baseline
     assert "the baseline is lr=0.003 weight_decay=0.1: the best of its 3 learning rates" in found.notes
-    assert "0.001 was best" in arms["lr=0.003 weight_decay=0.2"].notes[0]
+    assert "rates is 0.001" in variants["lr=0.003 weight_decay=0.2"].notes[0]
 
 
 def test_a_sweep_of_learning_rates_alone_compares_them(tmp_path: Path) -> None:
     found = compared(tmp_path, rated("1e-3", 0.3, 0.3), rated("3e-3", 0.1, 0.11))
-    assert found.arms[1].quality and not any("tuned" in note or "best" in note for note in found.arms[1].notes)
+    assert found.variants[1].quality and not any("tuned" in note or "best" in note for note in found.variants[1].notes)
 
 
 def test_a_variant_with_one_learning_rate_says_that_it_is_not_tuned(tmp_path: Path) -> None:
     found = compared(tmp_path, (BASE, ()), (BASE, (WD,)))
-    assert all("learning rate not tuned" in arm.notes for arm in found.arms)
+    assert all("learning rate not tuned" in variant.notes for variant in found.variants)
 
 
-def reached(arm: Arm) -> tuple[int, int, float | None]:
-    assert arm.reached is not None
-    return arm.reached.runs, arm.reached.reached, arm.reached.median_tokens
+def reached(variant: Variant) -> tuple[int, int, float | None]:
+    assert variant.reached is not None
+    return variant.reached.runs, variant.reached.reached, variant.reached.median_tokens
 
 
 def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
@@ -209,20 +217,20 @@ def test_the_time_to_a_target_is_censored(tmp_path: Path) -> None:
     made(tmp_path / "middle", replace(S, seed=1, level=2.4))
     made(tmp_path / "never", replace(S, seed=2, level=4.0))
     made(tmp_path / "unfinished", replace(S, seed=3, level=4.0, attempts=(Attempt(0, 10),)))
-    found = {target: reached(compare([tmp_path], Options(target=target)).arms[0]) for target in (2.3, 2.6, 4.2)}
+    found = {target: reached(compare([tmp_path], Options(target=target)).variants[0]) for target in (2.3, 2.6, 4.2)}
     assert found[2.3] == (4, 1, None)
     assert found[2.6][:2] == (4, 2) and found[4.2] == (4, 3, 10 * 128)
     losses = [2.4 + 2 * math.exp(-5 * step / 40) for step in (10, 20)]  # of the run that comes there between these
     between = 10 + 10 * (losses[0] - 2.6) / (losses[0] - losses[1])
     assert found[2.6][2] == pytest.approx(between * 128)
-    assert compare([tmp_path]).arms[0].reached is None
+    assert compare([tmp_path]).variants[0].reached is None
 
 
 def test_a_target_in_nats_is_none_for_other_tokens(tmp_path: Path) -> None:
     made(tmp_path / "a", S)
     made(tmp_path / "b", S, "training.seq_len=32")
     found = compare([tmp_path], Options(target=4.0))
-    assert found.arms[0].reached is not None and found.arms[1].reached is None
+    assert found.variants[0].reached is not None and found.variants[1].reached is None
 
 
 def test_a_failed_run_does_not_draw_equal_tokens_to_its_end(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""What runs of two variants can be compared by: nats on the same tokens, or bits per byte on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from titan.config.settings import show
+from titan.report.findings import Numbers
+from titan.report.runs import Member
+
+READ_AS = ("tokenizer", "weights", "stages", "mask_documents", "skip", "block", "window", "epochs", "sources")
+"""Dataset settings that decide how text is read, not which text is the evaluation set."""
+HOUSEKEEPING = ("cache", "prefetch", "workers", "stream", "keep_gib")
+Measured = Callable[[Member], float | None]
+"""Returns the compared value of a run; None where it has none."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity by which two variants are compared.
+
+    Attributes:
+        name: "validation loss", "bits per byte" or "tokens to the target".
+        unit: of a difference; empty: values are logarithms, whose difference is shown as a ratio.
+        of: returns a run's final value; infinite where it never has one.
+        curve: returns its values at its validations.
+        lost: words for a run whose value is infinite.
+    """
+
+    name: str
+    unit: str
+    of: Measured
+    curve: Callable[[Member], Numbers]
+    lost: str = "diverged"
+
+
+def measure_of(one: Member, two: Member) -> Measure | None:
+    """Return nats on the same tokens or bits per byte on the same text; None where neither is comparable."""
+    if _evaluation_set(one) == _evaluation_set(two):
+        return Measure("validation loss", "nats", lambda m: m.run.validation, lambda m: m.run.curves.validation)
+    if same_text(one, two):
+        return Measure("bits per byte", "bits", lambda m: m.run.bits, lambda m: m.run.curves.bits_per_byte)
+    return None
+
+
+def _evaluation_set(member: Member) -> tuple[Any, ...]:
+    """Return the settings that decide the evaluation set and its rows."""
+    config = member.raw.config
+    rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")
+    return (_digest(member), config["metrics"].get("validation_tokens"), *rows)
+
+
+def _digest(member: Member) -> Any:
+    return member.raw.last["science"].get("data")
+
+
+def same_text(one: Member, two: Member) -> bool:
+    """Return whether two runs have the same text as evaluation set, whatever their tokens and rows are."""
+    count = [m.raw.config["metrics"].get("validation_tokens") for m in (one, two)]
+    if count[0] != count[1]:
+        return False
+    if _digest(one) == _digest(two):
+        return True
+    return bool(_text(one) == _text(two) and _read_as(one) != _read_as(two))
+
+
+def _text(member: Member) -> Any:
+    """Return the settings that decide the text of the evaluation set."""
+    dataset = member.raw.config["dataset"]
+    parts = {"": dataset, **(dataset.get("sources") or {})}
+    kinds = member.raw.last["science"].get("dataset")
+    return kinds, {name: {k: show(v) for k, v in part.items() if k not in _READ} for name, part in parts.items()}
+
+
+def _read_as(member: Member) -> Any:
+    """Return the settings that change the digest of the same text."""
+    dataset = member.raw.config["dataset"]
+    parts = {"": dataset, **(dataset.get("sources") or {})}
+    return {name: [show(part.get(k)) for k in ("tokenizer", "block", "window")] for name, part in parts.items()}
+
+
+_READ = (*READ_AS, *HOUSEKEEPING)
