@@ -24,7 +24,7 @@ from titan.dataset.preprocess import report
 from titan.errors import ConfigError, RunError, exit_code
 
 if TYPE_CHECKING:
-    from titan.weights.formats import Weights
+    from titan.weights.interface import Weights
 
 NAMES = {"Native": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
 MARK = ".titan-convert"

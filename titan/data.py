@@ -21,7 +21,7 @@ from titan.run.schema import Recipe
 if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
     from titan.dataset.shards import Split
-    from titan.dataset.tokenizers.base import Tokenizer
+    from titan.dataset.tokenizers.tokenizer import Tokenizer
 
 LAST = 10**9
 """The last step or row that may be asked for."""
@@ -85,7 +85,7 @@ def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
 
 def _show(recipe: Recipe, options: argparse.Namespace) -> None:
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
-    from titan.dataset.tokenizers.base import load_tokenizer
+    from titan.dataset.tokenizers.load import load_tokenizer
 
     recipe.training.check()
     recipe.dataset.check()

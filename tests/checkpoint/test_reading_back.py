@@ -20,7 +20,7 @@ from tests.support.runs import tiny, train
 from titan.checkpoint import manager, manifest, restore
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import Foreign, Reader
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 from titan.run import attempts
 from titan.training.trainer import Trainer

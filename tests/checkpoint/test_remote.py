@@ -18,7 +18,7 @@ import pytest
 from tests.checkpoint.test_saving import flip
 from tests.support.made_weights import checkpoint
 from tests.support.runs import learned, same, steps, tiny, train
-from titan.checkpoint import manifest, remote, select
+from titan.checkpoint import manifest, select, transfer
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
@@ -63,7 +63,7 @@ def copied(url: str, directory: Path, step: int, **how: Any) -> Path:
     folder = checkpoint(directory, step)
     said = manifest.read(folder)
     assert said is not None
-    remote.copying(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
+    transfer.copying(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
     return folder
 
 
@@ -87,7 +87,7 @@ def test_what_is_copied_counts_and_comes_back(url: str, tmp_path: Path) -> None:
     found, notes = select.latest(run, url)
     assert found is not None
     assert (found.about, notes) == (expected, ())
-    back = remote.fetched(there, 4, run, ALONE)
+    back = transfer.fetched(there, 4, run, ALONE)
     assert manifest.read(back) == expected
     manifest.verify(back, expected.files)  # type: ignore[union-attr]
 
@@ -127,7 +127,7 @@ def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_pa
     there = Remote(f"{url}/run")
     there.put("step-2/a.distcp", b"123456780")
     with pytest.raises(Exception, match=r"step-2/a.distcp is not what was saved"):
-        remote.fetched(there, 2, tmp_path / "other", ALONE)
+        transfer.fetched(there, 2, tmp_path / "other", ALONE)
     assert manifest.complete(tmp_path / "other") == []
 
 
@@ -309,7 +309,7 @@ def test_a_file_comes_back_in_the_place_of_a_link(tmp_path: Path) -> None:
     victim.write_text("precious")
     (folder / "a.distcp").unlink()
     (folder / "a.distcp").symlink_to(victim)
-    remote.fetched(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
+    transfer.fetched(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
     assert (victim.read_text(), (folder / "a.distcp").is_symlink()) == ("precious", False)
 
 

@@ -174,7 +174,7 @@ README = (
 PROGRAM = """
 import json, sys
 from titan.dataset.sources.hub import hub
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 
 def dataset(*about):

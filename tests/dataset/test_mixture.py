@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.support.prepared_folders import counting, finish, publish, write
 from titan.dataset import mixture as module
-from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences, block_counts, pattern
+from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences, pattern
 from titan.dataset.permutation import Permutation
+from titan.dataset.proportions import BLOCK, block_counts
 from titan.dataset.shards import Corpus
 from titan.errors import ConfigError, RunError
 

@@ -28,7 +28,7 @@ from titan.dataset.preprocess import workers
 from titan.dataset.preprocess.prepare import cache_folder, plan, prepare, survey
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.Mo
 
 
 def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path: Path) -> None:
-    from titan.dataset.tokenizers.base import write_ranks
+    from titan.dataset.tokenizers.rank_file import write_ranks
 
     write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
     found = {prepare(dataset(corpus_file)), prepare(dataset(corpus_file, validation=0.3))}

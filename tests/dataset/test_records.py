@@ -173,7 +173,7 @@ def test_templates(tmp_path: Path, name: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("name", list(SPECIAL))
 def test_tokens_of_a_conversation(tmp_path: Path, name: str) -> None:
-    from titan.dataset.tokenizers.base import load_tokenizer
+    from titan.dataset.tokenizers.load import load_tokenizer
 
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     tokenizer = load_tokenizer(tokenizer_with(tmp_path, SPECIAL[name]))

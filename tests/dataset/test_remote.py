@@ -16,7 +16,7 @@ from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import Dataset, Prepared, Synthetic, Text
 from titan.dataset.shards import open_corpus
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 from titan.training.schema import Training
 

@@ -15,7 +15,7 @@ import pytest
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import KINDS
 from titan.dataset.shards import open_corpus
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 from titan.run.compose import composed
 from titan.run.identity import settings_of

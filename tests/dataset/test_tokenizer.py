@@ -14,15 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan.dataset.documents import Turn
-from titan.dataset.tokenizers.base import (
-    END,
-    LLAMA3_RANKS,
-    Tokenizer,
-    cut_spaces,
-    llama3_special,
-    load_tokenizer,
-    write_ranks,
-)
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.rank_file import LLAMA3_RANKS, cut_spaces, llama3_special, write_ranks
+from titan.dataset.tokenizers.tokenizer import END, Tokenizer
 from titan.dataset.tokenizers.train import byte_characters
 from titan.errors import ConfigError
 

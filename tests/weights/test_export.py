@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.support.made_weights import LLAMA, QWEN3, SMALL, STRETCH, apart, equal, hf, loaded, meta, native
 from titan.checkpoint import manifest
-from titan.dataset.tokenizers.base import RankTokenizer, load_tokenizer, write_ranks
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.rank_file import RankTokenizer, write_ranks
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.weights import tokenizer_files
@@ -353,7 +354,7 @@ from pathlib import Path
 import torch
 from titan.weights.export import export
 from titan.weights.save import save_weights
-from titan.weights.formats import expected
+from titan.weights.interface import expected
 from titan.model.schema import Llama
 
 class Drawn:

@@ -21,7 +21,8 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
 from titan.run.run import Run
 from titan.training.build import build
-from titan.weights.formats import Weights, open_weights
+from titan.weights.formats import open_weights
+from titan.weights.interface import Weights
 from titan.weights.load import load_weights
 from titan.weights.model_config import check_model
 

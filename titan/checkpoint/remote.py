@@ -18,16 +18,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
 from titan.files.untrusted import check, file_name, parse_object, shown
-
-if TYPE_CHECKING:
-    from titan.checkpoint.coordinator import Coordinator
 
 T = TypeVar("T")
 INDEX = "index.json"
@@ -267,56 +264,3 @@ def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
 def is_url(path: str) -> bool:
     """Whether a path is one of another file system."""
     return "://" in path
-
-
-def copying(how: Checkpoint, path: str, directory: str, coordinator: Coordinator) -> Callable[[Path, Manifest], None]:
-    """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.PostSaveHook`."""
-    from titan.checkpoint.coordinator import describing  # which needs torch
-
-    remote = of(path, directory)
-
-    def copy(folder: Path, about: Manifest) -> None:
-        with describing(f"the copy to {remote.url}"):
-            _copy(remote, folder, about, how, coordinator)
-
-    return copy
-
-
-def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, coordinator: Coordinator) -> None:
-    mine = manifest.share(about.files, coordinator.rank, coordinator.world_size)
-    coordinator.on_rank0(lambda: remote.begin(about))
-    coordinator.run_all(lambda: remote.upload(folder, mine))
-    gone = coordinator.on_rank0(lambda: _publish(remote, folder, about, how))
-    share = sorted(gone.items())[coordinator.rank :: coordinator.world_size]
-    coordinator.run_all(lambda: remote.remove(share))
-    if gone:
-        coordinator.on_rank0(lambda: remote.removed(gone))
-
-
-def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
-    attempts = folder.parent.parent / "run.yaml"
-    if attempts.is_file():
-        remote.put("run.yaml", attempts.read_bytes())
-    return remote.publish(folder, about, how)
-
-
-def fetched(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
-    """Bring a checkpoint into the run's directory, where it counts as one of its own; all ranks call it together.
-
-    Raises:
-        Unsaved: on all ranks, when it can't be read, or is damaged.
-    """
-    folder = manifest.folder_of(directory, step)
-    about: Manifest = coordinator.on_rank0(lambda: _begin(remote, step, folder))
-    mine = dict(sorted(about.files.items())[coordinator.rank :: coordinator.world_size])
-    coordinator.run_all(lambda: remote.fetch(step, folder, mine))
-    coordinator.on_rank0(lambda: manifest.write(folder, about))
-    return folder
-
-
-def _begin(remote: Remote, step: int, folder: Path) -> Manifest:
-    about = remote.manifest(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (manifest.NAME, manifest.RETIRED, manifest.BROKEN):
-        (folder / name).unlink(missing_ok=True)
-    return about

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
-from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences, block_counts
+from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
 from titan.dataset.preprocess.prepare import cache_folder, plan, prepare
+from titan.dataset.proportions import BLOCK, block_counts
 from titan.dataset.schema import Dataset, Mixture, Prepared
 from titan.dataset.shards import Corpus, open_corpus
 from titan.errors import ConfigError

@@ -12,7 +12,7 @@ nor others that a stage has no rows of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -22,11 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.permutation import GOLDEN, Permutation, hash64
+from titan.dataset.proportions import BLOCK
 from titan.dataset.shards import Corpus, Split
 from titan.errors import ConfigError, RunError
-
-BLOCK = 10_000
-"""Numbers of a block: weights count to a ten-thousandth."""
 
 Wait = Callable[[str], None]
 """Told why a row is not there yet; called again and again until it is, and may raise."""
@@ -256,29 +254,3 @@ def pattern(
     ranks = np.concatenate([np.arange(quota) for quota in quotas])
     order = np.argsort((ranks + starts[sources]) / np.array(quotas)[sources], kind="stable")
     return sources[order], ranks[order]
-
-
-def block_counts(weights: Mapping[str, float], names: Sequence[str], setting: str) -> tuple[int, ...]:
-    """Rows of a block for each of `names`, in proportion to their weights, by largest remainder.
-
-    Raises:
-        ConfigError: for a name that there is not, a weight that is negative or too small, or none above zero.
-    """
-    unknown = sorted(set(weights) - set(names))
-    if unknown:
-        raise ConfigError(
-            f"{setting}: there is no source {unknown[0]!r} (there are {', '.join(names)}); correct the name."
-        )
-    values = [float(weights.get(name, 0)) for name in names]
-    total = sum(values)
-    if not all(0 <= value < float("inf") for value in values) or not total > 0:
-        raise ConfigError(f"{setting}: weights must be zero or more, and one above zero; mend them.")
-    exact = [BLOCK * value / total for value in values]
-    whole = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda k: (whole[k] - exact[k], names[k]))
-    for k in by_rest[: BLOCK - sum(whole)]:
-        whole[k] += 1
-    for name, value, rows in zip(names, values, whole, strict=True):
-        if value and not rows:
-            raise ConfigError(f"{setting}: {name} has less than one row in {BLOCK:,}; give it more, or leave it out.")
-    return tuple(whole)

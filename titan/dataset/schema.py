@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from titan.config.settings import MISSING, setting, show
+from titan.dataset.proportions import block_counts
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Chat(Dataset):
     def build(self) -> Source:
         """The conversations, laid out for the tokenizer."""
         from titan.dataset.sources import chat, hub
-        from titan.dataset.tokenizers.base import load_tokenizer
+        from titan.dataset.tokenizers.load import load_tokenizer
 
         self._check()
         template = chat.template(self.template, load_tokenizer(self.tokenizer))
@@ -267,8 +268,6 @@ class Mixture(Dataset):
         self._check_weights()
 
     def _check_weights(self) -> None:
-        from titan.dataset.mixture import block_counts  # only now: most runs have none
-
         if not self.sources:
             raise ConfigError("dataset.sources={}: there is nothing to mix; add +dataset@dataset.sources.NAME=CHOICE.")
         block_counts(self.weights, list(self.sources), "dataset.weights")

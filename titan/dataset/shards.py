@@ -240,7 +240,7 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> str:
-        """What `titan.dataset.tokenizers.base.load_tokenizer` takes for its tokenizer: the file here, if there is
+        """What `titan.dataset.tokenizers.load.load_tokenizer` takes for its tokenizer: the file here, if there is
         one."""
         file = self.tokenizer.get("file")
         return str(self.folder / file) if file and (self.folder / file).is_file() else self.tokenizer["name"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint import remote
+from titan.checkpoint import transfer
 from titan.checkpoint.coordinator import Coordinator, describing
 from titan.checkpoint.manager import Manager, PostSaveHook, SaveOutcome
 from titan.checkpoint.manifest import Manifest
@@ -218,7 +218,7 @@ def _post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, 
     """What follows each save."""
     how = run.checkpoint
     copies = (
-        (remote.copying(how, how.path, run.directory, coordinator),) if how.path else ()
+        (transfer.copying(how, how.path, run.directory, coordinator),) if how.path else ()
     )  # first: it is what may be lost
     return (*copies, _export_hook(how.export, how.export_dtype, coordinator)) if how.export else copies
 

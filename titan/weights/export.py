@@ -20,9 +20,9 @@ from torch import Tensor
 
 from titan.errors import ConfigError
 from titan.weights import tokenizer_files
-from titan.weights.formats import Weights
 from titan.weights.hf import INDEX, SINGLE
 from titan.weights.hf_config import config_of
+from titan.weights.interface import Weights
 from titan.weights.meta import PARAMS, TURNED, halves
 from titan.weights.meta_params import params_of
 

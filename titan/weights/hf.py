@@ -15,8 +15,8 @@ from titan.config.optional import optional_package
 from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.weights import model_config
-from titan.weights.formats import check_types, compare, region
 from titan.weights.hf_config import schema_of
+from titan.weights.interface import check_types, compare, region
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,7 +26,7 @@ _HEAD = "lm_head.weight"
 
 
 class HuggingFace:
-    """Weights in Hugging Face's format; see `titan.weights.formats.Weights`."""
+    """Weights in Hugging Face's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
         """Read what describes them, and the headers of all files.

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from titan.checkpoint.coordinator import reason
 from titan.errors import ConfigError, RunError
-from titan.weights.formats import Weights
+from titan.weights.interface import Weights
 
 _HEAD, _EMBEDDING = "head.weight", "tok_embeddings.weight"
 

@@ -24,7 +24,7 @@ from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.model.schema import Llama
 from titan.weights import model_config
-from titan.weights.formats import check_types, compare, expected, region
+from titan.weights.interface import check_types, compare, expected, region
 
 PARAMS = "params.json"
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
@@ -63,7 +63,7 @@ class SplitTensor(NamedTuple):
 
 
 class Meta:
-    """Weights in Meta's format; see `titan.weights.formats.Weights`."""
+    """Weights in Meta's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
         """Read what describes them, and where in the files which tensor is.

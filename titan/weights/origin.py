@@ -12,7 +12,9 @@ from titan.checkpoint import manifest, select
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import INDEX
 from titan.config import settings
+from titan.config.optional import optional_package
 from titan.console.text import safe
+from titan.dataset.sources.hub import refusal
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
 from titan.weights import model_config
@@ -63,9 +65,6 @@ class Origin:
 
     def _fetch(self, how: str, **what: Any) -> Path:
         """What a function of huggingface_hub fetches, with the user's login, into its cache."""
-        from titan.config.optional import optional_package
-        from titan.dataset.sources.hub import refusal
-
         hub = optional_package("huggingface_hub", self.label)
         repository, _, revision = self.place.partition("@")
         try:

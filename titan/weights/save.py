@@ -24,7 +24,7 @@ from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.weights import tokenizer_files
 from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored, whole
-from titan.weights.formats import Weights
+from titan.weights.interface import Weights
 from titan.weights.titan_format import PREFIX
 
 _METADATA = ".metadata"

@@ -14,7 +14,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.reader import Foreign, Reader
 from titan.console.text import as_line
 from titan.errors import ConfigError
-from titan.weights.formats import check_types, compare, expected, region
+from titan.weights.interface import check_types, compare, expected, region
 from titan.weights.origin import model_of
 
 PREFIX = "model."
@@ -22,7 +22,7 @@ PREFIX = "model."
 
 
 class TitanFormat:
-    """The weights in a titan checkpoint; see `titan.weights.formats.Weights`."""
+    """The weights in a titan checkpoint; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
         """Read its manifest and where its tensors are.

@@ -11,7 +11,8 @@ from typing import Any
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File
 from titan.config.optional import optional_package
-from titan.dataset.tokenizers.base import BUILT_IN, PATTERN, RankTokenizer, load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.rank_file import BUILT_IN, PATTERN, RankTokenizer
 from titan.errors import ConfigError
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.documents import Document, Part, Skip, Source, Turn
-from titan.dataset.tokenizers.base import Tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 
 GROUP_BYTES = 1024 * 1024

@@ -24,7 +24,8 @@ from titan.dataset.preprocess import encode
 from titan.dataset.preprocess.writer import read_json, write_json, write_token_bytes
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import FORMAT, token_dtype
-from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 from titan.files.untrusted import check, file_name
 

@@ -22,7 +22,7 @@ from titan.dataset.preprocess.encode import Content, Encoder, groups, read
 from titan.dataset.preprocess.plan import Plan
 from titan.dataset.preprocess.writer import HashedFile, SplitWriter, checksum, read_json, sync_folder, write_json
 from titan.dataset.shards import SPLITS
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 from titan.files import leases
 from titan.files.untrusted import check, file_name

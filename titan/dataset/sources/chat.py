@@ -2,7 +2,7 @@
 
 A conversation is laid out by a template: headers and other people's words don't count, the assistant's words and what
 ends them do. Markup may become special tokens, words never do. What follows the last answer is left out. The tokens
-that begin and end a document come with tokenising (`titan.dataset.tokenizers.base.Tokenizer.encode_turns`).
+that begin and end a document come with tokenising (`titan.dataset.tokenizers.tokenizer.Tokenizer.encode_turns`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titan.dataset.sources.records import JsonLines, Parquet, Pick, Reader, Row,
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
-    from titan.dataset.tokenizers.base import Tokenizer
+    from titan.dataset.tokenizers.tokenizer import Tokenizer
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 _TABLES = (".parquet", ".pq")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.config.optional import optional_package
-from titan.dataset.tokenizers.base import END, Tokenizer, read
+from titan.dataset.tokenizers.tokenizer import END, Tokenizer, read
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:

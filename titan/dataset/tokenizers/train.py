@@ -19,7 +19,7 @@ from titan.console import output
 from titan.console.text import one_line
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
-from titan.dataset.tokenizers.base import PATTERN, cut_spaces, write_ranks
+from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
 from titan.errors import ConfigError
 
 MOST = 10**7
