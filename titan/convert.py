@@ -32,9 +32,9 @@ MARK = ".titan-convert"
 COUNTS = ("config.json", "params.json", "manifest.json")
 """What makes a folder count, in the formats that there are."""
 WRITTEN = (
-    "model*.safetensors", "model.safetensors.index.json", "consolidated.*.pth", "__*.distcp", ".metadata", ".*.part",
+    "model*.safetensors", "model.safetensors.index.json", "consolidated.*.pth", "__*.distcp", ".metadata", ".*.tmp",
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja",
+    "special_tokens_map.json", "chat_template.jinja", ".*.part",
 )  # fmt: skip
 """What else a conversion writes, and so replaces."""
 SPARE = 64 * 2**20

@@ -35,7 +35,7 @@ def test_from_every_format_to_every_format(source: Any, target: str, tmp_path: P
     assert convert.main([*arguments, *(["meta_ranks=2"] if target == "meta" else ["shard_gb=0.0001"])]) == 0
     assert equal(open_weights(tmp_path / "b"), wanted)
     assert len(list((tmp_path / "b").glob({"hf": "*.safetensors", "meta": "*.pth", "titan": "*.distcp"}[target]))) > 1
-    assert not list((tmp_path / "b").glob(".*.part")) and not (tmp_path / "b" / convert.MARK).exists()
+    assert not list((tmp_path / "b").glob(".*.tmp")) and not (tmp_path / "b" / convert.MARK).exists()
 
 
 def test_it_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,11 +141,12 @@ def test_an_interrupted_conversion_does_not_count_and_begins_anew(
         patch.setattr("titan.weights.save.cast", interrupted)
         assert convert.main(arguments) == 130
     assert any((tmp_path / "b").iterdir())
+    (tmp_path / "b" / ".__0_0.distcp.1.tmp").touch()  # as a killed conversion leaves
     with pytest.raises(ConfigError):
         open_weights(tmp_path / "b")
     assert convert.main(arguments) == 0
     assert equal(open_weights(tmp_path / "b"), written)
-    assert not list((tmp_path / "b").glob(".*.part"))
+    assert not list((tmp_path / "b").glob(".*.tmp"))
 
 
 def test_a_full_disk_is_a_failure(

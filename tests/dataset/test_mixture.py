@@ -65,8 +65,8 @@ def test_each_source_is_read_in_its_order_without_a_gap(
         which, rows = (np.concatenate(p) for p in zip(*map(mix.locate, np.split(numbers, sorted(cuts))), strict=True))
         for k, size in enumerate(SIZES):
             mine = rows[which == k]
-            assert mine.tolist() == Permutation(size, 5).rows_at(np.arange(mine.world_size)).tolist()
-            assert mix.reads(4000)[k] == mine.world_size
+            assert mine.tolist() == Permutation(size, 5).rows_at(np.arange(mine.size)).tolist()
+            assert mix.reads(4000)[k] == mine.size
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,7 +22,7 @@ from titan.dataset.preprocess import plan, report, shard_job
 from titan.dataset.preprocess.encode import content, groups
 from titan.dataset.preprocess.footprint import footprint
 from titan.dataset.preprocess.prepare import prepare
-from titan.dataset.preprocess.writer import SplitWriter, checksum, write_whole
+from titan.dataset.preprocess.writer import SplitWriter, checksum, write_json
 from titan.dataset.schema import Stdlib
 from titan.errors import ConfigError
 from titan.files import leases
@@ -260,14 +260,20 @@ def test_another_seed_is_another_order(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
-    def failing() -> list[bytes]:
+def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def failing(descriptor: int) -> None:
+        names.extend(file.name for file in tmp_path.iterdir())
         raise OSError(28, "No space left on device")
 
     (tmp_path / "x").write_text("before")
+    monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError):
-        write_whole(tmp_path / "x", (piece for _ in [1] for piece in failing()))
+        write_json(tmp_path / "x", {"after": 1})
     assert [f.read_text() for f in tmp_path.iterdir()] == ["before"]
+    (temporary,) = set(names) - {"x"}
+    assert temporary.startswith(f".x.{leases.machine()}.{os.getpid()}.")  # so that `remove_leftovers` finds it
 
 
 @settings(max_examples=60, deadline=None)

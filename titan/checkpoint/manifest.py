@@ -20,6 +20,7 @@ from typing import IO, Any, get_type_hints
 
 from titan.errors import ConfigError
 from titan.files import untrusted
+from titan.files.atomic import sync_folder, write_atomic
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -79,24 +80,9 @@ def folder_of(directory: Path, step: int) -> Path:
 def write(folder: Path, manifest: Manifest) -> None:
     """Make the checkpoint in `folder` count; call it once all its files are on disk."""
     for above in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
-        with contextlib.suppress(PermissionError):  # not ours
-            sync(above)
-    temporary = folder / f".{NAME}"
-    with temporary.open("w") as out:
-        json.dump(asdict(manifest), out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(folder / NAME)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Have on disk what a file holds, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with contextlib.suppress(PermissionError):  # another user's folder
+            sync_folder(above)
+    write_atomic(folder / NAME, json.dumps(asdict(manifest), indent=1), sync=True)
 
 
 def inspect(folder: Path, name: str = NAME) -> Manifest | None:

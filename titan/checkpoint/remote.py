@@ -24,6 +24,7 @@ from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
+from titan.files.atomic import sync_path, write_atomic
 from titan.files.untrusted import check, file_name, parse_object, shown
 
 T = TypeVar("T")
@@ -102,11 +103,11 @@ class Remote:
 
     def put(self, name: str, content: bytes) -> None:
         """Write a small file beside the index; at once, also on a file system where that is not the rule."""
-        here = self._try(lambda: "file" in self.fs.protocol)
         path = f"{self.root}/{name}"
-        self._try(lambda: self.fs.pipe_file(f"{path}.part" if here else path, content))
-        if here:
-            os.replace(f"{path}.part", path)
+        if self._try(lambda: "file" in self.fs.protocol):
+            write_atomic(Path(path), content)
+        else:
+            self._try(lambda: self.fs.pipe_file(path, content))
 
     def upload(self, folder: Path, files: Mapping[str, File]) -> None:
         """Copy files of the checkpoint in `folder`."""
@@ -192,7 +193,7 @@ class Remote:
         with self.fs.open(source, "rb") as there, target.open("xb") as here:
             for piece in iter(lambda: there.read(_CHUNK), b""):
                 here.write(piece)
-        manifest.sync(target)
+        sync_path(target)
         with target.open("rb") as content:
             return manifest.checksum(content)
 

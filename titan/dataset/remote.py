@@ -17,6 +17,7 @@ from typing import Any
 from titan.console.text import redact
 from titan.dataset.documents import content_digest
 from titan.errors import ConfigError, RunError
+from titan.files.atomic import atomic_file
 from titan.files.leases import remove_leftovers, temporary
 from titan.files.untrusted import check, file_name, parse_object
 
@@ -131,14 +132,9 @@ def _reading(url: str, name: str) -> Iterator[Any]:
 
 def _write(path: Path, pieces: Iterable[bytes]) -> Path:
     """Write a file whole or not at all; several processes may do so at once."""
-    fresh = temporary(path)
-    try:
-        with open(fresh, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    with atomic_file(path, temporary=temporary(path)) as file:
+        for piece in pieces:
+            file.write(piece)
     return path
 
 

@@ -8,9 +8,7 @@ several processes can share the files, and a folder that was left half written i
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titan.errors import ConfigError
+from titan.files.atomic import atomic_file, write_atomic
 from titan.weights import tokenizer_files
 from titan.weights.hf import INDEX, SINGLE
 from titan.weights.hf_config import config_of
@@ -145,7 +144,7 @@ def export(
     """
     first, step = part
     for file in files_of(weights, format, dtype, shard_bytes, meta_ranks)[first::step]:
-        with whole(folder / file.name) as out:
+        with atomic_file(folder / file.name, sync=True) as out:
             (_write_hf if format == "hf" else _write_meta)(weights, file, dtype, out, progress)
 
 
@@ -165,11 +164,11 @@ def finish(
             raise ConfigError(f"to={folder}: {file.name} has not been written; begin the conversion again.")
     if format == "meta":
         tokenizer_files.copy_whole(weights.tokenizer, folder)
-        return write_json(folder / PARAMS, params_of(weights.model, meta_ranks))
+        return _write_json(folder / PARAMS, params_of(weights.model, meta_ranks))
     config = _config(weights, folder, dtype)
     if len(files) > 1:
-        write_json(folder / INDEX, _index(weights, files))
-    write_json(folder / "config.json", config)
+        _write_json(folder / INDEX, _index(weights, files))
+    _write_json(folder / "config.json", config)
 
 
 def _config(weights: Weights, folder: Path, dtype: str) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def _config(weights: Weights, folder: Path, dtype: str) -> dict[str, Any]:
     bos, eos = tokenizer_files.copy_as_json(weights.tokenizer, folder)
     bos, eos = begun.get("bos_token_id", bos), begun.get("eos_token_id", eos)
     given = {key: value for key, value in (("bos_token_id", bos), ("eos_token_id", eos)) if value is not None}
-    write_json(folder / "generation_config.json", {**given, **getattr(weights, "generation", {})})
+    _write_json(folder / "generation_config.json", {**given, **getattr(weights, "generation", {})})
     kind = str(stored(weights, ordered(weights)[0], dtype)).removeprefix("torch.")
     return config_of(weights.model, kind, bos=bos, eos=eos, positions=begun.get("max_position_embeddings"))
 
@@ -263,23 +262,6 @@ def _tell(progress: Progress | None, tensor: Tensor) -> None:
         progress(tensor.nbytes)
 
 
-@contextmanager
-def whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file that has its name only once it is whole and on disk."""
-    temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("wb") as out:
-        yield out
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the name, too, is on disk before another is written
-    finally:
-        os.close(folder)
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file whole."""
-    with whole(path) as out:
-        out.write(json.dumps(content, indent=2).encode() + b"\n")
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file as Hugging Face lays it out, on disk before the next file is begun."""
+    write_atomic(path, json.dumps(content, indent=2) + "\n", sync=True)

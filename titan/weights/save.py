@@ -22,8 +22,9 @@ from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
 from titan.config.kinds import kind
 from titan.config.settings import plain
+from titan.files.atomic import atomic_file
 from titan.weights import tokenizer_files
-from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored, whole
+from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored
 from titan.weights.interface import Weights
 from titan.weights.titan_format import PREFIX
 
@@ -79,7 +80,7 @@ def save_weights(
     places: dict[MetadataIndex, _StorageInfo] = {}
     files: dict[str, File] = {}
     for name, group in files_of(weights, dtype, shard_bytes).items():
-        with whole(folder / name) as opened:
+        with atomic_file(folder / name, sync=True) as opened:
             out = _Counted(opened)
             for tensor in group:
                 value = cast(weights.read(tensor), stored(weights, tensor, dtype), tensor)
@@ -88,7 +89,7 @@ def save_weights(
                 if progress is not None:
                     progress(value.nbytes)
         files[name] = out.file
-    with whole(folder / _METADATA) as opened:
+    with atomic_file(folder / _METADATA, sync=True) as opened:
         out = _Counted(opened)
         pickle.dump(_metadata(weights, dtype, places), out)
     files[_METADATA] = out.file

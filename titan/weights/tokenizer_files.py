@@ -14,6 +14,7 @@ from titan.config.optional import optional_package
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.rank_file import BUILT_IN, PATTERN, RankTokenizer
 from titan.errors import ConfigError
+from titan.files.atomic import sync_path
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 """What belongs to a tokenizer.json."""
@@ -38,7 +39,7 @@ def copy(name: str | None, folder: Path) -> str | None:
     for file in (source, *(source.with_name(beside) for beside in _BESIDE)):
         if file.is_file() and (file == source or source.suffix == ".json"):
             shutil.copyfile(file, folder / file.name)
-            manifest.sync(folder / file.name)
+            sync_path(folder / file.name)
     return source.name
 
 

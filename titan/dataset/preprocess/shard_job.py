@@ -20,11 +20,12 @@ from titan.console.text import safe
 from titan.dataset.documents import Document, Part, Skip, Source
 from titan.dataset.preprocess.encode import Content, Encoder, groups, read
 from titan.dataset.preprocess.plan import Plan
-from titan.dataset.preprocess.writer import HashedFile, SplitWriter, checksum, read_json, sync_folder, write_json
+from titan.dataset.preprocess.writer import HashedFile, SplitWriter, checksum, read_json, write_json
 from titan.dataset.shards import SPLITS
 from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 from titan.files import leases
+from titan.files.atomic import sync_folder
 from titan.files.untrusted import check, file_name
 
 Receipt = dict[str, Any]

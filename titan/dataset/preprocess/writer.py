@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from titan.dataset.permutation import Permutation
 from titan.files import leases
+from titan.files.atomic import write_atomic
 from titan.files.untrusted import parse_json
 
 CHUNK_TOKENS = 4 * 1024 * 1024
@@ -124,50 +124,25 @@ def checksum(path: Path) -> list[Any]:
 
 
 def write_token_bytes(folder: Path, token_bytes: NDArray[np.uint16]) -> None:
-    """Write how many bytes each id stands for."""
+    """Write token_bytes.npy: the number of bytes of each id, uint16 [vocab_size]."""
     array = io.BytesIO()
     np.save(array, token_bytes.astype(np.uint16))
-    write_whole(folder / "token_bytes.npy", [array.getvalue()])
+    _write_shared(folder / "token_bytes.npy", array.getvalue())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, in place of what was there."""
-    write_whole(path, [json.dumps(value, separators=(",", ":")).encode()])
+    """Write `value` as compact JSON; readers see the old content or the new one."""
+    _write_shared(path, json.dumps(value, separators=(",", ":")).encode())
+
+
+def _write_shared(path: Path, content: bytes) -> None:
+    """Write a file of a folder that several machines share; a killed process's temporary file is found by its name."""
+    write_atomic(path, content, sync=True, temporary=leases.temporary(path))
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None when there is none, or it is damaged."""
+    """Return the content of a JSON file; None when the file is missing or corrupt."""
     try:
         return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write `pieces` one after the other beside `path`, and rename them into its place when they are on the disk."""
-    fresh = leases.temporary(path)
-    try:
-        write_file(fresh, pieces)
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write `pieces` one after the other, and return when they are on the disk."""
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in `folder` are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -25,6 +25,7 @@ from titan.config.optional import optional_package
 from titan.console.text import as_line, redact
 from titan.dataset.documents import Part, Skip, content_digest
 from titan.errors import ConfigError
+from titan.files.atomic import write_atomic
 
 LONGEST = 128 * 1024 * 1024
 """Bytes of a line or document: a few compressed ones may swell to more than there is memory."""
@@ -375,9 +376,7 @@ def file_digest(path: Path, memo: Path | None) -> bytes:
     digest = _read_digest(path)
     with contextlib.suppress(OSError):  # a cache that can't be written still serves what it has
         memo.mkdir(parents=True, exist_ok=True)
-        fresh = entry.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(digest)
-        fresh.replace(entry)
+        write_atomic(entry, digest)
     return digest
 
 
