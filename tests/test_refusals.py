@@ -255,7 +255,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ),
     (
         "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.sources.a.validation=0.5",
-        "dataset.sources.a.validation=0.5: holds for all sources|give it as dataset.validation",
+        "dataset.sources.a.validation=0.5: applies to all sources|give it as dataset.validation",
     ),
     (
         "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.epochs=2",

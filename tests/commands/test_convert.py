@@ -60,10 +60,10 @@ REFUSED = [
     pytest.param(["to=b", "shard_gb=0"], "shard_gb=0: must be above 0", id="no-size"),
     pytest.param(["to=b", "meta_ranks=2"], "meta_ranks=2: is for format=meta", id="ranks"),
     pytest.param(["to=b", "format=meta", "meta_ranks=3"], "meta_ranks=3: must divide model.heads=4", id="heads"),
-    pytest.param(["to=a"], "to=a: lies in from=a", id="onto-itself"),
-    pytest.param(["to=a/b"], "to=a/b: lies in from=a", id="into-itself"),
-    pytest.param(["to=link"], "to=link: lies in from=a", id="through-a-link"),
-    pytest.param(["to=full"], "to=full: is not empty; name another folder, or give overwrite=true", id="not-empty"),
+    pytest.param(["to=a"], "to=a: is inside from=a", id="onto-itself"),
+    pytest.param(["to=a/b"], "to=a/b: is inside from=a", id="into-itself"),
+    pytest.param(["to=link"], "to=link: is inside from=a", id="through-a-link"),
+    pytest.param(["to=full"], "to=full: is not empty; choose another folder, or give overwrite=true", id="not-empty"),
     pytest.param(["to=file"], "to=file: is a file", id="a-file"),
     pytest.param(["to=file/b"], "file/b: can't be written to", id="below-a-file"),
     pytest.param(["to=b", "from=gone"], "from=gone: from is given twice", id="twice"),
@@ -158,7 +158,7 @@ def test_a_full_disk_is_a_failure(
     native(tmp_path / "a", LLAMA)
     monkeypatch.setattr(export, "finish", full)
     assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b"]) == 1
-    assert "can't be written on (No space left on device)" in capsys.readouterr().err
+    assert "can't be written (No space left on device)" in capsys.readouterr().err
     assert (tmp_path / "b" / convert.MARK).exists()
 
 

@@ -118,8 +118,8 @@ RECEIPT: dict[str, object] = {
     ],
 )
 def test_a_receipt_of_other_types_is_none(values: dict[str, object], read: bool, tmp_path: Path) -> None:
-    shard_job.receipt_file(tmp_path, 0).write_text(json.dumps(RECEIPT | values))
-    assert (shard_job.read_receipt(tmp_path, 0) is not None) is read
+    shard_job.shard_manifest_file(tmp_path, 0).write_text(json.dumps(RECEIPT | values))
+    assert (shard_job.read_shard_manifest(tmp_path, 0) is not None) is read
 
 
 def test_touching_keeps_a_claim(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_limit_holds_out_the_share_or_the_smallest(texts: list[str], share: 
 
 def test_the_limit_is_found_without_reading_all() -> None:
     assert limit([*"abcdefghijklmnop", "refuse"], 0.5) == 2**63
-    with pytest.raises(ConfigError, match="no tokens come of it"):
+    with pytest.raises(ConfigError, match="the source has no tokens"):
         limit([Skip("empty")], 0.5)
 
 
