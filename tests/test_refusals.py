@@ -226,9 +226,9 @@ LAPTOP = [  # on a CPU with 16 GiB
         " training.grow=[[4096,1280]] model.layers=4",
         "training.grow: 1280 tokens make 5 micro-batches of 1 rows|parallelism.microbatches=5",
     ),
-    ("dataset=prepared dataset.path=x dataset.stream=true dataset.window=5", "dataset.stream=true|leave it out"),
-    ("dataset=prepared dataset.path=x dataset.tokenizer=y", "dataset.tokenizer=y|was decided|leave it out"),
-    ("dataset=prepared dataset.path=x dataset.on_error=skip", "dataset.on_error=skip|leave it out"),
+    ("dataset=prepared dataset.path=x dataset.stream=true dataset.window=5", "dataset.stream=true|remove it"),
+    ("dataset=prepared dataset.path=x dataset.tokenizer=y", "dataset.tokenizer=y|is fixed by the prepared data|remove it"),
+    ("dataset=prepared dataset.path=x dataset.on_error=skip", "dataset.on_error=skip|remove it"),
     ("dataset=mixture dataset.weights={a:1}", "dataset.sources is missing"),
     ("dataset=mixture +dataset@dataset.sources.a=stdlib", "dataset.weights is missing"),
     (

@@ -279,16 +279,14 @@ def test_notes(tmp_path: Path) -> None:
     tokenizer = byte_level_json(tmp_path)
     assert tokenizer.notes() == [f"{tokenizer.name}: 259 ids; documents end with </s>, begin with <s>"]
     endless = byte_level_json(tmp_path, {"eos_token": None}).notes()
-    assert endless[1:] == [
-        f"warning: {tokenizer.name} has no token that ends a document: documents run into each other"
-    ]
+    assert endless[1:] == [f"warning: {tokenizer.name} has no end-of-document token: documents are not separated"]
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["vocab"]["zz"] = 270
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").unlink()
     gaps = load_tokenizer(tokenizer.name).notes()
     assert gaps[0].startswith(f"{tokenizer.name}: 271 ids")
-    assert gaps[1] == f"warning: {tokenizer.name}: 11 ids stand for nothing, the first 257"
+    assert gaps[1] == f"warning: {tokenizer.name}: 11 ids are unused, the first is 257"
 
 
 MARKUP = Turn("<s>", trained=False, special=True)

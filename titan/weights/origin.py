@@ -14,7 +14,7 @@ from titan.checkpoint.remote import INDEX
 from titan.config import settings
 from titan.config.optional import optional_package
 from titan.console.text import safe
-from titan.dataset.sources.hub import refusal
+from titan.dataset.sources.hub import hub_error
 from titan.errors import ConfigError
 from titan.model.schema import Decoder
 from titan.weights import model_config
@@ -70,7 +70,7 @@ class Origin:
         try:
             return Path(getattr(hub, how)(repository, revision=revision or None, **what))
         except Exception as error:
-            raise refusal(error, self.label, self.label) from error
+            raise hub_error(error, self.label, self.label) from error
 
 
 def find(path: str | Path, setting: str = "checkpoint.weights") -> Origin:

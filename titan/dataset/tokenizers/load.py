@@ -17,14 +17,14 @@ _ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `name` names.
+    """Load a tokenizer.
 
     Args:
-        name: titan4k (built in); a file *.tiktoken, tokenizer.model or tokenizer.json; or OWNER/NAME on Hugging Face's
-            hub, perhaps with @REVISION, whose tokenizer.json is fetched once.
+        name: titan4k (built in); a file *.tiktoken, tokenizer.model or tokenizer.json; or OWNER/NAME[@REVISION] on
+            Hugging Face's hub, whose tokenizer.json is fetched once.
 
     Raises:
-        ConfigError: when there is no such file or repository, it can't be fetched, or it is none of these.
+        ConfigError: when there is no such file or repository, it can't be fetched, or has another format.
     """
     tokenizer = _load(name)
     tokenizer.name = name
@@ -43,13 +43,11 @@ def _load(name: str) -> Tokenizer:
         return load_json(path, name)
     if path.suffix in (".tiktoken", ".model"):
         return load_ranks(path)
-    raise ConfigError(
-        f"dataset.tokenizer={name}: unknown kind of file; give {BUILT_IN}, *.tiktoken, *.model or *.json."
-    )
+    raise ConfigError(f"dataset.tokenizer={name}: unknown file type; give {BUILT_IN}, *.tiktoken, *.model or *.json.")
 
 
 def _missing(name: str, path: Path) -> str:
     if path.is_dir():
-        return f"dataset.tokenizer={name}: a folder; name the file in it, such as {path / 'tokenizer.json'}."
+        return f"dataset.tokenizer={name}: is a folder; give a file in it, such as {path / 'tokenizer.json'}."
     hint = nearest(name, [BUILT_IN]) or f"; give {BUILT_IN} or the path of a tokenizer's file."
     return f"dataset.tokenizer={name}: there is no such tokenizer or file{hint}"

@@ -61,7 +61,7 @@ class RankTokenizer(Tokenizer):
         return list(self._special)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
+        """Return the ids of each text, without special tokens."""
         pieces = [cut_spaces(text) for text in texts]
         flat = [piece for parts in pieces for piece in parts]
         threads = self.threads or min(8, os.cpu_count() or 1)
@@ -72,7 +72,7 @@ class RankTokenizer(Tokenizer):
         return [[i for _ in parts for i in next(ids)] if len(parts) > 1 else next(ids) for parts in pieces]
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """As `encode_batch`, as arrays: without a Python list of numbers, which takes as long as what fills it."""
+        """Return the ids of each text as an array, without Python lists of ids, which take half of the time."""
         threads = self.threads or min(8, os.cpu_count() or 1)
         if len(texts) < 4 or threads == 1:
             return [self._array(text) for text in texts]
@@ -85,15 +85,15 @@ class RankTokenizer(Tokenizer):
         return encode(text) if len(pieces) == 1 else np.concatenate([encode(piece) for piece in pieces])
 
     def encode_markup(self, text: str) -> list[int]:
-        """The ids of `text`, in which what spells special tokens becomes them."""
+        """Return the ids of `text`; names of special tokens in it become special tokens."""
         return self._encoding.encode(text, allowed_special="all")
 
     def has(self, token: str) -> bool:
-        """Whether there is a special token of this name."""
+        """Return whether there is a special token of this name."""
         return token in self._special
 
     def save(self, folder: Path) -> str:
-        """Write the rank file, unless it is the built-in one."""
+        """Write the rank file, unless the tokenizer is built in."""
         if self.name == BUILT_IN:
             return BUILT_IN
         name = "tokenizer.model" if len(self._ranks) == LLAMA3_RANKS else "tokenizer.tiktoken"
@@ -101,11 +101,11 @@ class RankTokenizer(Tokenizer):
         return name
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that `ids` stand for, with U+FFFD where they are no UTF-8."""
+        """Return the text of `ids`, with U+FFFD for bytes that are not UTF-8."""
         return self._encoding.decode(self._check(ids), errors="replace")
 
     def token_bytes(self) -> NDArray[np.uint16]:
-        """How many bytes of UTF-8 each id stands for, 0 for special tokens: [vocab_size]."""
+        """Return the number of bytes of UTF-8 of each id, 0 for special tokens: uint16 [vocab_size]."""
         out = np.zeros(self.vocab_size, dtype=np.uint16)
         for token, rank in self._ranks.items():
             out[rank] = len(token)
@@ -133,7 +133,7 @@ def load_ranks(path: Path) -> RankTokenizer:
     data = read(path)
     if path.suffix == ".model" and (b"<unk>" in data[:4096] or b"\0" in data[:4096]):
         raise ConfigError(
-            f"dataset.tokenizer={path}: a SentencePiece model (Llama 2's kind), which titan doesn't read; "
+            f"dataset.tokenizer={path}: is a SentencePiece model (as of Llama 2), which titan doesn't read; "
             f"give the tokenizer.json of the same model."
         )
     ranks = _parse_ranks(path, data)
@@ -157,13 +157,13 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
 
 
 def _malformed(path: Path, reason: str) -> ConfigError:
-    return ConfigError(f"dataset.tokenizer={path}: no tiktoken rank file ({reason}); give a complete one.")
+    return ConfigError(f"dataset.tokenizer={path}: is not a tiktoken rank file ({reason}); give a complete one.")
 
 
 def cut_spaces(text: str) -> list[str]:
-    """`text` in pieces, cut only inside runs of over 16,384 white space characters, which overflow the splitter."""
+    """Split `text` inside runs of over 16,384 white space characters only, which overflow the splitter's stack."""
     if not any(text[i : i + _LOOK].isspace() for i in range(0, len(text), _SPACES // 2)):
-        return [text]  # a run that is too long covers one of these places, with what follows it
+        return [text]  # a run that is too long covers one of these positions and the _LOOK characters after it
     runs = (match.span() for match in _LONG_SPACE.finditer(text))
     cuts = [0, *(cut for start, end in runs for cut in range(start + _SPACES, end, _SPACES)), len(text)]
     return [text[a:b] for a, b in pairwise(cuts)]
@@ -176,7 +176,7 @@ def write_ranks(path: Path, tokens: Sequence[bytes]) -> None:
 
 
 def llama3_special() -> list[str]:
-    """The names of Llama 3's 256 special tokens, in the order of their ids (as published with the model)."""
+    """Return the names of Llama 3's 256 special tokens, in the order of their ids (as published with the model)."""
     first = ["<|begin_of_text|>", END, *(f"<|reserved_special_token_{i}|>" for i in range(4))]
     turns = ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_4|>", "<|eot_id|>"]
     rest = _LLAMA3_SPECIAL - len(first) - len(turns)

@@ -21,15 +21,14 @@ END = "<|end_of_text|>"
 
 
 class Tokenizer(ABC):
-    """What every tokenizer offers.
+    """A tokenizer.
 
     Attributes:
         vocab_size: one more than the largest id, special tokens included.
         eos, bos: the ids that end and begin a document, or None.
-        fingerprint: hexadecimal digest of all that decides which ids a text gets.
-        name: what messages call it.
-        threads: how many threads `encode_batch` uses; None: as many as there are cores. A tokenizer.json knows one or
-            several only.
+        fingerprint: hexadecimal digest of everything that determines the ids of a text.
+        name: its name in messages.
+        threads: number of threads of `encode_batch`; None: one per core. A tokenizer.json uses one thread or all.
     """
 
     name: str = "tokenizer"
@@ -41,26 +40,26 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens; uses several threads, or as many as `threads` says."""
+        """Return the ids of each text, without special tokens, using `threads` threads."""
 
     @abstractmethod
     def encode_markup(self, text: str) -> list[int]:
-        """The ids of `text`, in which what spells special tokens becomes them."""
+        """Return the ids of `text`; names of special tokens in it become special tokens."""
 
     @abstractmethod
     def has(self, token: str) -> bool:
-        """Whether there is a special token of this name."""
+        """Return whether there is a special token of this name."""
 
     @abstractmethod
     def save(self, folder: Path) -> str:
-        """Write what it consists of into `folder`, and return the name there by which `load_tokenizer` reads it.
+        """Write its files into `folder`, and return the file's name there for `load_tokenizer`.
 
-        The name of a built-in tokenizer is its own, and nothing is written.
+        For a built-in tokenizer nothing is written and its own name is returned.
         """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that `ids` stand for, with U+FFFD where they are no UTF-8.
+        """Return the text of `ids`, with U+FFFD for bytes that are not UTF-8.
 
         Raises:
             ConfigError: when there is no such id.
@@ -68,28 +67,28 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self) -> NDArray[np.uint16]:
-        """How many bytes of UTF-8 each id stands for, 0 for special tokens: [vocab_size]."""
+        """Return the number of bytes of UTF-8 of each id, 0 for special tokens: uint16 [vocab_size]."""
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """As `encode_batch`, as arrays."""
+        """Return the ids of each text as an array; see `encode_batch`."""
         return [np.frombuffer(array("I", ids), np.uint32) for ids in self.encode_batch(texts)]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens."""
+        """Return the ids of `text`, without special tokens."""
         return self.encode_batch([text])[0]
 
     def encode_document(self, text: str) -> list[int]:
-        """The ids of `text` between those that begin and end a document, where there are such."""
+        """Return the ids of `text` with bos and eos, if the tokenizer has them."""
         return self.framed(self.encode(text))
 
     def framed(self, ids: list[int]) -> list[int]:
-        """`ids` as a document: `bos` before and `eos` after, where there are such."""
+        """Return `ids` with bos and eos added, if the tokenizer has them."""
         return [*([] if self.bos is None else [self.bos]), *ids, *([] if self.eos is None else [self.eos])]
 
     def encode_turns(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
-        """The ids of a document made of turns, and of each whether it counts in the loss.
+        """Return the ids of a document made of turns, and for each whether it counts in the loss.
 
-        The document is framed as `framed` does it, except by tokens that the turns bring; the eos added counts.
+        bos and eos are added as in `framed`, unless the turns have them; an added eos counts.
         """
         ids, trained = list[int](), list[bool]()
         for turn in turns:
@@ -103,31 +102,31 @@ class Tokenizer(ABC):
         return ids, trained
 
     def notes(self) -> list[str]:
-        """Lines for the report: how documents end and begin, and a warning of what is unusual."""
+        """Return lines for the report: how documents begin and end, and warnings."""
         begin = "without a token" if self.bos is None else f"with {self.decode([self.bos])}"
         end = "without a token" if self.eos is None else f"with {self.decode([self.eos])}"
         lines = [f"{self.name}: {self.vocab_size:,} ids; documents end {end}, begin {begin}"]
         if self.eos is None:
-            lines.append(f"warning: {self.name} has no token that ends a document: documents run into each other")
+            lines.append(f"warning: {self.name} has no end-of-document token: documents are not separated")
         gaps = self._gaps()
         if gaps:
-            lines.append(f"warning: {self.name}: {len(gaps):,} ids stand for nothing, the first {gaps[0]}")
+            lines.append(f"warning: {self.name}: {len(gaps):,} ids are unused, the first is {gaps[0]}")
         return lines
 
     def _gaps(self) -> list[int]:
-        """The ids below `vocab_size` that stand for nothing."""
+        """Return the unused ids below `vocab_size`."""
         return []
 
     def _check(self, ids: Sequence[int]) -> list[int]:
         ids = [int(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
-                raise ConfigError(f"token {i}: the tokenizer has ids 0 to {self.vocab_size - 1}; use its own ids.")
+                raise ConfigError(f"token {i}: the tokenizer has ids 0 to {self.vocab_size - 1}; give one of these.")
         return ids
 
 
 def read(path: Path) -> bytes:
-    """The content of a tokenizer's file.
+    """Return the content of a tokenizer's file.
 
     Raises:
         ConfigError: when it can't be read.
