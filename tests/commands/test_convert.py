@@ -58,7 +58,7 @@ REFUSED = [
     pytest.param(["to=b", "format=gguf"], "format=gguf: choose one of hf, meta, titan", id="format"),
     pytest.param(["to=b", "dtype=fp8"], "dtype=fp8: choose one of fp32, bf16, fp16, keep", id="dtype"),
     pytest.param(["to=b", "shard_gb=0"], "shard_gb=0: must be above 0", id="no-size"),
-    pytest.param(["to=b", "meta_ranks=2"], "meta_ranks=2: is for format=meta", id="ranks"),
+    pytest.param(["to=b", "meta_ranks=2"], "meta_ranks=2: applies to format=meta", id="ranks"),
     pytest.param(["to=b", "format=meta", "meta_ranks=3"], "meta_ranks=3: must divide model.heads=4", id="heads"),
     pytest.param(["to=a"], "to=a: is inside from=a", id="onto-itself"),
     pytest.param(["to=a/b"], "to=a/b: is inside from=a", id="into-itself"),
@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoint_is_the_target_is_refused(tmp_path: Path, capsys:
     shutil.copytree(tmp_path / "a", tmp_path / "b" / "checkpoints" / "step-3")
     target = tmp_path / "b" / "checkpoints" / "step-3"
     assert convert.main([f"from={tmp_path}/b", f"to={target}", "overwrite=true"]) == 2
-    assert "lies in from=" in capsys.readouterr().err
+    assert "is inside from=" in capsys.readouterr().err
     open_weights(tmp_path / "b")
 
 

@@ -72,7 +72,7 @@ def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["nope"], "nope: there is no run", id="no-run"),
+        pytest.param(["nope"], "nope: holds no run", id="no-run"),
         pytest.param(["--step", "0"], "the first step is 1", id="step-zero"),
         pytest.param(["--step", "5-3"], "not a number or a range", id="range"),
         pytest.param(["--rows"], "expected one argument", id="no-value"),

@@ -270,7 +270,7 @@ def test_the_hash_depends_on_place_and_content() -> None:
 def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so, and the batches are those of data that were there from the start."""
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(loader_module, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(loader_module, "_LOG_SECONDS", 0.01)
     whole = read(alone(write(tmp_path / "whole", UNITS), window=6), plan(5), DataShard(0, 1), 12)
     folder, lines, entries = tmp_path / "live", list[str](), list[Any]()
 

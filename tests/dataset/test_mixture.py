@@ -134,9 +134,9 @@ def test_quotas(weights: dict[str, float], expected: tuple[int, ...]) -> None:
     ("weights", "words"),
     [
         pytest.param({"a": 1, "x": 1}, "no source 'x'", id="unknown"),
-        pytest.param({"a": -1, "b": 2}, "zero or more", id="negative"),
-        pytest.param({"a": 0}, "one above zero", id="none"),
-        pytest.param({"a": float("nan")}, "zero or more", id="nan"),
+        pytest.param({"a": -1, "b": 2}, "at least 0", id="negative"),
+        pytest.param({"a": 0}, "one of them above 0", id="none"),
+        pytest.param({"a": float("nan")}, "at least 0", id="nan"),
         pytest.param({"a": 1, "b": 1e-6}, "the weight of b is less than one row in 10,000", id="too-little"),
     ],
 )
@@ -208,7 +208,7 @@ def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
         published = rows.split.rows(SEQ_LEN)
         assert rows.corpus.complete or (index // 4 + 1) * 4 <= published < (index // 4 + 1) * 4 + 7
     assert len(told) == 5
-    assert "still being prepared: 1 of 5 units, 20 tokens" in told[1]
+    assert "still being prepared: 1 of 5 shards, 20 tokens" in told[1]
 
 
 @pytest.mark.parametrize(

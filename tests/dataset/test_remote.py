@@ -78,7 +78,7 @@ def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> N
     (folder,) = prepare_corpora(dataset(there)).values()
     (there / "train-00002.tokens").unlink()
     with pytest.raises(
-        RunError, match=r"there/train-00002.tokens: can't be fetched \(.*\); mend the connection"
+        RunError, match=r"there/train-00002.tokens: can't be fetched \(.*\); check the connection"
     ) as error:
         open_corpus(folder).train.read(100_005, 1)
     assert "\n" not in str(error.value)

@@ -254,7 +254,7 @@ def test_a_family_of_ones_own_is_refused() -> None:
     class Mine(Llama):
         pass
 
-    with pytest.raises(ConfigError, match="format=hf: Mine has no counterpart there"):
+    with pytest.raises(ConfigError, match="format=hf: Hugging Face has no Mine"):
         check_export(Mine(**SMALL), "hf")
 
 

@@ -125,7 +125,7 @@ REFUSED: list[Any] = [
     ),
     pytest.param(
         lambda f: edit(f / "config.json", architectures=["MistralForCausalLM"]),
-        "MistralForCausalLM, and titan has LlamaForCausalLM",
+        "MistralForCausalLM, and titan supports LlamaForCausalLM",
         id="architecture",
     ),
     pytest.param(
@@ -139,7 +139,7 @@ REFUSED: list[Any] = [
     pytest.param(lambda f: edit(f / "config.json", num_key_value_heads=3), "model.kv_heads=3", id="odd-heads"),
     pytest.param(lambda f: edit(f / "config.json", vocab_size=99), "is [128, 64] where", id="another-vocabulary"),
     pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json is no JSON", id="no-json"),
-    pytest.param(lambda f: (f / "config.json").write_text("[]"), "holds no names and values", id="a-list"),
+    pytest.param(lambda f: (f / "config.json").write_text("[]"), "is not a JSON object", id="a-list"),
     pytest.param(lambda f: (f / "config.json").unlink(), "has no config.json", id="no-config"),
     pytest.param(lambda f: (f / "model.safetensors").unlink(), "no *.safetensors", id="no-weights"),
     pytest.param(lambda f: cut(f / "model.safetensors", 100_000), "broken or incomplete", id="truncated"),

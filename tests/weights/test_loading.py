@@ -165,7 +165,7 @@ def test_a_file_that_breaks_while_it_is_read_is_refused_on_every_rank(tmp_path: 
     native(tmp_path / "weights", LLAMA)
     file = tmp_path / "weights" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RankFailed, match=r"titan.errors.ConfigError: checkpoint.weights=.*can't be read where"):
+    with pytest.raises(RankFailed, match=r"titan.errors.ConfigError: checkpoint.weights=.*can't be read from"):
         on_ranks(run_of(LLAMA, tmp_path, *LAYOUTS["fsdp"]), tmp_path / "weights", tmp_path)
 
 
@@ -185,7 +185,7 @@ DIFFERENT = [
     ),
     pytest.param(Llama(**SMALL, rope_theta=7.0), LLAMA, "give model.rope_theta=500000.0.", id="base"),
     pytest.param(LLAMA, Llama(**SMALL, rope_factor=8.0), "than model.rope_factor=1.0", id="stretch"),
-    pytest.param(QWEN3, LLAMA, "are weights of a Llama, and the model is a Qwen3", id="family"),
+    pytest.param(QWEN3, LLAMA, "the weights are of a Llama, and the model is a Qwen3", id="family"),
 ]
 
 

@@ -103,7 +103,7 @@ def test_a_broken_chunk_is_named(tmp_path: Path) -> None:
     native(tmp_path, LLAMA)
     file = tmp_path / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(ConfigError, match=r"__0_0\.distcp can't be read where norm\.weight should be"):
+    with pytest.raises(ConfigError, match=r"norm\.weight can't be read from __0_0\.distcp"):
         open_weights(tmp_path).read("norm.weight")
 
 
@@ -125,7 +125,7 @@ def test_what_holds_no_weights_is_refused(files: list[str], sentence: str, tmp_p
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
-    with pytest.raises(ConfigError, match="is a file; give the folder that it lies in"):
+    with pytest.raises(ConfigError, match="is a file; give its folder"):
         open_weights(tmp_path / "x")
 
 

@@ -25,14 +25,14 @@ _SAMPLE = 16
 
 
 def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weights:
-    """The weights at `path`: a run's directory (its last complete checkpoint), a checkpoint's, or another format's.
+    """Open the weights at `path`: of a run (its last complete checkpoint), a checkpoint, or a folder in another format.
 
     Args:
-        path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub where there is no such folder.
-        setting: what the user gave it as, for messages.
+        path: a folder, or OWNER/NAME[@REVISION] on Hugging Face's hub if there is no such folder.
+        setting: the name of the user's setting, for messages.
 
     Raises:
-        ConfigError: when there are none, or they can't be read; names what was looked for.
+        ConfigError: when there are no weights, or they can't be read.
     """
     found = origin.find(path, setting)
     if found.kind == "titan":
@@ -41,24 +41,24 @@ def open_weights(path: str | Path, setting: str = "checkpoint.weights") -> Weigh
 
 
 def verify(weights: Weights, setting: str) -> None:
-    """Compare the checksums of a titan checkpoint; other formats have none.
+    """Verify the checksums of a titan checkpoint; other formats have none.
 
     Raises:
-        ConfigError: naming the file that differs.
+        ConfigError: when a file differs.
     """
     folder = Path(weights.path)
     try:
         if found := manifest.inspect(folder):
             manifest.verify(folder, found.files)
     except Damaged as damage:
-        raise ConfigError(f"{setting}={weights.path}: is damaged: {damage}; give another checkpoint.") from damage
+        raise ConfigError(f"{setting}={weights.path}: is corrupt: {damage}; give another checkpoint.") from damage
 
 
 def digest_of(weights: Weights) -> str:
-    """What tells these weights from others wherever they lie: 16 hexadecimal digits, without reading all of them.
+    """Return a digest that identifies weights wherever they are stored: 16 hexadecimal digits.
 
-    Of the model's settings, the names, shapes and types, and of each tensor the numbers of 16 rows evenly spread; of a
-    titan checkpoint the checksums of its files in their place.
+    It covers the model's settings, the tensors' names, shapes and dtypes, and 16 evenly spread rows of each tensor; for
+    a titan checkpoint the checksums of its files instead of rows.
     """
     digest = blake2b(repr((kind(type(weights.model)).rpartition(".")[2], plain(weights.model))).encode(), digest_size=8)
     for name in sorted(weights.shapes):
