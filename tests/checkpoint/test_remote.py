@@ -126,7 +126,7 @@ def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_pa
     copied(url, tmp_path / "run", 2)
     there = Remote(f"{url}/run")
     there.put("step-2/a.distcp", b"123456780")
-    with pytest.raises(Exception, match=r"step-2/a.distcp is not what was saved"):
+    with pytest.raises(Exception, match=r"step-2/a.distcp has another checksum than when it was saved"):
         transfer.fetched(there, 2, tmp_path / "other", ALONE)
     assert manifest.complete(tmp_path / "other") == []
 
@@ -149,7 +149,7 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
     pytest.importorskip("aiohttp")
-    with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*mend that, or give"):
+    with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*make it readable, or give"):
         select.latest(tmp_path / "run", nobody)
     checkpoint(tmp_path / "run", 3)
     found, (note,) = select.latest(tmp_path / "run", nobody)
@@ -285,7 +285,7 @@ def test_an_index_that_was_tampered_with_removes_nothing_elsewhere(values: dict[
     victim.write_text("precious")
     (there / "index.json").write_text(json.dumps(BEFORE | values))
     with pytest.raises(
-        CoordinationError, match=r"index.json is no index \(.*\); remove it, and the next save makes it anew"
+        CoordinationError, match=r"index.json is not an index \(.*\); remove it, and the next save recreates it"
     ):
         copied(str(tmp_path / "elsewhere"), tmp_path / "run", 1)
     assert victim.read_text() == "precious"

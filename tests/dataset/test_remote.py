@@ -190,7 +190,7 @@ def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, 
     (there.parent.parent / "victim").write_text("to be fetched")
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"tokenizer": {**content["tokenizer"], "file": name}}))
-    with pytest.raises(ConfigError, match=r"dataset.path=\S+: can't read prepared data .*no file of its own"):
+    with pytest.raises(ConfigError, match=r"dataset.path=\S+: can't read prepared data .*not a file in its folder"):
         prepare_corpora(dataset(there))
     assert victim.read_text() == "precious"
 

@@ -155,7 +155,7 @@ def test_the_work_can_be_shared(format: Any, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     weights, told = open_weights(tmp_path / "a"), list[int]()
     for rank in (2, 0, 1):
-        with pytest.raises(ConfigError, match="has not been written"):
+        with pytest.raises(ConfigError, match="is missing; restart the conversion"):
             finish(weights, tmp_path / "shared", **how)
         export(weights, tmp_path / "shared", **how, part=(rank, 3), progress=told.append)
     finish(weights, tmp_path / "shared", **how)
@@ -188,7 +188,7 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
             export(weights, tmp_path / "b", **how)  # type: ignore[arg-type]
     names = {file.name for file in (tmp_path / "b").iterdir()}
     assert names == {"model-00001-of-00002.safetensors"}  # neither a half-written file nor a temporary one
-    with pytest.raises(ConfigError, match="has not been written"):
+    with pytest.raises(ConfigError, match="is missing; restart the conversion"):
         finish(weights, tmp_path / "b", format="hf", shard_bytes=100_000)
     with pytest.raises(ConfigError):
         open_weights(tmp_path / "b")

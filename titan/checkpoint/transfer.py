@@ -43,10 +43,10 @@ def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> 
 
 
 def fetched(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
-    """Bring a checkpoint into the run's directory, where it counts as one of its own; all ranks call it together.
+    """Fetch a checkpoint into the run's directory as a complete checkpoint; all ranks call it together.
 
     Raises:
-        Unsaved: on all ranks, when it can't be read, or is damaged.
+        CoordinationError: on all ranks, when it can't be read or is damaged.
     """
     folder = manifest.folder_of(directory, step)
     about: Manifest = coordinator.on_rank0(lambda: _begin(remote, step, folder))
