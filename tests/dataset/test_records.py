@@ -81,7 +81,7 @@ def test_parquet_broken_midway_gives_what_comes_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "field", "words"),
     [
-        pytest.param(None, "text", ["x.parquet", "no Parquet file", "fetch it again"], id="no-parquet"),
+        pytest.param(None, "text", ["x.parquet", "not a Parquet file", "fetch it again"], id="no-parquet"),
         pytest.param({"text": ["a"]}, "body", ["x.parquet", "no column 'body'", "its columns: text"], id="column"),
         pytest.param({"text": [1]}, "text", ["row 0", "'text' is 1, not text", "dataset.field"], id="type"),
     ],

@@ -116,7 +116,7 @@ RANKS = _lines(*((byte, rank) for rank, byte in enumerate(BYTES)))
     [
         pytest.param("titan8k", None, ["titan8k", "did you mean 'titan4k'?"], id="unknown-name"),
         pytest.param("x.tiktoken", None, ["x.tiktoken", "no such"], id="missing-file"),
-        pytest.param("x.bin", b"abc", ["x.bin", "unknown kind"], id="unknown-kind"),
+        pytest.param("x.bin", b"abc", ["x.bin", "unknown file type"], id="unknown-kind"),
         pytest.param("", b"", ["folder", "tokenizer.json"], id="folder"),
         pytest.param("x.tiktoken", b"", ["single byte"], id="empty"),
         pytest.param("x.tiktoken", RANKS + b"oops\n", ["line 257"], id="line-without-rank"),

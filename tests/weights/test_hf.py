@@ -121,7 +121,7 @@ REFUSED: list[Any] = [
         id="yarn",
     ),
     pytest.param(
-        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "llama3"}), "has no factor", id="no-factor"
+        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "llama3"}), "but no factor", id="no-factor"
     ),
     pytest.param(
         lambda f: edit(f / "config.json", architectures=["MistralForCausalLM"]),
@@ -137,8 +137,10 @@ REFUSED: list[Any] = [
     pytest.param(lambda f: edit(f / "config.json", hidden_size=...), "has no hidden_size", id="no-width"),
     pytest.param(lambda f: edit(f / "config.json", hidden_size="x"), "dim=x: expected a whole number", id="no-number"),
     pytest.param(lambda f: edit(f / "config.json", num_key_value_heads=3), "model.kv_heads=3", id="odd-heads"),
-    pytest.param(lambda f: edit(f / "config.json", vocab_size=99), "is [128, 64] where", id="another-vocabulary"),
-    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json is no JSON", id="no-json"),
+    pytest.param(
+        lambda f: edit(f / "config.json", vocab_size=99), "has the shape [128, 64], and", id="another-vocabulary"
+    ),
+    pytest.param(lambda f: (f / "config.json").write_text("{"), "config.json is not JSON", id="no-json"),
     pytest.param(lambda f: (f / "config.json").write_text("[]"), "is not a JSON object", id="a-list"),
     pytest.param(lambda f: (f / "config.json").unlink(), "has no config.json", id="no-config"),
     pytest.param(lambda f: (f / "model.safetensors").unlink(), "no *.safetensors", id="no-weights"),

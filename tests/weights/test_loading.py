@@ -150,7 +150,7 @@ def test_values_are_cast(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         pytest.param({"layers": 3}, "lacks layers.2.", id="missing"),
-        pytest.param({"ffn": 64}, r"w1.weight is \[96, 64\], and in the model \[64, 64\]", id="shape"),
+        pytest.param({"ffn": 64}, r"w1.weight has the shape \[96, 64\], and in the model \[64, 64\]", id="shape"),
     ],
 )
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
@@ -203,5 +203,5 @@ def test_weights_of_another_model_are_refused(model: Decoder, found: Decoder, se
 
 
 def test_families_differ_by_type() -> None:
-    with pytest.raises(ConfigError, match="weights of a Qwen3"):
+    with pytest.raises(ConfigError, match="weights are of a Qwen3"):
         check_model(LLAMA, Qwen3(**SMALL), "x")

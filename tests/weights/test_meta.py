@@ -136,13 +136,13 @@ def cut(file: Path) -> None:
 EMBEDDING = "tok_embeddings.weight"
 W1 = "layers.0.feed_forward.w1.weight"
 REFUSED = [
-    pytest.param(code, "could run code when read", id="code"),
+    pytest.param(code, "could run code when loaded", id="code"),
     pytest.param(plain_pickle, "consolidated.00.pth", id="code-of-old"),
     pytest.param(
         lambda f: cut(f / "consolidated.01.pth"), "consolidated.01.pth is broken or incomplete", id="truncated"
     ),
     pytest.param(lambda f: (f / "params.json").unlink(), "has no params.json", id="no-params"),
-    pytest.param(lambda f: (f / "params.json").write_text("["), "params.json is no JSON", id="no-json"),
+    pytest.param(lambda f: (f / "params.json").write_text("["), "params.json is not JSON", id="no-json"),
     pytest.param(lambda f: edit(f / "params.json", dim=...), "has no dim", id="no-width"),
     pytest.param(lambda f: edit(f / "params.json", dim=128), "and the described model has", id="another-width"),
     pytest.param(lambda f: edit(f / "params.json", n_layers=3), "lacks layers.2.", id="more-layers"),

@@ -189,7 +189,7 @@ class Hub(Reader):
             return ConfigError(f"dataset.split={self.split}: {self.name} has no rows; choose another split.")
         known = re.search(r"[Aa]vailable(?: splits| configs)?: ?\[?([^\]]*)", text)
         choices = known[1].replace("'", "") if known else ""
-        if "split" in text.lower() and ("BadDocument split" in text or "Unknown split" in text):
+        if "split" in text.lower() and ("Bad split" in text or "Unknown split" in text):
             return ConfigError(self._no_split(choices or text))
         if "BuilderConfig" in text or "Config name is missing" in text or "Please pick one among" in text:
             subset = "null" if self.subset is None else self.subset
