@@ -152,7 +152,7 @@ REFUSED: list[Any] = [
     pytest.param(double, "is in a.safetensors and in b.safetensors", id="twice"),
     pytest.param(lambda f: hf_tensors(f, {NORM: None}), f"lacks {NORM}", id="missing-tensor"),
     pytest.param(lambda f: hf_tensors(f, {"x": torch.ones(2)}), "has x, which", id="superfluous-tensor"),
-    pytest.param(lambda f: hf_tensors(f, {NORM: torch.ones(3)}), f"{NORM} is [3] where", id="another-shape"),
+    pytest.param(lambda f: hf_tensors(f, {NORM: torch.ones(3)}), f"{NORM} has the shape [3], and", id="another-shape"),
     pytest.param(
         lambda f: hf_tensors(f, {NORM: torch.ones(64, dtype=torch.int8)}), f"{NORM} is stored as I8", id="integers"
     ),

@@ -67,7 +67,7 @@ REFUSED: list[Any] = [
     pytest.param(lambda f: shutil.rmtree(f), "there is no such directory", id="gone"),
     pytest.param(lambda f: (f / "manifest.json").unlink(), "is an incomplete checkpoint", id="no-manifest"),
     pytest.param(
-        lambda f: (f / "manifest.json").write_text("{"), "corrupt: manifest.json is not a manifest", id="no-json"
+        lambda f: (f / "manifest.json").write_text("{"), "damaged: manifest.json is not a manifest", id="no-json"
     ),
     pytest.param(lambda f: (f / "__0_0.distcp").write_bytes(b""), "damaged: __0_0.distcp has 0 bytes", id="truncated"),
     pytest.param(lambda f: metadata(f, b"x"), ".metadata can't be used", id="broken-metadata"),
