@@ -215,7 +215,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("dataset.skip=[[5,3]]", "[[5,3]]|first <= last"),
     ("dataset.skip=[[1,2,3]]", "a list of 2 values"),
     ("dataset.block=0", "dataset.block=0|at least 1"),
-    ("dataset.stream=true", "dataset.stream=true|give dataset.window"),
+    ("dataset.stream=true", "dataset.stream=true|set dataset.window"),
     ("dataset.on_error=ignore", "choose one of refuse, skip"),
     ("dataset.workers=many", "a number or auto"),
     ("training.grow=[[1000,4100]]", "training.grow: a batch=4100|nearest is 4096"),
@@ -226,9 +226,9 @@ LAPTOP = [  # on a CPU with 16 GiB
         " training.grow=[[4096,1280]] model.layers=4",
         "training.grow: 1280 tokens make 5 micro-batches of 1 rows|parallelism.microbatches=5",
     ),
-    ("dataset=prepared dataset.path=x dataset.stream=true dataset.window=5", "dataset.stream=true|leave it out"),
-    ("dataset=prepared dataset.path=x dataset.tokenizer=y", "dataset.tokenizer=y|was decided|leave it out"),
-    ("dataset=prepared dataset.path=x dataset.on_error=skip", "dataset.on_error=skip|leave it out"),
+    ("dataset=prepared dataset.path=x dataset.stream=true dataset.window=5", "dataset.stream=true|remove it"),
+    ("dataset=prepared dataset.path=x dataset.tokenizer=y", "dataset.tokenizer=y|is fixed by|remove it"),
+    ("dataset=prepared dataset.path=x dataset.on_error=skip", "dataset.on_error=skip|remove it"),
     ("dataset=mixture dataset.weights={a:1}", "dataset.sources is missing"),
     ("dataset=mixture +dataset@dataset.sources.a=stdlib", "dataset.weights is missing"),
     (
@@ -239,7 +239,10 @@ LAPTOP = [  # on a CPU with 16 GiB
         "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights=3",
         "dataset.weights=3: expected names and values",
     ),
-    ("dataset=mixture dataset.sources={} dataset.weights={a:1}", "nothing to mix|+dataset@dataset.sources.NAME=CHOICE"),
+    (
+        "dataset=mixture dataset.sources={} dataset.weights={a:1}",
+        "the mixture is empty|+dataset@dataset.sources.NAME=CHOICE",
+    ),
     ("dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={b:1}", "dataset.weights|no source 'b'"),
     (
         "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.stages={-5:{a:1}}",
@@ -255,7 +258,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ),
     (
         "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.sources.a.validation=0.5",
-        "dataset.sources.a.validation=0.5: holds for all sources|give it as dataset.validation",
+        "dataset.sources.a.validation=0.5: applies to all sources|give it as dataset.validation",
     ),
     (
         "dataset=mixture +dataset@dataset.sources.a=stdlib dataset.weights={a:1} dataset.epochs=2",

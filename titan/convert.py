@@ -1,7 +1,7 @@
 """Convert weights from one format to another: `python -m titan.convert from=DIR to=DIR [KEY=VALUE ...]`; see `--help`.
 
-The target gets a mark when the work begins, which goes when it is done; what makes a folder count is written last. A
-conversion that was interrupted begins anew when its command is given again.
+The target has a marker file while the conversion runs, and the file that makes the folder valid is written last. To
+restart an interrupted conversion, rerun its command.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from titan.dataset.preprocess import report
 from titan.errors import ConfigError, RunError, exit_code
 
 if TYPE_CHECKING:
-    from titan.weights.formats import Weights
+    from titan.weights.interface import Weights
 
-NAMES = {"Native": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
+NAMES = {"TitanFormat": "titan", "HuggingFace": "Hugging Face", "Meta": "Meta"}
 MARK = ".titan-convert"
-"""A file in a folder that a conversion has begun to write."""
+"""The marker file of a folder whose conversion is not finished."""
 COUNTS = ("config.json", "params.json", "manifest.json")
-"""What makes a folder count, in the formats that there are."""
+"""The file that makes a folder valid, in each format."""
 WRITTEN = (
-    "model*.safetensors", "model.safetensors.index.json", "consolidated.*.pth", "__*.distcp", ".metadata", ".*.part",
+    "model*.safetensors", "model.safetensors.index.json", "consolidated.*.pth", "__*.distcp", ".metadata", ".*.tmp",
     "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer.tiktoken", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja",
+    "special_tokens_map.json", "chat_template.jinja", ".*.part",
 )  # fmt: skip
-"""What else a conversion writes, and so replaces."""
+"""The other files that a conversion writes, and so replaces."""
 SPARE = 64 * 2**20
-"""Bytes that a disk should have beside the tensors'."""
+"""Bytes of disk space to require in addition to the tensors."""
 
 
 @dataclass(frozen=True)
 class Convert:
-    """What to convert, into what, where to."""
+    """The source, the target and the format of a conversion."""
 
     from_: str = setting(
-        help="a run's or checkpoint's directory, a folder of Hugging Face's or Meta's, or a hub's name"
+        help="a run's or checkpoint's directory, a folder in Hugging Face's or Meta's format, or OWNER/NAME on the hub"
     )
     to: str = setting(help="the folder to write")
     format: Literal["hf", "meta", "titan"] = setting(
         "hf", "hf: safetensors, for transformers; meta: consolidated.NN.pth; titan: a checkpoint"
     )
-    dtype: Literal["fp32", "bf16", "fp16", "keep"] = setting("bf16", "type of the weights; keep: as they are stored")
+    dtype: Literal["fp32", "bf16", "fp16", "keep"] = setting("bf16", "dtype of the weights; keep: as they are stored")
     shard_gb: float = setting(5.0, "largest file in 10^9 bytes (hf, titan)", above=0, cap=1e9)
-    meta_ranks: int = setting(1, "tensor parallel ranks, a file each (meta)", at_least=1, cap=10_000)
-    overwrite: bool = setting(False, "replace what the folder holds")
+    meta_ranks: int = setting(1, "tensor parallel ranks, one file per rank (meta)", at_least=1, cap=10_000)
+    overwrite: bool = setting(False, "replace the folder's content")
 
 
 HELP = f"""\
@@ -67,14 +67,14 @@ Convert weights: python -m titan.convert from=DIR to=DIR [KEY=VALUE ...]
 
 {describe(Convert)}
 
-One file's tensors are in memory at most. A conversion that was interrupted begins anew when given again.
+At most one file's tensors are in memory. To restart an interrupted conversion, rerun its command.
 
-Exit codes: 0 done, 1 failed, 2 refused (something to be mended, said in a sentence), 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 invalid input (the message says what to change), 130 interrupted.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(words))
 
@@ -92,7 +92,7 @@ def _main(words: list[str]) -> int:
 
 
 def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
-    """Convert, and return what was read and the files of tensors that were written."""
+    """Convert; return the weights that were read and the tensor files that were written."""
     from titan.weights.formats import open_weights, verify
 
     weights = open_weights(chosen.from_, "from")
@@ -107,7 +107,7 @@ def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
         (target / MARK).unlink()
     except OSError as error:
         raise RunError(
-            f"to={chosen.to}: can't be written on ({error.strerror or error}); mend that, then give the command again."
+            f"to={chosen.to}: can't be written ({error.strerror or error}); fix this and rerun the same command."
         ) from error
     return weights, [target / name for name in names]
 
@@ -115,7 +115,7 @@ def convert(chosen: Convert, target: Path) -> tuple[Weights, list[Path]]:
 def _plan(
     weights: Weights, chosen: Convert, target: Path
 ) -> tuple[list[str], int, Callable[[Callable[[int], None]], None]]:
-    """The files of tensors, their bytes, and what writes them."""
+    """Return the names of the tensor files, their total bytes, and a function that writes them."""
     from titan.weights import export, save
 
     limit, dtype = int(chosen.shard_gb * 10**9), chosen.dtype
@@ -139,39 +139,39 @@ def _plan(
 
 
 def _check_target(chosen: Convert, target: Path) -> None:
-    """Refuse what can't be written to, before anything is read."""
+    """Raise ConfigError when the target can't be written, before anything is read."""
     if chosen.meta_ranks > 1 and chosen.format != "meta":
-        raise ConfigError(f"meta_ranks={chosen.meta_ranks}: is for format=meta; leave it out.")
+        raise ConfigError(f"meta_ranks={chosen.meta_ranks}: applies to format=meta only; remove it.")
     source = Path(chosen.from_).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise ConfigError(f"to={chosen.to}: is a file; name a folder.")
     if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"to={chosen.to}: lies in from={chosen.from_}; name a folder outside of it.")
+        raise ConfigError(f"to={chosen.to}: is inside from={chosen.from_}; choose a folder outside of it.")
     begun = (target / MARK).exists()
     if target.is_dir() and any(target.iterdir()) and not (begun or chosen.overwrite):
-        raise ConfigError(f"to={chosen.to}: is not empty; name another folder, or give overwrite=true.")
+        raise ConfigError(f"to={chosen.to}: is not empty; choose another folder, or give overwrite=true.")
 
 
 def _check_apart(source: Path, target: Path, chosen: Convert) -> None:
-    """Refuse a target that would overwrite what is read."""
+    """Raise ConfigError when the target is the source."""
     if source.resolve() == target.resolve():
-        raise ConfigError(f"to={chosen.to}: is where the weights of from={chosen.from_} lie; name another folder.")
+        raise ConfigError(f"to={chosen.to}: is the folder of from={chosen.from_}; choose another folder.")
 
 
 def _check_space(target: Path, size: int) -> None:
-    """Refuse a disk that is too small, counting what is replaced."""
-    there = next(folder for folder in (target, *target.parents) if folder.is_dir())
+    """Raise ConfigError when the disk is too small; files to be replaced count as free space."""
+    existing = next(folder for folder in (target, *target.parents) if folder.is_dir())
     replaced = sum(file.stat().st_size for pattern in WRITTEN for file in target.glob(pattern))
-    free = shutil.disk_usage(there).free + replaced
+    free = shutil.disk_usage(existing).free + replaced
     if free < size + SPARE:
         raise ConfigError(
             f"to={target}: needs {report.size(size + SPARE)}, and the disk has {report.size(free)} free; "
-            "make room or name another folder."
+            "free space, or choose another folder."
         )
 
 
 def _begin(target: Path) -> None:
-    """Mark the folder, and take away what would make it count, and then what will be written anew."""
+    """Write the marker file, then remove the files that make the folder valid and those that will be written."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         (target / MARK).touch()
@@ -181,12 +181,12 @@ def _begin(target: Path) -> None:
             for file in target.glob(pattern):
                 file.unlink()
     except OSError as error:
-        raise ConfigError(f"to={target}: can't be written to ({error.strerror}); name another folder.") from error
+        raise ConfigError(f"to={target}: can't be written to ({error.strerror}); choose another folder.") from error
 
 
 @contextmanager
 def bar(size: int) -> Iterator[Callable[[int], None]]:
-    """A function that takes the bytes done, and shows a bar of all `size` where there are a terminal and tqdm."""
+    """Yield a function that adds written bytes to a progress bar of `size`, on a terminal with tqdm installed."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -204,7 +204,7 @@ def bar(size: int) -> Iterator[Callable[[int], None]]:
 
 
 def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float) -> None:
-    numbers = sum(math.prod(shape) for shape in weights.shapes.values())
+    parameters = sum(math.prod(shape) for shape in weights.shapes.values())
     kinds = sorted({str(dtype).removeprefix("torch.") for dtype in weights.dtypes.values()})
     size = sum(file.stat().st_size for file in files)
     model = weights.model
@@ -212,10 +212,10 @@ def _report(weights: Weights, chosen: Convert, files: list[Path], seconds: float
     table(
         {
             "from": f"{chosen.from_}: {NAMES[type(weights).__name__]}, {', '.join(kinds)}",
-            "model": f"{type(model).__name__}, {numbers:,} parameters, {model.layers} layers of width {model.dim}",
+            "model": f"{type(model).__name__}, {parameters:,} parameters, {model.layers} layers of width {model.dim}",
             "to": f"{chosen.to}: {chosen.format}, {chosen.dtype}",
             "files": f"{len(files):,}, {report.size(size)}",
-            "tokenizer": weights.tokenizer or "none: the weights have none",
+            "tokenizer": weights.tokenizer or "none",
             "time": f"{seconds:.1f} s",
         }
     )

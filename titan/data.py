@@ -21,20 +21,20 @@ from titan.run.schema import Recipe
 if TYPE_CHECKING:
     from titan.dataset.mixture import RowMixture
     from titan.dataset.shards import Split
-    from titan.dataset.tokenizers.base import Tokenizer
+    from titan.dataset.tokenizers.tokenizer import Tokenizer
 
 LAST = 10**9
-"""The last step or row that may be asked for."""
+"""The largest step or row number that may be given."""
 EPILOG = """\
 examples:
   python -m titan.data runs/x --step 120                 what the run in runs/x read in step 120
-  python -m titan.data runs/x --step 118-122 --rows 944  one of their rows, by the number in metrics.jsonl
+  python -m titan.data runs/x --step 118-122 --rows 944  one of these rows, by its number in metrics.jsonl
   python -m titan.data dataset=stdlib --step 1           what a run would read; takes titan.train's settings
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     return exit_code(lambda: _main(sys.argv[1:] if argv is None else list(argv)))
 
 
@@ -46,11 +46,11 @@ def _main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=version())
-    parser.add_argument("run", nargs="?", help="the directory of a run, whose settings are taken")
+    parser.add_argument("run", nargs="?", help="the directory of a run, whose settings are used")
     parser.add_argument("--step", type=_range, default=range(1, 2), metavar="N[-M]", help="steps (default: 1)")
-    parser.add_argument("--rows", type=_range, metavar="N[-M]", help="of these, rows by number (default: all)")
-    parser.add_argument("--characters", type=int, default=200, help="of each document (default: 200; 0: all)")
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.add_argument("--rows", type=_range, metavar="N[-M]", help="row numbers in these steps (default: all)")
+    parser.add_argument("--characters", type=int, default=200, help="per document (default: 200; 0: all)")
+    parser.error = _reject  # type: ignore[method-assign]
     options, overrides = parser.parse_known_args(arguments)
     if options.run and "=" in options.run:
         overrides.insert(0, options.run)
@@ -63,29 +63,29 @@ def _main(arguments: list[str]) -> int:
     return 0
 
 
-def _refuse(message: str) -> NoReturn:
+def _reject(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help.")
 
 
 def _range(text: str) -> range:
     first, _, last = text.partition("-")
     if not (first.isdecimal() and (last or first).isdecimal() and LAST >= int(last or first) >= int(first)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number and no range such as 3-5")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number or a range such as 3-5")
     return range(int(first), int(last or first) + 1)
 
 
 def _recipe(directory: str | None, overrides: list[str]) -> Recipe:
-    """What a run chose in its last attempt, with other settings on top."""
+    """Compose the recipe of a run's last attempt with overrides."""
     if directory is None:
         return compose.recipe(overrides)
     if not (Path(directory) / "run.yaml").is_file():
-        raise ConfigError(f"{directory}: there is no run; give the directory of one, such as runs/NAME.")
+        raise ConfigError(f"{directory}: holds no run (no run.yaml); give a run's directory, such as runs/NAME.")
     return compose.recipe([f"{RESUME}{directory}", *overrides])
 
 
 def _show(recipe: Recipe, options: argparse.Namespace) -> None:
     from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
-    from titan.dataset.tokenizers.base import load_tokenizer
+    from titan.dataset.tokenizers.load import load_tokenizer
 
     recipe.training.check()
     recipe.dataset.check()
@@ -106,7 +106,7 @@ def _show_step(
     which, rows = mix.locate(numbers)
     print(f"step {step}: rows {numbers[0]} to {numbers[-1]}")
     if options.rows is not None and not set(options.rows) & set(numbers.tolist()):
-        print("  none of the rows asked for: rows are numbered over the whole run, as in metrics.jsonl")
+        print("  none of the given rows: rows are numbered over the whole run, as in metrics.jsonl")
     for number, k, row in zip(numbers.tolist(), which.tolist(), rows.tolist(), strict=True):
         if options.rows is not None and number not in options.rows:
             continue
@@ -119,7 +119,7 @@ def _show_step(
 
 
 def _documents(split: Split, row: int, seq_len: int, tokenizer: Tokenizer | None, most: int | None) -> Iterator[str]:
-    """Each document's part in a row, as a line; a document that began before the row is told by dots."""
+    """Yield one line for each document in a row; leading dots mark a document that began before the row."""
     tokens = split.read(row * seq_len, seq_len + 1)[:-1]
     begins = split.begins(row * seq_len, seq_len)
     whole = row == 0 or split.begins(row * seq_len - 1, 2).size > 0

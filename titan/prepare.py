@@ -21,25 +21,25 @@ from titan.run import compose
 HELP = """\
 Prepare data: python -m titan.prepare [--verify] [--dry-run] [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
 
-  python -m titan.prepare dataset=text dataset.path=book.txt     tokenise a book, to be trained on later
+  python -m titan.prepare dataset=text dataset.path=book.txt     tokenize a book for later training
   python -m titan.prepare dataset=jsonl dataset.path=corpus/ dataset.workers=16
 
-Takes the command line of titan.train, of which only the dataset counts; a model too large for this machine is fine.
-Give the same command on several machines that share dataset.cache, and they share the work. A preparation that was
-killed goes on where it was when its command is given again; one that is complete is checked, and mended where damaged.
+Takes the command line of titan.train, of which it uses only the dataset; the model may be too large for this machine.
+Run the same command on several machines that share dataset.cache to share the work. To continue a preparation that was
+killed, rerun its command. A complete preparation is checked, and its corrupt files are rebuilt.
 
-  --dry-run    say what there is to do and what is there already, and do nothing
-  --verify     also look whether files hold what was written, not only whether they have the right sizes
-  --version    titan's version, as of every command
-  --help       this text; choices and settings: python -m titan.train --help, and --cfg job -p dataset
+  --dry-run    show what is done and what is left to do, and write nothing
+  --verify     compare the checksums of existing files too, not only their sizes
+  --version    show titan's version
+  --help       show this text; choices and settings: python -m titan.train --help, and --cfg job -p dataset
 
-Exit codes: 0 done, 1 failed (a process was killed), 2 refused (something to be mended, said in a sentence),
+Exit codes: 0 done, 1 failed (a process was killed), 2 invalid input (the message says what to change),
 130 interrupted.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _main(arguments))
 
@@ -52,7 +52,7 @@ def _main(arguments: list[str]) -> int:
     recipe.dataset.check()
     for name, dataset in recipe.dataset.corpora().items():
         if isinstance(dataset, Prepared):
-            print(f"{name}: prepared already, at {safe(dataset.path)}")
+            print(f"{name}: already prepared, in {safe(dataset.path)}")
             continue
         _prepare(name, dataset, verify="--verify" in own, dry="--dry-run" in own)
     return 0
@@ -60,12 +60,12 @@ def _main(arguments: list[str]) -> int:
 
 def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
     found = survey(dataset)
-    made = f"{found.made:,} made already" if found.made else "none made yet"
+    done = "complete" if found.complete else f"{found.made:,} of them done"
     print(f"{name}:")
     table(
         {
             "source": f"{found.source}: {found.parts:,} part{'s' * (found.parts != 1)}, {report.size(found.bytes)}",
-            "units": f"{found.units:,}, {'complete' if found.complete else made}",
+            "shards": f"{found.units:,}, {done}",
             "tokenizer": found.tokenizer,
             "folder": os.path.relpath(found.folder) if found.folder.is_relative_to(Path.cwd()) else str(found.folder),
         }
@@ -75,7 +75,7 @@ def _prepare(name: str, dataset: Dataset, *, verify: bool, dry: bool) -> None:
     with progress_line() as show:
         folder = prepare(dataset, show, verify=verify)
     if verify:
-        print("verified: every file holds what was written")
+        print("verified: all checksums match")
     print("prepared:")
     table(report.rows(json.loads((folder / "manifest.json").read_text())["report"]))
 

@@ -24,13 +24,13 @@ EVERY = ("checkpoint.every=2", "training.steps=3", "checkpoint.keep=9")
 def heard(trainer: Trainer) -> list[SaveOutcome]:
     """What the rank hears of saves from now on."""
     outcomes: list[SaveOutcome] = []
-    noted = trainer.saving._noted
+    noted = trainer.saving._record_outcomes
 
     def note(more: list[SaveOutcome]) -> Any:
         outcomes.extend(more)
         return noted(more)
 
-    trainer.saving._noted = note  # type: ignore[method-assign]
+    trainer.saving._record_outcomes = note  # type: ignore[method-assign]
     return outcomes
 
 

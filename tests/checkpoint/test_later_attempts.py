@@ -105,7 +105,7 @@ class TestRunsOfTheSameName:
         attempts.begin_attempt(second)
         index.write_text(kept)
         with pytest.raises(
-            ConfigError, match=r"has copies of another run of the same name, at .*copies/x; give another"
+            ConfigError, match=r"has checkpoints of another run of the same name, at .*copies/x; give another"
         ):
             attempts.begin_attempt(second)
 
@@ -259,5 +259,5 @@ class TestWhatAUserDoes:
         assert open_weights(tmp_path).path.endswith("step-2")
         assert "checkpoint step-3 is damaged and not used: __0_0.distcp has 0 bytes" in capsys.readouterr().err
         manifest.set_aside(manifest.folder_of(tmp_path, 3))
-        with pytest.raises(ConfigError, match="step-3: was found damaged; give another checkpoint"):
+        with pytest.raises(ConfigError, match="step-3: is corrupt; give another checkpoint"):
             open_weights(manifest.folder_of(tmp_path, 3))

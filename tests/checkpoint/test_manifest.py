@@ -42,34 +42,38 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("step-null", {"step": None}, "step is None, where a whole number is due"),
     ("step-true", {"step": True}, "step is True"),
     ("step-text", {"step": "ten"}, "step is 'ten'"),
-    ("step-below-0", {"tokens": -1}, "it has a number below 0"),
+    ("step-below-0", {"tokens": -1}, "it has a negative number"),
     ("layout-of-texts", {"layout": {"shard": "2"}}, "layout.shard is '2', where a whole number is due"),
     ("model-a-list", {"model": [1]}, "model is a list, where a mapping is due"),
     ("no-files", {"files": {}}, "it lists no files"),
     ("files-null", {"files": None}, "files is None"),
     ("file-null", {"files": {"a": None}}, "a is None, where a mapping is due"),
     ("file-size-a-text", {"files": {"a": FILE | {"bytes": "1"}}}, "a.bytes is '1'"),
-    *((f"file-named-{kind}", {"files": {name: FILE}}, "it names .* no file of its own") for kind, name in NAMES),
+    *((f"file-named-{kind}", {"files": {name: FILE}}, "it names .* not a file in its folder") for kind, name in NAMES),
     ("tokenizer-outside", {"tokenizer": "../../x.json"}, "its tokenizer is '../../x.json'"),
     ("tokenizer-absolute", {"tokenizer": "/etc/passwd"}, "its tokenizer is '/etc/passwd'"),
 ]  # fmt: skip
 HARMS = [
-    pytest.param(lambda f: (f / manifest.NAME).write_text("{"), "manifest.json is no manifest", id="half-a-manifest"),
-    pytest.param(lambda f: (f / manifest.NAME).write_text("[]"), "manifest.json is no manifest", id="no-mapping"),
-    pytest.param(lambda f: (f / manifest.NAME).write_bytes(b""), "manifest.json is no manifest", id="empty-manifest"),
-    pytest.param(lambda f: change(f, unknown=1), "manifest.json is no manifest .*unknown", id="unknown-key"),
     pytest.param(
-        lambda f: change(f, files={"../x": {"bytes": 1, "crc32": ""}}), "no file of its own folder", id="outside"
+        lambda f: (f / manifest.NAME).write_text("{"), "manifest.json is not a manifest", id="half-a-manifest"
+    ),
+    pytest.param(lambda f: (f / manifest.NAME).write_text("[]"), "manifest.json is not a manifest", id="no-mapping"),
+    pytest.param(
+        lambda f: (f / manifest.NAME).write_bytes(b""), "manifest.json is not a manifest", id="empty-manifest"
+    ),
+    pytest.param(lambda f: change(f, unknown=1), "manifest.json is not a manifest .*unknown", id="unknown-key"),
+    pytest.param(
+        lambda f: change(f, files={"../x": {"bytes": 1, "crc32": ""}}), "not a file in its folder", id="outside"
     ),
     *(
-        pytest.param(lambda f, v=values: change(f, **v), f"is no manifest .{said}", id=name)
+        pytest.param(lambda f, v=values: change(f, **v), f"is not a manifest .{said}", id=name)
         for name, values, said in WRONG
     ),
     pytest.param(lambda f: (f / manifest.NAME).write_text("[" * 100_000), "nested too deeply", id="deep"),
-    pytest.param(lambda f: change(f, format=9), "is of format 9, and this titan reads 2", id="later-format"),
+    pytest.param(lambda f: change(f, format=9), "has format 9, and this titan reads 2", id="later-format"),
     pytest.param(lambda f: (f / "a.distcp").unlink(), "a.distcp can't be read .No such file", id="missing-file"),
     pytest.param(
-        lambda f: (f / "a.distcp").write_bytes(b"12345678"), "a.distcp has 8 bytes where 9 are due", id="truncated-file"
+        lambda f: (f / "a.distcp").write_bytes(b"12345678"), "a.distcp has 8 bytes instead of 9", id="truncated-file"
     ),
     pytest.param(lambda f: (f / ".metadata").write_bytes(b""), ".metadata has 0 bytes", id="empty-metadata"),
 ]
@@ -123,7 +127,7 @@ def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path: Path) -> None:
     manifest.verify(folder, read.files)
     (folder / "a.distcp").write_bytes(b"123456780")
     assert manifest.read(folder) is not None, "of the right size"
-    with pytest.raises(Damaged, match=r"a.distcp has the checksum .* where cbf43926 is due"):
+    with pytest.raises(Damaged, match=r"a.distcp has the checksum .* instead of cbf43926"):
         manifest.verify(folder, read.files)
 
 

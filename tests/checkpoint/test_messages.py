@@ -221,7 +221,7 @@ def test_a_rank_looks_at_its_share_of_the_files_and_rank_0_at_all(tmp_path: Path
         coordinator = Coordinator.__new__(Coordinator)
         coordinator.rank, coordinator.world_size = rank, 4
         with looked_at() as names:
-            assert restore._whole(folder, coordinator, checksums=False) is None
+            assert restore._check_share(folder, coordinator, checksums=False) is None
         seen.append(sorted(names))
     assert seen == [sorted({*about.files, *more}), *[[n] for n in sorted({*about.files, *more})[1:]]]
 

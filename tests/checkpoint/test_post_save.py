@@ -13,7 +13,7 @@ from tests.checkpoint.test_manager import stop_at
 from tests.support.made_weights import about, complete
 from tests.support.ranks import RankFailed
 from tests.support.runs import steps, tiny, train
-from titan.checkpoint import manifest, remote
+from titan.checkpoint import manifest, transfer
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.manifest import File
 from titan.checkpoint.remote import Remote
@@ -82,7 +82,7 @@ class TestCopiesThatWereKilled:
         assert known is not None
         place.begin(known)
         place.upload(first, {"a.distcp": File(9, "")})
-        copy = remote.copying(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), coordinator)
+        copy = transfer.copying(Checkpoint(keep=1), str(tmp_path / "copies"), str(tmp_path / "run"), coordinator)
         said = manifest.read(second)
         assert said is not None
         copy(second, said)

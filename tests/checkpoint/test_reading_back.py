@@ -20,7 +20,7 @@ from tests.support.runs import tiny, train
 from titan.checkpoint import manager, manifest, restore
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.reader import Foreign, Reader
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 from titan.run import attempts
 from titan.training.trainer import Trainer
@@ -175,6 +175,6 @@ def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:
     fork = tiny(tmp_path / "fork", f"checkpoint.resume={tmp_path}/parent", "training.steps=5")
     complete(tmp_path / "parent", said(0, data={}), {"weights": b"w"})
     with pytest.raises(
-        ConfigError, match=r"parent: holds weights only; start from it with checkpoint.weights=\S+parent\."
+        ConfigError, match=r"parent: has weights only; initialise a run from it: checkpoint.weights=\S+parent\."
     ):
         attempts.begin_attempt(fork)

@@ -18,7 +18,7 @@ import pytest
 from tests.checkpoint.test_saving import flip
 from tests.support.made_weights import checkpoint
 from tests.support.runs import learned, same, steps, tiny, train
-from titan.checkpoint import manifest, remote, select
+from titan.checkpoint import manifest, select, transfer
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
@@ -63,7 +63,7 @@ def copied(url: str, directory: Path, step: int, **how: Any) -> Path:
     folder = checkpoint(directory, step)
     said = manifest.read(folder)
     assert said is not None
-    remote.copying(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
+    transfer.copying(Checkpoint(**{"grace": 0.0, "keep": 9, **how}), url, str(directory), ALONE)(folder, said)
     return folder
 
 
@@ -87,7 +87,7 @@ def test_what_is_copied_counts_and_comes_back(url: str, tmp_path: Path) -> None:
     found, notes = select.latest(run, url)
     assert found is not None
     assert (found.about, notes) == (expected, ())
-    back = remote.fetched(there, 4, run, ALONE)
+    back = transfer.fetched(there, 4, run, ALONE)
     assert manifest.read(back) == expected
     manifest.verify(back, expected.files)  # type: ignore[union-attr]
 
@@ -126,8 +126,8 @@ def test_a_file_that_came_otherwise_than_it_was_saved_is_damage(url: str, tmp_pa
     copied(url, tmp_path / "run", 2)
     there = Remote(f"{url}/run")
     there.put("step-2/a.distcp", b"123456780")
-    with pytest.raises(Exception, match=r"step-2/a.distcp is not what was saved"):
-        remote.fetched(there, 2, tmp_path / "other", ALONE)
+    with pytest.raises(Exception, match=r"step-2/a.distcp has another checksum than when it was saved"):
+        transfer.fetched(there, 2, tmp_path / "other", ALONE)
     assert manifest.complete(tmp_path / "other") == []
 
 
@@ -149,7 +149,7 @@ def test_an_index_that_can_not_be_read_matters_only_where_there_is_nothing_else(
         free.bind(("127.0.0.1", 0))
         nobody = f"http://127.0.0.1:{free.getsockname()[1]}/x"
     pytest.importorskip("aiohttp")
-    with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*mend that, or give"):
+    with pytest.raises(ConfigError, match=r"checkpoint.path=http.*: can't be read .*make it readable, or give"):
         select.latest(tmp_path / "run", nobody)
     checkpoint(tmp_path / "run", 3)
     found, (note,) = select.latest(tmp_path / "run", nobody)
@@ -285,7 +285,7 @@ def test_an_index_that_was_tampered_with_removes_nothing_elsewhere(values: dict[
     victim.write_text("precious")
     (there / "index.json").write_text(json.dumps(BEFORE | values))
     with pytest.raises(
-        CoordinationError, match=r"index.json is no index \(.*\); remove it, and the next save makes it anew"
+        CoordinationError, match=r"index.json is not an index \(.*\); remove it, and the next save recreates it"
     ):
         copied(str(tmp_path / "elsewhere"), tmp_path / "run", 1)
     assert victim.read_text() == "precious"
@@ -309,7 +309,7 @@ def test_a_file_comes_back_in_the_place_of_a_link(tmp_path: Path) -> None:
     victim.write_text("precious")
     (folder / "a.distcp").unlink()
     (folder / "a.distcp").symlink_to(victim)
-    remote.fetched(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
+    transfer.fetched(Remote(f"{url}/run"), 1, tmp_path / "run", ALONE)
     assert (victim.read_text(), (folder / "a.distcp").is_symlink()) == ("precious", False)
 
 

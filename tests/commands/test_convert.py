@@ -35,7 +35,7 @@ def test_from_every_format_to_every_format(source: Any, target: str, tmp_path: P
     assert convert.main([*arguments, *(["meta_ranks=2"] if target == "meta" else ["shard_gb=0.0001"])]) == 0
     assert equal(open_weights(tmp_path / "b"), wanted)
     assert len(list((tmp_path / "b").glob({"hf": "*.safetensors", "meta": "*.pth", "titan": "*.distcp"}[target]))) > 1
-    assert not list((tmp_path / "b").glob(".*.part")) and not (tmp_path / "b" / convert.MARK).exists()
+    assert not list((tmp_path / "b").glob(".*.tmp")) and not (tmp_path / "b" / convert.MARK).exists()
 
 
 def test_it_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,12 +58,12 @@ REFUSED = [
     pytest.param(["to=b", "format=gguf"], "format=gguf: choose one of hf, meta, titan", id="format"),
     pytest.param(["to=b", "dtype=fp8"], "dtype=fp8: choose one of fp32, bf16, fp16, keep", id="dtype"),
     pytest.param(["to=b", "shard_gb=0"], "shard_gb=0: must be above 0", id="no-size"),
-    pytest.param(["to=b", "meta_ranks=2"], "meta_ranks=2: is for format=meta", id="ranks"),
+    pytest.param(["to=b", "meta_ranks=2"], "meta_ranks=2: applies to format=meta", id="ranks"),
     pytest.param(["to=b", "format=meta", "meta_ranks=3"], "meta_ranks=3: must divide model.heads=4", id="heads"),
-    pytest.param(["to=a"], "to=a: lies in from=a", id="onto-itself"),
-    pytest.param(["to=a/b"], "to=a/b: lies in from=a", id="into-itself"),
-    pytest.param(["to=link"], "to=link: lies in from=a", id="through-a-link"),
-    pytest.param(["to=full"], "to=full: is not empty; name another folder, or give overwrite=true", id="not-empty"),
+    pytest.param(["to=a"], "to=a: is inside from=a", id="onto-itself"),
+    pytest.param(["to=a/b"], "to=a/b: is inside from=a", id="into-itself"),
+    pytest.param(["to=link"], "to=link: is inside from=a", id="through-a-link"),
+    pytest.param(["to=full"], "to=full: is not empty; choose another folder, or give overwrite=true", id="not-empty"),
     pytest.param(["to=file"], "to=file: is a file", id="a-file"),
     pytest.param(["to=file/b"], "file/b: can't be written to", id="below-a-file"),
     pytest.param(["to=b", "from=gone"], "from=gone: from is given twice", id="twice"),
@@ -106,7 +106,7 @@ def test_a_run_whose_checkpoint_is_the_target_is_refused(tmp_path: Path, capsys:
     shutil.copytree(tmp_path / "a", tmp_path / "b" / "checkpoints" / "step-3")
     target = tmp_path / "b" / "checkpoints" / "step-3"
     assert convert.main([f"from={tmp_path}/b", f"to={target}", "overwrite=true"]) == 2
-    assert "lies in from=" in capsys.readouterr().err
+    assert "is inside from=" in capsys.readouterr().err
     open_weights(tmp_path / "b")
 
 
@@ -141,11 +141,12 @@ def test_an_interrupted_conversion_does_not_count_and_begins_anew(
         patch.setattr("titan.weights.save.cast", interrupted)
         assert convert.main(arguments) == 130
     assert any((tmp_path / "b").iterdir())
+    (tmp_path / "b" / ".__0_0.distcp.1.tmp").touch()  # as a killed conversion leaves
     with pytest.raises(ConfigError):
         open_weights(tmp_path / "b")
     assert convert.main(arguments) == 0
     assert equal(open_weights(tmp_path / "b"), written)
-    assert not list((tmp_path / "b").glob(".*.part"))
+    assert not list((tmp_path / "b").glob(".*.tmp"))
 
 
 def test_a_full_disk_is_a_failure(
@@ -157,7 +158,7 @@ def test_a_full_disk_is_a_failure(
     native(tmp_path / "a", LLAMA)
     monkeypatch.setattr(export, "finish", full)
     assert convert.main([f"from={tmp_path}/a", f"to={tmp_path}/b"]) == 1
-    assert "can't be written on (No space left on device)" in capsys.readouterr().err
+    assert "can't be written (No space left on device)" in capsys.readouterr().err
     assert (tmp_path / "b" / convert.MARK).exists()
 
 

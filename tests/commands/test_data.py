@@ -57,7 +57,7 @@ def test_rows_of_another_step_are_said_to_be(settings: list[str], capsys: pytest
     lines = shown(capsys, *settings, "--step", "3", "--rows", "1-2")
     assert lines[:2] == [
         "step 3: rows 8 to 11",
-        "  none of the rows asked for: rows are numbered over the whole run, as in metrics.jsonl",
+        "  none of the given rows: rows are numbered over the whole run, as in metrics.jsonl",
     ]
 
 
@@ -72,9 +72,9 @@ def test_sources_of_a_mixture_are_named(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["nope"], "nope: there is no run", id="no-run"),
+        pytest.param(["nope"], "nope: holds no run", id="no-run"),
         pytest.param(["--step", "0"], "the first step is 1", id="step-zero"),
-        pytest.param(["--step", "5-3"], "no number and no range", id="range"),
+        pytest.param(["--step", "5-3"], "not a number or a range", id="range"),
         pytest.param(["--rows"], "expected one argument", id="no-value"),
         pytest.param(["training.step=3"], "did you mean 'training.steps'", id="setting"),
         pytest.param(["training.seq_len=100"], "must be a multiple", id="batch"),

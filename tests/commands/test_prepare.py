@@ -33,9 +33,9 @@ def test_it_prepares_and_reports(arguments: list[str], tmp_path: Path, capsys: p
     size = (tmp_path / "x.jsonl").stat().st_size
     assert screen.out.startswith("data:\n") and screen.err == ""
     assert found["source"] == f"jsonl: 1 part, {size} bytes"
-    assert found["units"] == "1, none made yet"
-    assert found["documents"] == "20, of which 5 are copies of others"
-    assert found["left out"] == f"1 empty, first: {tmp_path / 'x.jsonl'}, line 21"
+    assert found["shards"] == "1, 0 of them done"
+    assert found["documents"] == "20, 5 of them duplicates"
+    assert found["skipped"] == f"1 empty, first: {tmp_path / 'x.jsonl'}, line 21"
     (folder,) = (tmp_path / "cache" / "datasets").iterdir()
     assert found["folder"] == str(folder)
     assert (folder / "manifest.json").is_file()
@@ -45,12 +45,12 @@ def test_a_second_time_there_is_nothing_to_do(arguments: list[str], capsys: pyte
     assert prepare.main(arguments) == 0
     first = rows(capsys.readouterr().out)
     assert prepare.main(["--verify", *arguments]) == 0
-    assert rows(capsys.readouterr().out) == first | {"units": "1, complete"}
+    assert rows(capsys.readouterr().out) == first | {"shards": "1, complete"}
 
 
 def test_a_dry_run_writes_nothing(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main([*arguments, "--dry-run"]) == 0
-    assert set(rows(capsys.readouterr().out)) == {"source", "units", "tokenizer", "folder"}
+    assert set(rows(capsys.readouterr().out)) == {"source", "shards", "tokenizer", "folder"}
     assert not (tmp_path / "cache" / "datasets").exists()
 
 
@@ -60,7 +60,10 @@ def test_damage_is_said_and_mended(arguments: list[str], tmp_path: Path, capsys:
     content = file.read_bytes()
     file.write_bytes(bytes(len(content)))
     assert prepare.main([*arguments, "--verify"]) == 0
-    assert "train-00000.tokens doesn't hold what was written; unit 0 of 1 is made again" in capsys.readouterr().err
+    assert (
+        "train-00000.tokens has another checksum than when it was written; shard 0 of 1 is rebuilt"
+        in capsys.readouterr().err
+    )
     assert file.read_bytes() == content
 
 
@@ -123,7 +126,7 @@ def test_help_says_it_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_prepared_already_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert prepare.main(["dataset=prepared", "dataset.path=s3://bucket/x"]) == 0
-    assert capsys.readouterr().out == "data: prepared already, at s3://bucket/x\n"
+    assert capsys.readouterr().out == "data: already prepared, in s3://bucket/x\n"
 
 
 def test_misplaced_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

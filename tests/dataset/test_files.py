@@ -78,7 +78,7 @@ def test_a_truncated_download(tmp_path: Path, name: str, share: float) -> None:
     with pytest.raises(ConfigError) as refusal:
         read(jsonl(str(file)))
     assert str(refusal.value).startswith(f"{file}: ends too early (truncated download?) after ")
-    assert str(refusal.value).endswith("fetch it again, or give dataset.on_error=skip to use what comes before.")
+    assert str(refusal.value).endswith("fetch it again, or give dataset.on_error=skip to use the content before it.")
     came, skips = read(jsonl(str(file), on_error="skip"))
     assert skips == [Skip("broken file", str(file))]
     assert came == [f"{i} {i * 7919 % 1_000_003}" for i in range(len(came))]
@@ -259,7 +259,7 @@ def test_the_digest_of_other_machines_files_reads_nothing(bucket: str, monkeypat
     ("path", "words"),
     [
         pytest.param("memory://bucket/none", ["no such file or folder"], id="missing"),
-        pytest.param("memory://bucket/c/*.x", ["no file there matches"], id="glob-without-match"),
+        pytest.param("memory://bucket/c/*.x", ["no file matches"], id="glob-without-match"),
         pytest.param("memory://bucket/c/empty.jsonl", ["the file is empty"], id="empty"),
         pytest.param("nope://bucket/c", ["nope"], id="unknown-protocol"),
     ],
@@ -329,7 +329,7 @@ def test_a_line_that_is_too_long_for_memory_is_told_and_not_held(
 ) -> None:
     monkeypatch.setattr(files, "LONGEST", 2**20)
     (tmp_path / name).write_bytes(pack(LINES + LONG + LINES))
-    said = rf"{len(LINES)} has more than 1,048,576 bytes; divide it, or give dataset.on_error=skip"
+    said = rf"{len(LINES)} has more than 1,048,576 bytes; split it, or give dataset.on_error=skip"
     with pytest.raises(ConfigError, match=said):
         read(source(str(tmp_path / name), on_error="refuse"))
     tracemalloc.start()

@@ -174,7 +174,7 @@ README = (
 PROGRAM = """
 import json, sys
 from titan.dataset.sources.hub import hub
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 
 def dataset(*about):
@@ -248,13 +248,13 @@ def test_datasets_of_the_hub(server: Repositories, tmp_path: Path) -> None:
     )
     assert named == by_commit and named[0] == [["a", "b"], ["c"]]
     log_in = "log in with `hf auth login` or set HF_TOKEN."
-    nothing = "there is no such folder, and nothing of that name on the hub; if it is private,"
+    nothing = "there is no such folder, and no such repository on the hub; if it is private,"
     assert (
         gated == f"dataset.name=some/gated: some/gated is gated; ask for access on its page of the hub, then {log_in}"
     )
-    assert subset == "dataset.subset=fr: allenai/c4 has no such subset (its subsets: en, de); name another."
-    assert split == "dataset.split=test: allenai/c4 has no such split (its splits: train); name another."
-    assert revision.startswith("dataset.revision=v9: allenai/c4 has no such revision; name a branch")
+    assert subset == "dataset.subset=fr: allenai/c4 has no such subset (its subsets: en, de); choose another."
+    assert split == "dataset.split=test: allenai/c4 has no such split (its splits: train); choose another."
+    assert revision.startswith("dataset.revision=v9: allenai/c4 has no such revision; give one of its branches")
     assert missing == f"dataset.name=some/none: {nothing} {log_in}"
     assert bad == f"dataset.name=no such name: {nothing} {log_in}"
     (opened,) = asked(questions[2], home=tmp_path, HF_ENDPOINT=server.url, HF_TOKEN=server.token)
@@ -268,10 +268,10 @@ def test_tokenizers_of_the_hub(server: Repositories, tmp_path: Path) -> None:
     model, main, bare, gated, missing, other, wrong, revision = asked(*questions, home=tmp_path, HF_ENDPOINT=server.url)
     assert model == [[2, 3], ["some/model: 4 ids; documents end with <end>, begin without a token"]]
     assert main[0] == [2, 3]
-    assert bare[0] == [2] and bare[1][1].startswith("warning: some/bare has no token that ends a document")
+    assert bare[0] == [2] and bare[1][1].startswith("warning: some/bare has no end-of-document token")
     assert gated.startswith("dataset.tokenizer=some/gated: some/gated is gated; ask for access on its page")
-    assert "nothing of that name on the hub; if it is private, log in with `hf auth login`" in missing
-    assert other == "dataset.tokenizer=some/other: it has no tokenizer.json; name a file, or another model's."
+    assert "no such repository on the hub; if it is private, log in with `hf auth login`" in missing
+    assert other == "dataset.tokenizer=some/other: it has no tokenizer.json; give a file, or another model's name."
     assert "names the eos_token '<none>', which the vocabulary lacks" in wrong
     assert revision.startswith("dataset.tokenizer=some/model@v9: some/model has no such revision")
     (opened,) = asked(questions[3], home=tmp_path, HF_ENDPOINT=server.url, HF_TOKEN=server.token)
@@ -284,4 +284,4 @@ def test_tokenizers_without_a_network(server: Repositories, tmp_path: Path) -> N
     *after, other = asked(*questions, ["tokenizer", "some/gated"], home=tmp_path, HF_HUB_OFFLINE="1")
     assert after == before
     assert other.startswith("dataset.tokenizer=some/gated: the hub can't be reached (")
-    assert other.endswith("; check the network, or fetch it where there is one.")
+    assert other.endswith("; check the network, or fetch it on another machine.")

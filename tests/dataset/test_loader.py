@@ -270,7 +270,7 @@ def test_the_hash_depends_on_place_and_content() -> None:
 def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so, and the batches are those of data that were there from the start."""
     monkeypatch.setattr(loader_module, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(loader_module, "_TELL_SECONDS", 0.01)
+    monkeypatch.setattr(loader_module, "_LOG_SECONDS", 0.01)
     whole = read(alone(write(tmp_path / "whole", UNITS), window=6), plan(5), DataShard(0, 1), 12)
     folder, lines, entries = tmp_path / "live", list[str](), list[Any]()
 
@@ -284,7 +284,7 @@ def test_training_waits_for_data_that_are_being_prepared(tmp_path: Path, monkeyp
     live = read(alone(write(folder, UNITS, done=0), window=6), plan(5), DataShard(0, 1), 12, tell=tell)
     assert [batch.hash for batch in live] == [batch.hash for batch in whole]
     assert len(lines) >= 3
-    assert lines[0] == "waiting for data: one is still being prepared: 0 of 3 units, 0 tokens, are there"
+    assert lines[0] == "waiting for data: one is still being prepared: 0 of 3 shards, 0 tokens, are done"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from tests.support.prepared_folders import counting, finish, publish, write
 from titan.dataset import mixture as module
-from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences, block_counts, pattern
+from titan.dataset import proportions
+from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences, pattern
 from titan.dataset.permutation import Permutation
+from titan.dataset.proportions import BLOCK, block_counts
 from titan.dataset.shards import Corpus
 from titan.errors import ConfigError, RunError
 
@@ -59,13 +61,14 @@ def test_each_source_is_read_in_its_order_without_a_gap(
     """Over stages and blocks too; however the numbers are asked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BLOCK", 700)
+        patch.setattr(proportions, "BLOCK", 700)
         mix = mixture(corpora, staged(first, later))
         numbers = np.arange(4000)
         which, rows = (np.concatenate(p) for p in zip(*map(mix.locate, np.split(numbers, sorted(cuts))), strict=True))
         for k, size in enumerate(SIZES):
             mine = rows[which == k]
-            assert mine.tolist() == Permutation(size, 5).rows_at(np.arange(mine.world_size)).tolist()
-            assert mix.reads(4000)[k] == mine.world_size
+            assert mine.tolist() == Permutation(size, 5).rows_at(np.arange(mine.size)).tolist()
+            assert mix.reads(4000)[k] == mine.size
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,10 +134,10 @@ def test_quotas(weights: dict[str, float], expected: tuple[int, ...]) -> None:
     ("weights", "words"),
     [
         pytest.param({"a": 1, "x": 1}, "no source 'x'", id="unknown"),
-        pytest.param({"a": -1, "b": 2}, "zero or more", id="negative"),
-        pytest.param({"a": 0}, "one above zero", id="none"),
-        pytest.param({"a": float("nan")}, "zero or more", id="nan"),
-        pytest.param({"a": 1, "b": 1e-6}, "b has less than one row in 10,000", id="too-little"),
+        pytest.param({"a": -1, "b": 2}, "at least 0", id="negative"),
+        pytest.param({"a": 0}, "one of them above 0", id="none"),
+        pytest.param({"a": float("nan")}, "at least 0", id="nan"),
+        pytest.param({"a": 1, "b": 1e-6}, "the weight of b is less than one row in 10,000", id="too-little"),
     ],
 )
 def test_weights_that_can_not_be(weights: dict[str, float], words: str) -> None:
@@ -205,14 +208,14 @@ def test_rows_of_a_stream_are_those_of_the_whole(tmp_path: Path) -> None:
         published = rows.split.rows(SEQ_LEN)
         assert rows.corpus.complete or (index // 4 + 1) * 4 <= published < (index // 4 + 1) * 4 + 7
     assert len(told) == 5
-    assert "still being prepared: 1 of 5 units, 20 tokens" in told[1]
+    assert "still being prepared: 1 of 5 shards, 20 tokens" in told[1]
 
 
 @pytest.mark.parametrize(
     ("epochs", "seq_len", "words"),
     [
         pytest.param(0.5, SEQ_LEN, "may be read 0.5 times", id="too-often"),
-        pytest.param(None, 500, "only 100 tokens, less than a row", id="too-little"),
+        pytest.param(None, 500, "has 100 tokens, fewer than one row", id="too-little"),
     ],
 )
 def test_what_a_stream_turns_out_to_be(epochs: float | None, seq_len: int, words: str, tmp_path: Path) -> None:
@@ -226,5 +229,5 @@ def test_what_a_stream_turns_out_to_be(epochs: float | None, seq_len: int, words
 
 def test_rows_that_are_not_there_are_refused_without_anyone_to_wait(tmp_path: Path) -> None:
     rows = TokenSequences("x", write(tmp_path / "c", [counting(50), counting(50)], done=1), SEQ_LEN, 5, window=2)
-    with pytest.raises(ConfigError, match="1 of 2 units, 50 tokens, are there; wait"):
+    with pytest.raises(ConfigError, match="1 of 2 shards, 50 tokens, are done; wait"):
         rows.at(np.array([16]))

@@ -28,7 +28,7 @@ from titan.dataset.preprocess import workers
 from titan.dataset.preprocess.prepare import cache_folder, plan, prepare, survey
 from titan.dataset.schema import Jsonl, Stdlib, Synthetic, Text
 from titan.dataset.shards import Corpus, Split, open_corpus
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_a_hit_does_not_tokenise_again(corpus_file: Path, monkeypatch: pytest.Mo
 
 
 def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path: Path) -> None:
-    from titan.dataset.tokenizers.base import write_ranks
+    from titan.dataset.tokenizers.rank_file import write_ranks
 
     write_ranks(tmp_path / "bytes.tiktoken", [bytes([byte]) for byte in range(256)])
     found = {prepare(dataset(corpus_file)), prepare(dataset(corpus_file, validation=0.3))}
@@ -249,7 +249,7 @@ def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monk
     """As two machines would: neither knows of the other but by the folder."""
     makes, lines, found = list[int](), list[str](), list[Path]()
 
-    def make(job: units.Job, encoder: object, unit: int, tell: units.Tell) -> None:
+    def make(job: units.Job, encoder: object, unit: int, tell: units.OnProgress) -> None:
         makes.append(unit)
         units.make(job, encoder, unit, tell)  # type: ignore[arg-type]
 
@@ -268,7 +268,7 @@ def test_two_jobs_at_once_share_the_work(tmp_path: Path, small_units: None, monk
 
 def test_who_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, lines = made(tmp_path), list[str]()
-    claim = units.claim_file(plan(slow), 0)
+    claim = units.lock_file(plan(slow), 0)
     claim.write_text(json.dumps({"machine": "another", "host": "node7", "pid": 5}))
 
     def wait(seconds: float) -> None:
@@ -278,7 +278,7 @@ def test_who_waits_for_others_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "WAIT_SECONDS", 0)
     monkeypatch.setattr("titan.dataset.preprocess.prepare.time.sleep", wait)
     prepare(slow, lines.append)
-    assert "preparing made: waiting for a unit that others work on, process 5 on node7 among them" in lines
+    assert "preparing made: waiting for 1 shard that other processes prepare, such as process 5 on node7" in lines
 
 
 def test_progress_is_told_in_lines(corpus_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +333,7 @@ def test_a_process_that_dies_at_once_is_a_failure(tmp_path: Path) -> None:
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120
     )
     assert done.returncode == 1
-    assert 'must do so below `if __name__ == "__main__":`' in done.stderr
+    assert 'must do so under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_what_failed_is_forgotten_when_it_goes_on(corpus_file: Path) -> None:
@@ -452,30 +452,34 @@ def _flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "verify", "told", "again"),
+    ("corruption", "verify", "told", "again"),
     [
         pytest.param(
-            lambda f: (f / "train-00002.tokens").unlink(), False, "tokens is missing; unit 2 of 6", 1, id="gone"
+            lambda f: (f / "train-00002.tokens").unlink(), False, "tokens is missing; shard 2 of 6", 1, id="gone"
         ),
-        pytest.param(lambda f: _cut(f / "train-00002.tokens"), False, "are due; unit 2 of 6", 1, id="cut"),
+        pytest.param(lambda f: _cut(f / "train-00002.tokens"), False, " instead of ", 1, id="cut"),
+        pytest.param(lambda f: _cut(f / "validation-00002.offsets"), False, " instead of ", 1, id="offsets-cut"),
         pytest.param(
-            lambda f: _cut(f / "validation-00002.offsets"), False, "are due; unit 2 of 6", 1, id="offsets-cut"
+            lambda f: _flip(f / "train-00002.tokens"),
+            True,
+            "has another checksum than when it was written",
+            1,
+            id="flipped",
         ),
-        pytest.param(lambda f: _flip(f / "train-00002.tokens"), True, "doesn't hold what was written", 1, id="flipped"),
         pytest.param(lambda f: (f / "unit-00002.json").unlink(), False, "json is missing", 1, id="receipt-gone"),
-        pytest.param(lambda f: _cut(f / "unit-00002.json"), False, "json is missing or damaged", 1, id="receipt-cut"),
-        pytest.param(lambda f: _cut(f / "manifest.json"), False, "manifest.json is damaged", 6, id="manifest-cut"),
+        pytest.param(lambda f: _cut(f / "unit-00002.json"), False, "json is missing or corrupt", 1, id="receipt-cut"),
+        pytest.param(lambda f: _cut(f / "manifest.json"), False, "manifest.json is corrupt", 6, id="manifest-cut"),
         pytest.param(lambda f: _cut(f / "plan.json"), False, "", 0, id="plan-cut"),
         pytest.param(lambda f: (f / "token_bytes.npy").unlink(), False, "", 0, id="token-bytes-gone"),
     ],
 )
 def test_what_is_damaged_is_made_again(
-    tmp_path: Path, small_units: None, damage: Callable[[Path], None], verify: bool, told: str, again: int,
+    tmp_path: Path, small_units: None, corruption: Callable[[Path], None], verify: bool, told: str, again: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     folder = prepare(made(tmp_path))
     before, report, lines, makes = files(folder), manifest(folder)["report"], list[str](), list[int]()
-    damage(folder)
+    corruption(folder)
     monkeypatch.setattr(workers, "make", lambda *a: (makes.append(a[2]), units.make(*a)))
     assert prepare(made(tmp_path), lines.append, verify=verify) == folder
     assert files(folder) == before
@@ -503,7 +507,7 @@ def test_what_comes_out_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest
         (folder / "unit-00000.json").unlink()
     framed = Encoder._framed
     monkeypatch.setattr(Encoder, "_framed", lambda *a: [tokens[1:] for tokens in framed(*a)])
-    with pytest.raises(ConfigError, match=r"does not come out as it did before.*delete that folder"):
+    with pytest.raises(ConfigError, match=r"differs from its former content.*delete that folder"):
         prepare(made(tmp_path))
 
 
@@ -536,7 +540,7 @@ def test_files_that_change_meanwhile_are_refused(corpus_file: Path, monkeypatch:
 
 
 def test_what_gives_no_tokens_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no tokens come of it"):
+    with pytest.raises(ConfigError, match="the source has no tokens"):
         prepare(made(tmp_path, content=((Skip("empty", "here"),),)))
     assert not (tmp_path / "cache" / "datasets").exists()
 

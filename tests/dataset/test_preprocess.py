@@ -22,7 +22,7 @@ from titan.dataset.preprocess import plan, report, shard_job
 from titan.dataset.preprocess.encode import content, groups
 from titan.dataset.preprocess.footprint import footprint
 from titan.dataset.preprocess.prepare import prepare
-from titan.dataset.preprocess.writer import SplitWriter, checksum, write_whole
+from titan.dataset.preprocess.writer import SplitWriter, checksum, write_json
 from titan.dataset.schema import Stdlib
 from titan.errors import ConfigError
 from titan.files import leases
@@ -118,8 +118,8 @@ RECEIPT: dict[str, object] = {
     ],
 )
 def test_a_receipt_of_other_types_is_none(values: dict[str, object], read: bool, tmp_path: Path) -> None:
-    shard_job.receipt_file(tmp_path, 0).write_text(json.dumps(RECEIPT | values))
-    assert (shard_job.read_receipt(tmp_path, 0) is not None) is read
+    shard_job.shard_manifest_file(tmp_path, 0).write_text(json.dumps(RECEIPT | values))
+    assert (shard_job.read_shard_manifest(tmp_path, 0) is not None) is read
 
 
 def test_touching_keeps_a_claim(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_the_limit_holds_out_the_share_or_the_smallest(texts: list[str], share: 
 
 def test_the_limit_is_found_without_reading_all() -> None:
     assert limit([*"abcdefghijklmnop", "refuse"], 0.5) == 2**63
-    with pytest.raises(ConfigError, match="no tokens come of it"):
+    with pytest.raises(ConfigError, match="the source has no tokens"):
         limit([Skip("empty")], 0.5)
 
 
@@ -260,14 +260,20 @@ def test_another_seed_is_another_order(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-def test_a_file_is_replaced_whole_or_not(tmp_path: Path) -> None:
-    def failing() -> list[bytes]:
+def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def failing(descriptor: int) -> None:
+        names.extend(file.name for file in tmp_path.iterdir())
         raise OSError(28, "No space left on device")
 
     (tmp_path / "x").write_text("before")
+    monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(OSError):
-        write_whole(tmp_path / "x", (piece for _ in [1] for piece in failing()))
+        write_json(tmp_path / "x", {"after": 1})
     assert [f.read_text() for f in tmp_path.iterdir()] == ["before"]
+    (temporary,) = set(names) - {"x"}
+    assert temporary.startswith(f".x.{leases.machine()}.{os.getpid()}.")  # so that `remove_leftovers` finds it
 
 
 @settings(max_examples=60, deadline=None)

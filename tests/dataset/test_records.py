@@ -59,7 +59,7 @@ def test_text_of_another_encoding_in_parquet(tmp_path: Path) -> None:
 
     column = pyarrow.array([b"one", "grün".encode("latin-1"), b"three"]).view(pyarrow.string())
     file = write(tmp_path / "x.parquet", {"text": column})
-    with pytest.raises(ConfigError, match=r"x\.parquet, row group 0, row 1: no UTF-8.*dataset\.on_error=skip"):
+    with pytest.raises(ConfigError, match=r"x\.parquet, row group 0, row 1: not UTF-8.*dataset\.on_error=skip"):
         read(parquet(str(file)))
     where = f"{file}, row group 0, row 1"
     assert read(parquet(str(file), on_error="skip")) == ["one", Skip("not UTF-8", where), "three"]
@@ -71,7 +71,7 @@ def test_parquet_broken_midway_gives_what_comes_before(tmp_path: Path) -> None:
     middle = len(data) // 2
     data[middle : middle + 200] = bytes(200)
     file.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"row group \d: no Parquet file, or a broken or truncated one"):
+    with pytest.raises(ConfigError, match=r"row group \d: not a Parquet file, or a broken or truncated one"):
         read(parquet(str(file)))
     came = read(parquet(str(file), on_error="skip"))
     assert TEXTS[0] in came and TEXTS[-1] in came
@@ -81,7 +81,7 @@ def test_parquet_broken_midway_gives_what_comes_before(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "field", "words"),
     [
-        pytest.param(None, "text", ["x.parquet", "no Parquet file", "fetch it again"], id="no-parquet"),
+        pytest.param(None, "text", ["x.parquet", "not a Parquet file", "fetch it again"], id="no-parquet"),
         pytest.param({"text": ["a"]}, "body", ["x.parquet", "no column 'body'", "its columns: text"], id="column"),
         pytest.param({"text": [1]}, "text", ["row 0", "'text' is 1, not text", "dataset.field"], id="type"),
     ],
@@ -173,7 +173,7 @@ def test_templates(tmp_path: Path, name: str, expected: list[str]) -> None:
 
 @pytest.mark.parametrize("name", list(SPECIAL))
 def test_tokens_of_a_conversation(tmp_path: Path, name: str) -> None:
-    from titan.dataset.tokenizers.base import load_tokenizer
+    from titan.dataset.tokenizers.load import load_tokenizer
 
     (tmp_path / "x.jsonl").write_text(json.dumps({"messages": MESSAGES}))
     tokenizer = load_tokenizer(tokenizer_with(tmp_path, SPECIAL[name]))
@@ -253,7 +253,7 @@ def test_rows_without_a_conversation(tmp_path: Path, row: dict[str, Any], reason
         pytest.param(
             {"path": "a", "template": "llama3"}, r"titan4k has no special token <\|start_header", id="template"
         ),
-        pytest.param({"path": "HERE"}, "of one kind by a glob", id="files-of-both-kinds"),
+        pytest.param({"path": "HERE"}, "select one kind with a glob", id="files-of-both-kinds"),
     ],
 )
 def test_bad_settings_of_chat(tmp_path: Path, given: dict[str, Any], words: str) -> None:

@@ -16,7 +16,7 @@ from titan.dataset.corpora import build_mixture, open_corpora, prepare_corpora
 from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.schema import Dataset, Prepared, Synthetic, Text
 from titan.dataset.shards import open_corpus
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 from titan.training.schema import Training
 
@@ -78,7 +78,7 @@ def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> N
     (folder,) = prepare_corpora(dataset(there)).values()
     (there / "train-00002.tokens").unlink()
     with pytest.raises(
-        RunError, match=r"there/train-00002.tokens: can't be fetched \(.*\); mend the connection"
+        RunError, match=r"there/train-00002.tokens: can't be fetched \(.*\); check the connection"
     ) as error:
         open_corpus(folder).train.read(100_005, 1)
     assert "\n" not in str(error.value)
@@ -88,7 +88,7 @@ def test_a_file_that_can_not_be_fetched_fails_with_its_address(there: Path) -> N
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        pytest.param("file:///nowhere/at/all", "no prepared data can be read there", id="nothing-there"),
+        pytest.param("file:///nowhere/at/all", "can't read prepared data", id="nothing-there"),
         pytest.param("nonsense://x", "nonsense", id="no-such-protocol"),
     ],
 )
@@ -179,7 +179,7 @@ def test_a_write_is_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no prepared data there"):
+    with pytest.raises(ConfigError, match="holds no prepared data"):
         prepare_corpora(Prepared(path=str(tmp_path)))
 
 
@@ -190,7 +190,7 @@ def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, 
     (there.parent.parent / "victim").write_text("to be fetched")
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"tokenizer": {**content["tokenizer"], "file": name}}))
-    with pytest.raises(ConfigError, match=r"dataset.path=\S+: no prepared data can be read there .*no file of its own"):
+    with pytest.raises(ConfigError, match=r"dataset.path=\S+: can't read prepared data .*not a file in its folder"):
         prepare_corpora(dataset(there))
     assert victim.read_text() == "precious"
 
@@ -199,5 +199,5 @@ def test_a_manifest_that_names_a_file_elsewhere_writes_nothing_there(name: str, 
 def test_a_damaged_note_of_where_shards_come_from_is_told(text: str, there: Path) -> None:
     (folder,) = prepare_corpora(dataset(there)).values()
     (Path(folder) / remote.ORIGIN).write_text(text)
-    with pytest.raises(RunError, match=r"origin.json: is damaged \(.*\); remove its folder, and resume"):
+    with pytest.raises(RunError, match=r"origin.json: is corrupt \(.*\); remove its folder, then resume"):
         open_corpus(folder).train.read(0, 1)

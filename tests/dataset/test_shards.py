@@ -200,7 +200,7 @@ def test_damage_is_refused_with_the_way_out(tmp_path: Path, damage: Callable[[Pa
     ("damage", "words"),
     [
         pytest.param(lambda f: (f / "train-00001.tokens").unlink(), "No such file", id="missing"),
-        pytest.param(lambda f: _cut(f, "train-00001.tokens"), "ends too early", id="cut"),
+        pytest.param(lambda f: _cut(f, "train-00001.tokens"), "is truncated", id="cut"),
     ],
 )
 def test_damage_that_comes_later_fails_with_the_file(

@@ -14,15 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan.dataset.documents import Turn
-from titan.dataset.tokenizers.base import (
-    END,
-    LLAMA3_RANKS,
-    Tokenizer,
-    cut_spaces,
-    llama3_special,
-    load_tokenizer,
-    write_ranks,
-)
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.rank_file import LLAMA3_RANKS, cut_spaces, llama3_special, write_ranks
+from titan.dataset.tokenizers.tokenizer import END, Tokenizer
 from titan.dataset.tokenizers.train import byte_characters
 from titan.errors import ConfigError
 
@@ -122,7 +116,7 @@ RANKS = _lines(*((byte, rank) for rank, byte in enumerate(BYTES)))
     [
         pytest.param("titan8k", None, ["titan8k", "did you mean 'titan4k'?"], id="unknown-name"),
         pytest.param("x.tiktoken", None, ["x.tiktoken", "no such"], id="missing-file"),
-        pytest.param("x.bin", b"abc", ["x.bin", "unknown kind"], id="unknown-kind"),
+        pytest.param("x.bin", b"abc", ["x.bin", "unknown file type"], id="unknown-kind"),
         pytest.param("", b"", ["folder", "tokenizer.json"], id="folder"),
         pytest.param("x.tiktoken", b"", ["single byte"], id="empty"),
         pytest.param("x.tiktoken", RANKS + b"oops\n", ["line 257"], id="line-without-rank"),
@@ -285,16 +279,14 @@ def test_notes(tmp_path: Path) -> None:
     tokenizer = byte_level_json(tmp_path)
     assert tokenizer.notes() == [f"{tokenizer.name}: 259 ids; documents end with </s>, begin with <s>"]
     endless = byte_level_json(tmp_path, {"eos_token": None}).notes()
-    assert endless[1:] == [
-        f"warning: {tokenizer.name} has no token that ends a document: documents run into each other"
-    ]
+    assert endless[1:] == [f"warning: {tokenizer.name} has no end-of-document token: documents are not separated"]
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     content["model"]["vocab"]["zz"] = 270
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").unlink()
     gaps = load_tokenizer(tokenizer.name).notes()
     assert gaps[0].startswith(f"{tokenizer.name}: 271 ids")
-    assert gaps[1] == f"warning: {tokenizer.name}: 11 ids stand for nothing, the first 257"
+    assert gaps[1] == f"warning: {tokenizer.name}: 11 ids are unused, the first is 257"
 
 
 MARKUP = Turn("<s>", trained=False, special=True)

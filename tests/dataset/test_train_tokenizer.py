@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.dataset.tokenizers.train import byte_characters, main, train
 from titan.errors import ConfigError
 

@@ -292,7 +292,7 @@ def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: P
 def test_a_pipe_in_place_of_a_lock_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".lock")
     assert not is_locked(tmp_path)
-    with pytest.raises(ConfigError, match=r"\.lock is a link or no file; remove it"), locked(tmp_path):
+    with pytest.raises(ConfigError, match=r"\.lock is a link or not a regular file; remove it"), locked(tmp_path):
         pass
 
 

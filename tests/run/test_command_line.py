@@ -234,7 +234,7 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(convert, ["from=a", "to="], "to=: is empty", id="convert-empty"),
         pytest.param(prepare, ["dataset.workers=1e9"], "at most 4096.", id="prepare"),
         pytest.param(prepare, ["dataset={}"], "dataset={}: changes nothing", id="prepare-nothing"),
-        pytest.param(data, ["--step", "99999999999"], "is no number and no range", id="data"),
+        pytest.param(data, ["--step", "99999999999"], "is not a number or a range", id="data"),
         pytest.param(data, ["--characters", "-1"], "--characters -1: must be at least 0.", id="data-negative"),
         pytest.param(bench, ["--rounds", "0"], "--rounds 0 --steps 5: must be at least 1.", id="bench"),
         pytest.param(bench, ["--suite", "x"], "invalid choice: 'x'", id="bench-suite"),

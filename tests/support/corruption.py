@@ -394,8 +394,8 @@ def replaced(folder: Path) -> None:
     folder.write_text("")
 
 
-SIZE = "has [0-9,]+ bytes where [0-9,]+ are due"
-CHECKSUM = "has the checksum [0-9a-f]{8} where [0-9a-f]{8} is due"
+SIZE = "has [0-9,]+ bytes instead of [0-9,]+"
+CHECKSUM = "has the checksum [0-9a-f]{8} instead of [0-9a-f]{8}"
 
 
 def _said(what: str, step: int = 4) -> str:
@@ -427,7 +427,7 @@ def _files() -> Iterator[Damage]:
 
 def _manifests() -> Iterator[Damage]:
     """What happens to a manifest."""
-    none = _said(f"{MANIFEST} is no manifest")
+    none = _said(f"{MANIFEST} is not a manifest")
     yield Damage("manifest deleted", lambda s: (s.last / MANIFEST).unlink(), "attempt 2, resume from step 2")
     yield Damage("manifest cut in half", lambda s: cut(s.last / MANIFEST), none)
     yield Damage("manifest empty", lambda s: (s.last / MANIFEST).write_bytes(b""), none)
@@ -447,12 +447,12 @@ def _manifests() -> Iterator[Damage]:
     yield Damage(
         "manifest of another format",
         lambda s: say(s.last, format=7),
-        _said(f"{MANIFEST} is of format 7, and this titan reads"),
+        _said(f"{MANIFEST} has format 7, and this titan reads"),
     )
     yield Damage(
         "manifest that names files outside",
         lambda s: say(s.last, files={"../step-2/manifest.json": {"bytes": 1, "crc32": "0" * 8}}),
-        _said(f"{MANIFEST} is no manifest .it names '../step-2/manifest.json', which is no file of its own folder"),
+        _said(f"{MANIFEST} is not a manifest .it names '../step-2/manifest.json', which is not a file in its folder"),
     )
     yield Damage("manifest without data", lambda s: say(s.last, data=None), _said(".* .data is None, where a mapping"))
     other = lambda s: {METADATA: vars(manifest.checksum_of(s.last / METADATA))}
@@ -469,7 +469,7 @@ def _folders() -> Iterator[Damage]:
     yield Damage(
         "all checkpoints a file",
         lambda s: replaced(s.last.parent),
-        "checkpoints in it is a file, where the folder of checkpoints should be; ",
+        "checkpoints in it is a file instead of the folder of checkpoints; ",
         None,
         code=2,
     )
@@ -487,7 +487,7 @@ def _folders() -> Iterator[Damage]:
 
 def _traps() -> Iterator[Damage]:
     """What somebody may put in a checkpoint who wants code to be run."""
-    names = "it names {}, which no checkpoint of tensors does"
+    names = "it names {}, which doesn't occur in checkpoints"
     for more in ((), ("checkpoint.verify=false",)):
         how = " unverified" if more else ""
         yield Damage(f"metadata run a shell{how}", trap(system), _said(names.format("posix.system")), more=more)
@@ -521,13 +521,13 @@ def _remotes() -> Iterator[Damage]:
     yield Damage(
         "here all removed, copied data flipped",
         lambda s: (gone(s), flip(s.remote / "step-4" / DATA)),
-        _said(f".*step-4/{DATA} is not what was saved"),
+        _said(f".*step-4/{DATA} has another checksum than when it was saved"),
         remote=URL,
     )
     yield Damage(
         "here all removed, data in a folder of copies flipped",
         lambda s: (gone(s), flip(s.remote / "step-4" / DATA)),
-        _said(rf"\S*step-4/{DATA} is not what was saved"),
+        _said(rf"\S*step-4/{DATA} has another checksum than when it was saved"),
         remote=FOLDER,
     )
     yield Damage(
@@ -536,7 +536,7 @@ def _remotes() -> Iterator[Damage]:
         f"checkpoint step-4 elsewhere is damaged and not used: .*step-4/{MANIFEST} is missing",
         remote=URL,
     )
-    unread = "checkpoint.path=.* can't be read .*index.json is no index"
+    unread = "checkpoint.path=.* can't be read .*index.json is not an index"
     for title, harm in (("empty", lambda f: f.write_bytes(b"")), ("garbage", lambda f: f.write_bytes(b"[\xff"))):
         yield Damage(
             f"copies' index {title}", lambda s, h=harm: h(s.remote / "index.json"), unread, 4, remote=URL, code=1

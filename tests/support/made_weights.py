@@ -16,7 +16,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
 from titan.config.settings import plain
 from titan.model.schema import Decoder, Llama, Qwen3
-from titan.weights.formats import Weights
+from titan.weights.interface import Weights
 
 SMALL: dict[str, Any] = {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 128}
 STRETCH: dict[str, Any] = {"rope_factor": 8.0, "rope_original": 32}

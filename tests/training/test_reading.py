@@ -223,7 +223,7 @@ def test_ids_of_a_mixture(tmp_path: Path) -> None:
 
 
 def test_data_on_another_machine_are_not_to_be_prepared(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no prepared data there"):
+    with pytest.raises(ConfigError, match="holds no prepared data"):
         attempts.begin_attempt(
             composed([*BASE, "dataset=prepared", f"dataset.path={tmp_path}", f"hydra.run.dir={tmp_path}/run"])
         )
@@ -310,7 +310,7 @@ def test_when_what_prepares_is_killed_the_run_that_waits_says_so(tmp_path: Path)
                 os.kill(int(spawned[-1]), signal.SIGKILL)
         stderr = process.stderr.read()
     assert process.returncode == 1
-    assert "the process that prepared them was killed by signal 9" in stderr
+    assert "the preparing process was killed by signal 9" in stderr
 
 
 def test_rows_that_are_not_there_yet_can_not_be_shown(tmp_path: Path) -> None:
@@ -319,8 +319,8 @@ def test_rows_that_are_not_there_yet_can_not_be_shown(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "titan.data", *arguments], env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
-        "titan: data is still being prepared: 0 of 12 units, 0 tokens, are there; wait for it, or look at rows that "
-        "come earlier.\n"
+        "titan: data is still being prepared: 0 of 12 shards, 0 tokens, are done; wait until it is complete, or choose "
+        "earlier rows.\n"
     )
 
 

@@ -21,7 +21,8 @@ from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
 from titan.run.run import Run
 from titan.training.build import build
-from titan.weights.formats import Weights, open_weights
+from titan.weights.formats import open_weights
+from titan.weights.interface import Weights
 from titan.weights.load import load_weights
 from titan.weights.model_config import check_model
 
@@ -149,7 +150,7 @@ def test_values_are_cast(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         pytest.param({"layers": 3}, "lacks layers.2.", id="missing"),
-        pytest.param({"ffn": 64}, r"w1.weight is \[96, 64\], and in the model \[64, 64\]", id="shape"),
+        pytest.param({"ffn": 64}, r"w1.weight has the shape \[96, 64\], and in the model \[64, 64\]", id="shape"),
     ],
 )
 @pytest.mark.parametrize("layout", ["single", "fsdp"])
@@ -164,7 +165,7 @@ def test_a_file_that_breaks_while_it_is_read_is_refused_on_every_rank(tmp_path: 
     native(tmp_path / "weights", LLAMA)
     file = tmp_path / "weights" / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RankFailed, match=r"titan.errors.ConfigError: checkpoint.weights=.*can't be read where"):
+    with pytest.raises(RankFailed, match=r"titan.errors.ConfigError: checkpoint.weights=.*can't be read from"):
         on_ranks(run_of(LLAMA, tmp_path, *LAYOUTS["fsdp"]), tmp_path / "weights", tmp_path)
 
 
@@ -184,7 +185,7 @@ DIFFERENT = [
     ),
     pytest.param(Llama(**SMALL, rope_theta=7.0), LLAMA, "give model.rope_theta=500000.0.", id="base"),
     pytest.param(LLAMA, Llama(**SMALL, rope_factor=8.0), "than model.rope_factor=1.0", id="stretch"),
-    pytest.param(QWEN3, LLAMA, "are weights of a Llama, and the model is a Qwen3", id="family"),
+    pytest.param(QWEN3, LLAMA, "the weights are of a Llama, and the model is a Qwen3", id="family"),
 ]
 
 
@@ -202,5 +203,5 @@ def test_weights_of_another_model_are_refused(model: Decoder, found: Decoder, se
 
 
 def test_families_differ_by_type() -> None:
-    with pytest.raises(ConfigError, match="weights of a Qwen3"):
+    with pytest.raises(ConfigError, match="weights are of a Qwen3"):
         check_model(LLAMA, Qwen3(**SMALL), "x")

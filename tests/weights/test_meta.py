@@ -136,28 +136,26 @@ def cut(file: Path) -> None:
 EMBEDDING = "tok_embeddings.weight"
 W1 = "layers.0.feed_forward.w1.weight"
 REFUSED = [
-    pytest.param(code, "could run code when read", id="code"),
+    pytest.param(code, "could run code when loaded", id="code"),
     pytest.param(plain_pickle, "consolidated.00.pth", id="code-of-old"),
     pytest.param(
         lambda f: cut(f / "consolidated.01.pth"), "consolidated.01.pth is broken or incomplete", id="truncated"
     ),
     pytest.param(lambda f: (f / "params.json").unlink(), "has no params.json", id="no-params"),
-    pytest.param(lambda f: (f / "params.json").write_text("["), "params.json is no JSON", id="no-json"),
+    pytest.param(lambda f: (f / "params.json").write_text("["), "params.json is not JSON", id="no-json"),
     pytest.param(lambda f: edit(f / "params.json", dim=...), "has no dim", id="no-width"),
-    pytest.param(lambda f: edit(f / "params.json", dim=128), "where the shape that it describes", id="another-width"),
+    pytest.param(lambda f: edit(f / "params.json", dim=128), "and the described model has", id="another-width"),
     pytest.param(lambda f: edit(f / "params.json", n_layers=3), "lacks layers.2.", id="more-layers"),
     pytest.param(lambda f: edit(f / "params.json", n_layers=1), "has layers.1.", id="fewer-layers"),
     pytest.param(lambda f: edit(f / "params.json", n_heads=3), "model.heads=3", id="odd-heads"),
     pytest.param(lambda f: edit(f / "params.json", moe_args={"num_experts": 8}), "moe_args=", id="experts"),
     pytest.param(lambda f: (f / "consolidated.00.pth").unlink(), "lacks consolidated.00.pth", id="missing-file"),
-    pytest.param(
-        lambda f: (f / "consolidated.01.pth").unlink(), "where the shape that it describes", id="missing-last"
-    ),
+    pytest.param(lambda f: (f / "consolidated.01.pth").unlink(), "and the described model has", id="missing-last"),
     pytest.param(lambda f: change(f, 1, **{W1: None}), f"{W1} is not in every", id="missing-in-one"),
     pytest.param(lambda f: change(f, 0, **{W1: None}), f"no matrix {W1}", id="missing-in-first"),
     pytest.param(lambda f: change(f, 0, **{EMBEDDING: torch.ones(2)}), f"no matrix {EMBEDDING}", id="a-vector"),
     pytest.param(lambda f: change(f, 0, x=torch.ones(2)), "x is not in every", id="superfluous-in-one"),
-    pytest.param(lambda f: change(f, 0, x=3), "something else than tensors", id="a-number"),
+    pytest.param(lambda f: change(f, 0, x=3), "not a mapping of names to tensors", id="a-number"),
     pytest.param(lambda f: [change(f, i, x=torch.ones(2)) for i in (0, 1)], "has x, which", id="superfluous"),
     pytest.param(
         lambda f: [change(f, i, **{"norm.weight": torch.ones(64, dtype=torch.int8)}) for i in (0, 1)],
@@ -182,5 +180,5 @@ def test_refusals(
 
 def test_files_that_share_a_head_are_refused(tmp_path: Path) -> None:
     meta(tmp_path, Llama(**SMALL | {"heads": 2, "kv_heads": 2}, head_dim=32), 4)
-    with pytest.raises(ConfigError, match="cut inside of a head"):
+    with pytest.raises(ConfigError, match="sharded within a head"):
         open_weights(tmp_path)

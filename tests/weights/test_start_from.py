@@ -93,7 +93,9 @@ def test_a_run_from_given_weights_goes_on_from_its_own_checkpoint(parent: Run, t
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        pytest.param(["model.ffn=40"], r"weights of another model than model.ffn=40; give model.ffn=48", id="ffn"),
+        pytest.param(
+            ["model.ffn=40"], r"the weights are of another model than model.ffn=40; give model.ffn=48", id="ffn"
+        ),
         pytest.param(["checkpoint.resume={folder}"], r"checkpoint.resume=\S+ contains weights already", id="both"),
     ],
 )

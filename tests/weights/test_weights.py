@@ -65,9 +65,9 @@ def metadata(folder: Path, content: bytes) -> None:
 
 REFUSED: list[Any] = [
     pytest.param(lambda f: shutil.rmtree(f), "there is no such directory", id="gone"),
-    pytest.param(lambda f: (f / "manifest.json").unlink(), "a save that did not end", id="no-manifest"),
+    pytest.param(lambda f: (f / "manifest.json").unlink(), "is an incomplete checkpoint", id="no-manifest"),
     pytest.param(
-        lambda f: (f / "manifest.json").write_text("{"), "damaged: manifest.json is no manifest", id="no-json"
+        lambda f: (f / "manifest.json").write_text("{"), "damaged: manifest.json is not a manifest", id="no-json"
     ),
     pytest.param(lambda f: (f / "__0_0.distcp").write_bytes(b""), "damaged: __0_0.distcp has 0 bytes", id="truncated"),
     pytest.param(lambda f: metadata(f, b"x"), ".metadata can't be used", id="broken-metadata"),
@@ -103,7 +103,7 @@ def test_a_broken_chunk_is_named(tmp_path: Path) -> None:
     native(tmp_path, LLAMA)
     file = tmp_path / "__0_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(ConfigError, match=r"__0_0\.distcp can't be read where norm\.weight should be"):
+    with pytest.raises(ConfigError, match=r"norm\.weight can't be read from __0_0\.distcp"):
         open_weights(tmp_path).read("norm.weight")
 
 
@@ -125,7 +125,7 @@ def test_what_holds_no_weights_is_refused(files: list[str], sentence: str, tmp_p
 
 def test_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x")
-    with pytest.raises(ConfigError, match="is a file; give the folder that it lies in"):
+    with pytest.raises(ConfigError, match="is a file; give its folder"):
         open_weights(tmp_path / "x")
 
 

@@ -1,8 +1,8 @@
-"""What the ranks tell each other about checkpoints.
+"""Collective operations of the ranks for checkpoints.
 
-It goes over an `Exchange`, which any thread may use while a GPU's groups belong to training. A step is at most one
-message of each rank to rank 0 and one from it to all. Whatever fails on one rank has failed on all, so that all take
-the same way.
+They use an `Exchange`, which works from any thread and doesn't need the GPU's process groups. An operation sends at
+most one message from each rank to rank 0 and one back. If it fails on one rank it fails on all, so that all ranks
+continue in the same way.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 
 class CoordinationError(Exception):
-    """Something that all ranks do together failed on one of them; every rank raises it, with the same words.
+    """A collective operation failed on one rank; every rank raises it with the same message.
 
     Attributes:
-        damaged: whether what failed was a checkpoint's content, so that to try again is of no use.
-        refused: whether it was refused, in a sentence to the user.
+        damaged: whether a checkpoint's content is corrupt, so that a retry is useless.
+        refused: whether the error was a ConfigError.
     """
 
     def __init__(self, words: str, damaged: bool = False, refused: bool = False) -> None:
@@ -39,7 +39,7 @@ class CoordinationError(Exception):
 
 @contextmanager
 def describing(what: str) -> Iterator[None]:
-    """Within it, what fails is said to have failed while doing `what`."""
+    """Prefix the message of a CoordinationError within the context with `what`."""
     try:
         yield
     except CoordinationError as error:
@@ -47,91 +47,91 @@ def describing(what: str) -> Iterator[None]:
 
 
 class _Error(NamedTuple):
-    """An error on its way to other ranks: its words, whether it is a checkpoint's damage, whether a refusal."""
+    """An error as it is sent to other ranks: its message, and the attributes of CoordinationError."""
 
     words: str
     damaged: bool
     refused: bool
 
     def named(self, rank: int | None) -> CoordinationError:
-        """The error that every rank raises; `rank` is where it happened."""
+        """Return the error that every rank raises; `rank` is where it happened."""
         return CoordinationError(
             self.words if rank is None else f"rank {rank}: {self.words}", self.damaged, self.refused
         )
 
 
 class Coordinator:
-    """The ranks' words about checkpoints, from one rank."""
+    """Collective operations, seen from one rank; all ranks call the same ones in the same order."""
 
     def __init__(self, rank: int, world_size: int, exchange: Exchange | None = None) -> None:
-        """Take this rank's number among `world_size`; `exchange` None makes one over the default group's store."""
+        """Create the coordinator of `rank`; with `exchange` None over the default process group's store."""
         self.rank, self.world_size = rank, world_size
         if exchange is None and world_size > 1:
             exchange = Exchange(dist.distributed_c10d._get_default_store(), rank, world_size)
         self.exchange = exchange
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value on every rank."""
         if self.exchange is None:
             return value
         message = self.exchange.broadcast(_packed(value) if self.rank == 0 else b"")
         return value if self.rank == 0 else _unpacked(message)
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 alone, and give its result to all.
+        """Run `work` on rank 0 and return its result on every rank.
 
         Raises:
-            Unsaved: on every rank, when it failed.
+            CoordinationError: on every rank, when it failed.
         """
         return self._answer(lambda: _tried(work))  # type: ignore[no-any-return]
 
     def only_on_rank0(self, work: Callable[[], object]) -> None:
-        """Do `work` on rank 0 alone, and give nothing to the others.
+        """Run `work` on rank 0, without communication.
 
         Raises:
-            Unsaved: on rank 0, when it failed.
+            CoordinationError: on rank 0, when it failed.
         """
         _, error = _tried(work) if self.rank == 0 else (None, None)
         if error:
             raise error.named(self._mine)
 
     def run_all(self, work: Callable[[], T]) -> T:
-        """Do `work` on every rank; each gets its own result, which need not be fit to travel.
+        """Run `work` on every rank; each returns its own result, which is not sent and need not be picklable.
 
         Raises:
-            Unsaved: on every rank, when it failed on any.
+            CoordinationError: on every rank, when it failed on any.
         """
         result, error = _tried(work)
         self._collected(None, error, _nothing)
         return result  # type: ignore[return-value]
 
     def gather(self, work: Callable[[], T], conclude: Callable[[list[T]], R]) -> R:
-        """Do `work` on every rank, `conclude` on rank 0 with all results, by rank, and give what it returns to all.
+        """Run `work` on every rank, then `conclude` on rank 0 with all results by rank; return its result on all ranks.
 
         Raises:
-            Unsaved: on every rank, when `work` failed on any, or `conclude` did.
+            CoordinationError: on every rank, when `work` failed on any, or `conclude` did.
         """
         result, error = _tried(work)
         return self._collected(result, error, conclude)  # type: ignore[no-any-return]
 
     def scatter(self, work: Callable[[], T], conclude: Callable[[list[T]], Sequence[R]]) -> R:
-        """As `gather`, but `conclude` gives a result for each rank, which gets its own only."""
+        """As `gather`, but `conclude` returns one result per rank, and each rank gets its own."""
         result, error = _tried(work)
         return self._collected(result, error, conclude, dealt=True)  # type: ignore[no-any-return]
 
     def part(self) -> None:
-        """Let all ranks read rank 0's last message before it may end; all ranks call it together."""
+        """Wait until all ranks have read rank 0's last message, before it may exit; all ranks call it together."""
         if self.exchange is not None:
             self.exchange.part()
 
     def leave(self) -> None:
-        """Take part no more: the others' next step fails instead of waiting for this rank."""
+        """Leave: the other ranks' next operation fails instead of waiting for this rank."""
         if self.exchange is not None:
             self.exchange.leave()
 
     @property
     def _mine(self) -> int | None:
-        """What this rank's errors are named by: nothing where it is the only one."""
+        """The rank in this rank's error messages; None if it is the only one."""
         return self.rank if self.world_size > 1 else None
 
     def _collected(
@@ -143,7 +143,7 @@ class Coordinator:
         return self._answer(lambda: _concluded(messages, conclude), dealt)
 
     def _gathered(self, message: bytes) -> list[bytes] | ConnectionError | None:
-        """All ranks' messages on rank 0, or why there are none: the others have to hear of that too."""
+        """Return all ranks' messages on rank 0, or the error, which rank 0 must send to the others."""
         assert self.exchange is not None
         try:
             return self.exchange.gather(message)
@@ -153,7 +153,7 @@ class Coordinator:
     def _answer(
         self, conclude: Callable[[], tuple[Any, CoordinationError | _Error | None]], dealt: bool = False
     ) -> Any:
-        """What `conclude` gives on rank 0, which alone calls it, to all, or `dealt` to each its own; or its error."""
+        """Call `conclude` on rank 0 and send its result (if `dealt`, each rank's own) or its error to all ranks."""
         result: Any = None
         error: CoordinationError | _Error | None = None
         if self.rank == 0:
@@ -170,24 +170,24 @@ class Coordinator:
         return result
 
     def _dealt(self, answers: list[Any]) -> Any:
-        """This rank's own of rank 0's answers."""
+        """Return this rank's own one of rank 0's answers."""
         if self.exchange is None:
             return answers[0]
         messages = [_packed(answer) for answer in answers]
         return _unpacked(self.exchange.scatter(messages))
 
     def _all(self) -> range:
-        """All ranks, on rank 0, which has something for each."""
+        """Return all ranks on rank 0, none on the others."""
         return range(self.world_size if self.rank == 0 else 0)
 
 
 def _concluded(
     messages: list[bytes] | ConnectionError | None, conclude: Callable[[list[Any]], R]
 ) -> tuple[R | None, CoordinationError | _Error | None]:
-    """What follows from all ranks' messages; the first rank's error, where there is any."""
+    """Call `conclude` with all ranks' results, or return the first rank's error."""
     if isinstance(messages, ConnectionError):
         return None, CoordinationError(str(messages))
-    known = {message: _unpacked(message) for message in messages or ()}  # what replicas hold is read and kept once
+    known = {message: _unpacked(message) for message in messages or ()}  # replicas' equal messages are unpacked once
     parts = [known[message] for message in messages or ()]
     for rank, (_, error) in enumerate(parts):
         if error:
@@ -196,11 +196,11 @@ def _concluded(
 
 
 def _nothing(results: Sequence[object]) -> None:
-    """Nothing follows."""
+    """Ignore the results."""
 
 
 def _packed(value: Any) -> bytes:
-    """A value on its way to other ranks: plans of many tensors shrink to a tenth."""
+    """Pickle and compress a value: plans of many tensors shrink to a tenth."""
     return zlib.compress(pickle.dumps(value), 1)
 
 
@@ -209,23 +209,23 @@ def _unpacked(message: bytes) -> Any:
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, _Error | None]:
-    """The result, or what went wrong."""
+    """Return the result, or the error."""
     try:
         return work(), None
-    except (Exception, CheckpointException) as error:  # which is no Exception
+    except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
         damaged = isinstance(error, Damaged) or (isinstance(error, CoordinationError) and error.damaged)
         return None, _Error(reason(error), damaged, isinstance(error, ConfigError))
 
 
 def reason(error: BaseException) -> str:
-    """An error in a few words: the system's own where it is one of the system's."""
+    """Return an error as a short message; for an OSError the system's own."""
     if isinstance(error, CheckpointException):
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(first)}" if len(error.failures) > 1 or rank else reason(first)
     if isinstance(error, (Damaged, ConfigError, CoordinationError)):
         return str(error)
     cause: BaseException | None = error
-    while cause is not None:  # torch's file writer raises an error of its own from the system's
+    while cause is not None:  # torch's file writer wraps the system's error
         if isinstance(cause, OSError) and cause.strerror:
             return f"{cause.strerror}: {cause.filename}" if cause.filename else cause.strerror
         cause = cause.__cause__ or cause.__context__

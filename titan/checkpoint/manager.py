@@ -1,18 +1,17 @@
-"""Save a run's state with torch.distributed.checkpoint, in the foreground or behind training's back.
+"""Save a run's state with torch.distributed.checkpoint, synchronously or in the background.
 
-A save is one job, done by all ranks together in a thread of its own:
+A save is one job of all ranks, in a separate thread:
 
-1. every rank gives rank 0 what it holds, where that has changed since the last save (`plans`); rank 0 makes the folder
-   and gives each what it is to write, where that has changed;
-2. every rank writes its part of the tensors, with checksums, and gives rank 0 its files' sizes and checksums;
-3. rank 0 writes the manifest, which makes the checkpoint count, and gives all the number of bytes;
-4. rank 0 lets go of the checkpoints that are not kept;
-5. what follows from it, rank by rank: exported weights, a copy elsewhere.
+1. every rank sends rank 0 the list of its tensors, if it has changed since the last save (`plans`); rank 0 creates the
+   folder and sends each rank what to write, if that has changed;
+2. every rank writes its tensors with checksums, and sends rank 0 its files' sizes and checksums;
+3. rank 0 writes the manifest, which makes the checkpoint complete, and sends the number of bytes to all;
+4. rank 0 removes the checkpoints that are not kept;
+5. post-save hooks: exported weights, a copy at `checkpoint.path`.
 
-`mode=sync` waits for the job, up to its third point; `mode=async` goes on once the state is copied (`staging`): the
-thread that trains does nothing but begin that copy. A job
-that fails leaves no file behind and is told by `news`; the run goes on. Tensors go by the model's own parameter names,
-so a checkpoint knows nothing of the layout that saved it.
+`mode=sync` waits for steps 1 to 3; `mode=async` continues once the state is copied (`staging`), and the training thread
+only starts that copy. A failed job leaves no files behind and is reported by `completed`; the run goes on. Tensors have
+the model's parameter names, so a checkpoint is independent of the layout that saved it.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ from titan.checkpoint.staging import Staging
 from titan.checkpoint.state import TrainState, train_state_dict
 from titan.checkpoint.writer import Writer
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a single process
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with a single process
 Copied = tuple[dict[str, File], str | None]
-"""A tokenizer's files in a folder by name, and what the tokenizer is called there."""
+"""A tokenizer's files in a folder by name, and the tokenizer's name there."""
 CopyTokenizer = Callable[[str | None, Path], Copied]
 PostSaveHook = Callable[[Path, Manifest], None]
-"""What is done with a checkpoint once it counts; all ranks call it together, and raise `Unsaved` together.
+"""Called by all ranks with a complete checkpoint; all ranks raise `CoordinationError` together.
 
-The manifest names all files on rank 0; on the others it need not name more than those that the rank has written.
-Between two things that it says to the other ranks, nothing may fail on one rank alone: `Talk.each` sees to that.
+The manifest lists all files on rank 0; on the other ranks it may list only the files that the rank has written. All
+work that can fail on one rank must be run by the coordinator (`Coordinator.run_all`).
 """
 
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """How a save went.
+    """The outcome of a save.
 
     Attributes:
-        step: of the state that was to be saved.
+        step: the step of the saved state.
         stall: seconds for which training waited.
         seconds: from the call to the end.
-        bytes: of all files; 0 where it failed.
-        error: why there is no checkpoint; None when it is complete.
-        after: why what was to follow did not happen (exported weights, a copy elsewhere).
+        bytes: total size of all files; 0 if it failed.
+        error: why there is no checkpoint; None if it is complete.
+        after: why a post-save hook failed; None if none did.
     """
 
     step: int
@@ -75,7 +74,7 @@ class SaveOutcome:
 
 
 class _Job:
-    """A save under way."""
+    """A running save."""
 
     def __init__(self, step: int) -> None:
         self.step, self.began = step, time.monotonic()
@@ -102,40 +101,34 @@ class Manager:
         copy_tokenizer: CopyTokenizer,
         after: tuple[PostSaveHook, ...] = (),
     ) -> None:
-        """Take what is to be saved and where; nothing is written yet.
+        """Create the manager; nothing is written yet.
 
         Args:
-            directory: the run's.
-            how: when and what to keep.
-            trained: whose state is saved; its optimizer must have its state already (`init_optimizer_state`).
-            coordinator: the ranks; nobody else talks while a save is under way.
+            directory: the run's directory.
+            how: the checkpoint settings.
+            trained: the state to save; its optimizer must be initialised (`init_optimizer_state`).
+            coordinator: the ranks; not used by others while a save is running.
             copy_tokenizer: copies the tokenizer into a checkpoint.
-            after: what follows a save.
+            after: the post-save hooks.
         """
-        self.directory, self.how, self.trained, self.coordinator, self.after = (
-            directory,
-            how,
-            trained,
-            coordinator,
-            after,
-        )
-        self.copy_tokenizer = copy_tokenizer
+        self.directory, self.how, self.trained = directory, how, trained
+        self.coordinator, self.after, self.copy_tokenizer = coordinator, after, copy_tokenizer
         self.jobs: list[_Job] = []
         self.plans = Plans(coordinator.rank)
         self.staging = Staging(trained.device) if how.mode == "async" else None
         self.thread = ThreadPoolExecutor(1, "titan-checkpoint", _set_device, (trained.device,))
 
     def save(self, about: Manifest, tokenizer: str | None = None) -> None:
-        """Begin to save the state, and wait for it where that is asked for; all ranks call it together.
+        """Start saving the state, and with `mode=sync` wait for it; all ranks call it together.
 
         Args:
-            about: what the manifest is to say; its files and tokenizer are filled in.
-            tokenizer: a file that is copied into the checkpoint, or a built-in tokenizer's name.
+            about: the manifest, without its files and tokenizer.
+            tokenizer: a file to copy into the checkpoint, or a built-in tokenizer's name.
         """
         job = _Job(about.step)
         with _stalled(job):
             for earlier in self.jobs:
-                earlier.ended.wait()  # one at a time: they share the ranks' messages and the copies' memory
+                earlier.ended.wait()  # one at a time: they share the coordinator and the staging buffers
             staged = self._staged(job, train_state_dict(self.trained))
             self.jobs.append(job)
             self.thread.submit(self._work, job, staged, about, tokenizer)
@@ -143,7 +136,7 @@ class Manager:
                 job.written.wait()
 
     def _staged(self, job: _Job, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the job is to write. No memory for a copy is the job's failure, which all ranks have to hear of."""
+        """Return the tensors to write. If the copy fails, so does the job: the other ranks must learn of it."""
         try:
             return state if self.staging is None else self.staging.start(state)
         except Exception as error:
@@ -151,24 +144,24 @@ class Manager:
             return {}
 
     def rerun_post_save(self, step: int) -> None:
-        """Do again what follows a save, for a checkpoint that counts already; all ranks call it together."""
+        """Rerun the post-save hooks of a complete checkpoint; all ranks call it together."""
         self.jobs.append(job := _Job(step))
         self.thread.submit(self._rerun, job)
 
     def wait_for_staging(self) -> None:
-        """Call it before the state changes: waits until a save under way has its copy."""
+        """Wait until a running save has copied the state; call it before the state changes."""
         if self.staging is not None and self.jobs and not self.jobs[-1].written.is_set():
             with _stalled(self.jobs[-1]):
                 self.staging.done()
 
     def completed(self) -> list[SaveOutcome]:
-        """How the saves went that have ended since the last call."""
+        """Return the outcomes of the saves that have ended since the last call."""
         ended = [job for job in self.jobs if job.ended.is_set()]
         self.jobs = [job for job in self.jobs if job not in ended]
         return [job.outcome() for job in ended]
 
     def finish(self) -> list[SaveOutcome]:
-        """Wait for what is under way; then as `news`. All ranks call it together: afterwards any may end."""
+        """Wait for the running saves and return their outcomes; all ranks call it together before they exit."""
         for job in self.jobs:
             with _stalled(job):
                 job.ended.wait()
@@ -176,24 +169,23 @@ class Manager:
         return self.completed()
 
     def close(self) -> None:
-        """End the threads, once what is under way has ended."""
+        """End the threads once the running saves have ended."""
         self.thread.shutdown()
         self.coordinator.leave()
         if self.staging is not None:
             self.staging.close()
 
     def _work(self, job: _Job, state: Mapping[str, Tensor], about: Manifest, tokenizer: str | None) -> None:
-        """The job, from its first to its last point, in the thread."""
+        """Run a whole job in the thread."""
         folder = manifest.folder_of(self.directory, about.step)
         try:
             about, job.bytes = self._write(job, folder, state, about, tokenizer)
-        except BaseException as error:  # DCP's own is no Exception
+        except BaseException as error:  # DCP's error is not an Exception
             job.error = reason(error)
             self.plans.forget()
-            if (
-                self.coordinator.rank == 0 and manifest.read(folder) is None
-            ):  # else a rank went as it was told of success
-                shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
+            # with a manifest the checkpoint is complete: another rank exited while it was notified
+            if self.coordinator.rank == 0 and manifest.read(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)  # frees the space on a full disk
         job.seconds = time.monotonic() - job.began
         job.written.set()
         if job.error is None:
@@ -204,7 +196,7 @@ class Manager:
         """Wait for the copy.
 
         Raises:
-            Exception: why there is none.
+            Exception: when it failed.
         """
         if job.unstaged is not None:
             raise job.unstaged
@@ -229,21 +221,21 @@ class Manager:
         return _Save(folder, state, about, copy, self.plans, partial(self._ready, job)).work(self.coordinator)
 
     def _run_post_save_hooks(self, folder: Path, about: Manifest) -> str | None:
-        """Let go of old checkpoints, and do what is to follow, each whatever became of the others.
+        """Remove old checkpoints and run all post-save hooks, also after one has failed.
 
         Returns:
-            What went wrong, the same on all ranks; None where nothing did.
+            The errors, the same on all ranks; None if there are none.
         """
-        wrong = [_error_of(lambda: self.coordinator.only_on_rank0(self._prune))]
-        wrong += [_error_of(partial(after, folder, about)) for after in self.after]
-        mine = [words for words in wrong if words]
+        errors = [_error_of(lambda: self.coordinator.only_on_rank0(self._prune))]
+        errors += [_error_of(partial(after, folder, about)) for after in self.after]
+        mine = [error for error in errors if error]
         try:
             return (
                 self.coordinator.gather(lambda: mine, _join_errors)
                 if self.after
                 else self.coordinator.broadcast(_join_errors([mine]))
             )
-        except Exception as error:  # a rank is gone
+        except Exception as error:  # another rank has exited
             return _join_errors([[*mine, reason(error)]])
 
     def _prune(self) -> None:
@@ -251,7 +243,7 @@ class Manager:
 
 
 class _Save:
-    """One save's way to a checkpoint, from one rank."""
+    """The steps of one save, on one rank."""
 
     def __init__(
         self,
@@ -262,7 +254,7 @@ class _Save:
         plans: Plans,
         ready: Callable[[], None],
     ) -> None:
-        """Take what is to be saved, and what waits until `state` can be read; nothing is written yet."""
+        """Create the save; `ready` waits until `state` can be read. Nothing is written yet."""
         self.folder, self.state, self.about, self.copy_tokenizer = folder, state, about, copy_tokenizer
         self.plans, self.ready, self.writer = plans, ready, Writer(folder)
 
@@ -270,27 +262,27 @@ class _Save:
         """Save, all ranks together.
 
         Returns:
-            The manifest, with all files on rank 0 and its own on another rank; the bytes of all files.
+            The manifest, with all files on rank 0 and the rank's own on other ranks; the total size of all files.
 
         Raises:
-            Unsaved: on all ranks, when it failed on any.
+            CoordinationError: on all ranks, when it failed on any.
         """
-        self.plans.accept(coordinator.scatter(self._propose, self._settle))
+        self.plans.accept(coordinator.scatter(self._propose, self._assign))
         try:
             name, size = coordinator.gather(self._write, self._conclude)
         except CoordinationError as error:
             if error.damaged:
                 self._remove_written()
             raise
-        return (
-            self.about if coordinator.rank == 0 else replace(self.about, files=self.writer.files, tokenizer=name)
-        ), size
+        if coordinator.rank == 0:
+            return self.about, size
+        return replace(self.about, files=self.writer.files, tokenizer=name), size
 
     def _propose(self) -> Proposal:
         self.ready()
         return self.plans.propose(self.state)
 
-    def _settle(self, proposals: list[Proposal]) -> list[Part]:
+    def _assign(self, proposals: list[Proposal]) -> list[Part]:
         files, name = _new_folder(self.folder, self.copy_tokenizer)
         self.about = replace(self.about, files=files, tokenizer=name)
         return self.plans.settle(proposals)
@@ -299,7 +291,7 @@ class _Save:
         return self.plans.write(self.writer), self.writer.files
 
     def _conclude(self, written: list[tuple[Places | None, dict[str, File]]]) -> tuple[str | None, int]:
-        """On rank 0: make it count.
+        """On rank 0: write the metadata and the manifest.
 
         Raises:
             Damaged: when rank 0 does not see a file that another rank has written.
@@ -312,20 +304,20 @@ class _Save:
         return self.about.tokenizer, sum(file.bytes for file in self.about.files.values())
 
     def _remove_written(self) -> None:
-        """Remove what this rank has written, into a folder that rank 0 does not see."""
+        """Remove this rank's files from a folder that rank 0 does not see."""
         for name in self.writer.files:
             (self.folder / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others' files are there still, or it is gone
+        with contextlib.suppress(OSError):  # it still has other ranks' files, or is removed already
             self.folder.rmdir()
 
 
-def _join_errors(wrong: list[list[str]]) -> str | None:
-    """All ranks' words on what went wrong, each once."""
-    return "; ".join(dict.fromkeys(words for rank in wrong for words in rank)) or None
+def _join_errors(errors: list[list[str]]) -> str | None:
+    """Join all ranks' error messages, each once."""
+    return "; ".join(dict.fromkeys(message for rank in errors for message in rank)) or None
 
 
 def _set_device(device: torch.device) -> None:
-    """Let a thread use the rank's GPU: which one is current is a matter of each thread."""
+    """Select the rank's GPU in a thread: the current device is a per-thread setting."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -340,22 +332,22 @@ def _stalled(job: _Job) -> Iterator[None]:
 
 
 def _error_of(work: Callable[[], object]) -> str | None:
-    """Do something; what went wrong, if anything did."""
+    """Run `work` and return its error message, or None."""
     try:
         work()
-    except BaseException as error:  # DCP's own is no Exception
+    except BaseException as error:  # DCP's error is not an Exception
         return reason(error)
     return None
 
 
 def _new_folder(folder: Path, copy_tokenizer: Callable[[Path], Copied]) -> Copied:
-    """A new, empty folder for a checkpoint, with the tokenizer's files where it has some.
+    """Create a checkpoint's folder with the tokenizer's files.
 
     Returns:
-        Those files, and what the tokenizer is called there.
+        Those files, and the tokenizer's name there.
     """
     if folder.is_dir():
-        shutil.rmtree(folder)  # what a killed save may have left, or a damaged one
+        shutil.rmtree(folder)  # from a killed save, or corrupt
     else:
         folder.unlink(missing_ok=True)
     folder.mkdir(parents=True)
@@ -370,7 +362,7 @@ def _check_visible(folder: Path, about: Manifest) -> None:
 
 
 def _complete_manifest(folder: Path, look: bool) -> Manifest:
-    """The manifest of a checkpoint that counts; `look` at its files too, which one rank does for all."""
+    """Return the manifest of a complete checkpoint; `look`: check its files too, which one rank does for all."""
     found = manifest.inspect(folder) if look else manifest.load(folder)
     if found is None:
         raise FileNotFoundError(2, f"{manifest.NAME} is missing", str(folder))

@@ -1,9 +1,9 @@
-"""What makes a checkpoint complete: a manifest that is written last. Free of torch.
+"""The manifest of a checkpoint, which is written last and makes it complete. Free of torch.
 
     checkpoints/step-120/   __0_0.distcp ...  .metadata  tokenizer.json  manifest.json
 
-A folder without a manifest is a save that did not end. One whose files are not those that its manifest names is
-damaged: it is named, and does not count. One that is about to be deleted has its manifest renamed (`retire`).
+A folder without a manifest is an interrupted save. If a file doesn't match its entry in the manifest, the checkpoint is
+damaged: it is reported and not used. Before a checkpoint is deleted its manifest is renamed (`retire`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import IO, Any, get_type_hints
 
 from titan.errors import ConfigError
 from titan.files import untrusted
+from titan.files.atomic import sync_folder, write_atomic
 
 FORMAT = 2
 NAME = "manifest.json"
 RETIRED = "retired.json"
-"""What a manifest is called once its checkpoint has ceased to count."""
+"""The manifest's name in a checkpoint that is about to be deleted."""
 BROKEN = "damaged.json"
-"""What a manifest is called whose checkpoint was found not to hold what it should."""
+"""The manifest's name in a checkpoint that was found damaged."""
 _CHUNK = 4 * 2**20
 
 
@@ -40,18 +41,18 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says of itself.
+    """The description of a complete checkpoint.
 
     Attributes:
-        step: optimizer updates done.
-        tokens: tokens read.
-        data: the data's position and identity (`titan.dataset.permutation.state`).
-        science_id, run_id: of the run that saved it.
-        layout: the degrees under which it was saved.
+        step: number of optimizer updates.
+        tokens: number of tokens read.
+        data: the data position and fingerprint (`titan.dataset.permutation.state`); empty for converted weights.
+        science_id, run_id: the ids of the run that saved it.
+        layout: the degrees of the layout that saved it.
         model: the model's settings, with its kind (`titan.config.kinds`) under `_target_`.
-        tokenizer: a file in the folder or the name of a built-in tokenizer; None when the data have none.
+        tokenizer: a file in the folder or the name of a tokenizer; None if the data have none.
         files: the files by name.
-        seq_len: tokens of a row; 0 where that is not known.
+        seq_len: tokens per row; 0 if unknown.
     """
 
     step: int
@@ -68,46 +69,31 @@ class Manifest:
 
 
 class Damaged(Exception):
-    """A checkpoint that does not hold what it should; the message says of which file."""
+    """A checkpoint's content is not what was saved; the message names the file."""
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Where the run in `directory` saves step `step`."""
+    """Return the folder of step `step` of the run in `directory`."""
     return directory / "checkpoints" / f"step-{step}"
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Make the checkpoint in `folder` count; call it once all its files are on disk."""
+    """Write the manifest, which makes the checkpoint complete; call it once all its files are on disk."""
     for above in (folder.parent, folder.parent.parent):  # a run's first save makes two folders
-        with contextlib.suppress(PermissionError):  # not ours
-            sync(above)
-    temporary = folder / f".{NAME}"
-    with temporary.open("w") as out:
-        json.dump(asdict(manifest), out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.rename(folder / NAME)
-    sync(folder)
-
-
-def sync(path: Path) -> None:
-    """Have on disk what a file holds, or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        with contextlib.suppress(PermissionError):  # another user's folder
+            sync_folder(above)
+    write_atomic(folder / NAME, json.dumps(asdict(manifest), indent=1), sync=True)
 
 
 def inspect(folder: Path, name: str = NAME) -> Manifest | None:
-    """The manifest of a checkpoint whose files have the sizes that they should have; None where a save did not end.
+    """Return a checkpoint's manifest after checking the sizes of its files; None for an interrupted save.
 
     Args:
-        folder: the checkpoint's.
-        name: what the manifest is called.
+        folder: the checkpoint's folder.
+        name: the manifest's file name.
 
     Raises:
-        Damaged: naming the file.
+        Damaged: when the manifest or a file's size is wrong.
     """
     manifest = load(folder, name)
     if manifest is not None:
@@ -116,7 +102,7 @@ def inspect(folder: Path, name: str = NAME) -> Manifest | None:
 
 
 def load(folder: Path, name: str = NAME) -> Manifest | None:
-    """As `inspect`, without a look at the files."""
+    """Return a checkpoint's manifest without checking its files; see `inspect`."""
     try:
         text = untrusted.read(folder / name)
     except (FileNotFoundError, NotADirectoryError):
@@ -132,21 +118,21 @@ def load(folder: Path, name: str = NAME) -> Manifest | None:
 
 
 def share(files: Mapping[str, File], rank: int, size: int) -> dict[str, File]:
-    """The files that a rank is to copy: those that it wrote itself, where as many ranks saved; rank 0 the rest too."""
+    """Return the files that a rank copies: those of the rank that wrote them, modulo `size`; rank 0 has the others."""
     return {name: file for name, file in files.items() if _writer(name) % size == rank}
 
 
 def _writer(name: str) -> int:
-    """The rank that wrote a file, by its name as torch.distributed.checkpoint makes it."""
+    """Return the rank that wrote a file, from torch.distributed.checkpoint's file name."""
     found = re.match(r"__(\d+)_", name)
     return int(found[1]) if found else 0
 
 
 def sizes(folder: Path, files: Mapping[str, File]) -> None:
-    """Compare the sizes of files with those that they should have.
+    """Check the sizes of files.
 
     Raises:
-        Damaged: naming the first file that is missing or differs.
+        Damaged: when a file is missing or its size differs; the message names the first.
     """
     for name, file in files.items():
         try:
@@ -154,31 +140,31 @@ def sizes(folder: Path, files: Mapping[str, File]) -> None:
         except OSError as error:
             raise Damaged(f"{name} can't be read ({error.strerror})") from error
         if size != file.bytes:
-            raise Damaged(f"{name} has {size:,} bytes where {file.bytes:,} are due")
+            raise Damaged(f"{name} has {size:,} bytes instead of {file.bytes:,}")
 
 
 def parse(text: bytes) -> Manifest:
-    """A manifest from its text.
+    """Parse a manifest.
 
     Raises:
-        Damaged: when it is none, or of another format.
+        Damaged: when it is invalid, or has another format.
     """
     try:
         content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
-            raise Damaged(f"{NAME} is of format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}")
+            raise Damaged(f"{NAME} has format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}")
         return _checked(content)
     except KeyError as error:
-        raise Damaged(f"{NAME} is no manifest (it has no {error})") from error
+        raise Damaged(f"{NAME} is not a manifest (it has no {error})") from error
     except (ValueError, TypeError) as error:
-        raise Damaged(f"{NAME} is no manifest ({error})") from error
+        raise Damaged(f"{NAME} is not a manifest ({error})") from error
 
 
 def _checked(content: dict[str, Any]) -> Manifest:
-    """A manifest of these values.
+    """Build a manifest from untrusted values.
 
     Raises:
-        ValueError, TypeError: when they are of other types, or name files outside of the folder.
+        ValueError, TypeError: when a value has a wrong type or is out of range, or a file is outside of the folder.
     """
     for name, kind in get_type_hints(Manifest).items():
         if name in content:  # older ones lack some
@@ -187,12 +173,12 @@ def _checked(content: dict[str, Any]) -> Manifest:
     if not names:
         raise ValueError("it lists no files")
     found = Manifest(**{**content, "files": {name: _file(name, content["files"][name]) for name in names}})
-    if found.data:  # converted weights have none
+    if found.data:
         untrusted.check(found.data.get("rows"), int, "data.rows")
     if min(found.step, found.tokens, found.seq_len, found.data.get("rows", 0)) < 0:
-        raise ValueError("it has a number below 0")
+        raise ValueError("it has a negative number")
     if found.tokenizer is not None and not is_tokenizer(found.tokenizer, found.files):
-        raise ValueError(f"its tokenizer is {untrusted.shown(found.tokenizer)}, which is no file of its own folder")
+        raise ValueError(f"its tokenizer is {untrusted.shown(found.tokenizer)}, which is not a file in its folder")
     return found
 
 
@@ -205,7 +191,7 @@ def _file(name: str, content: object) -> File:
 
 
 def is_tokenizer(name: str, files: Container[str]) -> bool:
-    """Whether it names a tokenizer: a file of the folder, titan4k, or OWNER/NAME on Hugging Face's hub."""
+    """Return whether `name` can be a tokenizer: a file of the folder, titan4k, or OWNER/NAME on Hugging Face's hub."""
     try:
         return name in files or all(untrusted.file_name(part) for part in name.split("/", 1))
     except ValueError:
@@ -213,17 +199,13 @@ def is_tokenizer(name: str, files: Container[str]) -> bool:
 
 
 def check_resumable(manifest: Manifest, path: str, setting: str = "checkpoint.resume") -> None:
-    """Refuse to go on from weights alone: a converted checkpoint has neither optimizer nor position in the data.
-
-    Raises:
-        ConfigError: when it is one.
-    """
+    """Raise ConfigError when a checkpoint is converted weights, without an optimizer and a data position."""
     if not manifest.data:
-        raise ConfigError(f"{setting}={path}: holds weights only; start from it with checkpoint.weights={path}.")
+        raise ConfigError(f"{setting}={path}: has weights only; initialise a run from it: checkpoint.weights={path}.")
 
 
 def read(folder: Path) -> Manifest | None:
-    """The manifest of a complete checkpoint; None where it is incomplete or damaged."""
+    """Return the manifest of a complete checkpoint; None if it is incomplete or damaged."""
     try:
         return inspect(folder)
     except Damaged:
@@ -231,10 +213,10 @@ def read(folder: Path) -> Manifest | None:
 
 
 def verify(folder: Path, files: Mapping[str, File]) -> None:
-    """Compare the content of files with their checksums.
+    """Verify the checksums of files.
 
     Raises:
-        Damaged: naming the first file that differs.
+        Damaged: when a file differs; the message names the first.
     """
     for name, file in files.items():
         try:
@@ -243,17 +225,17 @@ def verify(folder: Path, files: Mapping[str, File]) -> None:
         except OSError as error:
             raise Damaged(f"{name} can't be read ({error.strerror})") from error
         if found != file:
-            raise Damaged(f"{name} has the checksum {found.crc32} where {file.crc32} is due")
+            raise Damaged(f"{name} has the checksum {found.crc32} instead of {file.crc32}")
 
 
 def checksum_of(file: Path) -> File:
-    """Size and checksum of a file."""
+    """Return size and checksum of a file."""
     with file.open("rb") as content:
         return checksum(content)
 
 
 def checksum(content: IO[bytes]) -> File:
-    """Size and checksum of what is left in an open file."""
+    """Return size and checksum of an open file from its current position."""
     crc, size = 0, 0
     while piece := content.read(_CHUNK):
         crc, size = zlib.crc32(piece, crc), size + len(piece)
@@ -261,23 +243,23 @@ def checksum(content: IO[bytes]) -> File:
 
 
 def retire(folder: Path) -> None:
-    """Let a checkpoint cease to count; its files stay for those that read them."""
+    """Mark a checkpoint as retired; its files stay for a while for processes that are reading them."""
     (folder / NAME).rename(folder / RETIRED)
-    os.utime(folder / RETIRED)  # when it was
+    os.utime(folder / RETIRED)  # the time of retirement
 
 
 def set_aside(folder: Path) -> None:
-    """Let a damaged checkpoint count no more; its files stay, to be looked at."""
+    """Mark a checkpoint as damaged; its files stay for inspection."""
     with contextlib.suppress(OSError):
         (folder / NAME).rename(folder / BROKEN)
 
 
 def steps(directory: Path) -> list[Path]:
-    """The folders of the checkpoints of the run in `directory`, complete or not, by their steps."""
+    """Return the folders of all checkpoints of the run in `directory`, complete or not, by step."""
     folders = [f for f in (directory / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d+", f.name)]
     return sorted(folders, key=lambda f: int(f.name[5:]))
 
 
 def complete(directory: Path) -> list[Path]:
-    """The complete checkpoints of the run in `directory`, oldest first."""
+    """Return the complete checkpoints of the run in `directory`, oldest first."""
     return [folder for folder in steps(directory) if read(folder)]

@@ -1,15 +1,16 @@
-"""Which rank writes which tensors of a checkpoint: agreed at a run's first save, and kept for the later ones.
+"""The plan of a checkpoint: which rank writes which tensors. It is made at the first save and reused by later ones.
 
-torch.distributed.checkpoint plans every save anew: each rank sends the list of what it holds to rank 0, gets back what
-of that it is to write, sends where in its file each tensor lies, and gets the metadata of the whole checkpoint, which
-only rank 0 writes. Here its planner is asked once, for parts that don't overlap. A `Talk` carries the messages:
+torch.distributed.checkpoint plans every save from scratch: each rank sends the list of its tensors to rank 0, receives
+what to write, sends the position of each tensor in its file, and receives the metadata of the whole checkpoint, which
+only rank 0 writes. Here its planner runs once, on disjoint parts, and unchanged messages are sent as None:
 
-1. every rank: `propose` what it holds; None where that is as at the last save;
-2. rank 0: `settle` who writes what, and give each rank its part; None where nothing has changed;
-3. every rank: `accept` its part, `write` it, and report where each tensor lies; None where that is as before;
-4. rank 0: `conclude` with the metadata, which it keeps in the form in which they are written.
+1. every rank: `propose` its tensors;
+2. rank 0: `settle` which rank writes what, and send each rank its part;
+3. every rank: `accept` its part, `write` it, and send the position of each tensor;
+4. rank 0: `conclude` by writing the metadata, which it caches in serialised form.
 
-After a save that failed every rank forgets, so that no two ranks remember different plans.
+After a failed save every rank forgets its plan, so that the ranks' plans can't differ. The messages go through
+`titan.checkpoint.coordinator.Coordinator`.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from titan.checkpoint.writer import Writer
 
 Proposal = list[WriteItem] | None
 Part = bytes | None
-"""A byte for each item that a rank has proposed, 1 where it is to write it; None where that is as before."""
+"""One byte for each proposed item of a rank, 1 if the rank writes it; None: unchanged."""
 Places = list[tuple[str, int, int]]
-"""For each item that a rank has written: the file, and offset and length in it in bytes."""
+"""For each written item of a rank: the file, and the offset and length in bytes."""
 
 
 Cut = tuple[str, DTensorSpec | torch.Size, torch.dtype, bool]
-"""What a tensor's items follow from: name, how it lies on the ranks, type, whether it takes gradients."""
+"""What determines a tensor's items: name, sharding, dtype, requires_grad."""
 
 
 class Plans:
-    """The plan of a run's saves, from one rank."""
+    """The plan of a run's saves, on one rank."""
 
     def __init__(self, rank: int) -> None:
-        """Know nothing yet; `rank` is this one's number."""
+        """Start without a plan; `rank` is this rank."""
         self.rank = rank
         self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.forget()
 
     def forget(self) -> None:
-        """Plan the next save anew."""
+        """Forget the plan: the next save makes a new one."""
         self.cuts: list[Cut] | None = None
         self.held: list[WriteItem] = []
         self.mine: list[WriteItem] = []
@@ -61,7 +62,7 @@ class Plans:
         self.content: tuple[bytes, str] | None = None
 
     def propose(self, state: Mapping[str, Tensor]) -> Proposal:
-        """What this rank holds of the state; None where it is what it held at the last save."""
+        """Return the items of this rank's state; None if unchanged since the last save."""
         self.planner.set_up_planner(dict(state), is_coordinator=self.rank == 0)
         cuts = [_cut(name, tensor) for name, tensor in state.items()]
         before, self.cuts = self.cuts, cuts
@@ -71,10 +72,10 @@ class Plans:
         return self.held
 
     def settle(self, proposals: Sequence[Proposal]) -> list[Part]:
-        """On rank 0: each rank's part, so that each item is written by one of the ranks that hold it.
+        """On rank 0: return each rank's part, so that each item is written by exactly one of its ranks.
 
         Raises:
-            ValueError: when the parts that ranks hold don't make whole tensors.
+            ValueError: when the ranks' items don't make up whole tensors.
         """
         if self.proposals and all(proposal is None for proposal in proposals):
             return [None] * len(proposals)
@@ -88,13 +89,13 @@ class Plans:
         return list(parts)
 
     def accept(self, part: Part) -> None:
-        """Take note of what this rank is to write."""
+        """Store what this rank writes."""
         if part is not None:
             self.mine = _chosen(self.held, part)
             self.places = None
 
     def write(self, writer: Writer) -> Places | None:
-        """Write this rank's part of the state that was proposed; where it lies, None where that is as before."""
+        """Write this rank's part of the proposed state; return the items' positions, None if unchanged."""
         plan = SavePlan(self.mine, storage_data=_StoragePrefix(f"__{self.rank}_"))
         writes = writer.write_data(writer.prepare_local_plan(plan), self.planner)
         writes.wait()
@@ -123,10 +124,10 @@ def _cut(name: str, tensor: Tensor) -> Cut:
 
 
 def shared_out(held: Sequence[list[WriteItem]]) -> list[bytes]:
-    """For each rank a byte for each item that it holds, 1 where it is to write it: each is written once.
+    """Assign each item to one of the ranks that have it: for each rank one byte per item, 1 if the rank writes it.
 
-    Of those that hold an item, that rank writes it that has the fewest bytes to write so far. Lists that are the same
-    object, as replicas' are, are gone through once: torch's own planner goes through each rank's.
+    The rank with the fewest bytes so far gets the item. Lists that are the same object, as those of replicas, are
+    processed once; torch's planner processes each rank's list.
     """
     ranks: dict[int, list[int]] = {}
     for rank, items in enumerate(held):
@@ -148,6 +149,6 @@ def _chosen(items: Sequence[WriteItem], part: bytes) -> list[WriteItem]:
 
 
 def _results(plan: SavePlan, places: Places) -> list[WriteResult]:
-    """What a rank has written, as torch's writer wants it."""
+    """Return a rank's written items in the format of torch's writer."""
     pairs = zip(plan.items, places, strict=True)
     return [WriteResult(item.index, length, _StorageInfo(file, at, length)) for item, (file, at, length) in pairs]

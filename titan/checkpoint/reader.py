@@ -1,8 +1,8 @@
-"""Read what torch.distributed.checkpoint wrote, without running code that a file may carry.
+"""Read checkpoints of torch.distributed.checkpoint without running code from a file.
 
-Its `.metadata` is a pickle, and torch reads it as one. Here it is read as data (`titan.checkpoint.safe_pickle`), from
-which torch's objects are made anew, value by value; tensors are read with `weights_only`. What the metadata name is
-looked for in the checkpoint's own folder only.
+Its `.metadata` is a pickle, which torch unpickles. Here it is parsed as data (`titan.checkpoint.safe_pickle`), from
+which torch's objects are rebuilt value by value; tensors are loaded with `weights_only`. Files named by the metadata
+must be in the checkpoint's folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titan.checkpoint.safe_pickle import Global, Made
 from titan.files.untrusted import file_name, shown, word
 
 METADATA = ".metadata"
-"""The file that says where which tensor is."""
+"""The file with the position of each tensor."""
 _METADATA = "torch.distributed.checkpoint.metadata"
 _DTYPES = {("torch", str(d).removeprefix("torch.")): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _SIZE, _LAYOUT, _PLACE = ("torch", "Size"), ("torch.serialization", "_get_layout"), _StorageInfo.__module__
@@ -36,20 +36,20 @@ NAMES = {
     *((_METADATA, name) for name in ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     (_PLACE, "_StorageInfo"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # as Python 3.13 calls it
+    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
     _SIZE,
     _LAYOUT,
     *_DTYPES,
 }
-"""What DCP's metadata of tensors consist of."""
+"""The names that may occur in DCP's metadata of tensors."""
 
 
 class Foreign(Exception):
-    """A file holds what no checkpoint of titan holds."""
+    """A file has content that no checkpoint of titan has."""
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint's folder; its metadata once."""
+    """Reads a checkpoint's folder; caches its metadata."""
 
     def __init__(self, folder: str | Path) -> None:
         """Take the folder that holds `.metadata`."""
@@ -57,10 +57,10 @@ class Reader(FileSystemReader):
         self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds.
+        """Return the checkpoint's metadata.
 
         Raises:
-            Foreign: when it is not what titan writes.
+            Foreign: when it has content that titan doesn't write.
         """
         if self._metadata is None:
             self._metadata = self._parsed()
@@ -68,7 +68,7 @@ class Reader(FileSystemReader):
         return self._metadata
 
     def files(self) -> set[str]:
-        """The names of the files that hold its tensors."""
+        """Return the names of the files with the tensors."""
         return {place.relative_path for place in self.read_metadata().storage_data.values()}
 
     def _parsed(self) -> Metadata:
@@ -77,10 +77,10 @@ class Reader(FileSystemReader):
 
 
 def parse(content: bytes) -> Metadata:
-    """The metadata that a file holds.
+    """Parse a `.metadata` file.
 
     Raises:
-        Foreign: when it is not what titan writes.
+        Foreign: when it has content that titan doesn't write.
     """
     try:
         return _metadata(safe_pickle.load(content, NAMES))
@@ -103,7 +103,7 @@ def _metadata(value: Any) -> Metadata:
 
 
 def _planned(value: Any) -> Any:
-    """By the name of each tensor, the keys that lead to it."""
+    """Check planner_data: for each tensor's name the keys of its path."""
     if value is None:
         return None
     paths = _mapping(value, "planner_data")
@@ -135,7 +135,7 @@ def _chunk(value: Any) -> ChunkStorageMetadata:
 
 
 def _properties(value: Any) -> TensorProperties:
-    """A tensor's type; how it lay in memory is not needed."""
+    """Return a tensor's dtype and requires_grad; its memory layout is not needed."""
     state = value.state if type(value) is Made and value.name == (_METADATA, "TensorProperties") else None
     if type(state) is not tuple or len(state) != 5 or type(state[0]) is not Global or state[0].name not in _DTYPES:
         raise ValueError("a tensor is of no type")

@@ -1,11 +1,11 @@
-"""Checkpoints elsewhere: a run's directory is the local tier, and what counts there is copied to a URL.
+"""Remote checkpoints: complete checkpoints of a run's directory are copied to a URL.
 
-Any file system that fsspec knows can take them. Object stores have neither renames nor cheap listings, so none are
-used: files are written under their names, a manifest last, and then `index.json`, which says which steps there are.
+Any file system of fsspec works. Object stores have neither renames nor cheap listings, so none are used: files are
+written under their final names, the manifest last, and then `index.json`, which lists the steps.
 
     URL/NAME/   index.json  run.yaml  step-120/manifest.json  step-120/__0_0.distcp  ...
 
-Each rank copies the files that it finds in its share of the manifest; fetching divides them the same way.
+`titan.checkpoint.transfer` divides the files among the ranks.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.manifest import Damaged, File, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
+from titan.files.atomic import sync_path, write_atomic
 from titan.files.untrusted import check, file_name, parse_object, shown
-
-if TYPE_CHECKING:
-    from titan.checkpoint.coordinator import Coordinator
 
 T = TypeVar("T")
 INDEX = "index.json"
@@ -38,10 +36,10 @@ class Remote:
     """The checkpoints of one run at a URL."""
 
     def __init__(self, url: str, setting: str = "checkpoint.path") -> None:
-        """Take the URL, or a folder's path; nothing is read yet.
+        """Take a URL or a folder's path; nothing is read yet.
 
         Raises:
-            ConfigError: when there is no such protocol, or its package is missing.
+            ConfigError: when the protocol is unknown, or its package is missing.
         """
         self.url = url.rstrip("/")
         try:
@@ -52,12 +50,12 @@ class Remote:
                 get_filesystem_class(get_protocol(part))
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"{setting}={url}: can't be used ({error}); correct it, or install what it needs."
+                f"{setting}={url}: can't be used ({error}); correct it, or install the missing package."
             ) from error
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
-        """The file system, and what it calls the place. Some connect at once, so it is made when first used."""
+        """The file system and the path in it; created at first use, because some file systems connect at once."""
         from fsspec.core import url_to_fs
 
         found: tuple[Any, str] = url_to_fs(self.url, use_listings_cache=False)
@@ -65,20 +63,20 @@ class Remote:
 
     @property
     def fs(self) -> Any:
-        """The file system; whoever takes it does so within `_try`."""
+        """The file system; use it within `_try`."""
         return self._place[0]
 
     @property
     def root(self) -> str:
-        """What the file system calls the place; as `fs`."""
+        """The path in the file system; use it within `_try`."""
         return self._place[1]
 
     def index(self) -> dict[int, int]:
-        """Step and tokens of the checkpoints that there are; empty where there are none."""
+        """Return {step: tokens} of the remote checkpoints."""
         return {int(step): int(tokens) for step, tokens in self._index()["steps"].items()}
 
     def run_id(self) -> str | None:
-        """Whose checkpoints these are; None where there are none."""
+        """Return the id of the run that wrote the checkpoints; None if there are none."""
         found = self._index().get("run_id")
         return None if found is None else str(found)
 
@@ -89,14 +87,14 @@ class Remote:
         try:
             return _checked(parse_object(content))
         except (ValueError, KeyError) as error:
-            why = f"{self.url}/{INDEX} is no index ({str(error) or type(error).__name__})"
-            raise Damaged(f"{why}; remove it, and the next save makes it anew") from error
+            why = f"{self.url}/{INDEX} is not an index ({str(error) or type(error).__name__})"
+            raise Damaged(f"{why}; remove it, and the next save recreates it") from error
 
     def manifest(self, step: int) -> Manifest:
-        """The manifest of a checkpoint.
+        """Return the manifest of a checkpoint.
 
         Raises:
-            Damaged: when it is not there, or none.
+            Damaged: when it is missing or invalid.
         """
         content = self.read(f"step-{step}/{manifest.NAME}")
         if content is None:
@@ -104,39 +102,39 @@ class Remote:
         return manifest.parse(content)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write a small file beside the index; at once, also on a file system where that is not the rule."""
-        here = self._try(lambda: "file" in self.fs.protocol)
+        """Write a small file beside the index, atomically (object stores always write atomically)."""
         path = f"{self.root}/{name}"
-        self._try(lambda: self.fs.pipe_file(f"{path}.part" if here else path, content))
-        if here:
-            os.replace(f"{path}.part", path)
+        if self._try(lambda: "file" in self.fs.protocol):
+            write_atomic(Path(path), content)
+        else:
+            self._try(lambda: self.fs.pipe_file(path, content))
 
     def upload(self, folder: Path, files: Mapping[str, File]) -> None:
-        """Copy files of the checkpoint in `folder`."""
+        """Upload files of the checkpoint in `folder`."""
         self._try(lambda: self.fs.makedirs(f"{self.root}/{folder.name}", exist_ok=True))
         for name in files:
             self._try(lambda name=name: self.fs.put_file(str(folder / name), f"{self.root}/{folder.name}/{name}"))  # type: ignore[misc]
 
     def begin(self, about: Manifest) -> None:
-        """Call it before `upload`, so that the files of a copy that is killed can be found and removed later.
+        """Record the files of an upload in the index before it starts, so that those of a killed one can be removed.
 
         Raises:
-            OSError: when the place has another run's checkpoints.
+            OSError: when the URL has another run's checkpoints.
         """
         self._try(lambda: self.fs.makedirs(self.root, exist_ok=True))
         index = self._index()
         if index.get("run_id") not in (None, about.run_id):
-            raise OSError(f"{self.url} has copies of another run of the same name; give another checkpoint.path")
+            raise OSError(f"{self.url} has checkpoints of another run of the same name; give another checkpoint.path")
         index["run_id"] = about.run_id
         begun = index["begun"] | {str(about.step): sorted(about.files)}
         self._write(index, index["steps"], index["retired"], begun)
 
     def publish(self, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
-        """Let a checkpoint count, all of whose files are there, and those that are not kept count no more.
+        """Add an uploaded checkpoint to the index, and retire those that are not kept.
 
         Returns:
-            Steps to be removed and then to be `removed`, with their files: those that have ceased to count
-            `how.grace` seconds ago, and copies that were never complete.
+            The steps to `remove`, and then to report as `removed`, with their files: those retired for `how.grace`
+            seconds, and incomplete uploads.
         """
         self.put(f"{folder.name}/{manifest.NAME}", (folder / manifest.NAME).read_bytes())
         index, now = self._index(), time.time()
@@ -150,52 +148,52 @@ class Remote:
         return {step: self._files(step) for step in late} | begun
 
     def _files(self, step: int) -> list[str]:
-        """The names of a checkpoint's files; none where it has no manifest any more."""
+        """Return the names of a checkpoint's files; none if its manifest is gone."""
         try:
             return sorted(self.manifest(step).files)
         except Damaged:
             return []
 
     def forget(self, step: int) -> None:
-        """Let a damaged checkpoint count no more; its files go when the next one is complete."""
+        """Remove a damaged checkpoint from the index; its files are deleted when the next one is complete."""
         index = self._index()
         left = {s: tokens for s, tokens in index["steps"].items() if int(s) != step}
         self._write(index, left, index["retired"], index["begun"] | {str(step): self._files(step)})
 
     def removed(self, steps: Collection[int]) -> None:
-        """Take note that the files of checkpoints that do not count are gone."""
+        """Record that the files of retired checkpoints are deleted."""
         index = self._index()
         retired, begun = ({s: v for s, v in index[k].items() if int(s) not in steps} for k in ("retired", "begun"))
         self._write(index, index["steps"], retired, begun)
 
     def remove(self, gone: Iterable[tuple[int, Collection[str]]]) -> None:
-        """Delete files of checkpoints that do not count, as far as they are there; a manifest goes last."""
+        """Delete the existing files of retired checkpoints, their manifests last."""
         here = self._try(lambda: "file" in self.fs.protocol)
         for step, names in gone:
-            if here and os.path.islink(f"{self.root}/step-{step}"):  # it leads elsewhere
+            if here and os.path.islink(f"{self.root}/step-{step}"):  # its target may be anywhere
                 continue
             for path in (f"{self.root}/step-{step}/{file_name(name)}" for name in (*names, manifest.NAME)):
                 with suppress(FileNotFoundError):
                     self._try(lambda path=path: self.fs.rm_file(path))  # type: ignore[misc]
 
     def fetch(self, step: int, folder: Path, files: Mapping[str, File]) -> None:
-        """Bring files of a checkpoint into `folder`, and compare their checksums.
+        """Fetch files of a checkpoint into `folder` and verify their checksums.
 
         Raises:
-            Damaged: naming the file that is not what it should be.
+            Damaged: when a file differs.
         """
         for name, due in files.items():
             file_name(name)
             found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name))  # type: ignore[misc]
             if found != due:
-                raise Damaged(f"{self.url}/step-{step}/{name} is not what was saved ({found.bytes:,} bytes)")
+                raise Damaged(f"{self.url}/step-{step}/{name} has another checksum than when it was saved")
 
     def _copy(self, source: str, target: Path) -> File:
-        target.unlink(missing_ok=True)  # a link would lead elsewhere
+        target.unlink(missing_ok=True)  # it may be a link
         with self.fs.open(source, "rb") as there, target.open("xb") as here:
             for piece in iter(lambda: there.read(_CHUNK), b""):
                 here.write(piece)
-        manifest.sync(target)
+        sync_path(target)
         with target.open("rb") as content:
             return manifest.checksum(content)
 
@@ -210,7 +208,7 @@ class Remote:
         self.put(INDEX, json.dumps(content).encode())
 
     def read(self, name: str) -> bytes | None:
-        """A small file beside the index; None where there is none."""
+        """Return a small file beside the index; None if it is missing."""
         try:
             content: bytes = self._try(lambda: self.fs.cat_file(f"{self.root}/{name}"))
         except FileNotFoundError:
@@ -218,7 +216,7 @@ class Remote:
         return content
 
     def _try(self, work: Callable[[], T]) -> T:
-        """Do something, and make whatever the protocol's own package raises an OSError."""
+        """Run `work` and turn errors of the protocol's package into OSError."""
         try:
             return work()
         except (OSError, Damaged):
@@ -228,10 +226,10 @@ class Remote:
 
 
 def _checked(index: dict[str, Any]) -> dict[str, Any]:
-    """An index whose values are such as `Remote` writes: what it names is removed, so it may name no other files.
+    """Check an index: the files that it lists get deleted, so it must not name any others.
 
     Raises:
-        ValueError, KeyError: when they are not.
+        ValueError, KeyError: when a value is invalid.
     """
     found = {"run_id": index.get("run_id"), "begun": index.get("begun", {})}
     found |= {key: index[key] for key in ("steps", "retired")}
@@ -254,9 +252,9 @@ _INDEX: dict[str, Any] = {
 
 
 def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
-    """The checkpoints of the run in `directory` under `checkpoint.path`: below it as below the last folder `runs`.
+    """Return the remote checkpoints of the run in `directory`: below `path` as the run is below the last folder `runs`.
 
-    A run that is in no such folder goes by its directory's own name.
+    A run outside of such a folder has the name of its directory.
     """
     parts = Path(directory).parts
     last = len(parts) - 1 - parts[::-1].index("runs") if "runs" in parts[:-1] else len(parts) - 2
@@ -265,58 +263,5 @@ def of(path: str, directory: str, setting: str = "checkpoint.path") -> Remote:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is one of another file system."""
+    """Return whether a path is a URL."""
     return "://" in path
-
-
-def copying(how: Checkpoint, path: str, directory: str, coordinator: Coordinator) -> Callable[[Path, Manifest], None]:
-    """What copies each checkpoint of the run in `directory` elsewhere; see `titan.checkpoint.manager.PostSaveHook`."""
-    from titan.checkpoint.coordinator import describing  # which needs torch
-
-    remote = of(path, directory)
-
-    def copy(folder: Path, about: Manifest) -> None:
-        with describing(f"the copy to {remote.url}"):
-            _copy(remote, folder, about, how, coordinator)
-
-    return copy
-
-
-def _copy(remote: Remote, folder: Path, about: Manifest, how: Checkpoint, coordinator: Coordinator) -> None:
-    mine = manifest.share(about.files, coordinator.rank, coordinator.world_size)
-    coordinator.on_rank0(lambda: remote.begin(about))
-    coordinator.run_all(lambda: remote.upload(folder, mine))
-    gone = coordinator.on_rank0(lambda: _publish(remote, folder, about, how))
-    share = sorted(gone.items())[coordinator.rank :: coordinator.world_size]
-    coordinator.run_all(lambda: remote.remove(share))
-    if gone:
-        coordinator.on_rank0(lambda: remote.removed(gone))
-
-
-def _publish(remote: Remote, folder: Path, about: Manifest, how: Checkpoint) -> dict[int, list[str]]:
-    attempts = folder.parent.parent / "run.yaml"
-    if attempts.is_file():
-        remote.put("run.yaml", attempts.read_bytes())
-    return remote.publish(folder, about, how)
-
-
-def fetched(remote: Remote, step: int, directory: Path, coordinator: Any) -> Path:
-    """Bring a checkpoint into the run's directory, where it counts as one of its own; all ranks call it together.
-
-    Raises:
-        Unsaved: on all ranks, when it can't be read, or is damaged.
-    """
-    folder = manifest.folder_of(directory, step)
-    about: Manifest = coordinator.on_rank0(lambda: _begin(remote, step, folder))
-    mine = dict(sorted(about.files.items())[coordinator.rank :: coordinator.world_size])
-    coordinator.run_all(lambda: remote.fetch(step, folder, mine))
-    coordinator.on_rank0(lambda: manifest.write(folder, about))
-    return folder
-
-
-def _begin(remote: Remote, step: int, folder: Path) -> Manifest:
-    about = remote.manifest(step)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in (manifest.NAME, manifest.RETIRED, manifest.BROKEN):
-        (folder / name).unlink(missing_ok=True)
-    return about

@@ -1,7 +1,7 @@
-"""Load a checkpoint into an assembled run, whatever layout saved it, once its content is known to be whole.
+"""Verify a checkpoint and load it into a built run, on any layout.
 
-The ranks share the checking of checksums between them. A damaged checkpoint is set aside (its manifest is renamed), so
-that no later attempt takes it up.
+The ranks divide the verification of checksums. A damaged checkpoint is marked (its manifest is renamed), so that no
+later attempt uses it.
 """
 
 from __future__ import annotations
@@ -23,51 +23,53 @@ from titan.errors import ConfigError, RunError
 
 
 def damage(folder: Path, coordinator: Coordinator, checksums: bool) -> str | None:
-    """What is wrong with a checkpoint; None when it is whole. All ranks call it together, and get the same.
+    """Return what is wrong with a checkpoint; None if nothing is. All ranks call it together and get the same result.
 
-    One that has been retired since it was chosen is as good, as long as it is there.
+    A checkpoint that was retired after it was chosen is valid while its files exist.
 
     Args:
-        folder: of the checkpoint, the same for all ranks.
-        coordinator: the ranks, each of which reads its share of the files.
-        checksums: look at the files' content too, not only at their sizes.
+        folder: the checkpoint's folder, the same on all ranks.
+        coordinator: the ranks, each of which reads a part of the files.
+        checksums: verify checksums, not only sizes.
 
     Raises:
-        RunError: when a rank can't read it for a reason that may pass, or lacks what rank 0 has: that is no damage.
+        RunError: when a rank can't read it for a temporary reason, or doesn't see a file that rank 0 sees.
     """
-    wrong = coordinator.gather(lambda: _whole(folder, coordinator, checksums), lambda found: _judged(folder, found))
-    if wrong and wrong.passing:
+    wrong = coordinator.gather(
+        lambda: _check_share(folder, coordinator, checksums), lambda found: _combine(folder, found)
+    )
+    if wrong and wrong.temporary:
         raise RunError(
-            f"the checkpoint {folder} can't be read by {wrong.words}; see that all ranks can, and give the same "
-            "command again. Nothing was changed."
+            f"the checkpoint {folder} can't be read by {wrong.message}; make it readable for all ranks and rerun the "
+            "same command. Nothing was changed."
         )
-    return wrong.words if wrong else None
+    return wrong.message if wrong else None
 
 
-class _Wrong(NamedTuple):
-    """What is wrong with files: words, whether it is that one is not there, whether it may pass."""
+class _Problem(NamedTuple):
+    """A problem with files: a message, whether a file is missing, whether the cause may be temporary."""
 
-    words: str
+    message: str
     missing: bool = False
-    passing: bool = False
+    temporary: bool = False
 
 
-def _judged(folder: Path, found: Sequence[_Wrong | None]) -> _Wrong | None:
-    """What is wrong with a checkpoint, from what is wrong with each rank's share of it; on rank 0."""
+def _combine(folder: Path, found: Sequence[_Problem | None]) -> _Problem | None:
+    """On rank 0: return the checkpoint's problem from those of each rank's files."""
     for rank, wrong in enumerate(found):
-        if wrong and (wrong.passing or (wrong.missing and found[0] is None)):
-            return _Wrong(f"rank {rank} ({wrong.words})", passing=True)
+        if wrong and (wrong.temporary or (wrong.missing and found[0] is None)):
+            return _Problem(f"rank {rank} ({wrong.message})", temporary=True)
     first = next((wrong for wrong in found if wrong), None)
-    words = None if first else _readable(folder, _listed(folder))
-    return first if words is None else _Wrong(words)
+    message = None if first else _check_metadata(folder, _listed(folder))
+    return first if message is None else _Problem(message)
 
 
-def _whole(folder: Path, coordinator: Coordinator, checksums: bool) -> _Wrong | None:
-    """What is wrong with this rank's share of the files; rank 0 looks at the sizes of all."""
+def _check_share(folder: Path, coordinator: Coordinator, checksums: bool) -> _Problem | None:
+    """Return the problem of this rank's part of the files; rank 0 checks the sizes of all files."""
     try:
         found = manifest.load(folder) or manifest.load(folder, manifest.RETIRED)
         if found is None:
-            return _Wrong(f"{manifest.NAME} is missing", missing=True)
+            return _Problem(f"{manifest.NAME} is missing", missing=True)
         mine = dict(sorted(found.files.items())[coordinator.rank :: coordinator.world_size])
         manifest.sizes(folder, found.files if coordinator.rank == 0 else mine)
         if checksums:
@@ -75,7 +77,7 @@ def _whole(folder: Path, coordinator: Coordinator, checksums: bool) -> _Wrong | 
     except (Damaged, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         missing = isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
-        return _Wrong(reason(error), missing, isinstance(cause, OSError) and not missing)
+        return _Problem(reason(error), missing, isinstance(cause, OSError) and not missing)
     return None
 
 
@@ -84,8 +86,8 @@ def _listed(folder: Path) -> Mapping[str, File]:
     return found.files if found else {}
 
 
-def _readable(folder: Path, listed: Mapping[str, File]) -> str | None:
-    """What is wrong with the metadata; also where a file has no size and checksum to be compared with."""
+def _check_metadata(folder: Path, listed: Mapping[str, File]) -> str | None:
+    """Return what is wrong with the metadata, such as a file that the manifest doesn't list."""
     try:
         needed = Reader(folder).files()
     except (Foreign, OSError) as error:
@@ -100,7 +102,7 @@ def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> None
     The optimizer must have its state already (`titan.checkpoint.state.init_optimizer_state`).
 
     Raises:
-        ConfigError: when the checkpoint is of another model or optimizer.
+        ConfigError: when the checkpoint has another model or optimizer.
         RunError: when it can't be read.
     """
     state, reader = train_state_dict(trained), Reader(folder)
@@ -111,35 +113,35 @@ def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> None
         )  # each rank plans for itself what it reads
     except (CoordinationError, OSError, RuntimeError) as error:
         raise RunError(
-            f"the checkpoint {folder} can't be read: {reason(error)}; remove it, and the same command goes on from the "
-            "one before it."
+            f"the checkpoint {folder} can't be read: {reason(error)}; remove it and rerun the same command, which "
+            "resumes from the one before it."
         ) from error
     if trained.tied_weights is not None:
         trained.tied_weights.align(trained.optimizer)
 
 
 def _compare(state: Mapping[str, Tensor], reader: Reader, coordinator: Coordinator) -> None:
-    """Refuse a checkpoint of another model or optimizer: a fork may ask for one. All ranks raise the same.
+    """Raise ConfigError on all ranks when the checkpoint has another model or optimizer.
 
-    Each rank compares what it holds, so that of names only those travel that are not as they should be.
+    Each rank compares its own tensors, so that only differing names are sent.
     """
     saved: Mapping[str, Any] = coordinator.run_all(reader.read_metadata).state_dict_metadata
     there = {name: tuple(saved[name].size) for name in sorted(saved)}
     mine = {name: tuple(tensor.shape) for name, tensor in state.items()}
     part = _Part({n: shape for n, shape in mine.items() if there.get(n) != shape}, bytes(n in mine for n in there))
-    if words := coordinator.gather(lambda: part, lambda parts: _differ(there, parts, reader.path)):
-        raise ConfigError(words)
+    if message := coordinator.gather(lambda: part, lambda parts: _difference(there, parts, reader.path)):
+        raise ConfigError(message)
 
 
 class _Part(NamedTuple):
-    """What a rank holds: what is not as it was saved, by name; for each name that was saved, 1 where it holds it."""
+    """A rank's tensors: those that differ from the saved ones, by name; for each saved name 1 if the rank has it."""
 
     other: dict[str, tuple[int, ...]]
     held: bytes
 
 
-def _differ(there: Mapping[str, tuple[int, ...]], parts: Sequence[_Part], path: Any) -> str | None:
-    """Why a checkpoint is refused, if it is; on rank 0."""
+def _difference(there: Mapping[str, tuple[int, ...]], parts: Sequence[_Part], path: Any) -> str | None:
+    """On rank 0: return the message about a checkpoint of another model or optimizer, or None."""
     here = {name: shape for part in parts for name, shape in part.other.items()}
     held = map(any, zip(*(part.held for part in parts), strict=True))
     differ = sorted(here.keys() | {name for name, somewhere in zip(there, held, strict=True) if not somewhere})

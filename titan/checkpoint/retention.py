@@ -1,7 +1,7 @@
-"""Which checkpoints are kept, and how the others go. Free of torch.
+"""Retention of checkpoints: which are kept, and how the others are deleted. Free of torch.
 
-A checkpoint that is no longer kept first ceases to count (`manifest.retire`), so that nobody begins to read it; those
-who read it already have `checkpoint.grace` seconds. The last complete one always stays.
+A checkpoint to be deleted is first marked as retired (`manifest.retire`), so that nobody starts to read it; processes
+that are reading it have `checkpoint.grace` seconds. The last complete one is always kept.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from titan.checkpoint import manifest
 
 
 def kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) -> set[int]:
-    """The steps of those that stay: the last `keep`, and the first in each stretch of `keep_tokens`.
+    """Return the steps to keep: the last `keep`, and the first in each interval of `keep_tokens` tokens.
 
     Args:
-        checkpoints: step and tokens read of each complete checkpoint, by step.
+        checkpoints: (step, tokens read) of each complete checkpoint, by step.
         keep: at least 1.
-        keep_tokens: 0 for none.
+        keep_tokens: 0: none.
     """
     stay = {step for step, _ in checkpoints[-keep:]}
     last = 0
@@ -33,17 +33,17 @@ def kept(checkpoints: Sequence[tuple[int, int]], keep: int, keep_tokens: int) ->
 
 
 def prune(directory: Path, keep: int, keep_tokens: int, grace: float) -> None:
-    """Let go of what is not to be kept; call it once a new checkpoint counts.
+    """Retire and delete checkpoints that are not kept; call it when a new checkpoint is complete.
 
-    Of the damaged ones those go that are older than all that stay.
+    Damaged ones are deleted if they are older than all kept ones.
 
     Args:
-        directory: the run's.
+        directory: the run's directory.
         keep, keep_tokens, grace: see `titan.checkpoint.schema.Checkpoint`.
     """
     found = {int(f.name[5:]): manifest.read(f) for f in manifest.steps(directory)}
     stay = kept([(step, m.tokens) for step, m in found.items() if m], keep, keep_tokens)
-    damaged = {step for step, m in found.items() if m is None and step > min(stay, default=-1)}  # may be looked into
+    damaged = {step for step, m in found.items() if m is None and step > min(stay, default=-1)}  # for inspection
     for step in found.keys() - stay - damaged:
         folder = manifest.folder_of(directory, step)
         if (folder / manifest.NAME).exists():
@@ -53,7 +53,7 @@ def prune(directory: Path, keep: int, keep_tokens: int, grace: float) -> None:
 
 
 def sweep(directory: Path, grace: float) -> None:
-    """Remove what saves that were killed left behind; call it when nobody saves."""
+    """Remove the leftovers of killed saves; call it when no save is running."""
     for folder in manifest.steps(directory):
         if not any((folder / name).exists() for name in (manifest.NAME, manifest.RETIRED, manifest.BROKEN)):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Read a pickle as data: nothing that it names is looked up or called. Free of torch.
+"""Parse a pickle as data: nothing that it names is imported or called. Free of torch.
 
-A pickle is a program for a stack machine. Python's own runs what the program names, and code that admits some classes
-lets the program call them and set their attributes. This one knows the opcodes that `pickle.dump` writes for plain
-values and objects since protocol 4; where a class or function would be called there is a `Made` instead, with the
-name, the arguments and the state. Whatever else there is, is refused.
+A pickle is a program for a stack machine. Python's unpickler calls what the program names, and one restricted to some
+classes still calls them and sets their attributes. This parser supports the opcodes that `pickle.dump` writes for plain
+values and objects since protocol 4; instead of calling a class or function it creates a `Made` with the name, the
+arguments and the state. Everything else is rejected.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from titan.files.untrusted import word
 
 Name = tuple[str, str]
-"""A module and what it is called there."""
+"""A module and a name in it."""
 _STOP, _MEMOIZE, _BININT1 = pickle.STOP[0], pickle.MEMOIZE[0], pickle.BININT1[0]
 _BINGET, _LONG_BINGET = pickle.BINGET[0], pickle.LONG_BINGET[0]
 
@@ -30,7 +30,7 @@ class Global:
 
 @dataclass(eq=False, slots=True)
 class Made:
-    """What would come of a call: what is called, with which arguments, and the state that it is given."""
+    """The result of a call that was not made: the callee's name, the arguments, and the object's state."""
 
     name: Name
     arguments: tuple[Any, ...]
@@ -38,14 +38,14 @@ class Made:
 
 
 def load(content: bytes, known: Container[Name]) -> Any:
-    """What a pickle holds.
+    """Parse a pickle.
 
     Args:
-        content: all of it.
-        known: the names that it may name.
+        content: the pickle.
+        known: the allowed names.
 
     Raises:
-        ValueError: when it names something else, or is not what `pickle.dump` writes.
+        ValueError: when it has another name, or is not in the form that `pickle.dump` writes.
     """
     machine = _Machine(content, known)
     try:
@@ -53,15 +53,15 @@ def load(content: bytes, known: Container[Name]) -> Any:
     except UnknownName:
         raise
     except (ValueError, IndexError, TypeError, MemoryError, OverflowError, RecursionError) as error:
-        raise ValueError(f"byte {machine.at:,} is not as it was written ({error})") from error
+        raise ValueError(f"byte {machine.at:,} is invalid ({error})") from error
 
 
 class UnknownName(ValueError):
-    """A pickle names what it should not."""
+    """A pickle has a name that is not allowed."""
 
 
 class _Machine:
-    """The stack machine: values that are not used yet, where lists of them begin, and those that are used again."""
+    """The stack machine: its stack, the stack's marks, and the memo."""
 
     def __init__(self, content: bytes, known: Container[Name]) -> None:
         self.content, self.known, self.at = content, known, 0
@@ -70,7 +70,7 @@ class _Machine:
         self.memo: list[Any] = []
 
     def run(self) -> Any:
-        """Carry out the program; the value that it leaves. What most of it consists of is done here: it takes long."""
+        """Run the program and return its value. The most frequent opcodes are inlined for speed."""
         if self.content[:1] != pickle.PROTO or self.content[1:2] not in (b"\4", b"\5"):
             raise ValueError("it is of another protocol than 4 or 5")
         at, content, stack, memo, codes, number = 2, self.content, self.stack, self.memo, _CODES, int.from_bytes
@@ -95,22 +95,22 @@ class _Machine:
         return value
 
     def unknown(self) -> None:
-        """Refuse an opcode."""
+        """Reject an opcode."""
         raise ValueError(f"opcode {self.content[self.at - 1]:#04x}")
 
     def take(self, size: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         self.at += size
         if self.at > len(self.content):
-            raise ValueError("it ends too early")
+            raise ValueError("it is truncated")
         return self.content[self.at - size : self.at]
 
     def number(self, size: int) -> int:
-        """The next bytes as a number without a sign."""
+        """Return the next bytes as an unsigned integer."""
         return int.from_bytes(self.take(size), "little")
 
     def frame(self) -> None:
-        """The length of what follows, which nothing here depends on."""
+        """Skip the length of a frame, which is not needed."""
         self.take(8)
 
     def signed(self, size: int) -> None:
@@ -126,7 +126,7 @@ class _Machine:
         self.marks.append(len(self.stack))
 
     def since_mark(self) -> list[Any]:
-        """The values since the last mark, which are taken off."""
+        """Pop the values since the last mark."""
         first = self.marks.pop()
         values = self.stack[first:]
         del self.stack[first:]
@@ -148,7 +148,7 @@ class _Machine:
         target.extend(values)
 
     def put(self, pairs: list[Any]) -> None:
-        """Set keys of a dictionary: texts and objects only, as the hash of a deep tuple ends the process."""
+        """Set keys of a dictionary: only text and objects, because hashing a deep tuple crashes the process."""
         target, keys = self.stack[-1], pairs[::2]
         if type(target) is not dict or len(pairs) % 2 or not {*map(type, keys)} <= {str, Made}:
             raise ValueError("something is put into what is no dictionary, or under no key")
@@ -159,7 +159,7 @@ class _Machine:
         if type(name) is not str or type(module) is not str:
             raise ValueError("a name is no text")
         if (module, name) not in self.known:
-            raise UnknownName(f"it names {word(module)}.{word(name)}, which no checkpoint of tensors does")
+            raise UnknownName(f"it names {word(module)}.{word(name)}, which doesn't occur in checkpoints")
         self.stack.append(Global((module, name)))
 
     def make(self) -> None:
@@ -207,4 +207,4 @@ _ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
     pickle.BUILD: _Machine.build,
 }
 _CODES = [_ACTIONS.get(bytes([code]), _Machine.unknown) for code in range(256)]
-"""What is done for each opcode but those that `run` knows itself."""
+"""The action of each opcode, except those inlined in `run`."""

@@ -1,4 +1,4 @@
-"""The checkpoint axis. Free of torch."""
+"""Settings of the checkpoint axis. Free of torch."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from titan.config.settings import setting
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """When to save, where, what to keep, and where to start from."""
+    """When and where to save, which checkpoints to keep, and what to start from."""
 
     mode: Literal["sync", "async", "off"] = setting(
-        "sync", "sync: training waits while it is written; async: it goes on after a copy; off: nothing is saved"
+        "sync", "sync: training waits until it is written; async: only until it is copied; off: nothing is saved"
     )
     every: int = setting(100, "steps between checkpoints; 0: not by steps (the end is always saved)", at_least=0)
     minutes: float = setting(0.0, "minutes between checkpoints; 0: not by time", at_least=0, cap=1e6)
-    keep: int = setting(2, "how many of the latest checkpoints to keep", at_least=1)
-    keep_tokens: int = setting(0, "keep one checkpoint for each so many tokens for good; 0: none", at_least=0)
-    grace: float = setting(
-        60.0, "seconds that a checkpoint stays readable after it has ceased to count", at_least=0, cap=1e9
-    )
+    keep: int = setting(2, "number of latest checkpoints to keep", at_least=1)
+    keep_tokens: int = setting(0, "also keep one checkpoint per so many tokens permanently; 0: none", at_least=0)
+    grace: float = setting(60.0, "seconds between retiring a checkpoint and deleting its files", at_least=0, cap=1e9)
     on_stop: bool = setting(True, "save when a signal ends the run early")
     path: str | None = setting(
-        None, "a folder or URL (s3://bucket/x) that checkpoints are copied to in the background; null: nowhere"
+        None, "a folder or URL (s3://bucket/x) to copy checkpoints to in the background; null: none"
     )
-    verify: bool = setting(True, "compare checksums before a checkpoint is used; false: sizes only")
-    resume: str | None = setting(None, "another run's directory or checkpoint to start from (a fork)")
+    verify: bool = setting(True, "verify checksums before a checkpoint is used; false: sizes only")
+    resume: str | None = setting(None, "another run's directory or checkpoint to start from")
     weights: str | None = setting(
-        None, "weights to start from: a checkpoint, or a folder in the format of Hugging Face or Meta"
+        None, "initial weights: a checkpoint, or a folder in the format of Hugging Face or Meta"
     )
     export: Literal["hf", "meta"] | None = setting(
         None, "also write the weights in Hugging Face's or Meta's format, in each checkpoint's folder"
     )
-    export_dtype: Literal["fp32", "bf16", "fp16"] = setting("bf16", "type of the exported weights")
+    export_dtype: Literal["fp32", "bf16", "fp16"] = setting("bf16", "dtype of the exported weights")

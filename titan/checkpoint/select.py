@@ -1,7 +1,6 @@
-"""Which checkpoint an attempt begins from: the last complete one, here or elsewhere, or the one that is named.
+"""Select the checkpoint that an attempt starts from: the last complete one, local or remote, or a given one.
 
-Only sizes are looked at here; `titan.checkpoint.restore` looks at the content once there are ranks to share that.
-Free of torch.
+Only sizes are checked here; `titan.checkpoint.restore` verifies the content on all ranks. Free of torch.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from titan.errors import ConfigError
 from titan.files.untrusted import shown
 
 COUNTS = {"hf": "config.json", "meta": "params.json"}
-"""The file that makes an exported folder count."""
+"""The file that makes an exported folder valid."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that one may begin from: its folder or URL, its manifest, and what is to be said of others."""
+    """A checkpoint to start from: its folder or URL, its manifest, and notes about skipped ones."""
 
     path: str
     about: Manifest
@@ -31,22 +30,22 @@ class Candidate:
 
     @property
     def id(self) -> str:
-        """What a fork records as its parent: "science_id@step"."""
+        """The lineage id: "science_id@step"."""
         return f"{self.about.science_id}@{self.about.step}"
 
 
 def latest(
     directory: Path, elsewhere: str | None = None, run_id: str | None = None
 ) -> tuple[Candidate | None, tuple[str, ...]]:
-    """The last complete checkpoint of the run in `directory`, and what is to be said of others.
+    """Return the last complete checkpoint of the run in `directory`, and notes about skipped ones.
 
     Args:
-        directory: the run's.
-        elsewhere: `checkpoint.path`, where there may be more.
-        run_id: the run's, where it has begun already.
+        directory: the run's directory.
+        elsewhere: `checkpoint.path`, which may have more.
+        run_id: the run's id, if it has started already.
 
     Raises:
-        ConfigError: when it can't be told whether there is any.
+        ConfigError: when there is none in `directory` and `elsewhere` can't be read.
     """
     here, notes = _here(directory, run_id)
     if elsewhere is None:
@@ -55,7 +54,7 @@ def latest(
     try:
         if run_id and remote.run_id() not in (None, run_id):
             raise ConfigError(
-                f"checkpoint.path={elsewhere}: has copies of another run of the same name, at {remote.url}; give "
+                f"checkpoint.path={elsewhere}: has checkpoints of another run of the same name, at {remote.url}; give "
                 "another checkpoint.path, or another name."
             )
         found, more = _there(remote, here.about.step if here else 0, run_id)
@@ -64,17 +63,14 @@ def latest(
         if here is None:
             raise ConfigError(
                 f"checkpoint.path={elsewhere}: can't be read ({error}), and there is no checkpoint in {directory}; "
-                "mend that, or give checkpoint.path=null."
+                "make it readable, or give checkpoint.path=null."
             ) from error
         notes = (*notes, f"checkpoint.path={elsewhere} can't be read ({error})")
     return here, notes
 
 
 def post_save_pending(how: Checkpoint, directory: Path, step: int) -> bool:
-    """Whether what was to follow a checkpoint in the run's directory is not done: its export, or the copy elsewhere.
-
-    Where it can't be told, it is not.
-    """
+    """Return whether a checkpoint's export or copy is missing; false if it can't be determined."""
     folder = manifest.folder_of(directory, step)
     if manifest.read(folder) is None:
         return False
@@ -86,7 +82,7 @@ def post_save_pending(how: Checkpoint, directory: Path, step: int) -> bool:
 
 
 def _there(remote: Remote, after: int, run_id: str | None) -> tuple[Candidate | None, list[str]]:
-    """The last complete checkpoint elsewhere of those after a step, and what is to be said of others."""
+    """Return the last complete remote checkpoint after a step, and notes about skipped ones."""
     notes: list[str] = []
     for step in sorted((step for step in remote.index() if step > after), reverse=True):
         try:
@@ -102,7 +98,7 @@ def _here(directory: Path, run_id: str | None = None) -> tuple[Candidate | None,
     last, notes, place = None, [], directory / "checkpoints"
     if place.exists() and not place.is_dir():
         raise ConfigError(
-            f"hydra.run.dir={directory}: {place.name} in it is a file, where the folder of checkpoints should be; "
+            f"hydra.run.dir={directory}: {place.name} in it is a file instead of the folder of checkpoints; "
             "move it away, or choose another name."
         )
     for folder in manifest.steps(directory):
@@ -119,10 +115,10 @@ def _here(directory: Path, run_id: str | None = None) -> tuple[Candidate | None,
 
 
 def _of_run(about: Manifest | None, run_id: str | None) -> Manifest | None:
-    """The manifest, where it is of the run with this id or that is not known.
+    """Return the manifest after checking that it belongs to the run with this id, if one is given.
 
     Raises:
-        Damaged: when it is another run's.
+        Damaged: when it belongs to another run.
     """
     if about and run_id and about.run_id != run_id:
         raise Damaged(f"{manifest.NAME} is of another run ({shown(about.run_id)}, and this one is {run_id})")
@@ -130,7 +126,7 @@ def _of_run(about: Manifest | None, run_id: str | None) -> Manifest | None:
 
 
 def load_named(path: str, setting: str = "checkpoint.resume") -> Candidate:
-    """The checkpoint that `setting=path` means: one of them, or the last complete one of a run; a folder or a URL.
+    """Return the checkpoint of `setting=path`: a checkpoint, or a run's last complete one; a folder or a URL.
 
     Raises:
         ConfigError: when there is none.
@@ -142,7 +138,7 @@ def _load_here(path: str, setting: str) -> Candidate:
     folder = Path(path).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"{setting}={path}: there is no such directory; correct the path.")
-    if (folder / INDEX).is_file():  # copies, in a folder
+    if (folder / INDEX).is_file():  # remote checkpoints in a folder
         return _load_elsewhere(str(folder), setting)
     try:
         about = manifest.inspect(folder)
@@ -152,7 +148,7 @@ def _load_here(path: str, setting: str) -> Candidate:
     if last is None:
         why = f" ({'; '.join(notes)})" if notes else ""
         others = [name for name in ("config.json", "params.json") if (folder / name).is_file()]
-        way = f"take its weights: checkpoint.weights={path}" if others else "give a run's or a checkpoint's folder"
+        way = f"use its weights: checkpoint.weights={path}" if others else "give a run's or a checkpoint's folder"
         raise ConfigError(f"{setting}={path}: holds no complete checkpoint{why}; {way}.")
     return replace(last, notes=notes)
 

@@ -1,8 +1,8 @@
-"""A copy of the state in host memory, so that training can go on while it is written.
+"""Staging: copy the state to host memory, so that training continues while it is written.
 
-The copy runs beside the next step's forward and backward; only its update of the weights has to wait for it. On a GPU
-it goes into pinned memory on a stream of its own, and the update waits on the device; on a CPU a thread copies.
-The memory is taken at the first copy and kept.
+The copy overlaps with the next step's forward and backward; only the update of the weights waits for it. On a GPU it
+goes to pinned memory on a separate stream, and the update waits on the device; on a CPU a thread copies. The buffers
+are allocated at the first copy and reused.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Staging:
         self.copied: Any = None
 
     def start(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy `state`; what is returned holds the copies once `ready` has returned.
+        """Start to copy `state`; the returned tensors are valid once `ready` has returned.
 
-        The copies of the state before this one must no longer be in use, and the state must not change before `done`.
+        The copies of the previous call must no longer be in use, and the state must not change before `done`.
         """
         pairs = [(self._buffer(name, local), local) for name, local in ((n, _local(t)) for n, t in state.items())]
         if self.on_gpu:
@@ -44,17 +44,17 @@ class Staging:
         return {name: self._copy_of(name, tensor) for name, tensor in state.items()}
 
     def done(self) -> None:
-        """Call it before the state changes: waits until it is copied (on a GPU the device does, not the host)."""
+        """Wait until the state is copied (on a GPU only the device waits); call it before the state changes."""
         if self.on_gpu and self.copied is not None:
             torch.cuda.current_stream().wait_event(self.copied)
         elif isinstance(self.copied, Future):
             wait([self.copied])
 
     def ready(self) -> None:
-        """Call it before the copies are read: waits until they are there.
+        """Wait until the copies are complete; call it before they are read.
 
         Raises:
-            Exception: why one could not be copied.
+            Exception: when copying failed.
         """
         if self.on_gpu and self.copied is not None:
             self.copied.synchronize()
@@ -62,21 +62,21 @@ class Staging:
             self.copied.result()
 
     def close(self) -> None:
-        """End the thread and let go of the memory."""
+        """End the thread and free the buffers."""
         if self.thread is not None:
             self.thread.shutdown()
         self.buffers.clear()
         self.copies.clear()
 
     def _copy_of(self, name: str, tensor: Tensor) -> Tensor:
-        """The copy of a tensor, made once: this is the training's thread, and a DTensor takes a while to make."""
+        """Return the copy of a tensor, created once: creating a DTensor is slow, and this is the training thread."""
         made = self.copies.get(name)
         if made is None or (isinstance(made, DTensor) and made._spec != tensor._spec):  # type: ignore[attr-defined]
             made = self.copies[name] = _like(tensor, self.buffers[name])
         return made
 
     def _buffer(self, name: str, local: Tensor) -> Tensor:
-        """Host memory for a tensor; what is on the host already (offloaded) is copied as well, as it will change."""
+        """Return the host buffer of a tensor; offloaded tensors are copied too, because they will change."""
         if name not in self.buffers:
             self.buffers[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=self.on_gpu)
         return self.buffers[name]
@@ -89,14 +89,14 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part; not by `to_local`, which makes a node for autograd first."""
+    """Return this rank's local tensor; `to_local` would create an autograd node."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """The copy as the same part of the same whole.
+    """Return the buffer as a DTensor with the tensor's sharding.
 
-    The constructor is torch's inner one: `DTensor.from_local` would take a host's copy back to the mesh's device.
+    Uses torch's private constructor: `DTensor.from_local` would move the copy back to the mesh's device.
     """
     if isinstance(tensor, DTensor):
         return DTensor(buffer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]

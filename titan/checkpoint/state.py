@@ -1,4 +1,4 @@
-"""The state of a run as named tensors: weights, and what the optimizer keeps."""
+"""The state of a run as named tensors: weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from titan.precision.low_precision import stored
 
 
 class TrainState(Protocol):
-    """What a rank trains, as far as a checkpoint is concerned."""
+    """What a checkpoint needs of the objects that a rank trains."""
 
     @property
     def stages(self) -> tuple[nn.Module, ...]:
-        """The parts of the model that the rank holds."""
+        """The rank's pipeline stages; without a pipeline the whole model."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -25,21 +25,20 @@ class TrainState(Protocol):
 
     @property
     def tied_weights(self) -> Any:
-        """A tied weight of which the rank has one of two, or both: `titan.parallelism.pipeline.runtime.TiedWeights`; or
-        None."""
+        """The tied weight of which the rank has one copy or both (`titan.parallelism.pipeline.runtime.TiedWeights`)."""
 
     @property
     def device(self) -> torch.device:
-        """Where the rank computes."""
+        """The rank's device."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters here under the names that they have in the whole model, each name once."""
+        """Yield the rank's parameters by their names in the whole model, each name once."""
 
 
 def train_state_dict(state: TrainState) -> dict[str, Tensor]:
-    """All tensors that a run needs to go on, by name: `model.NAME` and `optimizer.NAME.KEY`."""
+    """Return all tensors that a resume needs, by name: `model.NAME` and `optimizer.NAME.KEY`."""
     for stage in state.stages:
-        data.part(stage)  # the optimizer's state goes by the parts
+        data.part(stage)  # the optimizer's state belongs to the sharded parameters
     parameters = dict(state.named_parameters())
     found = {f"model.{name}": stored(parameter) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
@@ -50,10 +49,10 @@ def train_state_dict(state: TrainState) -> dict[str, Tensor]:
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, all zero as before a first update, unless it has some already.
+    """Initialise the optimizer's state with zeros, as before a first update, unless it has state already.
 
-    It makes it in its first update, so that one is done, with zero gradients and learning rate zero. A first step that
-    is skipped would leave no state for a checkpoint otherwise, and fused SGD a momentum of chance bytes.
+    Optimizers create their state in the first update, so one is done with zero gradients and a zero learning rate.
+    Otherwise a skipped first step would leave no state for a checkpoint, and fused SGD an uninitialised momentum.
     """
     if optimizer.state:
         return

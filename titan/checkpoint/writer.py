@@ -1,7 +1,4 @@
-"""Write a checkpoint's files with torch.distributed.checkpoint, and know what was written.
-
-Sizes and checksums are taken on the way, so that no file is read again.
-"""
+"""Write a checkpoint's files with torch.distributed.checkpoint, computing sizes and checksums while writing."""
 
 from __future__ import annotations
 
@@ -22,23 +19,26 @@ Name = str | os.PathLike[str]
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's files into a folder; `files` tells what they hold."""
+    """Writes this rank's files into a folder; `files` has their sizes and checksums."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the folder; it is made where it is missing."""
+        """Take the folder, which is created if it is missing."""
         super().__init__(folder)
         self.fs: Any = Counting()
 
     def storage_meta(self) -> StorageMeta:
-        """What `.metadata` say of the save: not where it was, as a path's class differs between Pythons."""
+        """Return the save's id only: a path in `.metadata` would have another class in other Python versions."""
         return StorageMeta(save_id=self.save_id)
 
     def metadata(self) -> tuple[bytes, str]:
-        """The metadata as they were written, and the id in them that tells this save from others."""
+        """Return the written metadata, and the id of this save in them."""
         return Path(self._get_metadata_path()).read_bytes(), self.save_id
 
     def finish_as(self, earlier: tuple[bytes, str]) -> None:
-        """Write the metadata of an earlier save with an id of this one: pickling those of many ranks takes a while."""
+        """Write an earlier save's metadata with the id of this one: pickling those of many ranks is slow.
+
+        The temporary file is not `titan.files.atomic`'s, because its content has to be counted as well.
+        """
         metadata = earlier[0].replace(earlier[1].encode(), self.save_id.encode())
         path = Path(self._get_metadata_path())
         part = path.with_name(f"{path.name}.tmp")
@@ -50,33 +50,33 @@ class Writer(FileSystemWriter):
 
     @property
     def files(self) -> dict[str, File]:
-        """Size and checksum of each file that was written, by its name."""
+        """Size and checksum of each written file, by name."""
         return dict(self.fs.files)
 
 
 class Counting(FileSystem):
-    """A file system that remembers size and checksum of what is written."""
+    """A file system that records size and checksum of written files."""
 
     def __init__(self) -> None:
         self.files: dict[str, File] = {}
 
     @contextmanager
     def create_stream(self, path: Name, mode: str) -> Iterator[Any]:
-        """A file, open; see torch's `FileSystemBase`."""
+        """Open a file; see torch's `FileSystemBase`."""
         with super().create_stream(path, mode) as raw:
             stream = _Stream(raw)
             yield stream
         self.files[Path(path).name] = File(stream.size, f"{stream.crc:08x}")
 
     def rename(self, path: Name, new_path: Name) -> None:
-        """Give a file another name."""
+        """Rename a file."""
         super().rename(path, new_path)
         if Path(path).name in self.files:
             self.files[Path(new_path).name] = self.files.pop(Path(path).name)
 
 
 class _Stream(io.IOBase):
-    """A file open for writing, from its beginning to its end."""
+    """A file opened for sequential writing."""
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.size, self.crc = raw, 0, 0
@@ -84,7 +84,7 @@ class _Stream(io.IOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         done = 0
-        while done < len(view):  # a nearly full disk may take a part
+        while done < len(view):  # on a nearly full disk a write may be partial
             done += self.raw.write(view[done:]) or 0
         self.size, self.crc = self.size + len(view), zlib.crc32(view, self.crc)
         return len(view)

@@ -1,4 +1,4 @@
-"""The prepared data of a run: where they lie, and the rows that they make together."""
+"""The prepared data of a run: prepare them, open them, and build the mixture of their rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 from titan.dataset import remote
 from titan.dataset.documents import content_digest
-from titan.dataset.mixture import BLOCK, MixturePhase, RowMixture, TokenSequences, block_counts
+from titan.dataset.mixture import MixturePhase, RowMixture, TokenSequences
 from titan.dataset.preprocess.prepare import cache_folder, plan, prepare
+from titan.dataset.proportions import BLOCK, block_counts
 from titan.dataset.schema import Dataset, Mixture, Prepared
 from titan.dataset.shards import Corpus, open_corpus
 from titan.errors import ConfigError
@@ -20,10 +21,12 @@ Corpora = Mapping[str, Corpus]
 
 
 def prepare_corpora(dataset: Dataset, progress: Callable[[str], None] | None = None) -> dict[str, str]:
-    """The folders of what `dataset` consists of, prepared now where they are not yet; with `stream` begun only.
+    """Return the prepared folder of each corpus of `dataset`, preparing what is missing.
+
+    With `stream` only the plan is written: the preparation runs beside the training.
 
     Raises:
-        ConfigError: for data that can't be used.
+        ConfigError: when the data can't be used.
     """
     folders = {}
     for name, part in dataset.corpora().items():
@@ -42,8 +45,8 @@ def _prepare(part: Dataset, stream: bool, progress: Callable[[str], None] | None
         return prepare(part, progress)
     folder = plan(part)
     if (folder / "manifest.json").is_file():
-        return prepare(part, progress)  # which mends it where it is damaged
-    (folder / "failed.json").unlink(missing_ok=True)  # what failed before is tried again
+        return prepare(part, progress)  # repairs corrupt files
+    (folder / "failed.json").unlink(missing_ok=True)  # an earlier failure is retried
     return folder
 
 
@@ -53,19 +56,19 @@ def _prepared_folder(part: Prepared) -> Path:
     folder = Path(part.path).expanduser().resolve()
     if not (folder / "manifest.json").is_file():
         raise ConfigError(
-            f"dataset.path={part.path}: no prepared data there (no manifest.json); give a folder that "
-            "python -m titan.prepare has named, and completed."
+            f"dataset.path={part.path}: the folder holds no prepared data (no manifest.json); give a folder that "
+            "python -m titan.prepare has completed."
         )
     return folder
 
 
 def _check(corpus: Corpus) -> None:
     if corpus.complete and not corpus.train.tokens:
-        raise ConfigError(f"dataset: {corpus.name} has no tokens to train on; give a smaller dataset.validation.")
+        raise ConfigError(f"dataset: {corpus.name} has no training tokens; decrease dataset.validation.")
 
 
 def _check_tokenizers(corpora: Corpora) -> None:
-    """Refuse to mix tokens of different tokenizers, which mean different things."""
+    """Raise ConfigError when the corpora have different tokenizers."""
     by_fingerprint = {corpus.tokenizer["fingerprint"]: name for name, corpus in corpora.items()}
     if len(by_fingerprint) > 1:
         one, other, *_ = by_fingerprint.values()
@@ -76,12 +79,12 @@ def _check_tokenizers(corpora: Corpora) -> None:
 
 
 def open_corpora(folders: Folders, dataset: Dataset | None = None) -> dict[str, Corpus]:
-    """The corpora of `folders`, as far as they are prepared.
+    """Open the corpora of `folders`, as far as they are prepared.
 
     Args:
-        folders: where they lie.
-        dataset: what they are of, so that a machine that has nothing yet of one that lies elsewhere can begin to, and
-            a process knows the secrets of its URL.
+        folders: the prepared folder of each corpus.
+        dataset: the settings that they were prepared from. A machine needs them to create the local folder of a
+            corpus at a URL, and a process to know that URL's credentials.
     """
     parts = dataset.corpora() if dataset is not None else {}
     for name, folder in folders.items():
@@ -94,15 +97,15 @@ def open_corpora(folders: Folders, dataset: Dataset | None = None) -> dict[str, 
 
 
 def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> RowMixture:
-    """All rows that a run may read.
+    """Return the mixture of all rows that a run may read.
 
     Args:
-        dataset: how they are mixed.
-        training: how long a row is, and the seed.
-        corpora: what they come from.
+        dataset: the weights and the order.
+        training: the row length and the seed.
+        corpora: the opened corpora.
 
     Raises:
-        ConfigError: for weights that can't be.
+        ConfigError: when the weights are invalid.
     """
     parts = dataset.corpora()
     rows = tuple(_sequences(name, part, training, corpora[name]) for name, part in parts.items())
@@ -110,27 +113,23 @@ def build_mixture(dataset: Dataset, training: Training, corpora: Corpora) -> Row
 
 
 def data_digest(mix: RowMixture) -> str:
-    """The identity of all corpora of a run and of the order in which each is read."""
+    """Return the digest of all corpora of a run and of the order in which each is read."""
     if len(mix.sources) == 1:
         return mix.sources[0].corpus.digest
     return content_digest({rows.name: rows.identity for rows in mix.sources})
 
 
 def check_epochs(dataset: Dataset, training: Training, mix: RowMixture) -> None:
-    """Refuse to read a corpus more often than it may be.
-
-    Raises:
-        ConfigError: naming the corpus, and how often it would be read.
-    """
+    """Raise ConfigError when the run reads a corpus for more epochs than `dataset.epochs` allows."""
     for part, rows, read in zip(
         dataset.corpora().values(), mix.sources, mix.reads(training.rows_before(training.steps + 1)), strict=True
     ):
-        there = rows.split.rows(training.seq_len)
-        if part.epochs is not None and rows.corpus.complete and read > part.epochs * there:
+        size = rows.split.rows(training.seq_len)
+        if part.epochs is not None and rows.corpus.complete and read > part.epochs * size:
             where = "dataset" if len(mix.sources) == 1 else f"dataset.sources.{rows.name}"
             raise ConfigError(
-                f"{where}.epochs={part.epochs:g}: training.steps={training.steps} reads {rows.name} {read / there:.2f} "
-                "times; give fewer steps, less weight, or more epochs."
+                f"{where}.epochs={part.epochs:g}: training.steps={training.steps} reads {rows.name} {read / size:.2f} "
+                "times; decrease the steps or its weight, or increase the epochs."
             )
 
 
@@ -150,7 +149,7 @@ def _phases(dataset: Dataset, training: Training, names: list[str]) -> tuple[Mix
 
 
 def _skip(dataset: Dataset) -> tuple[tuple[int, int], ...]:
-    """The ranges to skip in order, those that touch as one."""
+    """Return the ranges to skip in order; adjacent ones are merged."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(dataset.skip):
         if merged and first <= merged[-1][1] + 1:

@@ -1,8 +1,8 @@
-"""What a source of documents is: the interface between where text comes from and how it is prepared.
+"""The interface of a source of documents: what the preparation reads, wherever the text comes from.
 
-A source is divided into parts, which are read independently of each other, each front to back: so several processes and
-several jobs can share the work, and one that was killed begins with the next part. What comes of a part depends on the
-source's content only.
+A source is divided into parts, which are read independently of each other, each from its beginning: several processes
+and several jobs share the work, and a killed job restarts without the finished ones. The documents of a part depend on
+the source's content only.
 
 Your own source is a subclass with a name, a digest and documents:
 
@@ -16,7 +16,7 @@ Your own source is a subclass with a name, a digest and documents:
             yield "Roses are red,\\n..."
 
 and a dataclass that builds it (see `titan.dataset.schema`), which `_target_` names in a YAML file of `dataset/` in a
-folder of $TITAN_CONF; `modules=[...]` has to name its module. docs/data.md shows all of it.
+folder of $TITAN_CONF; `modules=[...]` must name its module. docs/data.md has a complete example.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source that is read by itself.
+    """A piece of a source that is read independently.
 
     Attributes:
-        name: what messages call it; no two parts of a source have the same.
-        bytes: about how many bytes are read for it; 0 when unknown.
-        place: whatever the source needs to find it again; must survive pickling.
+        name: unique in the source; used in messages.
+        bytes: the approximate number of bytes to read; 0 when unknown.
+        place: what the source needs to find the part again; must be picklable.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Turn:
-    """A stretch of a document that is made of several.
+    """A segment of a document, such as a message of a chat.
 
     Attributes:
         text: its text.
         trained: whether its tokens count in the loss.
-        special: whether what spells special tokens in it becomes them: of a template, never of content.
+        special: whether the names of special tokens are encoded as special tokens: for a template's markup only.
     """
 
     text: str
@@ -64,23 +64,23 @@ class Turn:
 
 @dataclass(frozen=True)
 class Skip:
-    """A document that is left out: `reason` is a word or two that the report counts, `where` tells one place."""
+    """A skipped document: the report counts them by `reason` and shows the first `where`."""
 
     reason: str
     where: str = ""
 
 
 Document = str | tuple[Turn, ...] | NDArray[Any] | Skip
-"""Text; turns; of a source of tokens a one-dimensional array of ids; or what was left out."""
+"""Text; turns; for a source of tokens a one-dimensional array of ids; or a skipped document."""
 
 
 class Source(ABC):
-    """A corpus. It is pickled to the processes that read it, so it holds settings and no open files.
+    """A corpus. It is pickled for the processes that read it, so it holds settings and no open files.
 
     Attributes:
-        name: a word for it, which becomes part of a folder's name.
-        vocab_size: of a source of tokens, one more than the largest id; None for a source of text.
-        masked: whether some tokens don't count in the loss: whether documents may be turns.
+        name: part of the prepared folder's name.
+        vocab_size: for a source of tokens, one more than the largest id; None for a source of text.
+        masked: whether documents may be turns, some of which don't count in the loss.
     """
 
     name: str
@@ -89,19 +89,19 @@ class Source(ABC):
 
     @abstractmethod
     def digest(self, memo: Path | None = None) -> str:
-        """The identity of the content and of how it is divided, in hexadecimal: 16 digits or more.
+        """Return the digest of the content and its division into parts, in hexadecimal: 16 digits or more.
 
         Args:
-            memo: a folder to remember parts of it in; see `titan.dataset.sources.files`.
+            memo: a folder in which to cache digests of files; see `titan.dataset.sources.files`.
         """
 
     def parts(self) -> Sequence[Part]:
-        """The parts, in the source's order; they depend on its content only."""
+        """Return the parts in the source's order; they depend on its content only."""
         return [Part(self.name)]
 
     @abstractmethod
     def documents(self, part: Part) -> Iterator[Document]:
-        """The documents of a part, always in the same order.
+        """Yield the documents of a part, always in the same order.
 
         Raises:
             ConfigError: when the part can't be read.
@@ -109,6 +109,6 @@ class Source(ABC):
 
 
 def content_digest(*values: Any, **more: Any) -> str:
-    """A digest of plain values, for sources whose content follows from them."""
+    """Return a digest of plain values, for sources whose content is determined by them."""
     text = json.dumps([values, more], sort_keys=True)
     return blake2b(text.encode(), digest_size=32).hexdigest()

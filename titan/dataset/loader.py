@@ -1,9 +1,9 @@
-"""From rows to batches: this rank's share of each step, read ahead by a background thread.
+"""Batches of one rank: its rows of each step, read ahead by a background thread.
 
-A step consists of consecutive rows; `titan.dataset.mixture` says which they are. Rank r of R takes the r-th run of
-ceil(n / R) of them and lays it out in micro-batches of equal size. Places that are left over hold rows of weight zero,
-so every rank has the same shapes whatever the numbers. Nothing depends on what was read before: a restart is a loader
-with another `step`, under any number of ranks.
+A step consists of consecutive row numbers; `titan.dataset.mixture` maps them to rows. Rank r of R reads the r-th block
+of ceil(n / R) of them and lays it out as micro-batches of equal size. Unused slots hold rows of weight zero, so all
+ranks have the same shapes. Nothing depends on earlier reads: a restart is a loader with another `step`, on any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from titan.parallelism.data_shard import DataShard
 from titan.training.schema import Training
 
 IGNORED = -100
-"""The target of a token that doesn't count (torch's `ignore_index`)."""
+"""The target of a token that doesn't count in the loss (torch's `ignore_index`)."""
 TOKENS, TARGETS, POSITIONS, DOCUMENTS = range(4)
-"""The fields of a batch. The last two are there where attention stays inside of documents."""
+"""The fields of a batch. The last two exist only with document masks."""
 
 _ORDER_BLOCK = 4096
 _POLL_SECONDS = 0.5
-_TELL_SECONDS = 20.0
+_LOG_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a rank's rows lie in micro-batches.
+    """The shape of a rank's micro-batches.
 
     Attributes:
-        microbatches: of the smallest step.
-        rows: of a micro-batch; a larger step has more micro-batches.
-        seq_len: tokens of a row.
+        microbatches: number of micro-batches of the smallest step; a larger step has more.
+        rows: rows per micro-batch.
+        seq_len: tokens per row.
     """
 
     microbatches: int
@@ -53,7 +53,7 @@ class Shape:
     seq_len: int
 
     def of(self, slots: int) -> tuple[int, int, int]:
-        """Micro-batches, rows and tokens for `slots` places."""
+        """Return (micro-batches, rows, tokens) for `slots` rows."""
         return max(self.microbatches, -(-slots // self.rows)), self.rows, self.seq_len
 
 
@@ -65,14 +65,14 @@ class Batch:
         fields: int32 [2 or 4, microbatches, rows, seq_len]: tokens (0 in rows of weight zero), targets (the token that
             follows; `IGNORED` where there is nothing to predict), and with document masks each token's position in its
             document and the document's number in the row.
-        first, last: the numbers of the whole step's first and last row; what is skipped has a number, too.
-        read: rows that are read when this step is done.
-        hash: in [0, 2**64), over the rows read here; the sum modulo 2**64 over ranks is the same under every layout.
-        valid: how many targets of the rows read here count.
-        pairs: pairs of tokens that attention computes with, as if it were not causal: the squared lengths of the
-            documents' parts in the rows read here, or of the rows.
+        first, last: the numbers of the whole step's first and last row; skipped rows have numbers too.
+        read: number of rows read in total when this step is done.
+        hash: in [0, 2**64), over this rank's rows; the sum modulo 2**64 over ranks is the same under every layout.
+        valid: number of targets of this rank's rows that count in the loss.
+        pairs: number of query-key pairs of attention without the causal mask: the sum of the squared lengths of the
+            documents in this rank's rows, or of the rows.
         wait_seconds: how long `next` waited for this batch.
-        void: it stands for a batch that was not waited for any longer: the step is none.
+        void: whether waiting for the data was stopped: the batch is empty and the step doesn't count.
     """
 
     fields: NDArray[np.int32]
@@ -87,37 +87,37 @@ class Batch:
 
     @property
     def tokens(self) -> NDArray[np.int32]:
-        """[microbatches, rows, seq_len]."""
+        """The input ids: int32 [microbatches, rows, seq_len]."""
         tokens: NDArray[np.int32] = self.fields[TOKENS]
         return tokens
 
     @property
     def targets(self) -> NDArray[np.int32]:
-        """[microbatches, rows, seq_len]."""
+        """The target ids: int32 [microbatches, rows, seq_len]."""
         targets: NDArray[np.int32] = self.fields[TARGETS]
         return targets
 
 
 def row_hash(number: int, row: NDArray[Any]) -> int:
-    """64 bits of BLAKE2b over a row's number and its stored tokens."""
+    """Return 64 bits of BLAKE2b over a row's number and its stored tokens."""
     digest = blake2b(number.to_bytes(8, "little"), digest_size=8)
     digest.update(np.ascontiguousarray(row).data)
     return int.from_bytes(digest.digest(), "little")
 
 
 class Reader:
-    """Lays rows out as fields: tokens, targets and, with document masks, positions and documents."""
+    """Writes rows into fields: tokens, targets and, with document masks, positions and documents."""
 
     def __init__(self, seq_len: int, documents: bool) -> None:
-        """Read rows of `seq_len` tokens, apart by `documents` or not."""
+        """Read rows of `seq_len` tokens, with document masks if `documents`."""
         self.seq_len, self.documents = seq_len, documents
 
     def room(self, shape: tuple[int, ...]) -> NDArray[np.int32]:
-        """Fields [2 or 4, *shape] that hold nothing yet."""
+        """Return uninitialised fields [2 or 4, *shape]."""
         return np.empty((4 if self.documents else 2, *shape), dtype=np.int32)
 
     def blank(self, fields: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The same fields, as of rows of weight zero."""
+        """Fill the fields with rows of weight zero and return them."""
         fields[:] = 0
         fields[TARGETS] = IGNORED
         if self.documents:
@@ -128,14 +128,14 @@ class Reader:
         """Write one row into fields [2 or 4, seq_len].
 
         Args:
-            into: the row's place.
-            split: where it is.
-            row: which of its rows.
-            masked: whether some of its tokens don't count.
+            into: the row's fields.
+            split: the split to read.
+            row: the index of the row in the split.
+            masked: whether the corpus has a loss mask.
 
         Returns:
-            The stored tokens [seq_len + 1], how many targets count, and the pairs of tokens that attention computes
-            with.
+            The stored tokens [seq_len + 1], the number of targets that count, and the number of attention pairs (see
+            `Batch.pairs`).
         """
         start, length = row * self.seq_len, self.seq_len
         stored = split.read(start, length + 1)
@@ -147,7 +147,7 @@ class Reader:
         return stored, valid, pairs
 
     def _divide(self, into: NDArray[np.int32], begins: NDArray[np.int64]) -> int:
-        """Keep documents apart, which begin at `begins` beside 0; the pairs of tokens inside of them."""
+        """Separate the documents, which begin at 0 and `begins`; return the number of attention pairs inside them."""
         into[TARGETS][begins - 1] = IGNORED
         inside = begins[begins < self.seq_len]
         bounds = np.concatenate(([0], inside, [self.seq_len]))
@@ -158,7 +158,7 @@ class Reader:
 
 
 class Loader:
-    """Yields the batches of one rank, step after step without end. Use as a context manager, or `close()` it."""
+    """Yields the batches of one rank, step after step without end. Use it as a context manager, or `close()` it."""
 
     def __init__(
         self,
@@ -178,17 +178,17 @@ class Loader:
         """Start reading ahead, at most `prefetch` batches.
 
         Args:
-            mix: the rows.
-            training: how many of them a step reads.
-            share: which of a step's rows are this rank's.
-            shape: how they lie.
+            mix: the rows of the run.
+            training: the number of rows of each step.
+            share: this rank's share of a step's rows.
+            shape: the shape of its micro-batches.
             step: the first step.
-            prefetch: batches read ahead.
-            documents: keep documents apart.
-            read: whether rows are read here; otherwise fields are empty, to be filled by the rank that reads.
+            prefetch: number of batches to read ahead.
+            documents: whether to add document masks.
+            read: whether this rank reads; otherwise its fields are blank, to be received from the rank that reads.
             patience: seconds to wait for data that are being prepared.
-            tell: called now and then while `next` waits for such data.
-            stopped: asked while `next` waits for such data; then it gives a void batch in place of the one due.
+            tell: called with a log line every 20 seconds while `next` waits for such data.
+            stopped: polled while `next` waits for such data; when it is true, `next` returns a void batch.
 
         Raises:
             ValueError: when a number is below one.
@@ -207,15 +207,15 @@ class Loader:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Batch]:
-        """Itself."""
+        """Return the loader itself."""
         return self
 
     def __next__(self) -> Batch:
-        """The next step's batch.
+        """Return the next step's batch.
 
         Raises:
             RuntimeError: after `close()`.
-            Exception: what the background thread met, each time from then on.
+            Exception: the background thread's error, at every call after it.
         """
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
@@ -230,13 +230,13 @@ class Loader:
         return dataclasses.replace(item, wait_seconds=time.perf_counter() - start)
 
     def close(self) -> None:
-        """End the background thread; harmless when repeated."""
+        """Stop the background thread; may be called again."""
         self._closed.set()
         self._room.release()
         self._thread.join()
 
     def __enter__(self) -> Loader:
-        """Itself."""
+        """Return the loader itself."""
         return self
 
     def __exit__(
@@ -246,21 +246,21 @@ class Loader:
         self.close()
 
     def _get(self) -> Batch | BaseException:
-        """What is next, however long it takes; says now and then what it waits for."""
-        pause, told = 2 * _POLL_SECONDS, -math.inf
+        """Wait for the next item and log what it waits for."""
+        pause, logged = 2 * _POLL_SECONDS, -math.inf
         while not self._given_up:
             try:
                 return self._ready.get(timeout=pause)
             except queue.Empty:
                 self._given_up = self._waiting is not None and self._stopped()
-                if self._waiting and time.monotonic() >= told + _TELL_SECONDS:
+                if self._waiting and time.monotonic() >= logged + _LOG_SECONDS:
                     self._tell(f"waiting for data: {self._waiting}")
-                    told = time.monotonic()
+                    logged = time.monotonic()
                 pause = _POLL_SECONDS
-        return self._void()  # from now on: what comes after a step that was none is none either
+        return self._void()  # from now on: all steps after a void one are void
 
     def _void(self) -> Batch:
-        """A batch of nothing in place of the next one."""
+        """Return a blank batch for the next step."""
         rows = self._training.phase(self._given + 1).rows
         before = self._training.rows_before(self._given + 1)
         fields = self._reader.blank(self._reader.room(self._shape.of(self._share.slots(rows))))
@@ -275,13 +275,13 @@ class Loader:
                 self._ready.put(self._batch(step, numbers, which, rows))
         except _Closed:
             pass
-        except BaseException as error:  # handed over: next() raises it where someone can act on it
+        except BaseException as error:  # next() raises it in the caller's thread
             self._ready.put(error)
 
     def _steps(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
-        """This rank's rows of each step: their numbers, corpora and rows there.
+        """Yield this rank's rows of each step: their numbers, corpora and rows in the corpora.
 
-        They are located for many steps at once, because a call has a fixed cost; but not beyond what is published.
+        Many steps are located at once, because a call has a fixed cost; while data are being prepared only one is.
         """
         step, nothing = self._step, np.empty(0, np.int64)
         live = not all(rows.corpus.complete for rows in self._mix.sources)
@@ -298,12 +298,12 @@ class Loader:
             step += steps
 
     def _own(self, step: int) -> NDArray[np.int64]:
-        """Which of the rows that the run reads, counted from 0, are this rank's in `step`."""
+        """Return the positions of this rank's rows of `step` among all rows that the run reads, from 0."""
         own = self._share.rows(self._training.phase(step).rows)
         return np.arange(own.start, own.stop, dtype=np.int64) + self._training.rows_before(step)
 
     def _wait(self, line: str) -> None:
-        """Called while rows are not there yet."""
+        """Wait a moment for rows that are still being prepared."""
         if self._waiting is None:
             self._since = time.monotonic()
         self._waiting = line
@@ -312,10 +312,10 @@ class Loader:
         for rows in self._mix.sources:
             rows.corpus.check_alive()
         if time.monotonic() - self._since > self._patience:
-            raise RunError(f"waited {self._patience:.0f} s for data: {line}; prepare more of it first, then resume.")
+            raise RunError(f"waited {self._patience:.0f} s for data: {line}; prepare more data, then resume.")
 
     def _batch(self, step: int, numbers: NDArray[np.int64], which: NDArray[np.int64], rows: NDArray[np.int64]) -> Batch:
-        """The batch of a step, of which this rank has the rows `numbers`."""
+        """Return the batch of a step, of which this rank reads the row numbers `numbers`."""
         self._waiting = None
         phase, before = self._training.phase(step), self._training.rows_before(step)
         fields = self._reader.room(self._shape.of(self._share.slots(phase.rows)))
@@ -330,13 +330,13 @@ class Loader:
 
 
 class _Closed(Exception):
-    """The loader was closed while it waited."""
+    """Raised in the background thread when the loader is closed."""
 
 
 def fixed_rows(split: Split, seq_len: int, rows: int, documents: bool, masked: bool) -> NDArray[np.int32]:
-    """The first `rows` rows of a split, or as many as it has: fields [2 or 4, rows, seq_len], see `Batch`.
+    """Return the first `rows` rows of a split, or all if it has fewer: fields [2 or 4, rows, seq_len], see `Batch`.
 
-    Documents were shuffled when prepared, so the first rows are a fair sample.
+    Documents are shuffled when they are prepared, so the first rows are a fair sample.
     """
     reader = Reader(seq_len, documents)
     fields = reader.room((min(rows, split.rows(seq_len)), seq_len))

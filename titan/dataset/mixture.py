@@ -1,18 +1,18 @@
-"""Which row of which corpus stands at each place: mixtures, stages, what is skipped. Pure functions of an index.
+"""Map row numbers to rows of corpora: mixtures, their stages, and skipped rows. Pure functions of an index.
 
-The rows that a run reads are numbered from 0 on, and a row's number says all: the stage it belongs to, its corpus, and
-which row of that corpus in the order of `titan.dataset.permutation`. Nothing is kept from one row to the next, so any
-number of ranks finds the same rows, and a restart needs to know how many were read.
+The rows that a run reads are numbered from 0, and the number determines the stage, the corpus, and the row of that
+corpus in the order of `titan.dataset.permutation`. There is no other state, so any number of ranks finds the same rows,
+and a restart needs only the number of rows read.
 
-Within a stage each block of `BLOCK` numbers has a fixed share of rows for each corpus. The rows of a corpus are spread
-evenly over the block, from a start that the seed and its content give, so that any stretch of it is mixed in these
-shares, too, to a row or two for each corpus. So the order in which corpora are named doesn't matter, nor their names,
-nor others that a stage has no rows of.
+Within a stage each block of `BLOCK` numbers has a fixed number of rows of each corpus. The rows of a corpus are spread
+evenly over the block, with an offset computed from the seed and the corpus's digest, so that any part of a block has
+the same proportions, within one or two rows per corpus. The corpora's names and their order don't matter, nor do
+corpora without rows in the stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
@@ -22,26 +22,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.permutation import GOLDEN, Permutation, hash64
+from titan.dataset.proportions import BLOCK
 from titan.dataset.shards import Corpus, Split
 from titan.errors import ConfigError, RunError
 
-BLOCK = 10_000
-"""Numbers of a block: weights count to a ten-thousandth."""
-
 Wait = Callable[[str], None]
-"""Told why a row is not there yet; called again and again until it is, and may raise."""
+"""Called with the reason while a row is not prepared yet, until it is; may raise."""
 
 
 @dataclass
 class TokenSequences:
-    """The rows of a corpus in their order; of one that is being prepared, those that are there.
+    """The rows of a corpus in reading order, as far as the corpus is prepared.
 
     Attributes:
-        name: what the user calls it.
-        corpus: the prepared data; replaced by more of the same as it comes.
-        seq_len: tokens of a row.
-        seed, block, window: of the order; the window in rows.
-        epochs: how often it may be read at most; None: any number of times.
+        name: the corpus's name in the configuration.
+        corpus: the prepared data; reopened as more of it is prepared.
+        seq_len: tokens per row.
+        seed, block, window: see `titan.dataset.permutation.Permutation`; the window is in rows.
+        epochs: the maximum number of passes; None: unlimited.
     """
 
     name: str
@@ -54,14 +52,14 @@ class TokenSequences:
 
     @property
     def split(self) -> Split:
-        """The tokens to train on."""
+        """The training split."""
         return self.corpus.train
 
     def at(self, index: NDArray[np.int64], wait: Wait | None = None) -> NDArray[np.int64]:
-        """The rows at `index`, counted over epochs; `wait` is called while they are not there yet."""
-        while not self._there(index):
+        """Return the rows at `index`, counted over epochs; call `wait` while they are not prepared yet."""
+        while not self._is_prepared(index):
             if wait is None:
-                raise ConfigError(f"{self._progress()}; wait for it, or look at rows that come earlier.")
+                raise ConfigError(f"{self._progress()}; wait until it is complete, or choose earlier rows.")
             wait(self._progress())
             self.corpus = self.corpus.again()
             if self.corpus.complete:
@@ -70,29 +68,34 @@ class TokenSequences:
         return Permutation(max(1, rows), self.seed, self.block, self.window).rows_at(index)
 
     def _check_enough(self, index: NDArray[np.int64]) -> None:
-        """What could not be checked before the corpus was complete."""
+        """Raise RunError when the corpus, now complete, has too few rows; this can't be checked earlier."""
         rows = self.split.rows(self.seq_len)
         if rows < 1:
-            raise RunError(f"{self.name} has only {self.split.tokens} tokens, less than a row of {self.seq_len}.")
+            raise RunError(
+                f"{self.name} has {self.split.tokens} tokens, fewer than one row of {self.seq_len}; give more text or "
+                "decrease training.seq_len."
+            )
         if self.epochs is not None and index.size and index.max() >= self.epochs * rows:
             most = f"{self.epochs:g} time{'s' * (self.epochs != 1)}"
-            raise RunError(f"{self.name} has {rows:,} rows, and may be read {most}; give fewer steps, or more epochs.")
+            raise RunError(
+                f"{self.name} has {rows:,} rows and may be read {most}; decrease training.steps or increase its epochs."
+            )
 
     @property
     def identity(self) -> str:
-        """What it is, and how its rows keep together: the seed apart."""
+        """The corpus's digest with the blocks and windows of its order, without the seed."""
         block = f", in blocks of {self.block}" if self.block > 1 else ""
         window = f", in windows of {self.window}" if self.window else ""
         return f"{self.corpus.digest}{block}{window}"
 
     def facts(self) -> str:
-        """What decides which row an index is."""
+        """Return everything that determines the row at an index, as text."""
         block = f", in blocks of {self.block}" if self.block > 1 else ""
         window = f", in windows of {self.window}" if self.window else ""
         return f"{self.corpus.digest} in rows of {self.seq_len}{block}{window}, seed {self.seed}"
 
-    def _there(self, index: NDArray[np.int64]) -> bool:
-        """Whether the windows of all these rows are complete."""
+    def _is_prepared(self, index: NDArray[np.int64]) -> bool:
+        """Return whether the windows of all these rows are complete."""
         if self.corpus.complete or not index.size:
             return True
         if self.window is None:
@@ -100,13 +103,13 @@ class TokenSequences:
         return (int(index.max()) // self.window + 1) * self.window <= self.split.rows(self.seq_len)
 
     def _progress(self) -> str:
-        done, units = self.corpus.units
-        return f"{self.name} is still being prepared: {done} of {units} units, {self.split.tokens:,} tokens, are there"
+        done, shards = self.corpus.units
+        return f"{self.name} is still being prepared: {done} of {shards} shards, {self.split.tokens:,} tokens, are done"
 
 
 @dataclass(frozen=True)
 class MixturePhase:
-    """From row number `first` on, each block holds `quotas[k]` rows of corpus k; together `BLOCK`."""
+    """A stage: from row number `first` on, each block has `quotas[k]` rows of corpus k, in total `BLOCK`."""
 
     first: int
     quotas: tuple[int, ...]
@@ -118,9 +121,9 @@ class RowMixture:
 
     Attributes:
         sources: the corpora.
-        stages: in order, the first from row 0 on.
-        skip: ranges of row numbers that are left out, both ends included; in order, apart from each other.
-        seed: of the mixture.
+        stages: in order; the first begins at row 0.
+        skip: ranges of row numbers to skip, ends included; in order and disjoint.
+        seed: the seed of the mixture.
     """
 
     sources: tuple[TokenSequences, ...]
@@ -130,17 +133,17 @@ class RowMixture:
 
     @cached_property
     def keys(self) -> tuple[int, ...]:
-        """A number for each corpus by what it is; of several that are the same, by which of them it is."""
+        """A 64-bit key of each corpus, from its identity; repeated corpora get different keys."""
         seen: dict[str, int] = {}
         keys = []
         for rows in self.sources:
-            seen[rows.identity] = turn = seen.get(rows.identity, 0) + 1
-            keys.append(int.from_bytes(blake2b(f"{rows.identity} {turn}".encode(), digest_size=8).digest(), "little"))
+            seen[rows.identity] = count = seen.get(rows.identity, 0) + 1
+            keys.append(int.from_bytes(blake2b(f"{rows.identity} {count}".encode(), digest_size=8).digest(), "little"))
         return tuple(keys)
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """How many rows of each corpus come before each stage."""
+        """The number of rows of each corpus before each stage."""
         starts = [(0,) * len(self.sources)]
         for number, (stage, following) in enumerate(pairwise(self.stages)):
             counts = self._counts(number, following.first - stage.first)
@@ -148,7 +151,7 @@ class RowMixture:
         return tuple(starts)
 
     def numbers(self, read: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers of the rows that are read as the 0th, 1st, 2nd, ...: what is skipped has none."""
+        """Return the row numbers of the 0th, 1st, 2nd, ... row that is read: skipped numbers are left out."""
         numbers = read.copy()
         for first, last in self.skip:
             numbers[numbers >= first] += last - first + 1
@@ -157,11 +160,11 @@ class RowMixture:
     def locate(
         self, numbers: NDArray[np.int64], wait: Wait | None = None
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The corpus of each row number, and the row of that corpus; two arrays of the same shape.
+        """Return the corpus of each row number and the row of that corpus, as two arrays of the same shape.
 
         Args:
             numbers: any shape, none negative.
-            wait: see `Rows.at`.
+            wait: see `TokenSequences.at`.
         """
         flat = numbers.reshape(-1)
         which, index = self._indices(flat)
@@ -172,7 +175,7 @@ class RowMixture:
         return which.reshape(numbers.shape), rows.reshape(numbers.shape)
 
     def reads(self, rows: int) -> tuple[int, ...]:
-        """How many rows of each corpus are among the first `rows` that are read."""
+        """Return the number of rows of each corpus among the first `rows` that are read."""
         end = self._end(rows)
         left_out = [(first, min(last + 1, end)) for first, last in self.skip if first < end]
         every = np.array(self._before(end))
@@ -181,7 +184,7 @@ class RowMixture:
         return tuple(every.tolist())
 
     def fingerprint(self, rows: int) -> str:
-        """What decides the first `rows` rows that are read, and nothing that comes later."""
+        """Return everything that determines the first `rows` rows, and nothing that affects only later ones."""
         end = max(1, self._end(rows))
         stages = [stage for stage in self.stages if stage.first < end]
         used = [k for k in range(len(self.sources)) if any(stage.quotas[k] for stage in stages)]
@@ -194,11 +197,11 @@ class RowMixture:
         return "; ".join([*facts, *(f"without rows {rows}" for rows in skipped)])
 
     def _end(self, rows: int) -> int:
-        """One more than the number of the last of the first `rows` rows that are read."""
+        """Return one more than the row number of the last of the first `rows` rows that are read."""
         return int(self.numbers(np.array([rows - 1]))[0]) + 1 if rows else 0
 
     def _before(self, number: int) -> tuple[int, ...]:
-        """How many rows of each corpus have a smaller number, those that are skipped included."""
+        """Return the number of rows of each corpus with a smaller row number, skipped ones included."""
         stage = max(i for i, stage in enumerate(self.stages) if stage.first <= number)
         counts = self._counts(stage, number - self.stages[stage].first)
         return tuple(a + b for a, b in zip(self.starts[stage], counts, strict=True))
@@ -213,7 +216,7 @@ class RowMixture:
         return which, index
 
     def _in_stage(self, number: int, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The corpus at each place of a stage, and which of that corpus's rows in a row it is."""
+        """Return the corpus at each offset in a stage, and the index among that corpus's rows."""
         quotas = self.stages[number].quotas
         if max(quotas) == BLOCK:
             only = quotas.index(BLOCK)
@@ -229,7 +232,7 @@ class RowMixture:
         return which, index
 
     def _counts(self, number: int, places: int) -> tuple[int, ...]:
-        """How many rows of each corpus are among the first `places` of a stage."""
+        """Return the number of rows of each corpus among the first `places` rows of a stage."""
         quotas = self.stages[number].quotas
         blocks, rest = divmod(places, BLOCK)
         if max(quotas) == BLOCK:
@@ -243,10 +246,10 @@ class RowMixture:
 def pattern(
     quotas: tuple[int, ...], keys: tuple[int, ...], seed: int, stage: int, block: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The corpus of each slot of a block, and which of that corpus's rows in the block it is: two arrays [BLOCK].
+    """Return the corpus of each slot of a block and the index among its rows in the block: two arrays [BLOCK].
 
-    The i-th of a corpus's n rows lies at (i + u) / n of the block, u in [0, 1) from the seed and the corpus's key; rows
-    stand in the order of these places.
+    The i-th of a corpus's n rows has the position (i + u) / n in the block, with u in [0, 1) from the seed and the
+    corpus's key; rows are sorted by position.
     """
     place = np.array([(seed * 3 + stage * GOLDEN + block + 1) % 2**64], dtype=np.uint64)
     starts = (hash64(hash64(place) ^ hash64(np.array(keys, dtype=np.uint64))) >> np.uint64(11)).astype(
@@ -256,29 +259,3 @@ def pattern(
     ranks = np.concatenate([np.arange(quota) for quota in quotas])
     order = np.argsort((ranks + starts[sources]) / np.array(quotas)[sources], kind="stable")
     return sources[order], ranks[order]
-
-
-def block_counts(weights: Mapping[str, float], names: Sequence[str], setting: str) -> tuple[int, ...]:
-    """Rows of a block for each of `names`, in proportion to their weights, by largest remainder.
-
-    Raises:
-        ConfigError: for a name that there is not, a weight that is negative or too small, or none above zero.
-    """
-    unknown = sorted(set(weights) - set(names))
-    if unknown:
-        raise ConfigError(
-            f"{setting}: there is no source {unknown[0]!r} (there are {', '.join(names)}); correct the name."
-        )
-    values = [float(weights.get(name, 0)) for name in names]
-    total = sum(values)
-    if not all(0 <= value < float("inf") for value in values) or not total > 0:
-        raise ConfigError(f"{setting}: weights must be zero or more, and one above zero; mend them.")
-    exact = [BLOCK * value / total for value in values]
-    whole = [int(share) for share in exact]
-    by_rest = sorted(range(len(exact)), key=lambda k: (whole[k] - exact[k], names[k]))
-    for k in by_rest[: BLOCK - sum(whole)]:
-        whole[k] += 1
-    for name, value, rows in zip(names, values, whole, strict=True):
-        if value and not rows:
-            raise ConfigError(f"{setting}: {name} has less than one row in {BLOCK:,}; give it more, or leave it out.")
-    return tuple(whole)

@@ -1,13 +1,13 @@
 """The order in which rows are read: a pure function from a global row index to a row of the corpus.
 
-Index `i` belongs to epoch `i // rows`; within an epoch a keyed permutation of [0, rows) says which row it is. The
-permutation is computed, not stored: a balanced Feistel network (Luby and Rackoff 1988) over the smallest even number of
-bits that holds the rows, walked along its cycle until it falls inside them (Black and Rogaway 2002, "Ciphers with
-arbitrary finite domains"). So any rank finds any row at once, and to resume is to know one number.
+Index `i` belongs to epoch `i // rows`; within an epoch a keyed permutation of [0, rows) gives the row. The permutation
+is computed, not stored: a balanced Feistel network (Luby and Rackoff 1988) over the smallest even number of bits that
+holds the rows, with cycle walking until the result is below `rows` (Black and Rogaway 2002, "Ciphers with arbitrary
+finite domains"). Any rank computes any row in constant time, and a resume needs one number.
 
-Rows may keep together in blocks, of which the permutation is then, and in each block another one: where every read
-costs much, such as in an object store, one fetch serves a block. And they may change places inside of windows only, in
-the corpus's sequence: so a corpus can be read while it is still being written.
+With `block`, whole blocks of neighbouring rows are permuted, and the rows within each block: for storage with expensive
+reads, such as an object store, where one fetch serves a block. With `window`, rows are permuted only within windows of
+the corpus's sequence, so that a corpus can be read while it is still being prepared.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from titan.errors import ConfigError
 
 VERSION = 1
-"""The version of the order: another one reads the same data in another sequence."""
+"""The version of the order: another version reads the same data in another order."""
 
 ROUNDS = 8
 GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _WINDOW, _INNER = 0x57494E444F57, 0x424C4F434B
-"""What sets apart the keys of a window, and those inside of a block."""
+"""Constants that separate the keys of windows and of rows within blocks."""
 
 
 def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -43,13 +43,13 @@ def hash64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Permutation:
-    """The order of the epochs of `rows` rows under `seed`.
+    """The order of all epochs of `rows` rows for a seed.
 
     Attributes:
-        rows: how many there are.
-        seed: which order.
-        block: so many neighbours keep together.
-        window: rows change places inside of so many neighbours; None: among all.
+        rows: number of rows.
+        seed: selects the order.
+        block: number of neighbouring rows that stay together.
+        window: number of neighbouring rows that are permuted among each other; None: all rows.
 
     Raises:
         ValueError: when `rows` is not in [1, 2**62], or `block` or `window` is below one.
@@ -61,14 +61,14 @@ class Permutation:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that the arithmetic doesn't hold."""
+        """Raise ValueError when a number is out of range."""
         if not 1 <= self.rows <= 2**62:
             raise ValueError(f"an order needs between 1 and 2**62 rows, not {self.rows}")
         if self.block < 1 or (self.window is not None and self.window < 1):
             raise ValueError(f"blocks of {self.block} rows and windows of {self.window}: at least one each")
 
     def rows_at(self, index: int | NDArray[Any]) -> NDArray[np.int64]:
-        """The rows at global `index` (any shape, values in [0, 2**63)), in the same shape.
+        """Return the rows at global `index` (any shape, values in [0, 2**63)), in the same shape.
 
         Raises:
             IndexError: when an index is negative.
@@ -83,7 +83,7 @@ class Permutation:
         return self._windows(position, key, self.window).astype(np.int64).reshape(index.shape)
 
     def _windows(self, position: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-        """The permutation inside each window; the last one may be shorter."""
+        """Permute within each window; the last window may be shorter."""
         number, inside = np.divmod(position, np.uint64(size))
         key = _keyed(key ^ np.uint64(_WINDOW), number)
         full = number < np.uint64(self.rows // size)
@@ -95,7 +95,7 @@ class Permutation:
         return out
 
     def _inside(self, position: NDArray[np.uint64], key: NDArray[np.uint64], rows: int) -> NDArray[np.uint64]:
-        """The permutation of [0, rows), of blocks and inside of them; again where the last block has no such row."""
+        """Permute [0, rows) by blocks and within blocks; repeat if the last block has no such row (cycle walking)."""
         if self.block == 1:
             return _permute(position, key, rows)
         blocks = -(-rows // self.block)
@@ -107,25 +107,25 @@ class Permutation:
         return out
 
     def _blocks(self, position: NDArray[np.uint64], key: NDArray[np.uint64], blocks: int) -> NDArray[np.uint64]:
-        """A permutation of the rows of whole blocks, which keeps blocks together."""
+        """Permute the rows of whole blocks so that each block stays together."""
         number, inside = np.divmod(position, np.uint64(self.block))
         number = _permute(number, key, blocks)
         inside = _permute(inside, _keyed(key ^ np.uint64(_INNER), number), self.block)
         return number * np.uint64(self.block) + inside
 
     def _key(self, epoch: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """The key of each index's epoch: [n]."""
+        """Return the key of each index's epoch: [n]."""
         seed = hash64(np.array([(self.seed + GOLDEN) & _MASK], dtype=np.uint64))
         return _keyed(seed, epoch)
 
 
 def _keyed(key: NDArray[np.uint64], number: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Another key for each number."""
+    """Derive a key for each number."""
     return hash64(key ^ hash64(number + np.uint64(1)))
 
 
 def _permute(x: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArray[np.uint64]:
-    """The permutation of [0, size) that each `key` stands for: encrypt, and again where the result lies outside."""
+    """Permute [0, size) by each `key`: encrypt, and repeat where the result is outside (cycle walking)."""
     steps = np.arange(1, ROUNDS + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     keys = hash64(key[None, :] + steps[:, None])
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -138,7 +138,7 @@ def _permute(x: NDArray[np.uint64], key: NDArray[np.uint64], size: int) -> NDArr
 
 
 def _feistel(x: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDArray[np.uint64]:
-    """A keyed bijection of the numbers of 2 * `half` bits."""
+    """Apply a keyed bijection of the numbers of 2 * `half` bits."""
     left, right = x >> np.uint64(half), x & np.uint64((1 << half) - 1)
     for key in keys:
         left, right = right, left ^ (hash64(right ^ key) >> np.uint64(64 - half))
@@ -146,30 +146,30 @@ def _feistel(x: NDArray[np.uint64], keys: NDArray[np.uint64], half: int) -> NDAr
 
 
 def state(rows_read: int, fingerprint: str) -> dict[str, Any]:
-    """What a checkpoint keeps of the data: the rows read so far, of which data, in which order."""
+    """Return a checkpoint's record of the data position: the rows read, the order's version, the data's fingerprint."""
     return {"rows": rows_read, "order": VERSION, "fingerprint": fingerprint}
 
 
 def check_state(state: Mapping[str, Any], fingerprint: Callable[[int], str]) -> int:
-    """The rows read so far, when `state` continues on this run's data.
+    """Return the number of rows read so far, after checking that `state` belongs to this run's data.
 
     Args:
-        state: what a checkpoint kept.
-        fingerprint: gives what decides the first so many rows of this run; see
-            `titan.dataset.mixture.RowMixture.fingerprint`.
+        state: the checkpoint's record (`state`).
+        fingerprint: returns the fingerprint of this run's first n rows
+            (`titan.dataset.mixture.RowMixture.fingerprint`).
 
     Raises:
-        ConfigError: when it was written under another version of the order or for other data.
+        ConfigError: when the order's version or the data differ.
     """
     if state.get("order") != VERSION:
         raise ConfigError(
-            f"the checkpoint reads data in order version {state.get('order')}, this titan in version {VERSION}: "
-            f"resume with the titan that wrote it, or start a new run."
+            f"the checkpoint reads data in order version {state.get('order')}, and this titan in version {VERSION}: "
+            f"resume with the version of titan that wrote it, or start a new run."
         )
     rows = int(state["rows"])
     if state.get("fingerprint") != fingerprint(rows):
         raise ConfigError(
-            f"the checkpoint was trained on data {state.get('fingerprint')}, this run reads data {fingerprint(rows)}: "
+            f"the checkpoint read data {state.get('fingerprint')}, and this run reads data {fingerprint(rows)}: "
             f"give the same dataset, tokenizer and training.seq_len, or start a new run."
         )
     return rows

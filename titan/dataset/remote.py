@@ -1,8 +1,7 @@
-"""Prepared data that lie elsewhere: a folder of the cache stands for them, and files come to it when first read.
+"""Prepared data at a URL: a folder of the cache mirrors them, and each file is fetched when it is first read.
 
-Any file system that fsspec knows can hold them (s3://, gs://, https://, file://, ...): what `titan.prepare` made,
-copied there as it is. A corpus never changes, so that a file that is here needs no look at the one there; another
-corpus at the same URL is another folder here.
+Any file system of fsspec works (s3://, gs://, https://, file://, ...); copy the folder that `titan.prepare` made. A
+corpus never changes, so a fetched file is never compared again; another corpus at the same URL gets another folder.
 """
 
 from __future__ import annotations
@@ -17,26 +16,27 @@ from typing import Any
 from titan.console.text import redact
 from titan.dataset.documents import content_digest
 from titan.errors import ConfigError, RunError
+from titan.files.atomic import atomic_file
 from titan.files.leases import remove_leftovers, temporary
 from titan.files.untrusted import check, file_name, parse_object
 
 ORIGIN = "origin.json"
-"""In a folder of the cache: where its files come from."""
+"""The file in a mirror that names its URL."""
 _CHUNK = 16 * 2**20
 _WHOLE: dict[str, str] = {}
-"""URLs with their secrets, which only this process knows, by what is written down of them."""
+"""URLs with credentials, by their redacted form: credentials are never written to disk."""
 
 
 def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
-    """The folder of the cache that stands for the prepared data at `url`, with all but the shards in it.
+    """Return the folder of the cache that mirrors the prepared data at `url`, with all files but the shards.
 
     Args:
-        url: a folder with a manifest.json, as fsspec names it.
-        cache: where prepared data are kept.
-        keep_gib: how much of the shards is kept here; what was fetched first goes first. None: all.
+        url: the fsspec URL of a folder with a manifest.json.
+        cache: the cache's folder.
+        keep_gib: the maximum size of the shards kept locally, in GiB; the oldest are removed first. None: unlimited.
 
     Raises:
-        ConfigError: when nothing of the kind is there.
+        ConfigError: when no prepared data can be read there.
     """
     url = url.rstrip("/")
     know(url)
@@ -52,32 +52,32 @@ def mirror(url: str, cache: Path, keep_gib: float | None = None) -> Path:
         for name in ("token_bytes.npy", *([file_name(tokenizer)] if tokenizer else [])):
             if not (folder / name).exists():
                 _download(url, folder, name)
-        with contextlib.suppress(OSError):  # there is one beside some tokenizer.json
+        with contextlib.suppress(OSError):  # only some tokenizers have one
             _download(url, folder, "tokenizer_config.json")
         _write(folder / "manifest.json", [manifest])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"dataset.path={url}: no prepared data can be read there ({type(error).__name__}: {error}); "
+            f"dataset.path={url}: can't read prepared data ({type(error).__name__}: {error}); "
             "give the folder or the URL that holds manifest.json."
         ) from error
     return folder
 
 
 def know(url: str) -> None:
-    """Let this process fetch from a URL whose secrets are not written down."""
+    """Register a URL with its credentials in this process, for later fetches."""
     _WHOLE[redact(url.rstrip("/"))] = url.rstrip("/")
 
 
 def elsewhere(path: Path) -> bool:
-    """Whether a shard's file can be fetched."""
+    """Return whether a shard's file can be fetched from a URL."""
     return (path.parent / ORIGIN).is_file()
 
 
 def fetch(path: Path) -> None:
-    """Bring a shard's file into its folder, when the folder stands for one elsewhere; else do nothing.
+    """Fetch a shard's file into its folder if the folder mirrors a URL; otherwise do nothing.
 
     Raises:
-        RunError: when it can't be read there.
+        RunError: when the file can't be fetched.
     """
     origin = path.parent / ORIGIN
     if not origin.is_file():
@@ -87,24 +87,24 @@ def fetch(path: Path) -> None:
         _download(_WHOLE.get(about["url"], about["url"]), path.parent, path.name)
     except OSError as error:
         raise RunError(
-            f"{about['url']}/{path.name}: can't be fetched ({error}); mend the connection, and resume."
+            f"{about['url']}/{path.name}: can't be fetched ({error}); check the connection, then resume."
         ) from error
     if about["keep_gib"] is not None:
         _make_room(path, about["keep_gib"] * 2**30)
 
 
 def _origin(file: Path) -> dict[str, Any]:
-    """What a folder of the cache says of where its files come from.
+    """Read a mirror's URL and size limit.
 
     Raises:
-        RunError: when it is damaged.
+        RunError: when the file is corrupt.
     """
     try:
         found = parse_object(file.read_bytes())
         check(found["url"], str, "url")
         check(found["keep_gib"], float | None, "keep_gib")
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{file}: is damaged ({error}); remove its folder, and resume.") from error
+        raise RunError(f"{file}: is corrupt ({error}); remove its folder, then resume.") from error
     return found
 
 
@@ -115,7 +115,7 @@ def _download(url: str, folder: Path, name: str) -> Path:
 
 @contextmanager
 def _reading(url: str, name: str) -> Iterator[Any]:
-    """A file at `url`, open; whatever its file system raises becomes an OSError."""
+    """Open a file at `url`; every error of its file system becomes an OSError."""
     try:
         import fsspec
     except ImportError as error:
@@ -125,25 +125,20 @@ def _reading(url: str, name: str) -> Iterator[Any]:
             yield file
     except (OSError, ConfigError):
         raise
-    except Exception as error:  # of a protocol's own package, or that there is no such protocol or package
+    except Exception as error:  # each protocol's package has its own errors
         raise OSError(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
 
 def _write(path: Path, pieces: Iterable[bytes]) -> Path:
-    """Write a file whole or not at all; several processes may do so at once."""
-    fresh = temporary(path)
-    try:
-        with open(fresh, "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-        fresh.replace(path)
-    finally:
-        fresh.unlink(missing_ok=True)
+    """Write a file atomically; several processes and machines may do so at once."""
+    with atomic_file(path, temporary=temporary(path)) as file:
+        for piece in pieces:
+            file.write(piece)
     return path
 
 
 def _make_room(kept: Path, most: float) -> None:
-    """Remove the shards' files that came first, until the rest takes at most `most` bytes; not the one just `kept`."""
+    """Remove the oldest shard files until the rest takes at most `most` bytes, but not `kept`."""
     files = [(f.stat(), f) for f in kept.parent.glob("*-*.*") if f != kept and not f.name.startswith(".")]
     total = kept.stat().st_size + sum(status.st_size for status, _ in files)
     for status, file in sorted(files, key=lambda pair: pair[0].st_mtime):

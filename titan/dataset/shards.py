@@ -1,18 +1,18 @@
-"""The prepared corpus on disk: immutable shards of flat tokens, with the documents' offsets beside them.
+"""The prepared corpus on disk: immutable shards of token ids, with document offsets in separate files.
 
 A folder holds
 
-    plan.json               what it will hold, written first: identity, tokenizer, and how the source is cut into units
-    unit-00000.json         the receipt of a unit that is done, written after its files
-    train-00000.tokens      token ids, little-endian uint16 when the vocabulary fits, else uint32, without a header
-    train-00000.offsets     little-endian uint64: where each document starts, in tokens from the shard's start
-    train-00000.mask        uint8: 1 where a token counts in the loss; only where some don't
-    validation-00000.*      the same for the documents held out; without documents there are no files
-    token_bytes.npy         uint16 [vocab_size]: how many bytes of text each id stands for
-    manifest.json           plan and receipts in one, written last: a folder without it is not complete
+    plan.json               written first: the digest, the tokenizer, and the division of the source into shard jobs
+    unit-00000.json         the manifest of shard 0, written after its files
+    train-00000.tokens      token ids without a header: little-endian uint16 if the vocabulary fits, else uint32
+    train-00000.offsets     little-endian uint64: the start of each document, in tokens from the shard's start
+    train-00000.mask        uint8: 1 where a token counts in the loss; only in corpora with a loss mask
+    validation-00000.*      the same for the validation split; an empty split has no files
+    token_bytes.npy         uint16 [vocab_size]: the number of bytes of text of each id
+    manifest.json           the plan and all shard manifests, written last: a folder without it is incomplete
 
-A row is a slice of a split's tokens, shards taken as one sequence, so a sequence length is chosen when reading. What is
-written does not change: a reader may begin with the units that are done, and see more of them later.
+A row is a slice of the tokens of all shards of a split, so the sequence length is chosen when reading.
+Files never change: a reader may start with the finished shards and open more of them later.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ T = TypeVar("T")
 _FRESH_SECONDS = 60.0
 _TRIES = 5
 OPEN = 32
-"""How many files of a kind a reader holds open at most."""
+"""The maximum number of files of one kind that a reader keeps open."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The narrowest type of the format that holds every id below `vocab_size`."""
+    """Return the narrowest dtype of the format that holds every id below `vocab_size`."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The files of one unit and split, which differ in the suffix: `start` is its first token's place in the split."""
+    """One shard of a split: `path` without the suffix; `start` is the position of its first token in the split."""
 
     tokens: int
     documents: int
@@ -63,7 +63,7 @@ class Shard:
 
 
 class _Open(Generic[T]):
-    """The files opened last, by path: at most `OPEN` of them. A pickle or a copy of it begins empty."""
+    """An LRU cache of at most `OPEN` open files, by path. Pickles and copies start empty."""
 
     def __init__(self, opener: Callable[[Path], T]) -> None:
         self.opener, self.files, self.lock = opener, OrderedDict[Path, T](), threading.Lock()
@@ -74,19 +74,19 @@ class _Open(Generic[T]):
                 fetched = not path.exists()
                 self.files[path] = _opened(path, self.opener)
                 if fetched:
-                    self._let_go()
+                    self._close_removed()
             self.files.move_to_end(path)
             if len(self.files) > OPEN:
-                self.files.popitem(last=False)  # closed when its last user lets go of it
+                self.files.popitem(last=False)  # closed when its last user releases it
             return self.files[path]
 
     def forget(self, path: Path) -> None:
-        """Open a file anew when it is wanted again."""
+        """Drop a file, so that the next access reopens it."""
         with self.lock:
             self.files.pop(path, None)
 
-    def _let_go(self) -> None:
-        """Close what was removed to make room: it takes room until then."""
+    def _close_removed(self) -> None:
+        """Close removed files: until then they still take disk space."""
         for path in [path for path in self.files if not path.exists()]:
             del self.files[path]
 
@@ -99,15 +99,15 @@ def _opened(path: Path, opener: Callable[[Path], T]) -> T:
         for _ in range(_TRIES):
             if not path.exists():
                 remote.fetch(path)
-            with contextlib.suppress(FileNotFoundError):  # another process made room meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another process removed it to free space
                 return opener(path)
         return opener(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise RunError(f"the prepared data {path} can't be read ({reason}); {_MEND}") from error
+        raise RunError(f"the prepared data {path} can't be read ({reason}); {_WAY_OUT}") from error
 
 
-_MEND = "start the run again, or python -m titan.prepare, which makes again what is missing or damaged."
+_WAY_OUT = "start the run again, or run python -m titan.prepare, which rebuilds missing and corrupt files."
 
 
 def _binary(path: Path) -> BinaryIO:
@@ -120,7 +120,7 @@ def _offsets(path: Path) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class Split:
-    """The tokens of one split as one sequence. Files are opened when first read; a pickle carries paths only."""
+    """The tokens of one split as one sequence. Files are opened at the first read; a pickle has paths only."""
 
     dtype: np.dtype[Any]
     shards: tuple[Shard, ...]
@@ -129,29 +129,29 @@ class Split:
 
     @property
     def tokens(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return self.shards[-1].start + self.shards[-1].tokens if self.shards else 0
 
     @property
     def documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return sum(shard.documents for shard in self.shards)
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """The tokens [start, start + count), of the corpus's dtype.
+        """Return the tokens [start, start + count) in the corpus's dtype.
 
         Raises:
             IndexError: when the slice reaches outside the split.
-            RunError: when a file is not there, or ends too early.
+            RunError: when a file is missing or truncated.
         """
         return self._read(start, count, ".tokens", self.dtype)
 
     def counted(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Whether each of the tokens [start, start + count) counts in the loss; of a corpus with masks only."""
+        """Return the loss mask of the tokens [start, start + count); only for corpora with one."""
         return self._read(start, count, ".mask", np.dtype(np.uint8)).astype(bool)
 
     def begins(self, start: int, count: int) -> NDArray[np.int64]:
-        """The places, counted from `start`, where documents begin among the tokens [start + 1, start + count)."""
+        """Return the positions, relative to `start`, of document starts among the tokens [start + 1, start + count)."""
         found = []
         for shard, first, size in self._parts(start, count):
             offsets = self._maps[shard.path.with_suffix(".offsets")]
@@ -161,11 +161,11 @@ class Split:
         return every[every > 0]
 
     def rows(self, seq_len: int) -> int:
-        """How many rows of `seq_len` tokens there are, each with the token after it as its last target."""
+        """Return the number of rows of `seq_len` tokens, each with the following token as its last target."""
         return max(0, (self.tokens - 1) // seq_len)
 
     def row(self, i: int, seq_len: int) -> NDArray[Any]:
-        """Row `i`: `seq_len + 1` tokens, of which the last is the next row's first.
+        """Return row `i`: `seq_len + 1` tokens, of which the last is the first one of the next row.
 
         Raises:
             IndexError: when there is no such row.
@@ -179,7 +179,7 @@ class Split:
         return np.concatenate(parts) if parts else np.empty(0, dtype)
 
     def _parts(self, start: int, count: int) -> Iterator[tuple[Shard, int, int]]:
-        """The shards that hold a slice, with its first token in each and how many it has there."""
+        """Yield each shard of a slice with the slice's first token in it and its number of tokens there."""
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} to {start + count} of {self.tokens}")
         i = bisect.bisect_right(self.shards, start, key=lambda shard: shard.start) - 1
@@ -191,35 +191,35 @@ class Split:
             start, count, i = start + size, count - size, i + 1
 
     def _piece(self, shard: Shard, first: int, size: int, suffix: str, dtype: np.dtype[Any]) -> NDArray[Any]:
-        path, due = shard.path.with_suffix(suffix), size * dtype.itemsize
-        data = os.pread(self._files[path].fileno(), due, first * dtype.itemsize)
-        if len(data) != due and remote.elsewhere(path):  # cut here: fetched again
+        path, expected = shard.path.with_suffix(suffix), size * dtype.itemsize
+        data = os.pread(self._files[path].fileno(), expected, first * dtype.itemsize)
+        if len(data) != expected and remote.elsewhere(path):  # truncated locally: fetch it again
             path.unlink(missing_ok=True)
             self._files.forget(path)
-            data = os.pread(self._files[path].fileno(), due, first * dtype.itemsize)
-        if len(data) != due:
-            raise RunError(f"the prepared data {path} ends too early; {_MEND}")
+            data = os.pread(self._files[path].fileno(), expected, first * dtype.itemsize)
+        if len(data) != expected:
+            raise RunError(f"the prepared data {path} is truncated; {_WAY_OUT}")
         return np.frombuffer(data, dtype)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared corpus, or as much of one as there is yet.
+    """A prepared corpus, or the finished shards of one that is being prepared.
 
     Attributes:
-        folder: where it lies.
-        name: the source's.
-        digest: its identity.
-        vocab_size: one more than the largest id of its tokenizer.
-        max_token: the largest id that occurs, of an incomplete one the largest that may.
-        documents, bytes: how many, and the length of their text in UTF-8; both splits together.
-        tokenizer: name and fingerprint, and the file here that holds it, if any.
+        folder: the prepared folder.
+        name: the source's name.
+        digest: the identity of the content, the tokenizer and the settings.
+        vocab_size: one more than the largest id of the tokenizer.
+        max_token: the largest id that occurs; while incomplete, the largest possible one.
+        documents, bytes: number of documents and of bytes of their text in UTF-8, in both splits.
+        tokenizer: name and fingerprint, and the file in the folder, if any.
         token_bytes: uint16 [vocab_size].
-        masked: whether some tokens don't count in the loss.
-        held_out: whether documents are held out.
-        complete: whether all of it is there.
-        units: how many units are done, and how many there will be.
-        train, validation: its tokens.
+        masked: whether there is a loss mask.
+        held_out: whether there is a validation split.
+        complete: whether all shards are finished.
+        units: number of finished shards, and of all shards.
+        train, validation: the splits.
     """
 
     folder: Path
@@ -240,55 +240,49 @@ class Corpus:
 
     @property
     def tokenizer_path(self) -> str:
-        """What `titan.dataset.tokenizers.base.load_tokenizer` takes for its tokenizer: the file here, if there is
-        one."""
+        """The argument of `titan.dataset.tokenizers.load.load_tokenizer`: the file in the folder, if there is one."""
         file = self.tokenizer.get("file")
         return str(self.folder / file) if file and (self.folder / file).is_file() else self.tokenizer["name"]
 
     def again(self) -> Corpus:
-        """The same corpus with what has been published since."""
+        """Reopen the corpus, with the shards finished since."""
         return self if self.complete else open_corpus(self.folder, partial=True)
 
     def check_alive(self) -> None:
-        """Fail when the corpus is not complete and its preparation has ended.
-
-        Raises:
-            RunError: with the reason.
-        """
+        """Raise RunError with the reason when the corpus is incomplete and its preparation has failed."""
         failed = self.folder / "failed.json"
-        if not self.complete and failed.is_file() and not self._worked_on():
-            reason = _word(failed)
-            raise RunError(f"the data that this run waits for can't be prepared: {reason}")
+        if not self.complete and failed.is_file() and not self._is_being_prepared():
+            raise RunError(f"the data that this run waits for can't be prepared: {_failure(failed)}")
 
-    def _worked_on(self) -> bool:
-        """Whether anyone, on any machine, works on a unit: claims are touched every few seconds."""
+    def _is_being_prepared(self) -> bool:
+        """Return whether any process, on any machine, runs a shard job: locks are refreshed every few seconds."""
         with contextlib.suppress(OSError):
-            held = (claim for claim in self.folder.glob("*.claim") if not leases.is_stale(claim))
-            return any(time.time() - claim.stat().st_mtime < _FRESH_SECONDS for claim in held)
+            locks = (lock for lock in self.folder.glob("*.claim") if not leases.is_stale(lock))
+            return any(time.time() - lock.stat().st_mtime < _FRESH_SECONDS for lock in locks)
         return False
 
 
-def _word(failed: Path) -> str:
-    """Why a preparation failed."""
+def _failure(failed: Path) -> str:
+    """Return why a preparation failed."""
     found = read_json(failed)
-    return str(found["error"]) if isinstance(found, dict) and "error" in found else f"{failed.name} is damaged"
+    return str(found["error"]) if isinstance(found, dict) and "error" in found else f"{failed.name} is corrupt"
 
 
 def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bool = False) -> Corpus:
     """Open a prepared folder.
 
     Args:
-        folder: where it lies.
-        partial: take what is there, when it is still being prepared.
-        check: look at the size of each file.
+        folder: the prepared folder.
+        partial: open the finished shards if it is still being prepared.
+        check: compare the size of each file.
 
     Raises:
-        ConfigError: when the folder is damaged, or of another format.
+        ConfigError: when the folder is corrupt or has another format.
     """
     folder = Path(folder)
     try:
         manifest = folder / "manifest.json"
-        complete = manifest.is_file() or not partial  # asked once: the rest may come at any moment
+        complete = manifest.is_file() or not partial  # checked once: it may become complete at any moment
         content = parse_object(manifest.read_bytes()) if complete else _partial(folder)
         corpus = _open(folder, content, complete)
         for split in (corpus.train, corpus.validation) if check else ():
@@ -296,21 +290,21 @@ def open_corpus(folder: str | os.PathLike[str], partial: bool = False, check: bo
         return corpus
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"the prepared dataset {folder} is damaged ({_reason(error)}): give python -m titan.prepare the settings "
-            "that it was made with, which makes it again, or fetch the folder again from where it was copied."
+            f"the prepared dataset {folder} is corrupt ({_reason(error)}): run python -m titan.prepare with the "
+            "settings that it was prepared with, which rebuilds it, or copy the folder again from its source."
         ) from error
 
 
 def _partial(folder: Path) -> dict[str, Any]:
-    """What a manifest would say if the units that are done, up to the first that isn't, were all."""
+    """Return a manifest of the finished shards, up to the first unfinished one."""
     plan = parse_object((folder / "plan.json").read_bytes())
     check(plan["vocab_size"], int, "vocab_size")
     done = []
     for number in range(len(plan["units"])):
-        receipt = folder / f"unit-{number:05d}.json"
-        if not receipt.is_file():
+        shard_manifest = folder / f"unit-{number:05d}.json"
+        if not shard_manifest.is_file():
             break
-        done.append(parse_object(receipt.read_bytes()))
+        done.append(parse_object(shard_manifest.read_bytes()))
     units = [{name: [unit[name]["tokens"], unit[name]["documents"]] for name in SPLITS} for unit in done]
     sums = {name: sum(unit[name] for unit in done) for name in ("documents", "bytes")}
     return {**plan, **sums, "max_token": plan["vocab_size"] - 1, "units": units, "all": len(plan["units"])}
@@ -318,7 +312,7 @@ def _partial(folder: Path) -> dict[str, Any]:
 
 def _open(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
     if manifest["format"] != FORMAT:
-        raise ValueError(f"format {shown(manifest['format'])} where {FORMAT} is read")
+        raise ValueError(f"format {shown(manifest['format'])}, and titan reads {FORMAT}")
     check_manifest(manifest)
     dtype = token_dtype(manifest["vocab_size"])
     train, validation = (_split(folder, name, manifest["units"], dtype) for name in SPLITS)
@@ -342,32 +336,28 @@ _FIELDS: dict[str, Any] = {
     "name": str, "digest": str, "vocab_size": int, "max_token": int, "documents": int, "bytes": int,
     "tokenizer": dict[str, str], "masked": bool, "limit": int, "units": list[dict[str, list[int]]],
 }  # fmt: skip
-"""What a manifest holds, by the types of its values."""
+"""The keys of a manifest and the types of their values."""
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
-    """Refuse a manifest of other types, with numbers below 0, or whose tokenizer is elsewhere.
-
-    Raises:
-        ValueError, KeyError: naming what is wrong.
-    """
+    """Raise ValueError or KeyError when a manifest has wrong types, negative numbers, or a tokenizer outside of it."""
     for name, kind in _FIELDS.items():
         check(manifest[name], kind, name)
     numbers = [number for unit in manifest["units"] for counts in unit.values() for number in counts]
     if min([*numbers, *(manifest[name] for name in ("max_token", "documents", "bytes", "limit"))]) < 0:
-        raise ValueError("it has a number below 0")
+        raise ValueError("it has a negative number")
     if manifest["vocab_size"] < 1 or not {"name", "fingerprint"} <= manifest["tokenizer"].keys():
-        raise ValueError("it says nothing of its tokenizer")
+        raise ValueError("it doesn't describe its tokenizer")
     if file := manifest["tokenizer"].get("file"):
         file_name(file)
 
 
 def _token_bytes(file: Path) -> NDArray[np.uint16]:
-    """How many bytes each token stands for; numpy's reader lets all kinds of errors of a broken file pass."""
+    """Read token_bytes.npy; numpy raises errors of many types for a corrupt file."""
     try:
         found = np.load(file, allow_pickle=False)
         if not isinstance(found, np.ndarray) or found.dtype != np.uint16:
-            raise ValueError("it holds something else")
+            raise ValueError("it holds no uint16 array")
     except OSError:
         raise
     except Exception as error:
@@ -393,7 +383,7 @@ def _check_sizes(split: Split, masked: bool) -> None:
             file = shard.path.with_suffix(suffix)
             found = file.stat().st_size
             if found != size:
-                raise ValueError(f"{file.name} has {found} bytes where {size} are due")
+                raise ValueError(f"{file.name} has {found} bytes instead of {size}")
 
 
 def _reason(error: Exception) -> str:

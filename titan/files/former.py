@@ -1,16 +1,16 @@
-"""Names that files of earlier versions have: readers see the present ones only. Free of torch."""
+"""Rename the keys of files from earlier versions, so that readers see the current ones only. Free of torch."""
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
 FORMER = {"life": "attempt"}
-"""Former keys of run.yaml, metrics.jsonl and result.json, and the present ones."""
+"""Former keys of run.yaml, metrics.jsonl and result.json, and the current ones."""
 T = TypeVar("T")
 
 
 def renamed(content: T) -> T:
-    """What a file holds, under present names; what is no mapping is left as it is."""
+    """Return a file's content with the current keys; anything but a mapping is returned unchanged."""
     if isinstance(content, dict):
         found: dict[str, Any] = content
         for old, new in FORMER.items():

@@ -1,9 +1,13 @@
-"""Who works on what in a folder that several processes, jobs and machines share.
+"""Locks in a folder that several processes, jobs and machines share: they expire when their owner is gone.
 
-A claim is a file that only one process can make. Its owner touches it every few seconds; it is stale when its process
-is gone, or, where that can't be seen from here, when it was left untouched for ten minutes. Whatever is written is
-written under a name of its own first (`temporary`), so should two processes ever hold the same claim, they write the
-same bytes twice and nothing worse.
+A lock is a file that only one process can create. Its owner refreshes its time every few seconds; it is stale when its
+process is gone or, if that process runs on another machine, when it was not refreshed for ten minutes. All files are
+written under temporary names first (`temporary`), so if two processes ever hold a lock at once, they write the same
+bytes twice and nothing worse.
+
+`filelock` doesn't fit: its locks with a heartbeat (SoftFileLease) expire only for a process that has watched one lock
+for its whole duration, and no other process can ask whether a lock is stale without taking it; here workers scan
+hundreds of locks without waiting, and readers only look.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ STALE_SECONDS = 600.0
 
 @cache
 def machine() -> str:
-    """A word for what process ids are unique in: this host, or the container on it."""
+    """Return an id of the process id namespace: this host, or the container on it."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -38,27 +42,27 @@ def machine() -> str:
 
 
 def temporary(path: Path) -> Path:
-    """A name beside `path` that no one else uses, and that says whose it is."""
+    """Return an unused name beside `path` that contains the machine and the process id."""
     return path.with_name(f".{path.name}.{machine()}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files and folders of processes that are gone, and their claims."""
+    """Remove the temporary files, folders and locks of processes that are gone."""
     for left in folder.glob(".*.*.*.*"):
         _, owner, pid, _ = left.name.rsplit(".", 3)
         if pid.isdigit() and _gone(owner, int(pid), left):
             _remove(left)
-    for claim in folder.glob("*.claim"):
-        if is_stale(claim):
-            _break(claim)
+    for lock in folder.glob("*.claim"):
+        if is_stale(lock):
+            _break(lock)
 
 
-def acquire(claim: Path) -> bool:
-    """Take `claim`, also one that is stale; False when someone else holds it."""
-    if claim.exists() and is_stale(claim):
-        _break(claim)
+def acquire(lock: Path) -> bool:
+    """Take `lock` if it is free or stale; return False when another process holds it."""
+    if lock.exists() and is_stale(lock):
+        _break(lock)
     try:
-        handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        handle = os.open(lock, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     except FileExistsError:
         return False
     with os.fdopen(handle, "w") as file:
@@ -66,28 +70,28 @@ def acquire(claim: Path) -> bool:
     return True
 
 
-def release(claim: Path) -> None:
-    """Give `claim` back; nothing happens when it is another's by now."""
-    owner = _read(claim)
+def release(lock: Path) -> None:
+    """Release `lock`, unless another process has taken it meanwhile."""
+    owner = _read(lock)
     if (owner.get("machine"), owner.get("pid")) == (machine(), os.getpid()):
-        claim.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
 
 
-def refresh(claim: Path) -> None:
-    """Say that `claim` is still held."""
+def refresh(lock: Path) -> None:
+    """Refresh the time of `lock`; the owner calls it every few seconds."""
     with contextlib.suppress(OSError):
-        os.utime(claim)
+        os.utime(lock)
 
 
-def is_stale(claim: Path) -> bool:
-    """Whether no one works on it any more; a claim that is gone counts as stale."""
-    owner = _read(claim)
-    return _gone(str(owner.get("machine", "")), int(owner.get("pid", 0)), claim)
+def is_stale(lock: Path) -> bool:
+    """Return whether the owner is gone; a missing lock counts as stale."""
+    owner = _read(lock)
+    return _gone(str(owner.get("machine", "")), int(owner.get("pid", 0)), lock)
 
 
-def holder(claim: Path) -> str:
-    """Who holds `claim`, for messages."""
-    owner = _read(claim)
+def holder(lock: Path) -> str:
+    """Return the owner of `lock`, for messages."""
+    owner = _read(lock)
     return f"process {owner.get('pid', '?')} on {owner.get('host', '?')}"
 
 
@@ -96,12 +100,12 @@ def _gone(owner: str, pid: int, path: Path) -> bool:
         return True
     try:
         return time.time() - max(entry.stat().st_mtime for entry in _entries(path)) > STALE_SECONDS
-    except OSError:  # removed meanwhile
+    except OSError:  # it was removed
         return True
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, other than one that has ended and whose parent hasn't looked yet."""
+    """Return whether there is such a process; zombies don't count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -120,23 +124,23 @@ def _entries(path: Path) -> Iterator[Path]:
         yield from path.iterdir()
 
 
-def _read(claim: Path) -> dict[str, Any]:
+def _read(lock: Path) -> dict[str, Any]:
     try:
-        owner = parse_object(claim.read_text(errors="replace"))
+        owner = parse_object(lock.read_text(errors="replace"))
         check(owner.get("pid", 0), int, "pid")
     except (OSError, ValueError):  # gone, or only just made
         return {}
     return owner
 
 
-def _break(claim: Path) -> None:
-    """Take a stale claim away, by a rename: of several processes that do so only one succeeds."""
-    aside = temporary(claim)
+def _break(lock: Path) -> None:
+    """Remove a stale lock by a rename: if several processes try, one succeeds."""
+    aside = temporary(lock)
     with contextlib.suppress(FileNotFoundError):
-        claim.rename(aside)
-        if not is_stale(aside):  # a new one, made since it was looked at: give it back
+        lock.rename(aside)
+        if not is_stale(aside):  # a new lock, created since the check: put it back
             with contextlib.suppress(FileExistsError):
-                os.link(aside, claim)
+                os.link(aside, lock)
         aside.unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Files that processes lock, so that one of them at a time does something. Free of torch."""
+"""Exclusive file locks (flock) between processes. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from titan.errors import ConfigError
 
 _LACKING = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
-"""What a file system without locks answers: Lustre without its mount option, for example."""
+"""The errors of a file system without locks, such as Lustre without its mount option."""
 
 
 def open_lock(file: Path) -> int:
-    """A descriptor of a file that is to be locked, made where there is none; a link is not followed.
+    """Open a file to lock, creating it if it is missing; links are not followed.
 
     Raises:
-        OSError: when it can't be opened, or is no file of its own.
+        OSError: when it can't be opened, or is a link or not a regular file.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"{file.name} is a link or no file; remove it", str(file))
+        raise OSError(errno.EINVAL, f"{file.name} is a link or not a regular file; remove it", str(file))
     return descriptor
 
 
@@ -33,12 +33,12 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
     """Lock an open file.
 
     Args:
-        descriptor: of the file.
+        descriptor: the open file.
         label: the setting that names its folder, for messages.
-        patience: seconds to wait for whoever holds it; None: without end.
+        patience: seconds to wait for the lock; None: unlimited.
 
     Raises:
-        BlockingIOError: when it is still held then.
+        BlockingIOError: when another process still has the lock then.
         ConfigError: when the file system has no locks.
     """
     deadline = time.monotonic() + (patience or 0)
@@ -55,15 +55,15 @@ def acquire(descriptor: int, label: str, patience: float | None = None) -> None:
 
 def _lacking(label: str, error: OSError) -> str:
     if error.errno not in _LACKING:
-        return f"{label}: can't be locked ({error.strerror}); choose another place."
+        return f"{label}: can't be locked ({error.strerror}); choose another folder."
     return (
         f"{label}: its file system has no file locks (flock: {error.strerror}), which keep two jobs out of one "
-        "directory; have it mounted with them (Lustre: -o flock), or choose a place on another file system."
+        "directory; mount it with file locks (Lustre: -o flock), or choose a folder on another file system."
     )
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a process of this machine, or of any that shares locks with it, has locked a file."""
+    """Return whether a process on this machine, or on another one that shares its locks, has locked a file."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

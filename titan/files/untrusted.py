@@ -1,7 +1,7 @@
-"""Read files that a broken disk or somebody else may have changed: what is wrong with one is a `ValueError`.
+"""Read files that may be corrupt or malicious: every error of their content is a `ValueError`.
 
-JSON and YAML raise more than that: nested deeply enough, JSON raises RecursionError and YAML's parser in C ends the
-process. What a file names must lie in its own folder. Free of torch.
+The parsers raise more than that: with deep nesting JSON raises RecursionError, and YAML's parser in C crashes the
+process. Files named in such a file must be in its folder. Free of torch.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any
 import yaml
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""The one in C, where there is one: a comparison reads thousands of documents."""
+"""The loader in C if it is available: a comparison reads thousands of documents."""
 NESTED = 100
-"""How deeply lists and mappings may be nested in YAML."""
+"""The maximum nesting depth of lists and mappings in YAML."""
 _LONGEST_NAME = 255
 
 
 def file_name(name: object) -> str:
-    """`name`, where it is that of a file in a folder, and can't lead out of it.
+    """Return `name` if it is a plain file name, which can't lead out of its folder.
 
     Raises:
-        ValueError: when it is something else.
+        ValueError: when it is not.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or len(os.fsencode(name)) > _LONGEST_NAME:
-        raise ValueError(f"it names {shown(name)}, which is no file of its own folder")
+        raise ValueError(f"it names {shown(name)}, which is not a file in its folder")
     if any(c in "/\\" or ord(c) < 32 for c in name) or "::" in name:  # which joins URLs, to fsspec
-        raise ValueError(f"it names {shown(name)}, which is no file of its own folder")
+        raise ValueError(f"it names {shown(name)}, which is not a file in its folder")
     return name
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The absolute path of `name`, a relative path, in `folder`.
+    """Return the absolute path of the relative path `name` in `folder`.
 
     Raises:
-        ValueError: when it is none, or leads out of the folder.
+        ValueError: when it is not a path, or leads out of the folder.
     """
     if not isinstance(name, str) or not name or not name.isprintable():
-        raise ValueError(f"it names {shown(name)}, which is no path")
+        raise ValueError(f"it names {shown(name)}, which is not a path")
     path, root = os.path.abspath(folder / name), os.path.abspath(folder)
     if os.path.commonpath((path, root)) != root:
         raise ValueError(f"it names {shown(name)}, which is outside of {folder}")
@@ -53,38 +53,38 @@ def inside(folder: Path, name: object) -> Path:
 
 
 def read(file: Path, last: int | None = None) -> bytes:
-    """The content of a regular file, or its `last` bytes; a pipe in its place would block.
+    """Return the content of a regular file, or its `last` bytes; a pipe would block.
 
     Raises:
         OSError: when it can't be read.
-        ValueError: when it is no regular file.
+        ValueError: when it is not a regular file.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as content:
         if stat.S_ISDIR(mode := os.fstat(descriptor).st_mode):
             raise IsADirectoryError(21, "Is a directory", str(file))
         if not stat.S_ISREG(mode):
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if last is not None:
             content.seek(max(0, content.seek(0, os.SEEK_END) - last))
         return content.read()
 
 
 def parse_json(text: bytes | str) -> Any:
-    """What a JSON text holds.
+    """Parse JSON.
 
     Raises:
-        ValueError: when it is none.
+        ValueError: when it is invalid.
     """
-    with _plainly():
+    with _value_errors():
         return json.loads(text)
 
 
 def parse_object(text: bytes | str) -> dict[str, Any]:
-    """What a JSON text holds that is an object.
+    """Parse a JSON object.
 
     Raises:
-        ValueError: when it is none.
+        ValueError: when it is invalid or not an object.
     """
     found = parse_json(text)
     if not isinstance(found, dict):
@@ -93,20 +93,20 @@ def parse_object(text: bytes | str) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> list[Any]:
-    """The documents of a YAML text.
+    """Parse the documents of a YAML text.
 
     Raises:
-        ValueError: when it is none, or nested too deeply.
+        ValueError: when it is invalid or nested too deeply.
     """
-    with _plainly():
+    with _value_errors():
         if _may_be_deep(text) and _is_deep(text):
             raise ValueError(f"it is nested more than {NESTED} deep")
         return list(yaml.load_all(text, LOADER))
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
-    """Make whatever a parser raises a ValueError: YAML's constructors raise KeyError, AttributeError and more."""
+def _value_errors() -> Iterator[None]:
+    """Turn every error of a parser into a ValueError: YAML's constructors raise KeyError, AttributeError and others."""
     try:
         yield
     except ValueError:
@@ -118,9 +118,9 @@ def _plainly() -> Iterator[None]:
 
 
 def _may_be_deep(text: str) -> bool:
-    """Whether a YAML text could be nested deeply: each level takes a bracket, or a column and a line's beginning."""
+    """Return whether a YAML text could be nested deeply: each level needs a bracket, or an indented line."""
     longest = max(map(len, text.splitlines()), default=0)
-    return text.count("[") + text.count("{") + 2 * longest > 2000  # parsers in C bear ten times as much
+    return text.count("[") + text.count("{") + 2 * longest > 2000  # parsers in C support ten times as much
 
 
 def _is_deep(text: str) -> bool:
@@ -133,7 +133,7 @@ def _is_deep(text: str) -> bool:
 
 
 def word(text: str) -> str:
-    """A text of unknown length and content, for a message on a terminal."""
+    """Shorten untrusted text for a message on a terminal, without control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:80])
 
 

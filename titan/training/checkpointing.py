@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.checkpoint import remote
+from titan.checkpoint import transfer
 from titan.checkpoint.coordinator import Coordinator, describing
 from titan.checkpoint.manager import Manager, PostSaveHook, SaveOutcome
 from titan.checkpoint.manifest import Manifest
@@ -218,7 +218,7 @@ def _post_save_hooks(run: Run, coordinator: Coordinator) -> tuple[PostSaveHook, 
     """Return what runs after each save: the copy elsewhere and the export."""
     how, hooks = run.checkpoint, list[PostSaveHook]()
     if how.path:  # first: it is what protects against loss
-        hooks.append(remote.copying(how, how.path, run.directory, coordinator))
+        hooks.append(transfer.copying(how, how.path, run.directory, coordinator))
     if how.export:
         hooks.append(_export_hook(how.export, how.export_dtype, coordinator))
     return tuple(hooks)

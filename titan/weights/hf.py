@@ -15,28 +15,28 @@ from titan.config.optional import optional_package
 from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.weights import model_config
-from titan.weights.formats import check_types, compare, region
 from titan.weights.hf_config import schema_of
+from titan.weights.interface import check_types, compare, region
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""What old files hold beside the weights."""
+"""Buffers that old files contain besides the weights."""
 _HEAD = "lm_head.weight"
 
 
 class HuggingFace:
-    """Weights in Hugging Face's format; see `titan.weights.formats.Weights`."""
+    """Weights in Hugging Face's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read what describes them, and the headers of all files.
+        """Read config.json and the headers of all files.
 
         Args:
-            folder: where they lie.
-            label: what the user gave, for messages.
+            folder: the weights' folder.
+            label: the user's setting, for messages.
 
         Raises:
-            ConfigError: when they are incomplete, broken, or of a model that titan has not.
+            ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
         """
         self.path, self.label = str(folder), label
         self.config = model_config.load(folder / "config.json", label)
@@ -64,7 +64,7 @@ class HuggingFace:
         return part
 
     def _tensors(self, folder: Path, wanted: set[str]) -> dict[str, Path]:
-        """The file of each tensor; a head that is stored although it is the embedding's weight is left out."""
+        """Return the file of each tensor, without a stored copy of a tied head."""
         found: dict[str, Path] = {}
         for file in _files(folder, self.label):
             for name in self._file(file).keys():  # noqa: SIM118 - no mapping
@@ -96,29 +96,29 @@ class HuggingFace:
         kind = self._slice(name).get_dtype()
         if kind not in _DTYPES:
             raise ConfigError(
-                f"{self.label}: {name} is stored as {kind}, and titan reads {', '.join(_DTYPES)}; give these."
+                f"{self.label}: {name} is stored as {kind}, and titan reads {', '.join(_DTYPES)}; give one of these."
             )
         return _DTYPES[kind]
 
     @cached_property
     def generation(self) -> dict[str, Any]:
-        """What lies beside the weights on generating; empty where there is none."""
+        """The content of generation_config.json; empty without one."""
         file = Path(self.path) / "generation_config.json"
         return model_config.load(file, self.label) if file.is_file() else {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without open files, so that it can be handed to other processes."""
+        """Pickle without open files."""
         return {**self.__dict__, "_open": {}}
 
 
 def _files(folder: Path, label: str) -> list[Path]:
-    """The files that hold the weights: the one of the usual name, else those that the index names, else all."""
+    """Return the files of the weights: model.safetensors, else those in the index, else all *.safetensors."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise ConfigError(f"{label}: has a config.json, but no *.safetensors; fetch the weights too.")
+            raise ConfigError(f"{label}: has a config.json but no *.safetensors; fetch the weights too.")
         return files
     index = model_config.load(folder / INDEX, label).get("weight_map")
     if not isinstance(index, dict) or not index:

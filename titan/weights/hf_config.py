@@ -1,4 +1,4 @@
-"""Hugging Face's config.json: a model's shape out of it and into it. Free of torch."""
+"""Hugging Face's config.json: read a model's schema from it and write it. Free of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIELDS = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied",
 }
-"""Hugging Face's names of what a shape consists of; the rotary embedding's are apart."""
+"""Hugging Face's names of the schema's fields, without those of the rotary embedding."""
 _OPTIONAL: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_key_value_heads": None}
 _ONLY: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -35,26 +35,26 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,),
     "num_local_experts": (0,),
 }
-"""Settings that titan's models have in one way only."""
-_STRETCH = {
+"""Settings for which titan's models support only these values."""
+_ROPE_SCALING = {
     "factor": "rope_factor",
     "low_freq_factor": "rope_low",
     "high_freq_factor": "rope_high",
     "original_max_position_embeddings": "rope_original",
 }
 _THETA = 10_000.0
-"""The base where none is given, as in transformers."""
+"""The default base, as in transformers."""
 
 
 def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
-    """The shape that a config.json describes.
+    """Return the schema of the model that a config.json describes.
 
     Args:
         config: its content, of transformers 4 or 5.
-        label: what the user gave, for messages.
+        label: the user's setting, for messages.
 
     Raises:
-        ConfigError: naming what titan's models can't have, or what is missing.
+        ConfigError: when a setting is not supported by titan's models, or missing.
     """
     family = _family(config, label)
     _check_plain(config, label)
@@ -62,13 +62,13 @@ def schema_of(config: Mapping[str, Any], label: str) -> Decoder:
     given = {**_OPTIONAL, "head_dim": 128 if family is Qwen3 else None, **given}
     for key in FIELDS:
         if key not in given:
-            raise ConfigError(f"{label}: its config.json has no {key}; fetch it again or give it.")
+            raise ConfigError(f"{label}: its config.json has no {key}; fetch it again, or add it.")
     if given["num_key_value_heads"] is None:
         given["num_key_value_heads"] = given["num_attention_heads"]
     shape = {FIELDS[key]: value for key, value in given.items()}
     found = model_config.model(family, {**shape, **_rotary(config, label)}, f"{label}: its config.json")
     follows = family is Llama and found.head_size * found.heads == found.dim
-    return replace(found, head_dim=None) if follows else found  # as one writes it, and Meta does
+    return replace(found, head_dim=None) if follows else found  # the default, as in Meta's format
 
 
 def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
@@ -76,28 +76,30 @@ def _family(config: Mapping[str, Any], label: str) -> type[Decoder]:
     name = names[0] if isinstance(names, list) and names else None
     if name not in FAMILIES:
         raise ConfigError(
-            f"{label}: its config.json is of the architecture {show(name)}, and titan has {', '.join(FAMILIES)}; "
+            f"{label}: its config.json has the architecture {show(name)}, and titan supports {', '.join(FAMILIES)}; "
             "give weights of one of these."
         )
     return FAMILIES[str(name)]
 
 
 def _check_plain(config: Mapping[str, Any], label: str) -> None:
-    """Refuse what titan's decoders do not have."""
+    """Raise ConfigError when a setting is not supported by titan's decoders."""
     given = {key: value for key, value in {**config, **_rope(config)}.items() if value is not None}
     windows = [kind for kind in config.get("layer_types") or [] if kind != "full_attention"]
     odd = {key: given[key] for key, plain in _ONLY.items() if key in given and given[key] not in plain}
     if windows:
         odd["layer_types"] = windows[0]
-    if "sliding_window" in given and "use_sliding_window" not in given:  # which switches it off
+    if "sliding_window" in given and "use_sliding_window" not in given:  # use_sliding_window=false disables it
         odd["sliding_window"] = given["sliding_window"]
     for key, value in odd.items():
         shown = value.get("quant_method", "given") if isinstance(value, Mapping) else show(value)
-        raise ConfigError(f"{label}: its config.json has {key}={shown}, which titan's models can't have; give others.")
+        raise ConfigError(
+            f"{label}: its config.json has {key}={shown}, which titan's models don't support; give other weights."
+        )
 
 
 def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The rotary embedding's settings: `rope_scaling` and `rope_theta`, or since transformers 5 `rope_parameters`."""
+    """Return the rotary embedding's fields from `rope_scaling` and `rope_theta` or `rope_parameters`."""
     rope = _rope(config)
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = rope.get("rope_theta", config.get("rope_theta"))
@@ -106,12 +108,12 @@ def _rotary(config: Mapping[str, Any], label: str) -> dict[str, Any]:
         return settings
     if kind != "llama3":
         raise ConfigError(
-            f"{label}: its config.json stretches the rotary embedding by rope_type={show(kind)}, and titan by llama3 "
-            "only; give weights without."
+            f"{label}: its config.json scales RoPE with rope_type={show(kind)}, and titan supports only llama3; "
+            "give other weights."
         )
-    for key, name in _STRETCH.items():
+    for key, name in _ROPE_SCALING.items():
         if rope.get(key) is None:
-            raise ConfigError(f"{label}: its config.json has no {key} beside rope_type=llama3; give it.")
+            raise ConfigError(f"{label}: its config.json has rope_type=llama3 but no {key}; add it.")
         settings[name] = rope[key]
     return settings
 
@@ -128,13 +130,13 @@ def config_of(
     eos: int | list[int] | None = None,
     positions: int | None = None,
 ) -> dict[str, Any]:
-    """A config.json that transformers 4 and 5 build the same model from.
+    """Return a config.json from which transformers 4 and 5 build the same model.
 
     Args:
         model: a Llama or a Qwen3.
-        dtype: torch's name of the weights' type, such as bfloat16.
+        dtype: torch's name of the weights' dtype, such as bfloat16.
         bos, eos: the ids that begin and end a document.
-        positions: max_position_embeddings, which changes no number; None: what the family's releases have.
+        positions: max_position_embeddings, which has no effect on results; None: that of the family's releases.
 
     Raises:
         ConfigError: when Hugging Face has no such architecture.
@@ -142,15 +144,13 @@ def config_of(
     name = next((name for name, family in FAMILIES.items() if type(model) is family), None)
     if name is None:
         known = ", ".join(family.__name__ for family in FAMILIES.values())
-        raise ConfigError(
-            f"format=hf: {type(model).__name__} has no counterpart there ({known} have); give format=titan."
-        )
+        raise ConfigError(f"format=hf: Hugging Face has no {type(model).__name__} (it has {known}); give format=titan.")
     values = {**{key: getattr(model, field) for key, field in FIELDS.items()}, "head_dim": model.head_size}
     theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
     rope: dict[str, Any] = {"rope_type": "default"}
     if model.rope_factor != 1:
-        rope = {"rope_type": "llama3", **{key: getattr(model, field) for key, field in _STRETCH.items()}}
-    # Both transformers 4's names and 5's: each reads its own.
+        rope = {"rope_type": "llama3", **{key: getattr(model, field) for key, field in _ROPE_SCALING.items()}}
+    # The names of transformers 4 and of 5.
     return {
         "architectures": [name],
         "model_type": type(model).__name__.lower(),
@@ -171,7 +171,7 @@ def config_of(
 
 
 def _positions(model: Decoder) -> int:
-    """How long sequences may be by the releases: Llama 3.1's stretch is for 16 times the original length."""
+    """Return the sequence length of the releases: with Llama 3.1's RoPE scaling it is 16 times the original one."""
     if model.rope_factor != 1:
         return 16 * model.rope_original
     return 40_960 if type(model) is Qwen3 else 8192

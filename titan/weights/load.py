@@ -1,7 +1,7 @@
-"""Weights into an assembled model, on any layout.
+"""Load weights into a built model, on any layout.
 
-torch.distributed.checkpoint plans which rank needs which part of which tensor: to it `Weights` are a storage with one
-chunk a tensor. Each rank then reads the parts that it holds and no others, and casts them to its parameters' types.
+torch.distributed.checkpoint plans which rank needs which slice of which tensor; it sees `Weights` as a storage with one
+chunk per tensor. Each rank reads only the slices of its parameters and casts them to the parameters' dtypes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch.futures import Future
 
 from titan.checkpoint.coordinator import reason
 from titan.errors import ConfigError, RunError
-from titan.weights.formats import Weights
+from titan.weights.interface import Weights
 
 _HEAD, _EMBEDDING = "head.weight", "tok_embeddings.weight"
 
 
 class WeightsReader(StorageReader):
-    """`Weights` as torch.distributed.checkpoint reads a storage."""
+    """Adapts `Weights` to the storage interface of torch.distributed.checkpoint."""
 
     def __init__(self, weights: Weights, sources: Mapping[str, str]) -> None:
-        """Take the weights and, for each name that is asked for, the name that they have it under."""
+        """Take the weights and, for each parameter's name, its name in the weights."""
         self.weights, self.sources = weights, sources
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Each tensor as one chunk."""
+        """Return metadata with one chunk per tensor."""
         return Metadata({name: self._tensor(source) for name, source in self.sources.items()})
 
     def _tensor(self, source: str) -> TensorStorageMetadata:
@@ -48,18 +48,18 @@ class WeightsReader(StorageReader):
         return TensorStorageMetadata(TensorProperties(self.weights.dtypes[source]), size, [chunk])
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is needed."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan of this rank asks for, a part at a time."""
+        """Read the slices in this rank's plan, one at a time."""
         for item in plan.items:
             source = self.sources[item.storage_index.fqn]
             target = planner.resolve_tensor(item).detach()
@@ -70,11 +70,11 @@ class WeightsReader(StorageReader):
         return done
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Any: it is not used."""
+        """Accept any id: it is not used."""
         return True
 
 
@@ -84,19 +84,19 @@ def load_weights(
     no_dist: bool = False,
     setting: str = "checkpoint.weights",
 ) -> None:
-    """Fill parameters in place; all ranks call it together, unless each is to read for itself.
+    """Load parameters in place; all ranks call it together, unless `no_dist`.
 
-    A head that the weights lack, because theirs is the embedding's weight, is filled with a copy of that. Where one
-    rank holds both copies of a tied weight, `Engine.tied_weights.align` has to follow.
+    If the weights have a tied head and the model doesn't, the head is a copy of the embedding. If one rank has both
+    copies of a tied weight, call `TiedWeights.align` afterwards.
 
     Args:
-        state: the parameters of this rank by their names in titan's module, DTensors where ranks hold parts.
-        weights: what to fill them with.
-        no_dist: whether other ranks need not hear of an error: it is the only one, or tells them itself.
-        setting: what the user gave the weights as, for messages.
+        state: the parameters of this rank by their names in titan's module; DTensors if they are sharded.
+        weights: the weights to load.
+        no_dist: load without communication; the caller shares errors between ranks.
+        setting: the name of the user's setting, for messages.
 
     Raises:
-        ConfigError: when a parameter is missing or has another shape, or a file turns out to be broken.
+        ConfigError: when a parameter is missing or has another shape, or a file is broken.
         RunError: when it can't be read for another reason.
     """
     sources = _sources(state, weights, f"{setting}={weights.path}")
@@ -109,14 +109,14 @@ def load_weights(
         for cause, _ in error.failures.values():
             if isinstance(cause, ConfigError):
                 raise cause from None
-        # torch's own error is no Exception, and those that end a run in order would not see it
+        # torch's error is not an Exception, so the handlers that end a run orderly would miss it
         raise RunError(
-            f"{setting}={weights.path}: can't be read: {reason(error)}; mend that, or give others."
+            f"{setting}={weights.path}: can't be read: {reason(error)}; fix this, or give other weights."
         ) from error
 
 
 def _sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[str, str]:
-    """The name under which the weights have each parameter."""
+    """Return each parameter's name in the weights."""
     copied = weights.model.tied and _HEAD not in weights.shapes
     sources = {name: _EMBEDDING if name == _HEAD and copied else name for name in state}
     for name, source in sources.items():
@@ -124,5 +124,8 @@ def _sources(state: Mapping[str, Tensor], weights: Weights, label: str) -> dict[
             raise ConfigError(f"{label}: lacks {name}, which the model has; give weights of this model.")
         found, wanted = weights.shapes[source], tuple(state[name].shape)
         if tuple(found) != wanted:
-            raise ConfigError(f"{label}: {name} is {list(found)}, and in the model {list(wanted)}; give this model's.")
+            raise ConfigError(
+                f"{label}: {name} has the shape {list(found)}, and in the model {list(wanted)}; give weights of this "
+                "model."
+            )
     return sources

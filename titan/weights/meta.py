@@ -1,11 +1,11 @@
-"""Weights as Meta releases them: params.json and consolidated.NN.pth, a file for each tensor parallel rank.
+"""Weights in Meta's format: params.json and consolidated.NN.pth, one file per tensor parallel rank.
 
-Each file has a part of every matrix and all of every norm. Along which dimension a matrix is cut is told by comparing
-the parts' shapes with the whole's: Llama 3 cuts the embedding by rows, Llama 2 by columns. Where there are more files
-than key and value heads, a head is in several.
+Each file has a shard of every matrix and a copy of every norm. The dimension in which a matrix is sharded follows from
+the shapes of the shards and of the whole matrix: Llama 3 shards the embedding by rows, Llama 2 by columns. If there are
+more files than key and value heads, a head is in several files.
 
-Rotary embedding turns pairs of a head's numbers. Meta pairs neighbours (2i, 2i + 1), titan the halves (i, i + d / 2),
-so that the rows of wq and wk are read in another order: row j * d / 2 + i of a head is Meta's row 2i + j.
+RoPE rotates pairs of a head's elements. Meta pairs neighbours (2i, 2i + 1), titan the halves (i, i + d / 2),
+so the rows of wq and wk are permuted: row j * d / 2 + i of a head is Meta's row 2i + j.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.model.schema import Llama
 from titan.weights import model_config
-from titan.weights.formats import check_types, compare, expected, region
+from titan.weights.interface import check_types, compare, expected, region
 
 PARAMS = "params.json"
 _HEAD, _EMBEDDING = "output.weight", "tok_embeddings.weight"
 _FEED_FORWARD = "layers.0.feed_forward.w1.weight"
 _COMPUTED = "rope.freqs"
 TURNED = ("attention.wq.weight", "attention.wk.weight")
-"""The matrices whose rows rotary embedding pairs."""
+"""The matrices whose rows are paired by the rotary embedding."""
 _UNKNOWN = ("moe_args", "vision_chunk_size", "quantization_args", "lora_args")
 
 
 class SplitTensor(NamedTuple):
-    """A tensor in parts: along which dimension (None: one part is all of it), and the distinct parts in order."""
+    """A sharded tensor: the dimension (None: not sharded) and the distinct shards in order."""
 
     dim: int | None
     parts: tuple[Tensor, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole tensor."""
         shape = list(self.parts[0].shape)
         if self.dim is not None:
             shape[self.dim] *= len(self.parts)
         return tuple(shape)
 
     def read(self, places: Sequence[tuple[int, int]], head: int | None) -> Tensor:
-        """The part between these places of each dimension; `head`: a head's width, where rows are reordered."""
+        """Return the slice with these (start, end) pairs; `head`: the head size if rows are permuted, else None."""
         if self.dim is None:
             return _take(self.parts[0], places, head)
         size, found = self.parts[0].shape[self.dim], []
@@ -63,17 +63,17 @@ class SplitTensor(NamedTuple):
 
 
 class Meta:
-    """Weights in Meta's format; see `titan.weights.formats.Weights`."""
+    """Weights in Meta's format; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read what describes them, and where in the files which tensor is.
+        """Read params.json and map the files into memory.
 
         Args:
-            folder: where they lie.
-            label: what the user gave, for messages.
+            folder: the weights' folder.
+            label: the user's setting, for messages.
 
         Raises:
-            ConfigError: when they are incomplete, broken, or of a model that titan has not.
+            ConfigError: when the weights are incomplete, broken, or of a model that titan doesn't have.
         """
         self.path, self.label = str(folder), label
         params = model_config.load(folder / PARAMS, label)
@@ -98,28 +98,28 @@ class Meta:
         return self._cuts[name].read(region(self.shapes[name], offsets, lengths), head)
 
     def _check_heads(self) -> None:
-        """Refuse files that share a head: the rows of one would be in several."""
+        """Raise ConfigError when a head is split between files."""
         for name, cut in self._cuts.items():
             if name.endswith(TURNED) and cut.parts[0].shape[0] % self.model.head_size:
-                raise ConfigError(f"{self.label}: {name} is cut inside of a head; give files with whole heads.")
+                raise ConfigError(f"{self.label}: {name} is sharded within a head; give files with whole heads.")
 
 
 def neighbours(first: int, last: int, head: int) -> Tensor:
-    """Meta's rows of titan's rows from `first` to before `last`, where heads are `head` wide."""
+    """Return Meta's row for each of titan's rows [first, last), with heads of size `head`."""
     rows = torch.arange(first, last)
     inside = rows % head
     return rows - inside + inside % (head // 2) * 2 + inside // (head // 2)
 
 
 def halves(first: int, last: int, head: int) -> Tensor:
-    """Titan's rows of Meta's rows: the inverse of `neighbours`."""
+    """Return titan's row for each of Meta's rows [first, last): the inverse of `neighbours`."""
     rows = torch.arange(first, last)
     inside = rows % head
     return rows - inside + inside % 2 * (head // 2) + inside // 2
 
 
 def _take(part: Tensor, places: Sequence[tuple[int, int]], head: int | None) -> Tensor:
-    """A copy of what lies between these places."""
+    """Return a copy of a slice."""
     if head is None:
         return part[tuple(slice(*place) for place in places)].clone()
     (first, last), *rest = places
@@ -127,13 +127,13 @@ def _take(part: Tensor, places: Sequence[tuple[int, int]], head: int | None) -> 
 
 
 def _cut(parts: Sequence[Tensor], whole: tuple[int, ...]) -> SplitTensor:
-    """How a tensor of the shape `whole` is cut into these parts; an impossible cut shows in `Cut.shape`."""
+    """Find how a tensor of the shape `whole` is sharded; an impossible sharding shows in `SplitTensor.shape`."""
     shape, count = tuple(parts[0].shape), len(parts)
     different = [dim for dim, size in enumerate(shape) if dim < len(whole) and size != whole[dim]]
     if not different or len(shape) != len(whole) or any(tuple(part.shape) != shape for part in parts):
         return SplitTensor(None, (parts[0],))
     dim = different[0]
-    times, rest = divmod(shape[dim] * count, whole[dim])  # above 1: that many files have the same heads
+    times, rest = divmod(shape[dim] * count, whole[dim])  # above 1: so many files have the same heads
     if rest or times < 1 or count % times:
         return SplitTensor(dim, tuple(parts))
     return SplitTensor(dim, tuple(parts[::times]))
@@ -143,7 +143,7 @@ def _files(folder: Path, label: str) -> list[Path]:
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [int(found[1]) for file in files if (found := re.fullmatch(r"consolidated\.(\d+)\.pth", file.name))]
     if not numbers:
-        raise ConfigError(f"{label}: has a {PARAMS}, but no consolidated.NN.pth; fetch the weights too.")
+        raise ConfigError(f"{label}: has a {PARAMS} but no consolidated.NN.pth; fetch the weights too.")
     for i, number in enumerate(sorted(numbers)):
         if i != number:
             raise ConfigError(f"{label}: lacks consolidated.{i:02}.pth; fetch it too.")
@@ -151,27 +151,25 @@ def _files(folder: Path, label: str) -> list[Path]:
 
 
 def _load(file: Path, label: str) -> dict[str, Tensor]:
-    """The tensors of a file, mapped into memory: what is not used is not read."""
+    """Map a file's tensors into memory: unused ones are not read."""
     try:
         content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{label}: {file.name} holds more than tensors, which could run code when read; "
-            "fetch it from where it was released."
+            f"{label}: {file.name} contains objects other than tensors, which could run code when loaded; "
+            "fetch it from its official release."
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConfigError(
             f"{label}: {file.name} is broken or incomplete ({as_line(error)[:100]}); fetch it again."
         ) from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ConfigError(
-            f"{label}: {file.name} holds something else than tensors by their names; give another folder."
-        )
+        raise ConfigError(f"{label}: {file.name} is not a mapping of names to tensors; give another folder.")
     return {str(name): tensor for name, tensor in content.items()}
 
 
 def _is_tied(files: Sequence[dict[str, Tensor]]) -> bool:
-    """Whether the head is the embedding's weight: absent, or the same memory under both names."""
+    """Return whether the head is tied to the embedding: absent, or the same storage under both names."""
     if _HEAD not in files[0]:
         return True
     pairs = [(file.get(_HEAD), file.get(_EMBEDDING)) for file in files]
@@ -179,7 +177,7 @@ def _is_tied(files: Sequence[dict[str, Tensor]]) -> bool:
 
 
 def _parts(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[str, list[Tensor]]:
-    """What the files have of each tensor, by titan's names, which differ in the head's alone."""
+    """Return the shards of each tensor by titan's names, which differ only in the head's."""
     names = [name for name in files[0] if name != _COMPUTED and not (tied and name == _HEAD)]
     for name in names:
         if any(name not in file for file in files):
@@ -188,7 +186,7 @@ def _parts(files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> dict[s
 
 
 def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bool, label: str) -> Llama:
-    """The model: what params.json says, and the tensors of what it does not."""
+    """Return the model's schema from params.json and, for what it doesn't say, from the tensors' shapes."""
     _check_params(params, label)
     for name in (_EMBEDDING, _FEED_FORWARD):
         if name not in files[0] or files[0][name].dim() != 2:
@@ -206,14 +204,14 @@ def _schema(params: dict[str, Any], files: Sequence[dict[str, Tensor]], tied: bo
         "rope_theta": params.get("rope_theta", 10_000.0),
         "tied": tied,
     }
-    return model_config.model(Llama, {**values, **_stretch(params, tied)}, f"{label}: its {PARAMS}")
+    return model_config.model(Llama, {**values, **_rope_scaling(params, tied)}, f"{label}: its {PARAMS}")
 
 
 def _check_params(params: dict[str, Any], label: str) -> None:
     for key in _UNKNOWN:
         if params.get(key) not in (None, -1, False):
             raise ConfigError(
-                f"{label}: its {PARAMS} has {key}={show(params[key])}, which titan has not; give a text model."
+                f"{label}: its {PARAMS} has {key}={show(params[key])}, which titan doesn't support; give a text model."
             )
     for key in ("dim", "n_layers", "n_heads"):
         if key not in params:
@@ -221,7 +219,7 @@ def _check_params(params: dict[str, Any], label: str) -> None:
 
 
 def _vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> int:
-    """What `vocab_size` says; where it says nothing (-1, Llama 2), it is the embedding's rows."""
+    """Return `vocab_size`, or if it is -1 (Llama 2) the rows of the embedding."""
     given = params.get("vocab_size", -1)
     if isinstance(given, int) and given > 0:
         return given
@@ -229,8 +227,8 @@ def _vocabulary(params: dict[str, Any], files: Sequence[dict[str, Tensor]]) -> i
     return int(rows) * (len(files) if width == params["dim"] else 1)
 
 
-def _stretch(params: dict[str, Any], tied: bool) -> dict[str, float]:
-    """Llama 3.1's stretch of the rotary embedding: by 8, of the small models of 3.2 (which alone are tied) by 32."""
+def _rope_scaling(params: dict[str, Any], tied: bool) -> dict[str, float]:
+    """Return Llama 3.1's RoPE scaling: factor 8, or 32 for the small models of 3.2 (the only tied ones)."""
     if not params.get("use_scaled_rope"):
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Meta's params.json: what a model's shape is called there. Free of torch."""
+"""Write Meta's params.json. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from titan.config.settings import show
 from titan.errors import ConfigError
 from titan.model.schema import Decoder, Llama
 
-_STRETCH = {"rope_low": 1.0, "rope_high": 4.0, "rope_original": 8192}
-"""What Meta's code has in one way only."""
+_ROPE_SCALING = {"rope_low": 1.0, "rope_high": 4.0, "rope_original": 8192}
+"""The RoPE scaling's values that are fixed in Meta's code."""
 _FACTOR = 8.0
-"""What `use_scaled_rope` means where nothing more is said."""
+"""The default factor of `use_scaled_rope`."""
 
 
 def params_of(model: Decoder, ranks: int) -> dict[str, Any]:
-    """A params.json that Meta's code builds the same model from.
+    """Return a params.json from which Meta's code builds the same model.
 
     Args:
         model: a Llama.
-        ranks: how many files, one a tensor parallel rank, the weights are cut into.
+        ranks: number of tensor parallel ranks, with one file each.
 
     Raises:
-        ConfigError: when Meta's code has no such model, or it can't be cut so.
+        ConfigError: when Meta's code has no such model, or it can't be sharded so.
     """
     _check(model)
-    _check_cut(model, ranks)
+    _check_ranks(model, ranks)
     multiple, multiplier = feed_forward(model.dim, model.ffn)
-    stretch: dict[str, Any] = {"use_scaled_rope": model.rope_factor != 1}
+    scaling: dict[str, Any] = {"use_scaled_rope": model.rope_factor != 1}
     if model.rope_factor not in (1, _FACTOR):
-        stretch["rope_scaling_factor"] = model.rope_factor
+        scaling["rope_scaling_factor"] = model.rope_factor
     return {
         "dim": model.dim,
         "n_layers": model.layers,
@@ -40,17 +40,17 @@ def params_of(model: Decoder, ranks: int) -> dict[str, Any]:
         "ffn_dim_multiplier": multiplier,
         "norm_eps": model.norm_eps,
         "rope_theta": model.rope_theta,
-        **stretch,
+        **scaling,
     }
 
 
 def feed_forward(dim: int, ffn: int) -> tuple[int, float]:
-    """Meta's `multiple_of` and `ffn_dim_multiplier` that make a feed-forward layer `ffn` wide.
+    """Return Meta's `multiple_of` and `ffn_dim_multiplier` for a feed-forward layer of width `ffn`.
 
-    Meta's width is 8 / 3 of `dim`, times the multiplier, both rounded down, and then up to a multiple.
+    Meta's width is 8 / 3 of `dim`, times the multiplier, both rounded down, and then rounded up to a multiple.
     """
     multiple = min(1024, ffn & -ffn)
-    wanted = ffn - multiple // 2 + 0.5  # away from where either rounding jumps
+    wanted = ffn - multiple // 2 + 0.5  # far from where either rounding changes
     return multiple, wanted / (8 * dim // 3)
 
 
@@ -62,14 +62,14 @@ def _check(model: Decoder) -> None:
             f"format=meta: heads of width model.head_dim={model.head_size} are not model.dim={model.dim} / "
             f"model.heads={model.heads}, as Meta's are; give format=hf."
         )
-    for name, only in _STRETCH.items():
+    for name, only in _ROPE_SCALING.items():
         if model.rope_factor != 1 and getattr(model, name) != only:
             raise ConfigError(
-                f"format=meta: model.{name}={show(getattr(model, name))} is always {show(only)} there; give format=hf."
+                f"format=meta: model.{name}={show(getattr(model, name))} must be {show(only)}; give format=hf."
             )
 
 
-def _check_cut(model: Decoder, ranks: int) -> None:
+def _check_ranks(model: Decoder, ranks: int) -> None:
     for name in ("heads", "ffn", "vocab"):
         if getattr(model, name) % ranks:
             raise ConfigError(

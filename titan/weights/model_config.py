@@ -1,4 +1,4 @@
-"""What files say of a model: JSON that others wrote, and the schema that it makes. Free of torch."""
+"""Read JSON descriptions of models, build schemas from them, and compare schemas. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from titan.errors import ConfigError
 from titan.model.schema import Decoder
 
 D = TypeVar("D", bound=Decoder)
-_STRETCH = ("rope_low", "rope_high", "rope_original")
+_ROPE_SCALING = ("rope_low", "rope_high", "rope_original")
 
 
 def load(path: Path, label: str) -> dict[str, Any]:
-    """The content of a JSON file that holds names and values.
+    """Read a JSON object.
 
     Args:
         path: the file.
-        label: what the user gave, for messages.
+        label: the user's setting, for messages.
 
     Raises:
-        ConfigError: when it is missing, can't be read or is none.
+        ConfigError: when the file is missing, can't be read, or holds no JSON object.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -33,57 +33,54 @@ def load(path: Path, label: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{label}: {path.name} can't be read ({error.strerror}); make it readable.") from error
     except ValueError as error:
-        raise ConfigError(f"{label}: {path.name} is no JSON ({error}); fetch it again.") from error
+        raise ConfigError(f"{label}: {path.name} is not JSON ({error}); fetch it again.") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{label}: {path.name} holds no names and values; fetch it again.")
+        raise ConfigError(f"{label}: {path.name} is not a JSON object; fetch it again.")
     return content
 
 
 def model(family: type[D], values: Mapping[str, Any], where: str) -> D:
-    """The schema of a model with these values, checked.
+    """Build and check the schema of a model.
 
     Raises:
-        ConfigError: when one is of a wrong type or out of range, or they don't fit each other.
+        ConfigError: when a value has a wrong type or is out of range, or values contradict each other.
     """
     try:
         shape: D = settings.build(family, values)
         shape.check()
-    except ConfigError as refusal:
-        raise ConfigError(f"{where} does not make a model: {refusal}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{where} describes an invalid model: {error}") from None
     return shape
 
 
 def check_model(model: Any, found: Any, label: str, prefix: str = "model.") -> None:
-    """Refuse weights of another model than `model`.
+    """Raise ConfigError when weights are of another model; the message names all differing settings and their values.
 
-    Weights with a tied head may start a model without: its head begins as the embedding's copy.
+    Weights with a tied head may initialise a model without: its head starts as a copy of the embedding.
 
     Args:
-        model: a run's model.
-        found: the model that the weights are of.
-        label: what the user gave, for messages.
-        prefix: of the settings' names.
-
-    Raises:
-        ConfigError: naming all settings that differ, with the values that fit.
+        model: the run's model.
+        found: the weights' model.
+        label: the user's setting, for messages.
+        prefix: the prefix of the settings' names.
     """
     if type(model) is not type(found):
         raise ConfigError(
-            f"{label}: are weights of a {type(found).__name__}, and the model is a {type(model).__name__}; "
-            "choose a model of that family."
+            f"{label}: the weights are of a {type(found).__name__}, and the model is a {type(model).__name__}; "
+            f"choose a {type(found).__name__}."
         )
-    ours, theirs = _told(model), _told(found)
+    ours, theirs = _settings(model), _settings(found)
     if theirs.get("tied"):
         ours["tied"] = True
-    idle = _STRETCH if theirs.get("rope_factor") == 1 else ()
+    idle = _ROPE_SCALING if theirs.get("rope_factor") == 1 else ()
     differ = [key for key in theirs if ours.get(key) != theirs[key] and key not in idle]
     if differ:
         have = ", ".join(f"{prefix}{key}={show(ours.get(key))}" for key in differ)
         fit = " ".join(f"{prefix}{key}={show(theirs[key])}" for key in differ)
-        raise ConfigError(f"{label}: are weights of another model than {have}; give {fit}.")
+        raise ConfigError(f"{label}: the weights are of another model than {have}; give {fit}.")
 
 
-def _told(model: Any) -> dict[str, Any]:
-    """The settings of a model, with the width of a head as it is."""
+def _settings(model: Any) -> dict[str, Any]:
+    """Return the settings of a model, with the actual head size."""
     head = {"head_dim": model.head_size} if hasattr(model, "head_size") else {}
     return {**settings.plain(model), **head}

@@ -1,4 +1,4 @@
-"""A titan checkpoint of weights alone, from any `Weights`: a tensor at a time, in files of a limited size."""
+"""Save `Weights` as a titan checkpoint without an optimizer, one tensor at a time, in files of a limited size."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
 from titan.config.kinds import kind
 from titan.config.settings import plain
+from titan.files.atomic import atomic_file
 from titan.weights import tokenizer_files
-from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored, whole
-from titan.weights.formats import Weights
+from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored
+from titan.weights.interface import Weights
 from titan.weights.titan_format import PREFIX
 
 _METADATA = ".metadata"
 
 
 class _Counted:
-    """A file that is only written to, and that counts what is: its size and checksum."""
+    """A write-only file that computes its size and checksum."""
 
     def __init__(self, out: IO[bytes]) -> None:
         self.out, self.size, self.crc = out, 0, 0
@@ -44,17 +45,17 @@ class _Counted:
         return len(view)
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
+        """Flush the file."""
         self.out.flush()
 
     @property
     def file(self) -> File:
-        """What a manifest says of it."""
+        """The file's entry in a manifest."""
         return File(self.size, f"{self.crc:08x}")
 
 
 def files_of(weights: Weights, dtype: str = "keep", shard_bytes: int = SHARD_BYTES) -> dict[str, dict[str, int]]:
-    """The tensors of each file and their bytes, by the file's name."""
+    """Return the tensors of each file with their sizes in bytes, by the file's name."""
     groups = grouped({name: size_of(weights, name, dtype) for name in ordered(weights)}, shard_bytes)
     return {f"__0_{i}.distcp": group for i, group in enumerate(groups)}
 
@@ -67,19 +68,19 @@ def save_weights(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
-    """Write a checkpoint of step 0 without an optimizer; its manifest, which makes it count, comes last.
+    """Write a checkpoint of step 0 without an optimizer; its manifest, which makes it complete, is written last.
 
     Args:
-        weights: what to write.
-        folder: where to; it exists.
+        weights: the weights to write.
+        folder: the target; it exists.
         dtype: fp32, bf16, fp16, or keep, as each is stored.
-        shard_bytes: how large a file may be; a larger tensor has one of its own.
-        progress: told the bytes that are written.
+        shard_bytes: maximum size of a file; a larger tensor gets a separate file.
+        progress: called with the number of bytes just written.
     """
     places: dict[MetadataIndex, _StorageInfo] = {}
     files: dict[str, File] = {}
     for name, group in files_of(weights, dtype, shard_bytes).items():
-        with whole(folder / name) as opened:
+        with atomic_file(folder / name, sync=True) as opened:
             out = _Counted(opened)
             for tensor in group:
                 value = cast(weights.read(tensor), stored(weights, tensor, dtype), tensor)
@@ -88,7 +89,7 @@ def save_weights(
                 if progress is not None:
                     progress(value.nbytes)
         files[name] = out.file
-    with whole(folder / _METADATA) as opened:
+    with atomic_file(folder / _METADATA, sync=True) as opened:
         out = _Counted(opened)
         pickle.dump(_metadata(weights, dtype, places), out)
     files[_METADATA] = out.file
@@ -96,7 +97,7 @@ def save_weights(
 
 
 def _save(tensor: Tensor, out: _Counted) -> int:
-    """Write a tensor as torch.distributed.checkpoint does; returns the bytes that it took."""
+    """Write a tensor as torch.distributed.checkpoint does; return its size in the file in bytes."""
     before = out.size
     owned = tensor.untyped_storage().nbytes() == tensor.nbytes  # else torch.save would write all of it
     torch.save(tensor if owned else tensor.clone(), out)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Start from given weights, of any format."""
+"""Initialise a run with weights of any format (`checkpoint.weights`)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from titan.weights.load import load_weights
 
 
 def start_from_weights(state: TrainState, path: str, coordinator: Coordinator) -> None:
-    """Load given weights, of any format, and leave the optimizer as new; all ranks call it together.
+    """Load the weights at `path` and leave the optimizer unchanged; all ranks call it together.
 
     Raises:
-        ConfigError: when they don't fit, or a file is broken.
+        ConfigError: when the weights are of another model, or a file is broken.
     """
     parameters = {name: parameter.detach() for name, parameter in state.named_parameters()}
     try:

@@ -1,4 +1,4 @@
-"""Weights of a titan checkpoint, whatever layout saved it."""
+"""Weights of a titan checkpoint, saved by any layout."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from titan.checkpoint import manifest
 from titan.checkpoint.reader import Foreign, Reader
 from titan.console.text import as_line
 from titan.errors import ConfigError
-from titan.weights.formats import check_types, compare, expected, region
+from titan.weights.interface import check_types, compare, expected, region
 from titan.weights.origin import model_of
 
 PREFIX = "model."
-"""What the names of parameters begin with; the optimizer's tensors have another."""
+"""The prefix of parameters' names; the optimizer's tensors have another one."""
 
 
 class TitanFormat:
-    """The weights in a titan checkpoint; see `titan.weights.formats.Weights`."""
+    """The weights in a titan checkpoint; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        """Read its manifest and where its tensors are.
+        """Read the manifest and the metadata.
 
         Args:
-            folder: a complete checkpoint's.
-            label: what the user gave, for messages.
+            folder: the folder of a complete checkpoint.
+            label: the user's setting, for messages.
 
         Raises:
-            ConfigError: when it can't be read, or does not hold the model that it should.
+            ConfigError: when it can't be read, or its tensors don't match its model.
         """
         self.path, self.label, self._reader = str(folder), label, Reader(folder)
         found = manifest.inspect(folder)
@@ -62,7 +62,7 @@ class TitanFormat:
         places = region(self.shapes[name], offsets, lengths)
         for chunk in self._tensors[name].chunks:
             if places == tuple(_whole(chunk)):
-                return self._chunk(name, chunk)  # no second copy: it may be the largest tensor
+                return self._chunk(name, chunk)  # without another copy: it may be the largest tensor
         out = torch.empty([last - first for first, last in places], dtype=self.dtypes[name])
         if not out.numel():
             return out
@@ -76,14 +76,14 @@ class TitanFormat:
         return out
 
     def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
-        """A chunk as it was saved, whole: a file packs it so."""
+        """Read a whole chunk: a file can't be read in smaller pieces."""
         place = self._metadata.storage_data[MetadataIndex(PREFIX + name, chunk.offsets)]
         try:
             with (Path(self.path) / place.relative_path).open("rb") as file:
                 part: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)
-        except Exception as error:  # torch's unpickler lets all kinds of errors of a broken file pass
+        except Exception as error:  # torch's unpickler raises errors of many types for a broken file
             raise ConfigError(
-                f"{self.label}: {place.relative_path} can't be read where {name} should be "
+                f"{self.label}: {name} can't be read from {place.relative_path} "
                 f"({type(error).__name__}: {as_line(error)[:100]}); give another checkpoint."
             ) from error
         return part.detach()
@@ -98,11 +98,11 @@ class TitanFormat:
 
 
 def _whole(chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
-    """Along each dimension the chunk's beginning and end in the whole tensor."""
+    """Yield the chunk's (start, end) in the whole tensor along each dimension."""
     return ((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def _overlap(places: Sequence[tuple[int, int]], chunk: ChunkStorageMetadata) -> Iterator[tuple[int, int]]:
-    """Along each dimension what both have: beginning and end in the whole tensor."""
+    """Yield the (start, end) of the intersection along each dimension."""
     for (first, last), offset, size in zip(places, chunk.offsets, chunk.sizes, strict=True):
         yield max(first, offset), min(last, offset + size)

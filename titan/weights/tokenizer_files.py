@@ -1,4 +1,4 @@
-"""A tokenizer beside weights: its files as they are, or as the tokenizer.json that Hugging Face's libraries read."""
+"""Write a tokenizer's files next to weights: unchanged, or as the tokenizer.json that Hugging Face's libraries read."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from typing import Any
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File
 from titan.config.optional import optional_package
-from titan.dataset.tokenizers.base import BUILT_IN, PATTERN, RankTokenizer, load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.rank_file import BUILT_IN, PATTERN, RankTokenizer
 from titan.errors import ConfigError
+from titan.files.atomic import sync_path
 
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""What belongs to a tokenizer.json."""
+"""The files that belong to a tokenizer.json."""
 _CLASS = "PreTrainedTokenizerFast"
-"""What transformers takes a tokenizer.json for as it stands; the class of a model may change it."""
+"""The class with which transformers uses a tokenizer.json unchanged; a model's class may change it."""
 
 
 def copy(name: str | None, folder: Path) -> str | None:
-    """Copy a tokenizer's files as they are.
+    """Copy a tokenizer's files unchanged.
 
     Args:
-        name: what `load_tokenizer` takes; None: there is none.
-        folder: where to.
+        name: the argument of `load_tokenizer`; None: there is no tokenizer.
+        folder: the target.
 
     Returns:
-        What reads it there: the file's name, or that of a built-in tokenizer or one of the hub; None where its file is
-        gone.
+        The tokenizer's name there: the file's name, or that of a built-in tokenizer or one of the hub; None if its file
+        is missing.
     """
     if name is None or not Path(name).is_file():
         return name if name is not None and manifest.is_tokenizer(name, ()) else None
@@ -37,45 +39,45 @@ def copy(name: str | None, folder: Path) -> str | None:
     for file in (source, *(source.with_name(beside) for beside in _BESIDE)):
         if file.is_file() and (file == source or source.suffix == ".json"):
             shutil.copyfile(file, folder / file.name)
-            manifest.sync(folder / file.name)
+            sync_path(folder / file.name)
     return source.name
 
 
 def copy_listed(name: str | None, folder: Path) -> tuple[dict[str, File], str | None]:
-    """Copy a tokenizer's files as they are; gives them by name, and what `copy` returns."""
-    there = copy(name, folder)
-    return listed(there, folder), there
+    """Copy a tokenizer's files unchanged; return them by name, and the result of `copy`."""
+    copied = copy(name, folder)
+    return listed(copied, folder), copied
 
 
 def listed(name: str | None, folder: Path) -> dict[str, File]:
-    """Size and checksum of the files that `copy` brought into a folder, by their names.
+    """Return size and checksum of the files that `copy` wrote into a folder, by name.
 
     Args:
-        name: what `copy` returned.
-        folder: where they are.
+        name: the result of `copy`.
+        folder: the target.
     """
     names = [name, *_BESIDE] if name is not None and (folder / name).is_file() else []
     return {file: manifest.checksum_of(folder / file) for file in names if (folder / file).is_file()}
 
 
 def copy_whole(name: str | None, folder: Path) -> None:
-    """Copy a tokenizer's files as they are; one that has none of its own here is written."""
+    """Copy a tokenizer's files unchanged; write those of a built-in tokenizer or one of the hub."""
     if name is not None and copy(name, folder) == BUILT_IN:
         tokenizer = load_tokenizer(name)
-        tokenizer.name = "tokenizer.model"  # so that it is not told by its name alone
+        tokenizer.name = "tokenizer.model"  # `save` writes no file for a built-in name
         (folder / tokenizer.save(folder)).rename(folder / "tokenizer.model")
     elif name is not None and not Path(name).is_file():
         load_tokenizer(name).save(folder)
 
 
 def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None]:
-    """Write a tokenizer as tokenizer.json and tokenizer_config.json, a rank file also as it is.
+    """Write a tokenizer as tokenizer.json and tokenizer_config.json; a rank file is also copied unchanged.
 
-    A tokenizer that titan can't read (SentencePiece's) is copied as it is.
+    A tokenizer that titan can't read (SentencePiece) is copied unchanged.
 
     Args:
-        name: what `load_tokenizer` takes; None: there is none.
-        folder: where to.
+        name: the argument of `load_tokenizer`; None: there is no tokenizer.
+        folder: the target.
 
     Returns:
         The ids that begin and end a document.
@@ -86,7 +88,7 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
     try:
         tokenizer = load_tokenizer(name)
     except ConfigError:
-        if not Path(name).is_file():  # a name of the hub: it has to be there
+        if not Path(name).is_file():  # a repository of the hub, which must exist
             raise
         return None, None
     if isinstance(tokenizer, RankTokenizer):
@@ -100,7 +102,7 @@ def copy_as_json(name: str | None, folder: Path) -> tuple[int | None, int | None
 
 
 def _name_class(file: Path) -> None:
-    """Say how transformers is to read tokenizer.json, unless that is said."""
+    """Set the class with which transformers reads tokenizer.json, unless it is set."""
     config = json.loads(file.read_bytes()) if file.is_file() else {}
     file.write_text(json.dumps({"tokenizer_class": _CLASS, **config}, indent=2) + "\n")
 
@@ -112,11 +114,11 @@ def _config(tokenizer: RankTokenizer) -> dict[str, Any]:
 
 
 def as_json(tokenizer: RankTokenizer) -> str:
-    """A rank file's vocabulary as the tokenizer.json that gives the same ids.
+    """Return the tokenizer.json that gives the same ids as a rank file.
 
-    tiktoken merges two neighbours wherever they make a token, that of the lowest rank first, and takes a piece that is
-    a token as it is. So each way to cut a token in two tokens is a merge, in the order of ranks, and `ignore_merges`
-    is set. A text begins with the token that begins documents, where there is one, as with Llama 3.
+    tiktoken merges two neighbours whenever they form a token, that of the lowest rank first, and uses a piece that is a
+    token directly. So each split of a token into two tokens is a merge, in the order of ranks, and `ignore_merges` is
+    set. Text begins with bos if the tokenizer has one, as with Llama 3.
     """
     tokenizers = optional_package("tokenizers", f"tokenizer={tokenizer.name}")
     from tokenizers import decoders, models, pre_tokenizers, processors
@@ -145,7 +147,7 @@ def as_json(tokenizer: RankTokenizer) -> str:
 
 
 def _letters() -> list[str]:
-    """The letter by which byte-level BPE writes each byte: itself where it can be printed, else one from 256 on."""
+    """Return the character for each byte in byte-level BPE: the byte itself if printable, else from U+0100."""
     printed = set(chain(range(ord("!"), ord("~") + 1), range(ord("¡"), ord("¬") + 1), range(ord("®"), ord("ÿ") + 1)))
     others = iter(range(256, 512))
     return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]

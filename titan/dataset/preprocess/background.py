@@ -1,7 +1,7 @@
-"""Prepare data beside a training that reads them: one process for all that isn't complete yet.
+"""Prepare data while a run trains on them, in one process for all incomplete corpora.
 
-It publishes unit after unit in the folder that the training looks into; whatever it left when the training ended, the
-next one, or `python -m titan.prepare`, goes on with.
+The process adds finished shards to the folder that the training reads. When the training ends first, the next attempt
+or `python -m titan.prepare` continues the preparation.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ GRACE_SECONDS = 10.0
 
 @contextmanager
 def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterator[None]:
-    """Prepare what of `dataset` isn't complete, in a process that ends with this context.
+    """Prepare the incomplete corpora of `dataset` in a process that ends with this context.
 
     Args:
-        dataset: what is trained on.
-        folders: where its corpora lie.
-        log: the file for what the preparation says.
+        dataset: the run's dataset.
+        folders: the prepared folder of each corpus.
+        log: the log file of the preparation.
     """
     left = [part for name, part in dataset.corpora().items() if not open_corpora(folders)[name].complete]
     if not left:
@@ -44,7 +44,7 @@ def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterato
     process = multiprocessing.get_context("spawn").Process(target=_prepare, args=(left, str(log), os.getpid()))
     process.start()
     ended = threading.Event()
-    watch = threading.Thread(target=_tell_failure, args=(process, ended, folders), daemon=True)
+    watch = threading.Thread(target=_record_failure, args=(process, ended, folders), daemon=True)
     watch.start()
     try:
         yield
@@ -57,8 +57,8 @@ def prepared_meanwhile(dataset: Dataset, folders: Folders, log: Path) -> Iterato
             process.join()
 
 
-def _tell_failure(process: BaseProcess, ended: threading.Event, folders: Folders) -> None:
-    """When the process has ended, and not because it was to, leave a word for those who wait for the rest."""
+def _record_failure(process: BaseProcess, ended: threading.Event, folders: Folders) -> None:
+    """When the process ends early, write failed.json for the ranks that wait for its data."""
     while process.is_alive():
         if ended.wait(WATCH_SECONDS):
             return
@@ -67,13 +67,13 @@ def _tell_failure(process: BaseProcess, ended: threading.Event, folders: Folders
         if not corpus.complete and not failed.exists():
             code = process.exitcode or 0
             how = f"was killed by signal {-code}" if code < 0 else "ended"
-            write_json(failed, {"error": f"the process that prepared them {how}; see log/prepare.log, and start again"})
+            write_json(failed, {"error": f"the preparing process {how}; see log/prepare.log, and start the run again"})
 
 
 def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
-    """The process's body. Ctrl-C, or a terminal that hangs up, is for its parent, without which it doesn't go on.
+    """Run in the process: ignore SIGINT and SIGHUP, which the parent handles, and exit when the parent does.
 
-    Training goes before it.
+    Its priority is lower than the training's.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -83,10 +83,10 @@ def _prepare(parts: list[Dataset], log: str, parent: int) -> None:
         try:
             for part in parts:
                 prepare(part, lambda line: print(line, file=file))
-        except (ConfigError, RunError) as sentence:
-            print(sentence, file=file)
+        except (ConfigError, RunError) as error:
+            print(error, file=file)
         except KeyboardInterrupt:
-            print("ended with the training", file=file)
+            print("stopped with the training", file=file)
 
 
 def _watch(parent: int) -> None:

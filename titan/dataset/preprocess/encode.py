@@ -1,4 +1,4 @@
-"""From documents to tokens: what a document's content is, and its ids in the corpus's own type."""
+"""Encode documents: a document's content hash, and its token ids in the corpus's dtype."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.documents import Document, Part, Skip, Source, Turn
-from titan.dataset.tokenizers.base import Tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 
 GROUP_BYTES = 1024 * 1024
@@ -20,7 +20,7 @@ GROUP_DOCUMENTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What identifies a document, `hash`, and the length of its text in bytes; each token counts as one byte."""
+    """A document's content hash and the length of its text in bytes; in a source of tokens each id is one byte."""
 
     hash: int
     bytes: int
@@ -28,7 +28,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A document as it is written: its ids, and of a masked corpus 1 where they count in the loss."""
+    """An encoded document: its ids, and in a masked corpus 1 for each id that counts in the loss."""
 
     content: Content
     tokens: NDArray[Any]
@@ -36,7 +36,7 @@ class Encoded:
 
 
 def content(document: str | tuple[Turn, ...] | NDArray[Any]) -> Content:
-    """The content of a document: two are equal when their texts (or their ids) are."""
+    """Return the content of a document; equal texts (or ids) have equal content."""
     if isinstance(document, str):
         data = document.encode("utf-8")
         return Content(_hash(data), len(data))
@@ -48,47 +48,47 @@ def content(document: str | tuple[Turn, ...] | NDArray[Any]) -> Content:
 
 
 def read(source: Source, part: Part) -> Iterator[Document]:
-    """The documents of a part.
+    """Yield the documents of a part.
 
     Raises:
-        ConfigError: when they can't be read, in the source's words or in these.
+        ConfigError: when they can't be read.
     """
     try:
         yield from source.documents(part)
     except OSError as error:
         what = error.strerror or error
-        raise ConfigError(f"{part.name}: can't be read ({what}); mend that, or name other data.") from error
+        raise ConfigError(f"{part.name}: can't be read ({what}); make it readable, or choose other data.") from error
 
 
 def groups(documents: Iterable[Document], size: int = GROUP_BYTES) -> Iterator[list[tuple[Content, Document] | Skip]]:
-    """Documents with their content, in groups of about `size` bytes: large enough to share, small enough to hold."""
-    group, held = list[tuple[Content, Document] | Skip](), 0
+    """Yield documents with their content in batches of about `size` bytes."""
+    group, total = list[tuple[Content, Document] | Skip](), 0
     for document in documents:
         if isinstance(document, Skip):
             group.append(document)
         else:
             known = content(document)
             group.append((known, document))
-            held += known.bytes
-        if held >= size or len(group) >= GROUP_DOCUMENTS:
+            total += known.bytes
+        if total >= size or len(group) >= GROUP_DOCUMENTS:
             yield group
-            group, held = [], 0
+            group, total = [], 0
     if group:
         yield group
 
 
 class Encoder:
-    """Makes tokens of documents of one corpus."""
+    """Encodes the documents of one corpus."""
 
     def __init__(self, tokenizer: Tokenizer | None, dtype: np.dtype[Any], vocab_size: int, *, masked: bool) -> None:
-        """Without a tokenizer documents are ids already."""
+        """Take the tokenizer; None for a source of tokens, whose documents are ids."""
         self.tokenizer, self.dtype, self.vocab_size, self.masked = tokenizer, dtype, vocab_size, masked
 
     def encode(self, documents: Sequence[tuple[Content, Document]]) -> list[Encoded]:
-        """The documents as they are written, in their order.
+        """Encode documents, in their order.
 
         Raises:
-            ConfigError: for ids that the vocabulary doesn't have.
+            ConfigError: when an id is outside of the vocabulary, or documents have the wrong type.
         """
         if self.tokenizer is None:
             return [Encoded(known, self._ids(document)) for known, document in documents]
@@ -96,12 +96,12 @@ class Encoder:
             return [self._turns(self.tokenizer, known, document) for known, document in documents]
         texts = [document for _, document in documents if isinstance(document, str)]
         if len(texts) != len(documents):
-            raise ConfigError("dataset: some documents are no text; a source of turns must say `masked = True`.")
+            raise ConfigError("dataset: some documents are not text; a source of turns must set `masked = True`.")
         tokens = self._framed(self.tokenizer, self.tokenizer.encode_arrays(texts))
         return [Encoded(known, ids) for (known, _), ids in zip(documents, tokens, strict=True)]
 
     def _framed(self, tokenizer: Tokenizer, arrays: list[NDArray[np.uint32]]) -> list[NDArray[Any]]:
-        """Each array between the ids that begin and end a document, as slices of one array."""
+        """Add bos and eos to each array; the results are slices of one array."""
         head, tail = int(tokenizer.bos is not None), int(tokenizer.eos is not None)
         ends = np.cumsum(np.fromiter(map(len, arrays), np.int64, len(arrays)) + head + tail).tolist()
         flat, start, out = np.empty(ends[-1] if ends else 0, self.dtype), 0, []
@@ -120,17 +120,17 @@ class Encoder:
             (ids,) = self._framed(tokenizer, tokenizer.encode_arrays([document]))
             return Encoded(known, ids, np.ones(ids.size, np.uint8))
         if not isinstance(document, tuple):
-            raise ConfigError("dataset: some documents are ids; a source of ids must say its `vocab_size`.")
+            raise ConfigError("dataset: some documents are ids; a source of ids must set `vocab_size`.")
         found, counts = tokenizer.encode_turns(document)
         return Encoded(known, np.array(found, self.dtype), np.array(counts, np.uint8))
 
     def _ids(self, document: Document) -> NDArray[Any]:
         if not isinstance(document, np.ndarray):
-            raise ConfigError("dataset: some documents are no arrays of ids; a source of text has no `vocab_size`.")
+            raise ConfigError("dataset: some documents are not arrays of ids; a source of text has no `vocab_size`.")
         if document.size and not 0 <= int(document.min()) <= int(document.max()) < self.vocab_size:
             raise ConfigError(
                 f"dataset: a document has ids from {document.min()} to {document.max()}, and the source's vocab_size "
-                f"is {self.vocab_size}; give a larger one."
+                f"is {self.vocab_size}; increase it."
             )
         return document.astype(self.dtype)
 

@@ -1,4 +1,4 @@
-"""How much a prepared corpus of any size takes, on paper: for corpora that no one prepares in order to find out."""
+"""Estimate the disk and memory size of a prepared corpus without preparing it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from titan.dataset.preprocess import plan, report
 from titan.dataset.preprocess.plan import Plan
-from titan.dataset.preprocess.prepare import manifest
+from titan.dataset.preprocess.prepare import build_manifest
 
 PART_BYTES = 64 * 1024**2
 INDEX_BYTES = 8
@@ -17,14 +17,14 @@ INDEX_NUMBERS = 3
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a prepared corpus takes, in bytes but for `units`.
+    """The size of a prepared corpus, in bytes except for `units`.
 
     Attributes:
-        units: of work; each has a shard of each split.
-        plan, manifest: those files.
-        tokens, offsets: all files of that kind.
-        hashes: the files of hashes, which are there until copies have been counted.
-        index: what a reader must hold: tokens, documents and start of each shard, as numbers of 8 bytes.
+        units: number of shard jobs; each writes one shard of each split.
+        plan, manifest: the size of those files.
+        tokens, offsets: the size of all files of that kind.
+        hashes: the size of the files of hashes, which are removed once duplicates are counted.
+        index: a reader's memory: tokens, documents and start of each shard, as numbers of 8 bytes.
     """
 
     units: int
@@ -37,12 +37,12 @@ class Footprint:
 
 
 def footprint(text_bytes: int, documents: int, tokens: int, vocab: int) -> Footprint:
-    """The sizes for a source of `text_bytes` bytes in parts of 64 MiB or less, of which one in a hundred is held out.
+    """Estimate the sizes for a source in parts of at most 64 MiB, with 1% of the documents in the validation split.
 
     Args:
-        text_bytes: the source's bytes.
-        documents: how many documents they are.
-        tokens: how many tokens.
+        text_bytes: number of bytes of the source.
+        documents: number of documents.
+        tokens: number of tokens.
         vocab: one more than the largest id.
     """
     size = min(max(text_bytes // plan.UNITS_WANTED, plan.UNIT_LEAST), plan.UNIT_MOST)
@@ -54,7 +54,7 @@ def footprint(text_bytes: int, documents: int, tokens: int, vocab: int) -> Footp
     return Footprint(
         units=units,
         plan=_bytes(planned.content()),
-        manifest=_bytes(manifest(planned, *_made(units, text_bytes, documents, tokens, vocab))),
+        manifest=_bytes(build_manifest(planned, *_equal_shards(units, text_bytes, documents, tokens, vocab))),
         tokens=tokens * planned.dtype.itemsize,
         offsets=documents * 8,
         hashes=documents * 8,
@@ -62,14 +62,14 @@ def footprint(text_bytes: int, documents: int, tokens: int, vocab: int) -> Footp
     )
 
 
-def _made(units: int, text_bytes: int, documents: int, tokens: int, vocab: int) -> tuple[Any, Any]:
-    """Equal receipts of all units, and the report that follows from them."""
-    held, whole = ({"tokens": tokens // n, "documents": documents // n} for n in (100 * units, units))
-    train = {key: whole[key] - held[key] for key in whole}
+def _equal_shards(units: int, text_bytes: int, documents: int, tokens: int, vocab: int) -> tuple[Any, Any]:
+    """Return the manifests of `units` equal shards and their report."""
+    validation, both = ({"tokens": tokens // n, "documents": documents // n} for n in (100 * units, units))
+    train = {key: both[key] - validation[key] for key in both}
     about = {"documents": documents // units, "bytes": text_bytes // units, "skipped": {}, "seconds": 1.0}
-    receipt = {"train": train | {"max_token": vocab - 1}, "validation": held | {"max_token": vocab - 1}, **about}
-    receipts = [receipt] * units
-    return receipts, report.build(receipts, 0, [])
+    largest = {"max_token": vocab - 1}
+    shards = [{"train": train | largest, "validation": validation | largest, **about}] * units
+    return shards, report.build(shards, 0, [])
 
 
 def _bytes(content: Any) -> int:

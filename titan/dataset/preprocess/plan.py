@@ -1,7 +1,7 @@
-"""What a preparation will do, decided before it begins: the folder, its units of work and what is held out.
+"""The plan of a preparation, made before it begins: the folder, the shard jobs and the validation split.
 
-All of it follows from the source's content, the tokenizer and the settings, so any number of processes and jobs that
-are given the same come to the same plan, and `plan.json` in the folder says it to whoever reads there.
+It is determined by the source's content, the tokenizer and the settings, so all processes and jobs with the same input
+make the same plan; readers find it as `plan.json` in the folder.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from titan.dataset.preprocess import encode
 from titan.dataset.preprocess.writer import read_json, write_json, write_token_bytes
 from titan.dataset.schema import Dataset
 from titan.dataset.shards import FORMAT, token_dtype
-from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 from titan.files.untrusted import check, file_name
 
 VERSION = 2
-"""Part of every digest: another version divides, hashes or tokenises differently."""
+"""Part of every digest; increased when the division, hashing or tokenization changes."""
 
 UNIT_LEAST = 4 * 1024**2
 UNIT_MOST = 2 * 1024**3
 UNITS_WANTED = 64
 LOOKED_AT = 4096
-"""How many documents are read, at most, to find one to hold out."""
+"""The maximum number of documents that are read to find one for the validation split."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan.json` says.
+    """The content of `plan.json`.
 
     Attributes:
-        digest: the identity of what is prepared.
-        name: the source's.
-        vocab_size: one more than the largest id there can be.
-        masked: whether tokens are marked as to whether they count in the loss.
-        tokenizer: its name, its fingerprint, and the file in the folder that `load_tokenizer` takes.
-        limit: documents are held out whose hash is below it.
-        units: of each unit its first part, the part after its last, and its bytes in the source.
+        digest: the identity of the prepared corpus.
+        name: the source's name.
+        vocab_size: one more than the largest possible id.
+        masked: whether there is a loss mask.
+        tokenizer: its name, its fingerprint, and the file in the folder, an argument of `load_tokenizer`.
+        limit: documents with a hash below it are in the validation split.
+        units: for each shard job its first part, the part after its last, and its bytes in the source.
     """
 
     digest: str
@@ -62,17 +63,17 @@ class Plan:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type that ids are written in."""
+        """The dtype of the ids on disk."""
         return token_dtype(self.vocab_size)
 
     def content(self) -> dict[str, Any]:
-        """As `plan.json` has it."""
+        """Return the content of `plan.json`."""
         return {"format": FORMAT, **asdict(self), "dtype": self.dtype.name}
 
 
 @dataclass(frozen=True)
 class Input:
-    """A dataset's source and tokenizer, and what they are called together."""
+    """A dataset's source and tokenizer, with the digest of the source's content and of both."""
 
     dataset: Dataset
     source: Source
@@ -82,7 +83,7 @@ class Input:
 
     @property
     def folder(self) -> Path:
-        """Where it is, or will be, prepared."""
+        """The prepared folder, whether it exists or not."""
         return cache_folder(self.dataset) / "datasets" / f"{self.source.name}-{self.digest[:16]}"
 
     @cached_property
@@ -92,35 +93,34 @@ class Input:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id there can be."""
+        """One more than the largest possible id."""
         return self.tokenizer.vocab_size if self.tokenizer else self.source.vocab_size or 0
 
     def token_bytes(self) -> NDArray[np.uint16]:
-        """How many bytes of text each id stands for; one, where there is no text."""
+        """Return the number of bytes of text of each id; 1 in a source of tokens."""
         return self.tokenizer.token_bytes() if self.tokenizer else np.ones(self.vocab_size, dtype=np.uint16)
 
     def changed(self) -> bool:
-        """Whether the source's content is another one by now."""
+        """Return whether the source's content has changed since it was examined."""
         try:
-            return (
-                self.dataset.build().digest(memo(self.dataset)) != self.content
-            )  # built anew: it may remember what it saw
-        except OSError:  # a file is gone
+            fresh = self.dataset.build()  # the source may have cached what it read
+            return fresh.digest(memo(self.dataset)) != self.content
+        except OSError:  # a file was removed
             return True
 
 
 def cache_folder(dataset: Dataset) -> Path:
-    """Where prepared data is kept: `dataset.cache`, else $TITAN_CACHE, else ~/.cache/titan."""
+    """Return the cache's folder: `dataset.cache`, else $TITAN_CACHE, else ~/.cache/titan."""
     return Path(dataset.cache or os.environ.get("TITAN_CACHE") or "~/.cache/titan").expanduser()
 
 
 def memo(dataset: Dataset) -> Path:
-    """Where digests of big files are remembered."""
+    """Return the folder that caches digests of large files."""
     return cache_folder(dataset) / "digests"
 
 
 def examine(dataset: Dataset) -> Input:
-    """Find the source and the tokenizer, and digest the content.
+    """Build the source, load the tokenizer, and compute the digests.
 
     Raises:
         ConfigError: when one of them can't be used.
@@ -132,7 +132,7 @@ def examine(dataset: Dataset) -> Input:
 
 
 def read_plan(known: Input) -> Plan | None:
-    """The plan in the folder; None when there is none yet, or it is damaged."""
+    """Return the plan in the folder; None when it is missing or corrupt."""
     content = read_json(known.folder / "plan.json")
     try:
         if content["format"] != FORMAT or content["digest"] != known.digest:
@@ -150,11 +150,11 @@ def read_plan(known: Input) -> Plan | None:
 _KINDS: dict[str, Any] = {
     "digest": str, "name": str, "vocab_size": int, "masked": bool, "tokenizer": dict[str, str], "limit": int
 }  # fmt: skip
-"""What a plan holds beside its units, by the types of its values."""
+"""The keys of a plan besides the shard jobs, and the types of their values."""
 
 
 def write_plan(known: Input) -> Plan:
-    """Decide the plan and write it, with all that a reader of unfinished data needs.
+    """Make the plan and write it, with the files that a reader of unfinished data needs.
 
     Raises:
         ConfigError: when the first documents can't be read, or there are none.
@@ -182,24 +182,24 @@ def write_plan(known: Input) -> Plan:
 
 
 def divide(parts: Sequence[Part]) -> tuple[tuple[int, int, int], ...]:
-    """The units: runs of parts of about a 64th of all bytes; where no part's size is known, each is a unit."""
+    """Group consecutive parts into shard jobs of about 1/64 of all bytes; parts of unknown size get one job each."""
     total = sum(part.bytes for part in parts)
     size = min(max(total // UNITS_WANTED, UNIT_LEAST), UNIT_MOST)
-    units, first, held = list[tuple[int, int, int]](), 0, 0
+    units, first, filled = list[tuple[int, int, int]](), 0, 0
     for i, part in enumerate(parts):
         weight = part.bytes if total else size
-        if held and held + weight > size:
+        if filled and filled + weight > size:
             units.append((first, i, sum(p.bytes for p in parts[first:i])))
-            first, held = i, 0
-        held += weight
+            first, filled = i, 0
+        filled += weight
     return (*units, (first, len(parts), sum(p.bytes for p in parts[first:])))
 
 
 def hash_limit(source: Source, parts: Sequence[Part], share: float) -> int:
-    """Below which hash documents are held out: `share` of 2**64.
+    """Return the hash below which documents are in the validation split: `share` of 2**64.
 
-    So that a small corpus has a validation part too, it is raised to take the smallest hash of the first documents,
-    where none of them is held out and they are not all the same one.
+    If none of the first documents would be in it, the limit is raised to include their smallest hash, so that a small
+    corpus has a validation split too (unless all these documents are equal).
     """
     limit, seen = int(share * 2**64), set[int]()
     for known in islice(_contents(source, parts), LOOKED_AT):
@@ -207,7 +207,7 @@ def hash_limit(source: Source, parts: Sequence[Part], share: float) -> int:
         if not share or known.hash < limit:
             return limit
     if not seen:
-        raise ConfigError(f"dataset={source.name}: no tokens come of it; give text that is not empty.")
+        raise ConfigError(f"dataset={source.name}: the source has no tokens; give text that is not empty.")
     return max(limit, min(seen) + 1) if len(seen) > 1 else limit
 
 
@@ -219,7 +219,7 @@ def _contents(source: Source, parts: Sequence[Part]) -> Iterator[encode.Content]
 
 
 def _digest(content: str, tokenizer: Tokenizer | None, dataset: Dataset) -> str:
-    """The identity of the prepared folder; the settings of the source itself are in `content`."""
+    """Return the digest of the prepared corpus; the source's settings are part of `content`."""
     identity = [VERSION, FORMAT, content, tokenizer.fingerprint if tokenizer else "none", dataset.validation]
     if dataset.on_error != "refuse":
         identity.append(dataset.on_error)

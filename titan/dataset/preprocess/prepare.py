@@ -1,12 +1,11 @@
-"""Prepare a dataset: documents become tokens once, in a folder of the cache that its content names.
+"""Prepare a dataset: tokenize its documents once, into a folder of the cache that is named by their digest.
 
-1. The source's content, the tokenizer and the settings give a digest, the digest a folder, and a plan of what there is
-   to do in it (`titan.dataset.preprocess.plan`). If the folder is complete, it is used; what is damaged in it is made
-   again.
-2. The work is done in units (`titan.dataset.preprocess.shard_job`), by several processes
-   (`titan.dataset.preprocess.workers`), and by several jobs and machines that were given the same command and share the
-   cache. A unit counts when it is whole, so whatever was killed goes on where it was.
-3. Whoever finds all units made writes the manifest, without which the folder doesn't count.
+1. The source's content, the tokenizer and the settings give a digest, the digest gives the folder, and the plan divides
+   the work (`titan.dataset.preprocess.plan`). A complete folder is used; its corrupt shards are rebuilt.
+2. The work is done by shard jobs (`titan.dataset.preprocess.shard_job`) in several processes
+   (`titan.dataset.preprocess.workers`), and in all jobs and machines that run the same command and share the cache.
+   Finished shards are kept, so a killed preparation continues where it stopped.
+3. The first process that finds all shards finished writes the manifest, which makes the folder complete.
 """
 
 from __future__ import annotations
@@ -26,7 +25,15 @@ from typing import Any
 from titan.dataset.preprocess import report
 from titan.dataset.preprocess.plan import Input, Plan, cache_folder, divide, examine, read_plan, write_plan
 from titan.dataset.preprocess.report import Meter, Progress
-from titan.dataset.preprocess.shard_job import Job, Receipt, claim_file, damage, finished, hashes_file, read_receipt
+from titan.dataset.preprocess.shard_job import (
+    Job,
+    ShardManifest,
+    corruption,
+    finished,
+    hashes_file,
+    lock_file,
+    read_shard_manifest,
+)
 from titan.dataset.preprocess.workers import cache_errors, run
 from titan.dataset.preprocess.writer import read_json, write_json
 from titan.dataset.schema import Dataset
@@ -41,7 +48,7 @@ WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Survey:
-    """What a preparation would do: the source's parts and bytes, its units, those made already, and the folder."""
+    """The work of a preparation: the source's parts and bytes, all shards, the finished ones, and the folder."""
 
     source: str
     tokenizer: str
@@ -54,33 +61,33 @@ class Survey:
 
 
 def prepare(dataset: Dataset, progress: Progress | None = None, *, verify: bool = False) -> Path:
-    """The folder of the prepared `dataset`, made now unless the cache has it. `open_corpus` reads it.
+    """Prepare `dataset` unless the cache has it; return the prepared folder, which `open_corpus` reads.
 
     Args:
-        dataset: the settings; of these, what decides the content of the folder is part of its name.
+        dataset: the settings; those that determine the folder's content are part of its name.
         progress: called about twice a second with a line for the user, while there is work.
-        verify: whether to look at the content of what is there too, not at its size only.
+        verify: compare the checksums of existing files too, not their sizes only.
 
     Raises:
-        ConfigError: for input that can't be used, or a cache that can't be written.
-        RunError: when a process that prepares died.
-        KeyboardInterrupt: on SIGTERM and SIGHUP too, which would else leave processes behind.
+        ConfigError: when the input can't be used or the cache can't be written.
+        RunError: when a worker process died.
+        KeyboardInterrupt: also on SIGTERM and SIGHUP, so that no processes are left behind.
     """
     known = examine(dataset)
     with cache_errors(cache_folder(dataset)), _interruptible():
         task = _Task(known, _planned(known), progress)
-        task.heal(verify)
+        task.repair(verify)
         if not task.complete():
-            task.carry_out()
+            task.run()
     open_corpus(known.folder)
     return known.folder
 
 
 def plan(dataset: Dataset) -> Path:
-    """The folder that `dataset` is, or will be, prepared in, with its plan at least; nothing is tokenised.
+    """Write the plan of `dataset` unless it exists, and return the folder; nothing is tokenized.
 
     Raises:
-        ConfigError: for input that can't be used, or a cache that can't be written.
+        ConfigError: when the input can't be used or the cache can't be written.
     """
     known = examine(dataset)
     with cache_errors(cache_folder(dataset)):
@@ -89,15 +96,15 @@ def plan(dataset: Dataset) -> Path:
 
 
 def survey(dataset: Dataset) -> Survey:
-    """What there is to prepare, without doing anything.
+    """Return what there is to prepare, without writing anything.
 
     Raises:
-        ConfigError: for input that can't be used.
+        ConfigError: when the input can't be used.
     """
     known = examine(dataset)
-    there, folder = read_plan(known), known.folder
-    units = there.units if there else divide(known.parts)
-    made = sum(read_receipt(folder, unit) is not None for unit in range(len(units))) if there else 0
+    existing, folder = read_plan(known), known.folder
+    units = existing.units if existing else divide(known.parts)
+    made = sum(read_shard_manifest(folder, shard) is not None for shard in range(len(units))) if existing else 0
     size, complete = sum(part.bytes for part in known.parts), (folder / "manifest.json").is_file()
     tokenizer = dataset.tokenizer if known.tokenizer else "none"
     return Survey(known.source.name, tokenizer, folder, len(known.parts), size, len(units), made, complete)
@@ -108,7 +115,7 @@ def _planned(known: Input) -> Plan:
 
 
 def cores() -> int:
-    """How many CPU cores this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -120,37 +127,37 @@ class _Task:
         self.meter, self.done = Meter(plan, progress), set[int]()
 
     def complete(self) -> bool:
-        """Whether there is nothing to do."""
+        """Return whether there is nothing to do."""
         return (self.folder / "manifest.json").is_file() and not self.left()
 
     def left(self) -> list[int]:
-        """The units that are not finished."""
+        """Return the shards that are not finished."""
         self.done |= {u for u in range(len(self.plan.units)) if u not in self.done and finished(self.folder, u)}
-        return [unit for unit in range(len(self.plan.units)) if unit not in self.done]
+        return [shard for shard in range(len(self.plan.units)) if shard not in self.done]
 
-    def heal(self, verify: bool) -> None:
-        """Take away what is damaged, and say so; what is missing is made again."""
+    def repair(self, verify: bool) -> None:
+        """Remove and report corrupt files, so that they are rebuilt."""
         if (self.folder / "manifest.json").is_file() and not _is_manifest(self.folder, self.plan):
-            self.meter.say("manifest.json is damaged; it is made again")
+            self.meter.say("manifest.json is corrupt and is rebuilt")
             (self.folder / "manifest.json").unlink()
         complete = (self.folder / "manifest.json").is_file()
-        for unit in range(len(self.plan.units)):
-            if not complete and read_receipt(self.folder, unit) is None:
+        for shard in range(len(self.plan.units)):
+            if not complete and read_shard_manifest(self.folder, shard) is None:
                 continue
-            wrong = damage(self.folder, unit, verify=verify)
+            wrong = corruption(self.folder, shard, verify=verify)
             if wrong:
-                self.meter.say(f"{wrong}; unit {unit} of {len(self.plan.units)} is made again")
-                self._remove(unit)
+                self.meter.say(f"{wrong}; shard {shard} of {len(self.plan.units)} is rebuilt")
+                self._remove(shard)
             elif complete:
-                self.done.add(unit)
+                self.done.add(shard)
 
-    def carry_out(self) -> None:
-        """Make what is left, then the manifest; leave a word for others when that is refused."""
+    def run(self) -> None:
+        """Run the remaining shard jobs and write the manifest; on an error write failed.json for waiting readers."""
         failed = self.folder / "failed.json"
         failed.unlink(missing_ok=True)
         leases.remove_leftovers(self.folder)
         try:
-            self._make()
+            self._run_jobs()
             if not (self.folder / "manifest.json").is_file():
                 self._check_unchanged()
                 self._complete()
@@ -161,18 +168,18 @@ class _Task:
             raise
         shutil.rmtree(self.folder / ".hashes", ignore_errors=True)
 
-    def _make(self) -> None:
+    def _run_jobs(self) -> None:
         job = None
         while left := self.left():
             self.meter.begin(left)
-            held = {u for u in left if (c := claim_file(self.folder, u)).exists() and not leases.is_stale(c)}
-            free = [unit for unit in left if unit not in held]
+            locked = {u for u in left if (lock := lock_file(self.folder, u)).exists() and not leases.is_stale(lock)}
+            free = [shard for shard in left if shard not in locked]
             if free:
                 processes = self._processes(len(free))
                 job = job or self._job(processes)
-                run(job, free, processes, self.meter.hear, self.meter.show)
+                run(job, free, processes, self.meter.update, self.meter.show)
             else:
-                self.meter.waiting(len(left), leases.holder(claim_file(self.folder, left[0])))
+                self.meter.waiting(len(left), leases.holder(lock_file(self.folder, left[0])))
                 time.sleep(WAIT_SECONDS)
 
     def _processes(self, units: int) -> int:
@@ -193,52 +200,52 @@ class _Task:
 
     def _check_unchanged(self) -> None:
         if self.known.changed():
-            shutil.rmtree(self.folder, ignore_errors=True)  # no telling which units are of which content
+            shutil.rmtree(self.folder, ignore_errors=True)  # some shards have the old content, and others the new one
             name = self.plan.name
-            raise ConfigError(f"dataset={name}: its content changed while it was read; give the command again.")
+            raise ConfigError(f"dataset={name}: its content changed while it was read; rerun the same command.")
 
     def _complete(self) -> None:
-        """Write the manifest, unless another job is first to."""
+        """Write the manifest, unless another job has done so."""
         try:
-            files = [hashes_file(self.folder, unit) for unit in range(len(self.plan.units))]
+            files = [hashes_file(self.folder, shard) for shard in range(len(self.plan.units))]
             if sum(file.stat().st_size for file in files) > report.RANGE_BYTES:
-                self.meter.say("counting copies")
-            receipts = [receipt for unit in range(len(files)) if (receipt := finished(self.folder, unit))]
-            duplicates = sum(receipt["documents"] for receipt in receipts) - report.distinct(files)
+                self.meter.say("counting duplicates")
+            shards = [about for shard in range(len(files)) if (about := finished(self.folder, shard))]
+            duplicates = sum(about["documents"] for about in shards) - report.distinct(files)
         except FileNotFoundError:
             if (self.folder / "manifest.json").is_file():
                 return
             raise
         notes: list[str] = getattr(self.known.tokenizer, "notes", list)()
-        content = manifest(self.plan, receipts, report.build(receipts, duplicates, notes))
+        content = build_manifest(self.plan, shards, report.build(shards, duplicates, notes))
         if content["max_token"] < 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-            raise ConfigError(f"dataset={self.plan.name}: no tokens come of it; give text that is not empty.")
+            raise ConfigError(f"dataset={self.plan.name}: the source has no tokens; give text that is not empty.")
         write_json(self.folder / "manifest.json", content)
 
-    def _remove(self, unit: int) -> None:
-        """Take the files of a damaged unit away, but not what its receipt says of them."""
-        receipt = read_receipt(self.folder, unit)
-        for name in receipt["files"] if receipt else ():
+    def _remove(self, shard: int) -> None:
+        """Remove the files of a corrupt shard but keep its manifest, to compare the rebuilt files with."""
+        about = read_shard_manifest(self.folder, shard)
+        for name in about["files"] if about else ():
             (self.folder / name).unlink(missing_ok=True)
 
 
-def manifest(plan: Plan, receipts: list[Receipt], found: dict[str, Any]) -> dict[str, Any]:
-    """The content of `manifest.json`: the plan's, and what came of each unit."""
+def build_manifest(plan: Plan, shards: list[ShardManifest], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of `manifest.json`: the plan, the report `found`, and the counts of each shard."""
     return {
         **plan.content(),
-        "max_token": max(receipt[split]["max_token"] for receipt in receipts for split in SPLITS),
+        "max_token": max(about[split]["max_token"] for about in shards for split in SPLITS),
         "documents": found["documents"],
         "bytes": found["bytes"],
         "report": found,
-        "units": [{s: [receipt[s]["tokens"], receipt[s]["documents"]] for s in SPLITS} for receipt in receipts],
+        "units": [{s: [about[s]["tokens"], about[s]["documents"]] for s in SPLITS} for about in shards],
     }
 
 
 def _is_manifest(folder: Path, plan: Plan) -> bool:
     content = read_json(folder / "manifest.json")
-    due = {*plan.content(), "max_token", "documents", "bytes", "report"}
-    if not isinstance(content, dict) or not due <= set(content) or not isinstance(content["report"], dict):
+    keys = {*plan.content(), "max_token", "documents", "bytes", "report"}
+    if not isinstance(content, dict) or not keys <= set(content) or not isinstance(content["report"], dict):
         return False
     try:
         check_manifest(content)
@@ -249,9 +256,9 @@ def _is_manifest(folder: Path, plan: Plan) -> bool:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP interrupt as Ctrl-C does meanwhile, unless the program has its own way."""
-    here = threading.current_thread() is threading.main_thread()
-    numbers = [s for s in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(s) is signal.SIG_DFL]
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt within the context, unless the program has its own handlers."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = [s for s in (signal.SIGTERM, signal.SIGHUP) if main and signal.getsignal(s) is signal.SIG_DFL]
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt

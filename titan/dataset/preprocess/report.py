@@ -1,4 +1,4 @@
-"""What came of a preparation: counts, speeds, copies and what was left out; and how far one is."""
+"""The report of a preparation: counts, speeds, duplicates and skipped documents; and its progress."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import Any
 import numpy as np
 
 from titan.dataset.preprocess.plan import Plan
-from titan.dataset.preprocess.shard_job import Receipt, Told
+from titan.dataset.preprocess.shard_job import JobProgress, ShardManifest
 
 RANGE_BYTES = 128 * 1024**2
-"""How many bytes of hashes are looked at at once."""
+"""How many bytes of hashes are compared at once."""
 
 Progress = Callable[[str], None]
 
 
-def build(receipts: Sequence[Receipt], duplicates: int, notes: Sequence[str]) -> dict[str, Any]:
-    """The report of a complete preparation, which follows from the receipts of its units.
+def build(shards: Sequence[ShardManifest], duplicates: int, notes: Sequence[str]) -> dict[str, Any]:
+    """Return the report of a complete preparation.
 
     Args:
-        receipts: one a unit.
-        duplicates: how many documents are copies of others.
-        notes: what the tokenizer has to say.
+        shards: the manifests of all shards.
+        duplicates: number of documents that repeat another one.
+        notes: the tokenizer's notes.
     """
-    seconds = sum(receipt["seconds"] for receipt in receipts)
-    tokens = {split: sum(receipt[split]["tokens"] for receipt in receipts) for split in ("train", "validation")}
-    size, both = sum(receipt["bytes"] for receipt in receipts), sum(tokens.values())
+    seconds = sum(about["seconds"] for about in shards)
+    tokens = {split: sum(about[split]["tokens"] for about in shards) for split in ("train", "validation")}
+    size, both = sum(about["bytes"] for about in shards), sum(tokens.values())
     return {
-        "documents": sum(receipt["documents"] for receipt in receipts),
+        "documents": sum(about["documents"] for about in shards),
         "tokens": both,
         "bytes": size,
         "bytes_per_token": round(size / both, 4) if both else 0,
         "held_out": {
-            "documents": sum(receipt["validation"]["documents"] for receipt in receipts),
+            "documents": sum(about["validation"]["documents"] for about in shards),
             "tokens": tokens["validation"],
         },
         "duplicates": duplicates,
-        "skipped": _skipped(receipts),
+        "skipped": _skipped(shards),
         "seconds": round(seconds, 3),
         "tokens_per_second": round(both / seconds) if seconds else 0,
         "mb_per_second": round(size / seconds / 1e6, 3) if seconds else 0,
@@ -48,25 +48,25 @@ def build(receipts: Sequence[Receipt], duplicates: int, notes: Sequence[str]) ->
 
 
 def rows(report: Mapping[str, Any]) -> dict[str, str]:
-    """The report as a table's rows."""
-    held, documents = report["held_out"], report["documents"]
-    share = f" ({held['documents'] / documents:.2%})" if documents else ""
+    """Return the report as the rows of a table."""
+    validation, documents = report["held_out"], report["documents"]
+    share = f" ({validation['documents'] / documents:.2%})" if documents else ""
     table = {
-        "documents": f"{documents:,}, of which {report['duplicates']:,} are copies of others",
-        "tokens": f"{report['tokens']:,}; {report['bytes_per_token']:.2f} bytes each",
+        "documents": f"{documents:,}, {report['duplicates']:,} of them duplicates",
+        "tokens": f"{report['tokens']:,}; {report['bytes_per_token']:.2f} bytes per token",
         "text": size(report["bytes"]),
-        "held out": f"{held['documents']:,} documents{share}, {held['tokens']:,} tokens",
-        "speed": f"{report['tokens_per_second']:,} tokens/s, {report['mb_per_second']:.1f} MB/s a process",
+        "validation": f"{validation['documents']:,} documents{share}, {validation['tokens']:,} tokens",
+        "speed": f"{report['tokens_per_second']:,} tokens/s, {report['mb_per_second']:.1f} MB/s per process",
     }
     for reason, (count, where) in report["skipped"].items():
-        table["left out" if "left out" not in table else f"  {reason}"] = f"{count:,} {reason}" + (
+        table["skipped" if "skipped" not in table else f"  {reason}"] = f"{count:,} {reason}" + (
             f", first: {where}" if where else ""
         )
     return table | {"tokenizer" if i == 0 else f"  note {i + 1}": note for i, note in enumerate(report["notes"])}
 
 
 def distinct(files: Sequence[Path], range_bytes: int = RANGE_BYTES) -> int:
-    """How many different hashes sorted files of little-endian uint64 hold, looked at a range of values at a time."""
+    """Return the number of different hashes in sorted files of little-endian uint64, one range of values at a time."""
     files = [file for file in files if file.stat().st_size]
     ranges = max(1, -(-sum(file.stat().st_size for file in files) // range_bytes))
     starts, found = [0] * len(files), 0
@@ -82,7 +82,7 @@ def distinct(files: Sequence[Path], range_bytes: int = RANGE_BYTES) -> int:
 
 
 def size(count: float) -> str:
-    """A number of bytes, in words."""
+    """Format a number of bytes with a unit."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.1f} {unit}"
@@ -91,60 +91,60 @@ def size(count: float) -> str:
 
 
 class Meter:
-    """Tells how far a preparation is, about twice a second."""
+    """Reports the progress of a preparation, about twice a second."""
 
     def __init__(self, plan: Plan, progress: Progress | None) -> None:
-        """Tell of what `plan` says through `progress`."""
+        """Report the progress of `plan` through `progress`."""
         self.plan, self.progress = plan, progress
         self.total = sum(units[2] for units in plan.units)
-        self.before, self.here = 0, dict[int, Told]()
-        self.start = self.told = time.monotonic()
+        self.before, self.here = 0, dict[int, JobProgress]()
+        self.start = self.shown = time.monotonic()
 
     def begin(self, left: Sequence[int]) -> None:
-        """Only the units in `left` are still to be made, or are being made."""
-        mine = sum(self.plan.units[unit][2] for unit in self.here if unit not in left)
-        self.before = self.total - sum(self.plan.units[unit][2] for unit in left) - mine
+        """Take the shards that are not finished."""
+        mine = sum(self.plan.units[shard][2] for shard in self.here if shard not in left)
+        self.before = self.total - sum(self.plan.units[shard][2] for shard in left) - mine
 
-    def hear(self, told: Told) -> None:
-        """Note how far a unit is."""
-        self.here[told.unit] = told
+    def update(self, progress: JobProgress) -> None:
+        """Record the progress of a shard job."""
+        self.here[progress.shard] = progress
         self.show()
 
     def show(self) -> None:
-        """Tell, if it is time to."""
+        """Report, if it is time to."""
         if self._due():
             self.say(self._line())
 
     def waiting(self, units: int, holder: str) -> None:
-        """Tell, if it is time to, that others work on what is left."""
+        """Report, if it is time to, that other processes run the remaining shard jobs."""
         if self._due():
-            what = "a unit" if units == 1 else f"{units} units"
-            self.say(f"waiting for {what} that others work on, {holder} among them")
+            what = "1 shard" if units == 1 else f"{units} shards"
+            self.say(f"waiting for {what} that other processes prepare, such as {holder}")
 
     def say(self, what: str) -> None:
-        """Tell something now."""
+        """Report a message now."""
         if self.progress:
             self.progress(f"preparing {self.plan.name}: {what}")
 
     def _due(self) -> bool:
         now = time.monotonic()
-        due = now - self.told >= 0.5
-        self.told = now if due else self.told
+        due = now - self.shown >= 0.5
+        self.shown = now if due else self.shown
         return due
 
     def _line(self) -> str:
-        seconds = max(self.told - self.start, 1e-9)
-        done, tokens = (sum(getattr(told, name) for told in self.here.values()) for name in ("source", "tokens"))
+        seconds = max(self.shown - self.start, 1e-9)
+        done, tokens = (sum(getattr(job, name) for job in self.here.values()) for name in ("source", "tokens"))
         left = (self.total - self.before - done) / (done / seconds) if done else 0
         share = f"{min(1.0, (self.before + done) / self.total):.0%} of {size(self.total)}, " if self.total else ""
         speed = f"{tokens / seconds:,.0f} tokens/s, {done / seconds / 1e6:.1f} MB/s"
         return f"{share}{speed}" + (f", {_clock(max(0.0, left))} left" if self.total and done else "")
 
 
-def _skipped(receipts: Sequence[Receipt]) -> dict[str, list[Any]]:
+def _skipped(shards: Sequence[ShardManifest]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
-    for receipt in receipts:
-        for reason, (count, where) in receipt["skipped"].items():
+    for about in shards:
+        for reason, (count, where) in about["skipped"].items():
             entry = found.setdefault(reason, [0, where])
             entry[0] += count
     return found

@@ -1,7 +1,8 @@
-"""One unit of a preparation: a run of parts becomes a shard of each split, with a receipt that says what was made.
+"""A shard job: write one shard of each split from consecutive parts of the source, and the shard's manifest.
 
-What a unit's files hold is a pure function of the source's content, the tokenizer, the settings and the unit's number.
-They are written into a temporary folder and renamed into place, the receipt last: without it nothing of a unit counts.
+The files of a shard are a pure function of the source's content, the tokenizer, the settings and the shard's number.
+They are written into a temporary folder and moved to their names, the manifest last: a shard without one doesn't count.
+(On disk the files are named unit-NNNNN.json and unit-NNNNN.claim, as in earlier versions.)
 """
 
 from __future__ import annotations
@@ -20,41 +21,43 @@ from titan.console.text import safe
 from titan.dataset.documents import Document, Part, Skip, Source
 from titan.dataset.preprocess.encode import Content, Encoder, groups, read
 from titan.dataset.preprocess.plan import Plan
-from titan.dataset.preprocess.writer import HashedFile, SplitWriter, checksum, read_json, sync_folder, write_json
+from titan.dataset.preprocess.writer import HashedFile, SplitWriter, checksum, read_json, write_json
 from titan.dataset.shards import SPLITS
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError
 from titan.files import leases
+from titan.files.atomic import sync_folder
 from titan.files.untrusted import check, file_name
 
-Receipt = dict[str, Any]
+ShardManifest = dict[str, Any]
+"""What `unit-NNNNN.json` holds: counts of each split, skipped documents, and the files with sizes and checksums."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """How far a unit is: bytes of the source and of text, and tokens, all since its beginning."""
+class JobProgress:
+    """The progress of a shard job: bytes of the source and of text, and tokens, since its beginning."""
 
-    unit: int
+    shard: int
     source: int
     text: int
     tokens: int
 
 
-Tell = Callable[[Told], None]
+OnProgress = Callable[[JobProgress], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """All that a process needs in order to work on units; it is pickled to those that do.
+    """The input of all shard jobs of a preparation; it is pickled for the worker processes.
 
     Attributes:
-        source: where documents come from.
+        source: the source of documents.
         parts: the source's parts.
         content: the digest of the source's content.
-        tokenizer: what `load_tokenizer` takes; None for a source of tokens.
+        tokenizer: the argument of `load_tokenizer`; None for a source of tokens.
         folder: the prepared folder.
-        plan: what there is to do.
-        threads: how many threads a process tokenises with.
+        plan: the plan.
+        threads: number of tokenizer threads per process.
     """
 
     source: Source
@@ -66,48 +69,48 @@ class Job:
     threads: int
 
     def encoder(self) -> Encoder:
-        """What makes tokens of its documents."""
+        """Return the encoder of the documents."""
         tokenizer = load_tokenizer(self.tokenizer) if self.tokenizer is not None else None
         if tokenizer is not None:
             tokenizer.threads = self.threads
         return Encoder(tokenizer, self.plan.dtype, self.plan.vocab_size, masked=self.plan.masked)
 
-    def unit_parts(self, unit: int) -> Sequence[Part]:
-        """The parts of a unit."""
-        first, end, _ = self.plan.units[unit]
+    def shard_parts(self, shard: int) -> Sequence[Part]:
+        """Return the parts of a shard."""
+        first, end, _ = self.plan.units[shard]
         return self.parts[first:end]
 
 
-def receipt_file(folder: Path, unit: int) -> Path:
-    """Where a unit's receipt is."""
-    return folder / f"unit-{unit:05d}.json"
+def shard_manifest_file(folder: Path, shard: int) -> Path:
+    """Return the path of a shard's manifest."""
+    return folder / f"unit-{shard:05d}.json"
 
 
-def claim_file(folder: Path, unit: int) -> Path:
-    """Where a unit's claim is, while someone works on it."""
-    return folder / f"unit-{unit:05d}.claim"
+def lock_file(folder: Path, shard: int) -> Path:
+    """Return the path of the lock that a running shard job holds."""
+    return folder / f"unit-{shard:05d}.claim"
 
 
-def hashes_file(folder: Path, unit: int) -> Path:
-    """Where a unit's hashes are kept, sorted, until copies have been counted."""
-    return folder / ".hashes" / f"unit-{unit:05d}"
+def hashes_file(folder: Path, shard: int) -> Path:
+    """Return the path of a shard's sorted hashes, which are kept until duplicates are counted."""
+    return folder / ".hashes" / f"unit-{shard:05d}"
 
 
-def read_receipt(folder: Path, unit: int) -> Receipt | None:
-    """A unit's receipt; None when there is none, or it is damaged."""
-    receipt = read_json(receipt_file(folder, unit))
+def read_shard_manifest(folder: Path, shard: int) -> ShardManifest | None:
+    """Return a shard's manifest; None when it is missing or corrupt."""
+    about = read_json(shard_manifest_file(folder, shard))
     try:
-        for key, kind in _RECEIPT.items():
-            check(receipt[key], kind, key)
-        for name, (size, digest) in receipt["files"].items():
+        for key, kind in _KINDS.items():
+            check(about[key], kind, key)
+        for name, (size, digest) in about["files"].items():
             check(size, int, file_name(name))
             check(digest, str, name)
     except (ValueError, KeyError, TypeError):
         return None
-    return dict(receipt)
+    return dict(about)
 
 
-_RECEIPT: dict[str, Any] = {
+_KINDS: dict[str, Any] = {
     "unit": int,
     **dict.fromkeys(SPLITS, dict[str, int]),
     "documents": int,
@@ -116,74 +119,74 @@ _RECEIPT: dict[str, Any] = {
     "files": dict[str, list[Any]],
     "seconds": float,
 }
-"""What a receipt holds, by the types of its values."""
+"""The keys of a shard manifest and the types of their values."""
 
 
-def damage(folder: Path, unit: int, *, verify: bool = False) -> str | None:
-    """What is wrong with a unit's files: with their sizes, or, to `verify`, their content; None when all is well."""
-    receipt = read_receipt(folder, unit)
-    if receipt is None:
-        return f"{receipt_file(folder, unit).name} is missing or damaged"
-    for name, due in receipt["files"].items():
+def corruption(folder: Path, shard: int, *, verify: bool = False) -> str | None:
+    """Return what is wrong with a shard's files, by their sizes or, with `verify`, their checksums; None if nothing."""
+    about = read_shard_manifest(folder, shard)
+    if about is None:
+        return f"{shard_manifest_file(folder, shard).name} is missing or corrupt"
+    for name, expected in about["files"].items():
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
             return f"{name} is missing"
-        if size != due[0]:
-            return f"{name} has {size} bytes where {due[0]} are due"
-        if verify and checksum(folder / name) != due:
-            return f"{name} doesn't hold what was written"
+        if size != expected[0]:
+            return f"{name} has {size} bytes instead of {expected[0]}"
+        if verify and checksum(folder / name) != expected:
+            return f"{name} has another checksum than when it was written"
     return None
 
 
-def finished(folder: Path, unit: int) -> Receipt | None:
-    """The receipt of a unit that needs no work; None when it does."""
-    if damage(folder, unit):
+def finished(folder: Path, shard: int) -> ShardManifest | None:
+    """The about of a shard that needs no work; None when it does."""
+    if corruption(folder, shard):
         return None
-    receipt = read_receipt(folder, unit)
-    if receipt is None or (folder / "manifest.json").is_file():
-        return receipt
+    about = read_shard_manifest(folder, shard)
+    if about is None or (folder / "manifest.json").is_file():
+        return about
     try:
-        kept = hashes_file(folder, unit).stat().st_size
+        kept = hashes_file(folder, shard).stat().st_size
     except FileNotFoundError:
         kept = -1
-    return receipt if kept == 8 * receipt["documents"] or (folder / "manifest.json").is_file() else None
+    return about if kept == 8 * about["documents"] or (folder / "manifest.json").is_file() else None
 
 
-def make(job: Job, encoder: Encoder, unit: int, tell: Tell) -> None:
-    """Make a unit's files and put them in place; `tell` hears how far it is.
+def make(job: Job, encoder: Encoder, shard: int, on_progress: OnProgress) -> None:
+    """Write a shard's files and move them to their names, calling `on_progress` meanwhile.
 
     Raises:
-        ConfigError: when the source can't be read, or what comes of it differs from the receipt that there is.
+        ConfigError: when the source can't be read, or the result differs from the shard's existing manifest.
         OSError: when the folder can't be written.
     """
-    fresh = leases.temporary(job.folder / f"unit-{unit:05d}")
+    fresh = leases.temporary(job.folder / f"unit-{shard:05d}")
     fresh.mkdir()
     try:
-        receipt = _Writer(job, encoder, unit, fresh, tell).write()
-        _publish(job, fresh, receipt)
+        about = _Writer(job, encoder, shard, fresh, on_progress).write()
+        _publish(job, fresh, about)
     except FileNotFoundError:
         if fresh.exists():
             raise
-        # swept as another's leftover, after a pause of ten minutes or more: that one makes the unit
+        # after a pause of ten minutes or more another process removed the folder as a leftover and does the job
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
 
 class _Writer:
-    """Writes the files of one unit into a folder."""
+    """Writes the files of one shard into a folder."""
 
-    def __init__(self, job: Job, encoder: Encoder, unit: int, folder: Path, tell: Tell) -> None:
-        self.job, self.encoder, self.unit, self.tell = job, encoder, unit, tell
+    def __init__(self, job: Job, encoder: Encoder, shard: int, folder: Path, on_progress: OnProgress) -> None:
+        self.job, self.encoder, self.shard, self.on_progress = job, encoder, shard, on_progress
         new = partial(SplitWriter, folder, dtype=job.plan.dtype, masked=job.plan.masked)
-        self.splits = {s: new(f"{s}-{unit:05d}", seed=f"{job.content} {unit} {s}") for s in SPLITS}
+        self.splits = {s: new(f"{s}-{shard:05d}", seed=f"{job.content} {shard} {s}") for s in SPLITS}
         self.hashes = HashedFile(folder / "hashes")
         self.documents, self.bytes, self.tokens = 0, 0, 0
         self.skipped: dict[str, list[Any]] = {}
-        self.place, self.before = 0, 0  # bytes of the source, and of text, up to the part that is read
+        self.place, self.before = 0, 0  # bytes of the source and of text before the current part
 
-    def write(self) -> Receipt:
-        """Read, encode and write all documents; the receipt of it."""
+    def write(self) -> ShardManifest:
+        """Read, encode and write all documents; return the shard's manifest."""
         began = time.monotonic()
         try:
             for group in groups(self._read()):
@@ -195,17 +198,17 @@ class _Writer:
                 writer.abandon()
             self.hashes.abandon()
         return {
-            "unit": self.unit,
+            "unit": self.shard,
             **{name: counts for name, (counts, _) in closed.items()},
             "documents": self.documents,
             "bytes": self.bytes,
             "skipped": self.skipped,
-            "files": {name: due for _, files in closed.values() for name, due in files.items()},
+            "files": {name: written for _, files in closed.values() for name, written in files.items()},
             "seconds": round(time.monotonic() - began, 3),
         }
 
     def _read(self) -> Iterator[Document]:
-        for part in self.job.unit_parts(self.unit):
+        for part in self.job.shard_parts(self.shard):
             yield from read(self.job.source, part)
             self.place, self.before = self.place + part.bytes, self.bytes
 
@@ -223,35 +226,35 @@ class _Writer:
         self.hashes.write(np.array([known.hash for known, _ in documents], dtype="<u8"))
         self.documents += len(documents)
         self.bytes += sum(known.bytes for known, _ in documents)
-        due = self.job.plan.units[self.unit][2]
-        self.tell(Told(self.unit, min(due, self.place + self.bytes - self.before), self.bytes, self.tokens))
+        source = min(self.job.plan.units[self.shard][2], self.place + self.bytes - self.before)
+        self.on_progress(JobProgress(self.shard, source, self.bytes, self.tokens))
 
 
-def _publish(job: Job, fresh: Path, receipt: Receipt) -> None:
-    """Put the files of `fresh` in their places, then the receipt, unless there is the same one already."""
-    folder, unit = job.folder, receipt["unit"]
-    known = read_receipt(folder, unit)
-    _check_same(job, receipt, known)
-    for name in receipt["files"]:
+def _publish(job: Job, fresh: Path, about: ShardManifest) -> None:
+    """Move the files of `fresh` to the prepared folder, and write the manifest unless it exists already."""
+    folder, shard = job.folder, about["unit"]
+    known = read_shard_manifest(folder, shard)
+    _check_same(job, about, known)
+    for name in about["files"]:
         (fresh / name).replace(folder / name)
     if not (folder / "manifest.json").is_file():
         _sort(fresh / "hashes")
-        hashes_file(folder, unit).parent.mkdir(exist_ok=True)
-        (fresh / "hashes").replace(hashes_file(folder, unit))
+        hashes_file(folder, shard).parent.mkdir(exist_ok=True)
+        (fresh / "hashes").replace(hashes_file(folder, shard))
     sync_folder(folder)
     if known is None:
-        write_json(receipt_file(folder, unit), receipt)
+        write_json(shard_manifest_file(folder, shard), about)
 
 
-def _check_same(job: Job, receipt: Receipt, known: Receipt | None) -> None:
-    """Refuse files that are not those that were there before."""
+def _check_same(job: Job, about: ShardManifest, known: ShardManifest | None) -> None:
+    """Raise ConfigError when a rebuilt shard differs from the one before."""
     manifest = read_json(job.folder / "manifest.json")
-    counts = {split: [receipt[split]["tokens"], receipt[split]["documents"]] for split in SPLITS}
-    same = known is None or known["files"] == receipt["files"]
-    if not same or (manifest and manifest["units"][receipt["unit"]] != counts):
+    counts = {split: [about[split]["tokens"], about[split]["documents"]] for split in SPLITS}
+    same = known is None or known["files"] == about["files"]
+    if not same or (manifest and manifest["units"][about["unit"]] != counts):
         raise ConfigError(
-            f"dataset={job.plan.name}: unit {receipt['unit']} of {job.folder} does not come out as it did before "
-            f"(another version of the tokenizer's library?); delete that folder, and all is prepared again."
+            f"dataset={job.plan.name}: shard {about['unit']} of {job.folder} differs from its former content "
+            f"(another version of the tokenizer's library?); delete that folder to prepare all of it again."
         )
 
 

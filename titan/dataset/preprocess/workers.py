@@ -1,4 +1,4 @@
-"""The processes of a preparation: each takes units that no one else has claimed, until there are none left."""
+"""The worker processes of a preparation: each runs shard jobs that no other process has locked, until all are done."""
 
 from __future__ import annotations
 
@@ -16,83 +16,83 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from titan.dataset.preprocess.encode import Encoder
-from titan.dataset.preprocess.shard_job import Job, Tell, Told, claim_file, finished, make
+from titan.dataset.preprocess.shard_job import Job, JobProgress, OnProgress, finished, lock_file, make
 from titan.errors import ConfigError, RunError
 from titan.files import leases
 
-TELL_SECONDS = 0.2
+PROGRESS_SECONDS = 0.2
 WATCH_SECONDS = 0.25
 GRACE_SECONDS = 5.0
 
 
-def run(job: Job, units: Sequence[int], processes: int, tell: Tell, idle: Callable[[], None]) -> None:
-    """Work on those of `units` that no one else does: in this process, or in several others.
+def run(job: Job, units: Sequence[int], processes: int, on_progress: OnProgress, idle: Callable[[], None]) -> None:
+    """Run the shard jobs `units` that no other process runs: in this process, or in several others.
 
     Args:
-        job: what is prepared.
-        units: which are wanted, the most urgent first.
-        processes: how many at most; one is this one.
-        tell: hears how far each unit is.
-        idle: called every half a second or so while others work.
+        job: the input of the shard jobs.
+        units: the numbers of the shards, the most urgent first.
+        processes: the maximum number of processes; 1: this process.
+        on_progress: called with the progress of each shard job.
+        idle: called about every half a second while the processes work.
 
     Raises:
-        ConfigError: the first one of any process.
+        ConfigError: the first error of any process.
         RunError: when a process died.
     """
     if processes == 1:
-        work(job, units, tell)
+        work(job, units, on_progress)
         return
     with _started(job, units, processes) as children:
         while children:
             for ready in wait([*children, *(child.sentinel for child in children.values())], timeout=0.5):
                 if isinstance(ready, Connection):
-                    _hear(ready, children, tell)
+                    _receive(ready, children, on_progress)
             for pipe in [pipe for pipe, child in children.items() if not child.is_alive()]:
-                _hear(pipe, children, tell)
+                _receive(pipe, children, on_progress)
             idle()
 
 
-def work(job: Job, units: Sequence[int], tell: Tell) -> None:
-    """Make those of `units` that are not finished and not claimed, in this process.
+def work(job: Job, units: Sequence[int], on_progress: OnProgress) -> None:
+    """Run those shard jobs of `units` in this process that are neither finished nor locked.
 
     Raises:
         ConfigError: when the source can't be read or the folder can't be written.
     """
     encoder: Encoder | None = None
-    for unit in units:
-        claim = claim_file(job.folder, unit)
+    for shard in units:
+        lock = lock_file(job.folder, shard)
         with cache_errors(job.folder):
-            if finished(job.folder, unit) or not leases.acquire(claim):
+            if finished(job.folder, shard) or not leases.acquire(lock):
                 continue
             try:
-                if not finished(job.folder, unit):
+                if not finished(job.folder, shard):
                     encoder = encoder or job.encoder()
-                    with _touched(claim):
-                        make(job, encoder, unit, tell)
+                    with _refreshed(lock):
+                        make(job, encoder, shard, on_progress)
             finally:
-                leases.release(claim)
+                leases.release(lock)
 
 
 @contextmanager
 def cache_errors(folder: Path) -> Iterator[None]:
-    """Say of a folder that can't be written that it can't."""
+    """Turn an OSError into a ConfigError that names the cache's folder."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"the cache {folder} can't be used ({error.strerror or error}: {error.filename or folder}): free space or "
-            f"mend its permissions, or name another folder with dataset.cache=FOLDER."
+            f"the cache {folder} can't be used ({error.strerror or error}: {error.filename or folder}): free space, "
+            f"correct its permissions, or choose another folder with dataset.cache=FOLDER."
         ) from error
 
 
 @contextmanager
-def _touched(claim: Path) -> Iterator[None]:
-    """Touch `claim` every few seconds meanwhile."""
+def _refreshed(lock: Path) -> Iterator[None]:
+    """Refresh `lock` every few seconds within the context."""
     ended = threading.Event()
 
     def touch() -> None:
         while not ended.wait(leases.TOUCH_SECONDS):
-            leases.refresh(claim)
+            leases.refresh(lock)
 
     thread = threading.Thread(target=touch, daemon=True)
     thread.start()
@@ -105,7 +105,7 @@ def _touched(claim: Path) -> Iterator[None]:
 
 @contextmanager
 def _started(job: Job, units: Sequence[int], processes: int) -> Iterator[dict[Connection, SpawnProcess]]:
-    """Processes that work, with the pipes that they tell through; in the end there are none, nor anything of theirs."""
+    """Start worker processes, with the pipes of their progress; at the end, end them and remove their leftovers."""
     context, children = multiprocessing.get_context("spawn"), dict[Connection, SpawnProcess]()
     try:
         for _ in range(processes):
@@ -114,7 +114,7 @@ def _started(job: Job, units: Sequence[int], processes: int) -> Iterator[dict[Co
             children[pipe] = child
             child.start()
             end.close()
-        for pipe in children:  # not as arguments: of these `start` would wait for a process that is dead to read more
+        for pipe in children:  # not as arguments: `start` would block if a process dies before it has read them
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 pipe.send((job, units))
         yield children
@@ -136,15 +136,15 @@ def _end(children: Sequence[SpawnProcess]) -> None:
             child.join()
 
 
-def _hear(pipe: Connection, children: dict[Connection, SpawnProcess], tell: Tell) -> None:
-    """Take what a process has told, and let go of one that has ended well."""
+def _receive(pipe: Connection, children: dict[Connection, SpawnProcess], on_progress: OnProgress) -> None:
+    """Receive a process's messages; raise its error, and forget it once it has exited with code 0."""
     try:
         while pipe.poll():
-            word = pipe.recv()
-            if isinstance(word, Told):
-                tell(word)
+            message = pipe.recv()
+            if isinstance(message, JobProgress):
+                on_progress(message)
             else:
-                raise word
+                raise message
     except (EOFError, ConnectionResetError):
         child = children[pipe]
         child.join()
@@ -159,41 +159,41 @@ def _death(code: int) -> str:
         memory = " (out of memory?)" if -code == signal.SIGKILL else ""
         name = signal.Signals(-code).name
         return (
-            f"{what} was killed by {name}{memory}; the same command goes on where it was, with fewer processes by "
+            f"{what} was killed by {name}{memory}; rerun the same command to continue, with fewer processes by "
             f"dataset.workers=N."
         )
     return (
-        f"{what} ended with exit code {code}; a script that prepares data must do so below "
+        f"{what} exited with code {code}; a script that prepares data must do so under "
         f'`if __name__ == "__main__":`, or with dataset.workers=1.'
     )
 
 
 def _child(parent: int, pipe: Connection) -> None:
-    """The body of a process. Ctrl-C, or a terminal that hangs up, is for its parent, without which it doesn't go on."""
+    """Run in a worker process: ignore SIGINT and SIGHUP, which the parent handles, and exit when the parent does."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         job, units = pipe.recv()
-        work(job, units, _seldom(pipe))
-    except (ConfigError, RunError) as sentence:
-        pipe.send(type(sentence)(str(sentence)))
+        work(job, units, _throttled(pipe))
+    except (ConfigError, RunError) as error:
+        pipe.send(type(error)(str(error)))
     except Exception:
         pipe.send(RuntimeError(f"in a process that prepares the data:\n{traceback.format_exc()}"))
 
 
-def _seldom(pipe: Connection) -> Tell:
-    """Send a few times a second only."""
-    told = [0.0]
+def _throttled(pipe: Connection) -> OnProgress:
+    """Send progress at most five times a second."""
+    sent = [0.0]
 
-    def tell(word: Told) -> None:
+    def on_progress(progress: JobProgress) -> None:
         now = time.monotonic()
-        if now - told[0] >= TELL_SECONDS:
-            told[0] = now
-            pipe.send(word)
+        if now - sent[0] >= PROGRESS_SECONDS:
+            sent[0] = now
+            pipe.send(progress)
 
-    return tell
+    return on_progress
 
 
 def _watch(parent: int) -> None:

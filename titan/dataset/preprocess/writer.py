@@ -1,11 +1,10 @@
-"""Writing a prepared folder: files that are there whole or not at all, and the tokens of a unit in constant memory."""
+"""Write a prepared folder: atomic files, and the tokens of a shard in constant memory."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
-from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from numpy.typing import NDArray
 
 from titan.dataset.permutation import Permutation
 from titan.files import leases
+from titan.files.atomic import write_atomic
 from titan.files.untrusted import parse_json
 
 CHUNK_TOKENS = 4 * 1024 * 1024
-"""How many tokens' documents are shuffled with each other, and held in memory for it."""
+"""The size of the shuffle buffer in tokens: so many are in memory."""
 READ_BYTES = 8 * 1024 * 1024
 
 
@@ -27,7 +27,7 @@ class HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.name, self.bytes, self._digest = path.name, 0, blake2b(digest_size=32)
-        self._file = open(path, "wb")  # noqa: SIM115 - open for as long as the unit is written
+        self._file = open(path, "wb")  # noqa: SIM115 - open while the shard is written
 
     def write(self, data: NDArray[Any]) -> None:
         """Append an array's bytes."""
@@ -37,25 +37,25 @@ class HashedFile:
         self.bytes += view.nbytes
 
     def close(self) -> list[Any]:
-        """[bytes, hash] of the file, which is on the disk by then."""
+        """Flush the file to the disk and close it; return its [bytes, hash]."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         return [self.bytes, self._digest.hexdigest()]
 
     def abandon(self) -> None:
-        """Close the file, whatever became of it; closing it twice is no fault."""
+        """Close the file after an error; may be called again."""
         try:
             self._file.close()
-        except OSError:  # what it still held finds no place on a full disk
+        except OSError:  # the buffered rest doesn't fit on a full disk
             self._file.close()
 
 
 class SplitWriter:
-    """Writes one split of a unit, holding one chunk of documents in memory.
+    """Writes one split of a shard, with one chunk of documents in memory.
 
-    The documents of a chunk are written in an order drawn from `seed` and the chunk's number, so that neighbours in a
-    row are not neighbours in the source. A split without tokens has no files.
+    The documents of a chunk are shuffled by `seed` and the chunk's number, so that neighbours in a row are not
+    neighbours in the source. A split without tokens has no files.
     """
 
     def __init__(self, folder: Path, stem: str, dtype: np.dtype[Any], seed: str, *, masked: bool = False) -> None:
@@ -64,43 +64,43 @@ class SplitWriter:
         self.chunk_tokens = CHUNK_TOKENS
         self.tokens, self.documents, self.max_token, self._chunks = 0, 0, -1, 0
         self._files: dict[str, HashedFile] = {}
-        self._held, self._masks, self._held_tokens = list[NDArray[Any]](), list[NDArray[np.uint8]](), 0
+        self._buffer, self._masks, self._buffered_tokens = list[NDArray[Any]](), list[NDArray[np.uint8]](), 0
 
     def add(self, tokens: NDArray[Any], mask: NDArray[np.uint8] | None = None) -> None:
-        """Append one document: ids and, of a masked split, 1 for each that counts, 0 for each that doesn't."""
+        """Append one document: ids and, in a masked split, 1 for each id that counts in the loss, else 0."""
         if not tokens.size:
             return
-        self._held.append(tokens)
+        self._buffer.append(tokens)
         if self.masked:
             self._masks.append(np.ones(tokens.size, np.uint8) if mask is None else mask)
-        self._held_tokens += tokens.size
-        if self._held_tokens >= self.chunk_tokens:
+        self._buffered_tokens += tokens.size
+        if self._buffered_tokens >= self.chunk_tokens:
             self._flush()
 
     def close(self) -> tuple[dict[str, int], dict[str, list[Any]]]:
-        """Write what is held: what the split has, and [bytes, hash] of each file."""
-        if self._held:
+        """Write the last chunk; return the split's counts, and [bytes, hash] of each file."""
+        if self._buffer:
             self._flush()
         counts = {"tokens": self.tokens, "documents": self.documents, "max_token": self.max_token}
         return counts, {file.name: file.close() for file in self._files.values()}
 
     def abandon(self) -> None:
-        """Let go of the files, which the caller removes."""
+        """Close the files after an error; the caller removes them."""
         for file in self._files.values():
             file.abandon()
 
     def _flush(self) -> None:
-        count = len(self._held)
+        count = len(self._buffer)
         order = Permutation(count, seed_of(self.seed, self._chunks)).rows_at(np.arange(count)).tolist()
-        sizes = np.array([self._held[d].size for d in order], dtype=np.uint64)
-        tokens = np.concatenate([self._held[d] for d in order]).astype(self.dtype, copy=False)
+        sizes = np.array([self._buffer[d].size for d in order], dtype=np.uint64)
+        tokens = np.concatenate([self._buffer[d] for d in order]).astype(self.dtype, copy=False)
         self._write("tokens", tokens)
         self._write("offsets", (self.tokens + np.cumsum(sizes) - sizes).astype("<u8"))
         if self.masked:
             self._write("mask", np.concatenate([self._masks[d] for d in order]))
         self.tokens, self.documents = self.tokens + tokens.size, self.documents + count
         self.max_token, self._chunks = max(self.max_token, int(tokens.max())), self._chunks + 1
-        self._held, self._masks, self._held_tokens = [], [], 0
+        self._buffer, self._masks, self._buffered_tokens = [], [], 0
 
     def _write(self, kind: str, data: NDArray[Any]) -> None:
         if kind not in self._files:
@@ -109,12 +109,12 @@ class SplitWriter:
 
 
 def seed_of(*values: Any) -> int:
-    """A number of 64 bits that follows from plain values."""
+    """Return a 64-bit seed from plain values."""
     return int.from_bytes(blake2b(json.dumps(values).encode(), digest_size=8).digest(), "little")
 
 
 def checksum(path: Path) -> list[Any]:
-    """[bytes, hash] of a file, as `HashedFile` counts and hashes them."""
+    """Return [bytes, hash] of a file, as `HashedFile` does."""
     digest, size = blake2b(digest_size=32), 0
     with open(path, "rb") as file:
         while chunk := file.read(READ_BYTES):
@@ -124,50 +124,25 @@ def checksum(path: Path) -> list[Any]:
 
 
 def write_token_bytes(folder: Path, token_bytes: NDArray[np.uint16]) -> None:
-    """Write how many bytes each id stands for."""
+    """Write token_bytes.npy: the number of bytes of each id, uint16 [vocab_size]."""
     array = io.BytesIO()
     np.save(array, token_bytes.astype(np.uint16))
-    write_whole(folder / "token_bytes.npy", [array.getvalue()])
+    _write_shared(folder / "token_bytes.npy", array.getvalue())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as JSON, in place of what was there."""
-    write_whole(path, [json.dumps(value, separators=(",", ":")).encode()])
+    """Write `value` as compact JSON; readers see the old content or the new one."""
+    _write_shared(path, json.dumps(value, separators=(",", ":")).encode())
+
+
+def _write_shared(path: Path, content: bytes) -> None:
+    """Write a file of a folder that several machines share; a killed process's temporary file is found by its name."""
+    write_atomic(path, content, sync=True, temporary=leases.temporary(path))
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; None when there is none, or it is damaged."""
+    """Return the content of a JSON file; None when the file is missing or corrupt."""
     try:
         return parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def write_whole(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write `pieces` one after the other beside `path`, and rename them into its place when they are on the disk."""
-    fresh = leases.temporary(path)
-    try:
-        write_file(fresh, pieces)
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write `pieces` one after the other, and return when they are on the disk."""
-    with open(path, "wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Return when the names in `folder` are on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

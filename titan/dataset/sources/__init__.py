@@ -1,1 +1,1 @@
-"""Where documents come from."""
+"""Sources of documents: files, the hub, chats, the standard library, and a generator of tokens."""

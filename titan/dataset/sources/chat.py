@@ -1,8 +1,8 @@
-"""Conversations for supervised fine-tuning: of each, what the assistant says counts in the loss.
+"""Conversations for supervised fine-tuning: only the assistant's messages count in the loss.
 
-A conversation is laid out by a template: headers and other people's words don't count, the assistant's words and what
-ends them do. Markup may become special tokens, words never do. What follows the last answer is left out. The tokens
-that begin and end a document come with tokenising (`titan.dataset.tokenizers.base.Tokenizer.encode_turns`).
+A chat template turns a conversation into turns: the assistant's text and its end marker count, headers and other
+messages don't. A template's markup may become special tokens, message text never does. Messages after the last answer
+are dropped. bos and eos are added by `titan.dataset.tokenizers.tokenizer.Tokenizer.encode_turns`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 from titan.config.settings import show
 from titan.dataset.documents import Document, Skip, Source, Turn
 from titan.dataset.sources import files
-from titan.dataset.sources.files import Bad
-from titan.dataset.sources.records import JsonLines, Parquet, Pick, Reader, Row, Rows, mended, under
+from titan.dataset.sources.files import BadDocument
+from titan.dataset.sources.records import JsonLines, Parquet, Pick, Reader, Row, Rows, repaired, value_of
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
-    from titan.dataset.tokenizers.base import Tokenizer
+    from titan.dataset.tokenizers.tokenizer import Tokenizer
 
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 _TABLES = (".parquet", ".pq")
 _LINES = (".jsonl", ".json")
 
 Message = tuple[str, str]
-"""A role and what it says."""
+"""A role and the text of its message."""
 
 
 def llama3(messages: Sequence[Message]) -> Iterator[Turn]:
-    """Llama 3's layout, words stripped of white space at both ends (as published with the model)."""
+    """Llama 3's template, with white space stripped from the text (as published with the model)."""
     for role, words in messages:
         answer = role == "assistant"
         yield Turn("<|start_header_id|>", trained=False, special=True)
@@ -41,7 +41,7 @@ def llama3(messages: Sequence[Message]) -> Iterator[Turn]:
 
 
 def chatml(messages: Sequence[Message]) -> Iterator[Turn]:
-    """ChatML, Qwen's layout."""
+    """ChatML, Qwen's template."""
     for number, (role, words) in enumerate(messages):
         answer = role == "assistant"
         yield Turn("\n<|im_start|>" if number else "<|im_start|>", trained=False, special=True)
@@ -51,7 +51,7 @@ def chatml(messages: Sequence[Message]) -> Iterator[Turn]:
 
 
 def plain(messages: Sequence[Message]) -> Iterator[Turn]:
-    """Names and colons, for tokenizers without tokens for turns; a line's end ends a turn."""
+    """Role names and colons, one message per line, for tokenizers without special tokens for turns."""
     for number, (role, words) in enumerate(messages, start=1):
         answer = role == "assistant"
         yield Turn(f"{role.capitalize()}:", trained=False)
@@ -62,7 +62,7 @@ def plain(messages: Sequence[Message]) -> Iterator[Turn]:
 
 @dataclass(frozen=True)
 class Template:
-    """A layout, and the special tokens that it is made of."""
+    """A chat template and the special tokens that it needs."""
 
     render: Callable[[Sequence[Message]], Iterator[Turn]]
     tokens: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ TEMPLATES = {
 
 
 def template(name: str, tokenizer: Tokenizer) -> str:
-    """The template that `name` names; of "auto" the first whose special tokens `tokenizer` has.
+    """Return the name of the template; for "auto" the first one whose special tokens `tokenizer` has.
 
     Raises:
         ConfigError: when the tokenizer lacks a special token of the template.
@@ -99,7 +99,7 @@ class Conversation(Pick):
     Attributes:
         template: a name in TEMPLATES.
         messages: the key of the list; unless `prompt` and `completion` are given.
-        prompt, completion: the keys of what the user says and of the answer.
+        prompt, completion: the keys of the user's message and of the answer.
     """
 
     template: str
@@ -110,15 +110,15 @@ class Conversation(Pick):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The keys that are read."""
+        """The keys to read."""
         return (self.prompt, self.completion) if self.prompt and self.completion else (self.messages,)
 
     def parameters(self) -> list[Any]:
-        """The template and the keys."""
+        """Return the template and the keys."""
         return [1, self.template, *self.columns]
 
     def document(self, row: Row) -> Document:
-        """The conversation's turns, or Skip when nobody answers in it."""
+        """Return the conversation's turns, or Skip when it has no answer."""
         messages = list(self._messages(row))
         while messages and not (messages[-1][0] == "assistant" and messages[-1][1].strip()):
             messages.pop()
@@ -130,9 +130,9 @@ class Conversation(Pick):
         roles = ("user", "assistant") if len(self.columns) == 2 else ("user",)
         names = ("dataset.prompt", "dataset.completion") if len(self.columns) == 2 else ("dataset.messages",)
         for key, role, name in zip(self.columns, roles, names, strict=True):
-            value = under(row, key, name)
+            value = value_of(row, key, name)
             if isinstance(value, str) and len(roles) == 2:
-                yield role, mended(value)
+                yield role, repaired(value)
             else:
                 yield from _listed(value, key, name)
 
@@ -140,38 +140,36 @@ class Conversation(Pick):
 def _listed(value: Any, key: str, setting: str) -> Iterator[Message]:
     if not isinstance(value, list):
         what = show(value)[:40]
-        raise Bad("no text", f"{key!r} is {what}, not a list of messages; name the right key in {setting}.")
+        raise BadDocument("no text", f"{key!r} is {what}, not a list of messages; give the right key in {setting}.")
     for message in value:
         yield _message(message, key, setting)
 
 
 def _message(message: Any, key: str, setting: str) -> Message:
-    """A message of {role, content} or {from, value}."""
+    """Parse a message {role, content} or {from, value}."""
     known = message if isinstance(message, Mapping) else {}
     role, words = known.get("role", known.get("from")), known.get("content", known.get("value"))
     if not isinstance(role, str) or not isinstance(words, str):
         what = show(message)[:60]
-        raise Bad(
-            "no text", f"{key!r} has {what} in it, not {{role, content}} of text; name the right key in {setting}."
+        raise BadDocument(
+            "no text", f"{key!r} contains {what}, not {{role, content}} of text; give the right key in {setting}."
         )
-    return ROLES.get(role, role), mended(words)
+    return ROLES.get(role, role), repaired(words)
 
 
 def chat(reader: Reader, pick: Conversation, on_error: str = "refuse") -> Source:
-    """The conversations in rows."""
+    """Return the source of the conversations in rows."""
     return Rows("chat", reader, pick, on_error)
 
 
 def of_files(path: str, columns: tuple[str, ...]) -> Reader:
-    """The rows of JSON Lines or of Parquet files at `path`.
+    """Return the reader of the JSON Lines or Parquet files at `path`.
 
     Raises:
-        ConfigError: when nothing is there, or files of both kinds are.
+        ConfigError: when there are no files, or files of both kinds.
     """
     found = files.find(path, (*_LINES, *_TABLES))
     tables = [file for file in found if files.suffix(file.path) in _TABLES]
     if tables and len(tables) < len(found):
-        raise ConfigError(
-            f"dataset.path={path}: there are JSON Lines and Parquet files; name those of one kind by a glob."
-        )
+        raise ConfigError(f"dataset.path={path}: there are JSON Lines and Parquet files; select one kind with a glob.")
     return Parquet(found, columns) if tables else JsonLines(found)

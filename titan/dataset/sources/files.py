@@ -1,8 +1,8 @@
-"""Files of a corpus: found by a path or URL, told by their content, opened whether compressed or not, cut into parts.
+"""Files of a corpus: find them by path or URL, identify them by content, open and decompress them, divide them.
 
-A file of this machine is told by a hash of its bytes; one of another machine by what its file system says of it (its
-checksum or ETag, else size and time of change), so that nothing is read twice over the network. The file system of a
-URL is fsspec's, which takes its settings from the environment (FSSPEC_S3_ANON=true for public buckets).
+Local files are identified by a hash of their content; files at a URL by their file system's checksum or ETag, else by
+size and modification time, so that nothing is read twice over the network. URLs are opened by fsspec, which takes its
+settings from the environment (FSSPEC_S3_ANON=true for public buckets).
 """
 
 from __future__ import annotations
@@ -25,51 +25,52 @@ from titan.config.optional import optional_package
 from titan.console.text import as_line, redact
 from titan.dataset.documents import Part, Skip, content_digest
 from titan.errors import ConfigError
+from titan.files.atomic import write_atomic
 
 LONGEST = 128 * 1024 * 1024
-"""Bytes of a line or document: a few compressed ones may swell to more than there is memory."""
+"""The maximum bytes of a line or document: a few compressed bytes may expand to more than the memory."""
 PART_BYTES = 64 * 1024 * 1024
 _CHUNK = 1024 * 1024
-_FRAME_CHUNK = 256  # what they swell to is held in memory: 4 bytes of zstd may become 128 KiB
+_FRAME_CHUNK = 256  # their decompressed content is in memory: 4 bytes of zstd may become 128 KiB
 _MEMO_BYTES = 1024 * 1024
 _COMPRESSED = (".gz", ".zst")
 _MARKS = ("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "checksum", "sha256")
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
 
 
-class Bad(Exception):
-    """A document or file that can't be used: `reason` in a word or two, `sentence` what is wrong and what to do."""
+class BadDocument(Exception):
+    """A document or file that can't be used: `reason` in a word or two, `sentence` for the error message."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(reason, sentence)
         self.reason, self.sentence = reason, sentence
 
 
-def refuse_or_skip(on_error: str, where: str, bad: Bad) -> Skip:
-    """What `dataset.on_error` wants of what is `bad`.
+def reject_or_skip(on_error: str, where: str, bad: BadDocument) -> Skip:
+    """Apply `dataset.on_error` to a bad document: return a Skip, or raise.
 
     Raises:
-        ConfigError: unless it is to be skipped.
+        ConfigError: unless bad documents are skipped.
     """
     if on_error == "skip":
         return Skip(bad.reason, where)
     raise ConfigError(f"{where}: {bad.sentence}") from bad
 
 
-def too_long(place: int, what: str, rest: str) -> Bad:
-    """A line or document that is too long to be held in memory, with what skipping it leaves."""
-    sentence = f"the {what} at byte {place} has more than {LONGEST:,} bytes; divide it, or give dataset.on_error=skip"
-    return Bad("too long", f"{sentence} {rest}.")
+def too_long(place: int, what: str, rest: str) -> BadDocument:
+    """Return the error of a line or document that is too long; `rest` says what skipping does."""
+    sentence = f"the {what} at byte {place} has more than {LONGEST:,} bytes; split it, or give dataset.on_error=skip"
+    return BadDocument("too long", f"{sentence} {rest}.")
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of this machine or, by its URL, of another.
+    """A local file, or one at a URL.
 
     Attributes:
         path: its path or URL.
-        size: its bytes as it lies there; 1 when unknown.
-        mark: of a URL, what its file system tells the content by; None for a file of this machine.
+        size: its stored size in bytes; 1 when unknown.
+        mark: for a URL, a digest of what identifies the content; None for a local file.
     """
 
     path: str
@@ -78,11 +79,11 @@ class File:
 
     @property
     def compressed(self) -> bool:
-        """Whether its name says so."""
+        """Whether it is compressed, by its name."""
         return suffix(self.path, whole=True).endswith(_COMPRESSED)
 
     def open(self) -> BinaryIO:
-        """Its bytes, decompressed; seekable unless compressed.
+        """Open the file and decompress it; seekable unless compressed.
 
         Raises:
             ConfigError: when it can't be opened.
@@ -94,7 +95,7 @@ class File:
         return cast(BinaryIO, io.BufferedReader(_Unpacked(self.path, raw, unpack(raw)), _CHUNK))
 
     def raw(self) -> BinaryIO:
-        """Its bytes as they lie there."""
+        """Open the file as it is stored."""
         with readable(self.path):
             if self.mark is None:
                 return open(self.path, "rb")
@@ -106,19 +107,19 @@ class File:
 
 @contextlib.contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turn what the system or the network says into a refusal."""
+    """Turn errors of the system and the network into a ConfigError."""
     try:
         yield
     except Exception as error:
         package = type(error).__module__.partition(".")[0]
         if package == "titan" or (package == "builtins" and not isinstance(error, (OSError, EOFError))):
-            raise  # the rest are errors of a file system's own; some let pass that a connection ended
+            raise  # the rest are errors of a file system's package
         reason = getattr(error, "strerror", None) or as_line(error) or type(error).__name__
-        raise ConfigError(f"{path}: can't be read ({reason}); make it readable, or name other files.") from error
+        raise ConfigError(f"{path}: can't be read ({reason}); make it readable, or choose other files.") from error
 
 
 def suffix(path: str, whole: bool = False) -> str:
-    """The end of a file's name, in lower case: .jsonl of x.jsonl.gz, or with `whole` .jsonl.gz."""
+    """Return a file name's suffix in lower case: .jsonl for x.jsonl.gz, or with `whole` .jsonl.gz."""
     name = PurePosixPath(path.lower())
     if name.suffix not in _COMPRESSED:
         return name.suffix
@@ -126,9 +127,9 @@ def suffix(path: str, whole: bool = False) -> str:
 
 
 def parts(file: File, step: int = 1) -> list[Part]:
-    """A file in parts of PART_BYTES, a multiple of `step`; what is compressed is read from its beginning, in one.
+    """Split a file into parts of PART_BYTES, rounded to a multiple of `step`; a compressed file is one part.
 
-    A part's place is the file, the byte it begins at and the byte it ends at, None for the end of the file.
+    A part's place is (file, first byte, last byte), with None for the end of the file.
     """
     size = max(PART_BYTES // step, 1) * step
     if file.compressed or file.size <= size:
@@ -142,9 +143,9 @@ def parts(file: File, step: int = 1) -> list[Part]:
 
 
 def span(file: BinaryIO, start: int, end: int | None, separator: bytes) -> tuple[int, int | None] | None:
-    """Where the documents of a part begin and end that starts and ends near bytes `start` and `end`, None: the end.
+    """Return the byte range of the documents of a part near bytes `start` and `end` (None: the end of the file).
 
-    `separator` ends a document; the one that ends the last of the part is counted in. None when the part has none.
+    `separator` ends a document; the range includes the last one's. Returns None when the part has no documents.
     """
     first = cut(file, start, separator) if start else 0
     last = None if end is None else cut(file, end, separator)
@@ -155,9 +156,9 @@ def span(file: BinaryIO, start: int, end: int | None, separator: bytes) -> tuple
 
 
 def cut(file: BinaryIO, place: int, separator: bytes) -> int | None:
-    """Where the first separator from byte `place` on ends; None when there is none.
+    """Return the end of the first separator from byte `place` on; None when there is none.
 
-    Passed over are separators that overlap one before ("aa" in "aaa"), for whether they count depends on all of that.
+    Separators that overlap the one before ("aa" in "aaa") are skipped: whether they count depends on earlier text.
     """
     length, last, base = len(separator), -len(separator), max(place - len(separator) + 1, 0)
     file.seek(base)
@@ -176,20 +177,18 @@ def cut(file: BinaryIO, place: int, separator: bytes) -> int | None:
 
 
 def find(path: str, suffixes: Sequence[str], *, any_other: bool = False) -> tuple[File, ...]:
-    """The files that `path` names, sorted, without empty ones: of a file, a folder, a glob, or a URL of these.
+    """Return the non-empty files of `path`, sorted: a file, a folder, a glob, or a URL of these.
 
-    In a folder those with one of the `suffixes`, compressed or not; when there are none and `any_other`, all that
-    aren't hidden.
+    In a folder: the files with one of the `suffixes`, compressed or not; if there are none and `any_other`, all files
+    that aren't hidden.
 
     Raises:
-        ConfigError: when nothing is there, or nothing but empty files.
+        ConfigError: when there are no such files, or only empty ones.
     """
     path = path.removeprefix("file://")
     found = _find_remote(path, suffixes, any_other) if "://" in path else _find_local(path, suffixes, any_other)
     if not found:
-        raise ConfigError(
-            f"dataset.path={path}: no file there matches; name a file, a glob, or a folder of *{suffixes[0]}."
-        )
+        raise ConfigError(f"dataset.path={path}: no file matches; give a file, a glob, or a folder of *{suffixes[0]}.")
     full = tuple(file for file in found if file.size)
     if not full:
         what = "the file is" if len(found) == 1 else f"all {len(found)} files are"
@@ -203,7 +202,7 @@ def local(path: Path) -> File:
 
 
 def walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
-    """All regular files below `root`, sorted, without files and folders whose name `skip` tells to leave out."""
+    """Return all regular files below `root`, sorted, without files and folders for whose name `skip` is true."""
     found = []
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if not skip(name)]
@@ -212,12 +211,12 @@ def walk(root: Path, skip: Callable[[str], bool]) -> list[Path]:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a file's or folder's name begins with a full stop."""
+    """Return whether the name of a file or folder begins with a dot."""
     return name.startswith(".")
 
 
 def digests(files: Sequence[File], memo: Path | None) -> list[str]:
-    """What tells the content of each file, in hexadecimal: several are hashed side by side."""
+    """Return the digest of each file's content, in hexadecimal; files are hashed in parallel."""
     with ThreadPoolExecutor(max(1, min(4, len(files), os.cpu_count() or 1))) as threads:
         return list(threads.map(lambda file: _digest(file, memo), files))
 
@@ -249,14 +248,14 @@ def _find_remote(path: str, suffixes: Sequence[str], any_other: bool) -> list[Fi
     except Exception as error:  # each file system raises errors of its own
         reason = f"{type(error).__name__}: {as_line(error)}"
         raise ConfigError(
-            f"dataset.path={path}: can't be read ({reason}); correct the URL, or log in there."
+            f"dataset.path={path}: can't be read ({reason}); correct the URL, or log in to its server."
         ) from error
     return [_remote(files, info) for info in sorted(found, key=lambda info: str(info["name"]))]
 
 
 def _listed(files: Any, path: str, place: str, suffixes: Sequence[str], any_other: bool) -> list[dict[str, Any]]:
-    """What a file system knows of each file that `path` names."""
-    web = path.startswith(("http://", "https://"))  # where a question mark is no wildcard
+    """Return the file system's info of each file of `path`."""
+    web = path.startswith(("http://", "https://"))  # a question mark is not a wildcard in them
     if "*" in place or (not web and glob.has_magic(place)):
         found = files.glob(place, detail=True).values()
         return [info for info in found if info["type"] == "file"]
@@ -269,7 +268,7 @@ def _listed(files: Any, path: str, place: str, suffixes: Sequence[str], any_othe
 
 
 def _filesystem(path: str) -> tuple[Any, str]:
-    """The file system of a URL, and what it calls the place there."""
+    """Return the file system of a URL, and the path in it."""
     fsspec = optional_package("fsspec.core", f"dataset.path={path}")
     try:
         files, place = fsspec.url_to_fs(path)
@@ -287,14 +286,14 @@ def _remote(files: Any, info: dict[str, Any]) -> File:
     known = next((str(info[key]) for key in _MARKS if info.get(key)), None)
     changed = next((str(info[key]) for key in _TIMES if info.get(key)), None)
     name = str(info["name"])
-    named = files.ukey(name) if redact(name) == name else redact(name)  # a new password makes no other file
+    named = files.ukey(name) if redact(name) == name else redact(name)  # a new password doesn't change the digest
     key = known or changed or named
     mark = content_digest(size, key)
     return File(files.unstrip_protocol(info["name"]), 1 if size is None else size, mark)
 
 
 class _Unpacked(io.RawIOBase):
-    """A stream of pieces of bytes; what breaks in it is raised as `Bad`."""
+    """A stream of chunks of bytes; errors of decompression are raised as `BadDocument`."""
 
     def __init__(self, path: str, raw: Any, pieces: Iterator[bytes]) -> None:
         self._path, self._raw, self._pieces = path, raw, pieces
@@ -317,15 +316,15 @@ class _Unpacked(io.RawIOBase):
         self._raw.close()
 
     def _next(self) -> bytes:
-        way_out = "fetch it again, or give dataset.on_error=skip to use what comes before."
+        way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
         try:
             return next(self._pieces, b"")
         except EOFError as error:
             what = f"ends too early (truncated download?) after {self._given} bytes of content"
-            raise Bad("broken file", f"{what}; {way_out}") from error
+            raise BadDocument("broken file", f"{what}; {way_out}") from error
         except (gzip.BadGzipFile, zlib.error, _Broken) as error:
             what = f"is broken after {self._given} bytes of content ({as_line(error)})"
-            raise Bad("broken file", f"{what}; {way_out}") from error
+            raise BadDocument("broken file", f"{what}; {way_out}") from error
 
 
 class _Broken(Exception):
@@ -339,12 +338,12 @@ def _pieces(file: Any) -> Iterator[bytes]:
 
 def _gunzip(raw: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=raw) as file:
-        while piece := file.read1(_CHUNK):  # not read, which forgets what it had when it fails
+        while piece := file.read1(_CHUNK):  # read() would discard content before an error
             yield piece
 
 
 def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
-    """The content of all frames of a file; the library's own reader doesn't tell when the last one is cut short."""
+    """Yield the content of all frames of a file; the library's reader doesn't detect a truncated last frame."""
     zstandard = optional_package("zstandard", str(getattr(raw, "name", "*.zst")))
     unpacker, frame, data = zstandard.ZstdDecompressor(max_window_size=2**31), None, b""
     while data or (data := raw.read(_FRAME_CHUNK)):
@@ -362,10 +361,10 @@ def _unzstd(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def file_digest(path: Path, memo: Path | None) -> bytes:
-    """BLAKE2b of a file's content. That of a big file is remembered in `memo`, by path, size and time of change."""
+    """Return BLAKE2b of a file's content; for large files cached in `memo` by path, size and modification time."""
     with readable(str(path)):
         status = path.stat()
-    # A file changed a moment ago could change again within the clock's tick and keep its size: not remembered.
+    # A file changed just now could change again within the clock's resolution and keep its size: not cached.
     if memo is None or status.st_size < _MEMO_BYTES or time.time_ns() - status.st_mtime_ns < 2 * 10**9:
         return _read_digest(path)
     key = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
@@ -373,11 +372,9 @@ def file_digest(path: Path, memo: Path | None) -> bytes:
     if entry.is_file() and len(known := entry.read_bytes()) == 32:
         return known
     digest = _read_digest(path)
-    with contextlib.suppress(OSError):  # a cache that can't be written still serves what it has
+    with contextlib.suppress(OSError):  # a cache that can't be written can still be read
         memo.mkdir(parents=True, exist_ok=True)
-        fresh = entry.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(digest)
-        fresh.replace(entry)
+        write_atomic(entry, digest)
     return digest
 
 

@@ -1,14 +1,14 @@
-"""Where documents come from: text files, JSON Lines, Parquet, the standard library, or a generator of tokens.
+"""Sources of local files: text, JSON Lines, Parquet, the standard library; and a generator of tokens.
 
-A source names its content (`digest`) and yields it (`documents`), in an order that depends on the content's own names
-only. A document is the unit that is shuffled and held out for validation:
+A source identifies its content (`digest`) and yields it (`documents`) in a deterministic order. Documents are what is
+shuffled and divided into the training and the validation split:
 
-- standard library: a source file;
-- JSON Lines and Parquet: the text of an object or a row (`titan.dataset.sources.records`);
-- text with a separator: what stands between separators;
-- text without one: a passage. A file may be a whole library, so it is read in passages that end at a line's end, of
-  about 64 KiB and at most twice that; less when all files together are small (a 128th of them, but no less than 4 KiB),
-  so that a single file of a megabyte still has passages enough to hold one in a hundred out.
+- standard library: one source file;
+- JSON Lines and Parquet: the text of one object or row (`titan.dataset.sources.records`);
+- text with a separator: the text between separators;
+- text without one: one passage. A file may be a whole library, so it is split at line ends into passages of about
+  64 KiB, at most twice that; less if all files together are small (1/128 of them, at least 4 KiB), so that a single
+  file of 1 MB has enough passages for a validation split of 1%.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from titan.dataset.documents import Document, Part, Skip, Source, content_digest
 from titan.dataset.sources import files
-from titan.dataset.sources.files import Bad, File, refuse_or_skip
+from titan.dataset.sources.files import BadDocument, File, reject_or_skip
 from titan.dataset.sources.records import Field, JsonLines, Parquet, Rows
 from titan.errors import ConfigError
 
@@ -37,9 +37,9 @@ _TEXTS = (".txt", ".md", ".text")
 
 
 def stdlib() -> Source:
-    """The *.py files of the running Python's standard library, each a document.
+    """Return the source of the *.py files of the running Python's standard library, one document each.
 
-    Left out: tests, tables of encodings, files that describe one machine's build, and the few that are not UTF-8.
+    Excluded: tests, tables of encodings, files that describe one machine's build, and the few that are not UTF-8.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = [f for f in files.walk(root, _is_foreign) if f.suffix == ".py" and not f.name.startswith("_sysconfigdata")]
@@ -52,13 +52,13 @@ def stdlib() -> Source:
 
 
 def text(path: str, separator: str | None = None, on_error: str = "refuse") -> Source:
-    """The text files at `path`: a file, a folder (*.txt, *.md and *.text below it, or all its files) or a glob.
+    """Return the source of text files: a file, a folder (*.txt, *.md and *.text below it, or all its files) or a glob.
 
     Raises:
-        ConfigError: when nothing is there, or nothing but empty files.
+        ConfigError: when there are no files, or only empty ones.
     """
     if separator == "":
-        raise ConfigError("dataset.separator is empty: give the text between documents, or null where there is none.")
+        raise ConfigError("dataset.separator is empty: give the text between documents, or null if there is none.")
     found = files.find(path, _TEXTS, any_other=True)
     if separator is None:
         return Passages(name="text", files=found, on_error=on_error)
@@ -66,48 +66,48 @@ def text(path: str, separator: str | None = None, on_error: str = "refuse") -> S
 
 
 def jsonl(path: str, field: str = "text", on_error: str = "refuse") -> Source:
-    """The objects of the JSON Lines files at `path`: a file, a folder (*.jsonl and *.json below it) or a glob.
+    """Return the source of JSON Lines files: a file, a folder (*.jsonl and *.json below it) or a glob.
 
     Raises:
-        ConfigError: when nothing is there, or nothing but empty files.
+        ConfigError: when there are no files, or only empty ones.
     """
     return Rows("jsonl", JsonLines(files.find(path, (".jsonl", ".json"))), Field(field), on_error)
 
 
 def parquet(path: str, field: str = "text", on_error: str = "refuse") -> Source:
-    """The rows of the Parquet files at `path`: a file, a folder (*.parquet below it) or a glob.
+    """Return the source of Parquet files: a file, a folder (*.parquet below it) or a glob.
 
     Raises:
-        ConfigError: when nothing is there, or nothing but empty files.
+        ConfigError: when there are no files, or only empty ones.
     """
     return Rows("parquet", Parquet(files.find(path, (".parquet", ".pq")), (field,)), Field(field), on_error)
 
 
 @dataclass(kw_only=True)
 class Whole(Source):
-    """UTF-8 files as a source, a document a file."""
+    """UTF-8 files, one document per file."""
 
     name: str
     files: tuple[File, ...]
     on_error: str = "refuse"
 
     def parts(self) -> list[Part]:
-        """A part a file."""
+        """Return one part per file."""
         return [Part(file.path, file.size, (file, 0, None)) for file in self.files]
 
     def digest(self, memo: Path | None = None) -> str:
-        """The identity of the files' content and of how it is divided; names and places don't count."""
+        """Return the digest of the files' content and its division; names and paths don't count."""
         return content_digest(self.name, *self._parameters(), *files.digests(self.files, memo))
 
     def documents(self, part: Part) -> Iterator[Document]:
-        """The documents of a part; what is nothing but white space is skipped."""
+        """Yield the documents of a part; documents of white space are skipped."""
         file: File = part.place[0]
         with files.readable(file.path), file.open() as stream:
             try:
                 for place, data in self._documents(part, stream):
                     yield self._document(file.path, place, data)
-            except Bad as bad:
-                yield refuse_or_skip(self.on_error, file.path, bad)
+            except BadDocument as bad:
+                yield reject_or_skip(self.on_error, file.path, bad)
 
     def _document(self, path: str, place: int, data: bytes) -> str | Skip:
         try:
@@ -115,29 +115,29 @@ class Whole(Source):
         except UnicodeDecodeError as error:
             place += error.start + (0 if place or not data.startswith(_BOM) else len(_BOM))
             way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
-            bad = Bad("not UTF-8", f"byte {place} is no UTF-8 ({error.reason}); {way_out}")
-            return refuse_or_skip(self.on_error, path, bad)
+            bad = BadDocument("not UTF-8", f"byte {place} is not UTF-8 ({error.reason}); {way_out}")
+            return reject_or_skip(self.on_error, path, bad)
         return Skip("empty", f"{path}, byte {place}") if not document or document.isspace() else document
 
     def _parameters(self) -> list[Any]:
         return []
 
     def _documents(self, part: Part, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-        """The documents of a part, each with the byte it begins at."""
+        """Yield the documents of a part, each with the byte that it begins at."""
         data = stream.read(files.LONGEST + 1)
         if len(data) > files.LONGEST:
-            raise files.too_long(0, "document", "to leave it out")
+            raise files.too_long(0, "document", "to skip it")
         yield 0, data
 
 
 @dataclass(kw_only=True)
 class Separated(Whole):
-    """Text files, divided by a separator."""
+    """Text files, split by a separator."""
 
     separator: str
 
     def parts(self) -> list[Part]:
-        """Ranges of each file, which end where a document ends."""
+        """Return ranges of each file that end where a document ends."""
         return [part for file in self.files for part in files.parts(file)]
 
     def _parameters(self) -> list[Any]:
@@ -157,16 +157,16 @@ class Separated(Whole):
 
 @dataclass(kw_only=True)
 class Passages(Whole):
-    """Text files, divided into passages."""
+    """Text files, split into passages."""
 
     @property
     def step(self) -> int:
-        """How long passages are about, in bytes."""
+        """The approximate length of passages in bytes."""
         total = sum(file.size for file in self.files)
         return max(PASSAGE_BYTES_LEAST, min(PASSAGE_BYTES, total // PASSAGES_WANTED))
 
     def parts(self) -> list[Part]:
-        """Ranges of each file, in whole passages."""
+        """Return ranges of each file, in whole passages."""
         step = self.step
         return [part for file in self.files for part in files.parts(file, step)]
 
@@ -187,15 +187,15 @@ class Passages(Whole):
 
 
 def passages(file: BinaryIO, step: int, held: bytes = b"", count: int | None = None) -> Iterator[bytes]:
-    """A UTF-8 file in pieces of about `step` bytes (8 or more), which end where a line or a character ends.
+    """Split a UTF-8 file into passages of about `step` bytes (at least 8) that end where a line or a character ends.
 
-    Piece k ends at the last such place among the bytes from (k - 1) * step to k * step: so one can begin at any k.
+    Passage k ends at the last such position in the bytes from (k - 1) * step to k * step, so one can start at any k.
 
     Args:
-        file: read from its next byte on.
-        step: how long pieces are about; none is longer than twice that.
-        held: what stands before, of the first piece.
-        count: how many pieces; None: all, the last of which ends with the file.
+        file: read from its current position.
+        step: the approximate length; no passage is longer than twice that.
+        held: the beginning of the first passage, already read.
+        count: number of passages; None: all, to the end of the file.
     """
     while count != 0:
         block = file.read(step)
@@ -213,12 +213,12 @@ def _passage_end(block: bytes) -> int:
 
 
 def separated(file: BinaryIO, separator: bytes, size: int | None = None, place: int = 0) -> Iterator[bytes]:
-    """What stands between the separators in the next `size` bytes of a file (None: all that is left), from `place` on.
+    """Yield the texts between separators in the next `size` bytes of a file (None: to its end), from byte `place` on.
 
-    Memory is constant beside the longest such piece.
+    The memory needed is that of the longest text.
 
     Raises:
-        Bad: when one is too long.
+        BadDocument: when one is too long.
     """
     held, left = b"", size
     while chunk := file.read1(_CHUNK if left is None else min(_CHUNK, left)):  # type: ignore[attr-defined]
@@ -227,28 +227,28 @@ def separated(file: BinaryIO, separator: bytes, size: int | None = None, place: 
         yield from complete
         place += len(chunk)
         if len(held) > files.LONGEST:
-            raise files.too_long(place - len(held), "document", "to use what comes before")
+            raise files.too_long(place - len(held), "document", "to use the content before it")
     yield held
 
 
 def _character_start(data: bytes) -> int:
-    """Where the last UTF-8 character of `data` starts; the length of `data` when its end is no UTF-8."""
+    """Return the start of the last UTF-8 character of `data`; the length of `data` if its end is not UTF-8."""
     starts = (len(data) - back for back in range(1, 5) if data[-back] & 0xC0 != 0x80)
     return next(starts, len(data))
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether a file or folder of the standard library's tree is no part of the library proper."""
+    """Return whether a file or folder in the standard library's tree is not part of the library itself."""
     others = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "lib2to3", "__pycache__"}
     return name in others or name.startswith("config-")
 
 
 @dataclass
 class Markov(Source):
-    """`tokens` ids drawn from a Markov chain over `vocab_size` states, in documents of up to `longest`.
+    """`tokens` ids sampled from a Markov chain over `vocab_size` states, in documents of up to `longest` ids.
 
-    Each state has four successors, taken with probabilities 5/8, 2/8, 1/16 and 1/16, through four permutations of the
-    states; so all states are equally frequent, and a model can learn its way from log(vocab_size) to 0.97 nats a token.
+    Each state has four successors with probabilities 5/8, 2/8, 1/16 and 1/16, given by four permutations of the states:
+    all states are equally frequent, and a model's loss can fall from log(vocab_size) to 0.97 nats per token.
     """
 
     tokens: int
@@ -258,16 +258,16 @@ class Markov(Source):
     name: str = "synthetic"
 
     def parts(self) -> list[Part]:
-        """One: each document is drawn after the one before."""
+        """Return one part: documents are generated in sequence."""
         return [Part(self.name, self.tokens)]
 
     def digest(self, memo: Path | None = None) -> str:
-        """The identity of the chain and of what is drawn from it."""
+        """Return the digest of the chain and its sample."""
         return content_digest("markov", 2, self.tokens, self.vocab_size, self.seed, self.longest)
 
     def documents(self, part: Part) -> Iterator[Document]:
-        """The documents, the last one cut short so that the number of tokens is exact."""
-        # Raw bits only: what numpy's distributions make of them may change with its version.
+        """Yield the documents; the last one is truncated so that the number of tokens is exact."""
+        # Raw bits only: numpy's distributions may change between versions.
         bits = np.random.Philox(key=self.seed)
         successors = np.stack([np.argsort(bits.random_raw(self.vocab_size), kind="stable") for _ in range(4)], axis=1)
         left = self.tokens
@@ -279,7 +279,7 @@ class Markov(Source):
                     yield document
 
     def _draw(self, bits: np.random.Philox, successors: NDArray[Any], count: int) -> list[NDArray[Any]]:
-        """`count` documents, all drawn side by side."""
+        """Generate `count` documents at once."""
         shortest = self.longest // 5
         lengths = shortest + bits.random_raw(count) % (self.longest - shortest + 1)
         table = np.array([0] * 10 + [1] * 4 + [2, 3])

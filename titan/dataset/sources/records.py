@@ -1,7 +1,7 @@
-"""Rows: documents that stand in the columns of a table, or under the keys of an object.
+"""Records: documents in the columns of a table or under the keys of an object.
 
-What reads rows (`Reader`: JSON Lines, Parquet, `titan.dataset.sources.hub`) knows nothing of what is made of them
-(`Pick`: the text of a field, or `titan.dataset.sources.chat`).
+A `Reader` (JSON Lines, Parquet, `titan.dataset.sources.hub`) yields rows; a `Pick` (the text of a field, or a
+conversation of `titan.dataset.sources.chat`) makes a document of each row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from titan.config.settings import show
 from titan.console.text import as_line
 from titan.dataset.documents import Document, Part, Skip, Source, content_digest
 from titan.dataset.sources import files
-from titan.dataset.sources.files import Bad, File, refuse_or_skip
+from titan.dataset.sources.files import BadDocument, File, reject_or_skip
 from titan.errors import ConfigError
 
 Row = Mapping[str, Any]
@@ -30,50 +30,50 @@ _PIECE = 1024 * 1024
 
 
 class Reader(ABC):
-    """Where rows come from."""
+    """A reader of rows."""
 
     @abstractmethod
     def parts(self) -> Sequence[Part]:
-        """The parts, in order."""
+        """Return the parts, in order."""
 
     @abstractmethod
     def digests(self, memo: Path | None) -> list[str]:
-        """What tells the content."""
+        """Return what identifies the content."""
 
     @abstractmethod
-    def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
-        """The rows of a part, each with its place, or what is bad there.
+    def rows(self, part: Part) -> Iterator[tuple[str, Row | BadDocument]]:
+        """Yield the rows of a part, each with its location; a BadDocument for an unreadable one.
 
         Raises:
-            ConfigError: when the part can't be read, whatever `dataset.on_error` says.
+            ConfigError: when the part can't be read, whatever the value of `dataset.on_error`.
         """
 
 
 class Pick(ABC):
-    """What is made of a row.
+    """Makes a document of a row.
 
     Attributes:
-        masked: whether it gives turns.
+        masked: whether documents are turns.
     """
 
     masked: bool = False
 
     @abstractmethod
     def parameters(self) -> list[Any]:
-        """All that decides what is made of a row."""
+        """Return everything that determines the documents, besides the rows."""
 
     @abstractmethod
     def document(self, row: Row) -> Document:
-        """The document in a row.
+        """Return the document of a row.
 
         Raises:
-            Bad: when there is none.
+            BadDocument: when the row has none.
         """
 
 
 @dataclass
 class Rows(Source):
-    """A source of what is picked from rows."""
+    """A source of the documents that `pick` makes of the rows of `reader`."""
 
     name: str
     reader: Reader
@@ -86,64 +86,64 @@ class Rows(Source):
         return self.pick.masked
 
     def parts(self) -> Sequence[Part]:
-        """The reader's."""
+        """Return the reader's parts."""
         return self.reader.parts()
 
     def digest(self, memo: Path | None = None) -> str:
-        """The identity of the rows and of what is picked; names and places of files don't count."""
+        """Return the digest of the rows and of the pick; names and paths of files don't count."""
         return content_digest(self.name, *self.pick.parameters(), *self.reader.digests(memo))
 
     def documents(self, part: Part) -> Iterator[Document]:
-        """What is picked from the rows of a part."""
+        """Yield the documents of a part."""
         for where, row in self.reader.rows(part):
             yield self._document(where, row)
 
-    def _document(self, where: str, row: Row | Bad) -> Document:
+    def _document(self, where: str, row: Row | BadDocument) -> Document:
         try:
-            if isinstance(row, Bad):
+            if isinstance(row, BadDocument):
                 raise row
             document = self.pick.document(row)
-        except Bad as bad:
-            return refuse_or_skip(self.on_error, where, bad)
+        except BadDocument as bad:
+            return reject_or_skip(self.on_error, where, bad)
         return Skip(document.reason, where) if isinstance(document, Skip) else document
 
 
 @dataclass(frozen=True)
 class Field(Pick):
-    """The text under a key or in a column."""
+    """Picks the text under a key or in a column."""
 
     field: str
 
     def parameters(self) -> list[Any]:
-        """The key."""
+        """Return the key."""
         return [self.field]
 
     def document(self, row: Row) -> Document:
-        """The text, or Skip where it is null or blank."""
-        value = under(row, self.field, "dataset.field")
+        """Return the text, or Skip if it is null or blank."""
+        value = value_of(row, self.field, "dataset.field")
         if value is None:
             return Skip("empty")
         if not isinstance(value, str):
-            raise Bad(
-                "no text", f"{self.field!r} is {show(value)[:40]}, not text; name the text's key in dataset.field."
+            raise BadDocument(
+                "no text", f"{self.field!r} is {show(value)[:40]}, not text; give the text's key in dataset.field."
             )
-        return mended(value) if value and not value.isspace() else Skip("empty")
+        return repaired(value) if value and not value.isspace() else Skip("empty")
 
 
-def under(row: Row, key: str, setting: str) -> Any:
-    """What a row holds under `key`.
+def value_of(row: Row, key: str, setting: str) -> Any:
+    """Return the value of `key` in a row.
 
     Raises:
-        Bad: when it has no such key.
+        BadDocument: when the row has no such key.
     """
     if key not in row:
         keys = ", ".join(sorted(map(str, row))[:8]) or "none"
-        raise Bad("no text", f"no key {key!r} (its keys: {keys}); name the right key in {setting}.")
+        raise BadDocument("no text", f"no key {key!r} (its keys: {keys}); give the right key in {setting}.")
     return row[key]
 
 
-def mended(document: str) -> str:
-    """JSON can escape half of a surrogate pair, which is no text: the replacement character stands for it."""
+def repaired(document: str) -> str:
+    """Replace lone surrogates, which JSON can escape but which aren't text, by the replacement character."""
     try:
         document.encode("utf-8")
     except UnicodeEncodeError:
@@ -158,27 +158,27 @@ class JsonLines(Reader):
     files: tuple[File, ...]
 
     def parts(self) -> list[Part]:
-        """Ranges of each file, which end at line ends."""
+        """Return ranges of each file that end at line ends."""
         return [part for file in self.files for part in files.parts(file)]
 
     def digests(self, memo: Path | None) -> list[str]:
-        """Of the files' content."""
+        """Return the digests of the files."""
         return files.digests(self.files, memo)
 
-    def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
-        """The objects of a part's lines; blank lines are passed over."""
+    def rows(self, part: Part) -> Iterator[tuple[str, Row | BadDocument]]:
+        """Yield the objects of a part's lines; blank lines are ignored."""
         file, start, end = part.place
         with files.readable(file.path), file.open() as stream:
             try:
                 for number, place, line in _lines(stream, start, end):
-                    if isinstance(line, Bad) or line.strip():
+                    if isinstance(line, BadDocument) or line.strip():
                         yield f"{file.path}, {f'byte {place}' if start else f'line {number}'}", _parsed(line, place)
-            except Bad as bad:
+            except BadDocument as bad:
                 yield file.path, bad
 
 
-def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, int, bytes | Bad]]:
-    """The lines of a part: number in the part, byte they begin at, and content."""
+def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, int, bytes | BadDocument]]:
+    """Yield the lines of a part: number in the part, first byte, and content."""
     bounds = files.span(file, start, end, b"\n") if start or end else (0, None)
     if bounds is None:
         return
@@ -187,7 +187,7 @@ def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, i
         if not (line := file.readline(files.LONGEST + 1)):
             return
         if len(line) > files.LONGEST:
-            yield number, place, files.too_long(place, "line", "to leave it out")
+            yield number, place, files.too_long(place, "line", "to skip it")
             place += _pass_over(file, line)
         else:
             yield number, place, line if place else line.removeprefix(_BOM)
@@ -197,7 +197,7 @@ def _lines(file: BinaryIO, start: int, end: int | None) -> Iterator[tuple[int, i
 
 
 def _pass_over(file: BinaryIO, line: bytes) -> int:
-    """Read to the end of a line whose beginning is given; how many bytes that took."""
+    """Read to the end of a line whose beginning is given; return the number of bytes read."""
     size = 0
     while line and not line.endswith(b"\n"):
         line = file.readline(_PIECE)
@@ -205,30 +205,30 @@ def _pass_over(file: BinaryIO, line: bytes) -> int:
     return size
 
 
-def _parsed(line: bytes | Bad, place: int) -> Row | Bad:
-    if isinstance(line, Bad):
+def _parsed(line: bytes | BadDocument, place: int) -> Row | BadDocument:
+    if isinstance(line, BadDocument):
         return line
     try:
         entry = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
-        return Bad("not UTF-8", f"byte {place + error.start} is no UTF-8 ({error.reason}); {way_out}")
+        return BadDocument("not UTF-8", f"byte {place + error.start} is not UTF-8 ({error.reason}); {way_out}")
     except (ValueError, RecursionError) as error:
-        return Bad("not JSON", f"not JSON ({error}); mend the line, or name files of one object a line.")
+        return BadDocument("not JSON", f"not JSON ({error}); correct it, or choose files with one object per line.")
     if not isinstance(entry, dict):
-        return Bad("not JSON", "not a JSON object; each line must be one, such as {'text': ...}.")
+        return BadDocument("not JSON", "not a JSON object; each line must be one, such as {'text': ...}.")
     return entry
 
 
 @dataclass(frozen=True)
 class Parquet(Reader):
-    """Parquet files: the rows of their row groups, of which only some columns are read."""
+    """Parquet files: the rows of their row groups, with only the columns that are needed."""
 
     files: tuple[File, ...]
     columns: tuple[str, ...]
 
     def parts(self) -> list[Part]:
-        """The row groups; a file that can't be opened is one."""
+        """Return the row groups; a file that can't be opened is one part."""
         return self._parts
 
     @functools.cached_property
@@ -236,11 +236,11 @@ class Parquet(Reader):
         return [part for file in self.files for part in self._groups(file)]
 
     def digests(self, memo: Path | None) -> list[str]:
-        """Of the files' content."""
+        """Return the digests of the files."""
         return files.digests(self.files, memo)
 
-    def rows(self, part: Part) -> Iterator[tuple[str, Row | Bad]]:
-        """The rows of a row group."""
+    def rows(self, part: Part) -> Iterator[tuple[str, Row | BadDocument]]:
+        """Yield the rows of a row group."""
         pyarrow = optional_package("pyarrow", "dataset=parquet")
         file, group = part.place
         with files.readable(file.path), file.raw() as stream:
@@ -252,11 +252,11 @@ class Parquet(Reader):
                         yield f"{part.name}, row {number}", row
                         number += 1
             except (pyarrow.ArrowException, OSError) as error:
-                if getattr(error, "errno", None):  # the system's or the network's fault, not the file's
+                if getattr(error, "errno", None):  # an error of the system or the network, not of the file
                     raise
-                way_out = "fetch it again, or give dataset.on_error=skip to use what comes before."
-                what = f"no Parquet file, or a broken or truncated one ({as_line(error)})"
-                yield part.name, Bad("broken file", f"{what}; {way_out}")
+                way_out = "fetch it again, or give dataset.on_error=skip to use the content before it."
+                what = f"not a Parquet file, or a broken or truncated one ({as_line(error)})"
+                yield part.name, BadDocument("broken file", f"{what}; {way_out}")
 
     def _groups(self, file: File) -> list[Part]:
         pyarrow = optional_package("pyarrow", "dataset=parquet")
@@ -264,7 +264,7 @@ class Parquet(Reader):
             try:
                 about = _opened(stream).metadata
             except (pyarrow.ArrowException, OSError):
-                return [Part(file.path, file.size, (file, None))]  # reading it tells what is wrong
+                return [Part(file.path, file.size, (file, None))]  # `rows` reports the error
             sizes = [self._bytes(about.row_group(group)) for group in range(about.num_row_groups)]
         return [Part(f"{file.path}, row group {i}", size, (file, i)) for i, size in enumerate(sizes)]
 
@@ -280,16 +280,16 @@ class Parquet(Reader):
 
 
 def no_column(where: str, column: str, known: Sequence[str]) -> str:
-    """The sentence for a column that isn't there."""
-    return f"{where}: there is no column {column!r} (its columns: {', '.join(known[:12]) or 'none'}); name another."
+    """Return the message for a missing column."""
+    return f"{where}: there is no column {column!r} (its columns: {', '.join(known[:12]) or 'none'}); choose another."
 
 
 def _opened(stream: BinaryIO) -> Any:
     return optional_package("pyarrow.parquet", "dataset=parquet").ParquetFile(stream)
 
 
-def plain_rows(batch: Any) -> Iterator[Row | Bad]:
-    """The rows of an Arrow batch as dictionaries; of texts that are not UTF-8, `Bad`."""
+def plain_rows(batch: Any) -> Iterator[Row | BadDocument]:
+    """Yield the rows of an Arrow batch as dictionaries; `BadDocument` for text that is not UTF-8."""
     columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
     try:
         values = {name: column.to_pylist() for name, column in columns.items()}
@@ -300,10 +300,10 @@ def plain_rows(batch: Any) -> Iterator[Row | Bad]:
         yield dict(zip(values, row, strict=True))
 
 
-def _row_by_row(columns: Mapping[str, Any], count: int) -> Iterator[Row | Bad]:
+def _row_by_row(columns: Mapping[str, Any], count: int) -> Iterator[Row | BadDocument]:
     for i in range(count):
         try:
             yield {name: column[i].as_py() for name, column in columns.items()}
         except UnicodeDecodeError as error:
             way_out = "convert the file to UTF-8, or give dataset.on_error=skip."
-            yield Bad("not UTF-8", f"no UTF-8 ({error.reason}); {way_out}")
+            yield BadDocument("not UTF-8", f"not UTF-8 ({error.reason}); {way_out}")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titan.config.optional import optional_package
-from titan.dataset.tokenizers.base import END, Tokenizer, read
+from titan.dataset.tokenizers.tokenizer import END, Tokenizer, read
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,17 +25,17 @@ _BEGINNINGS = ("<|begin_of_text|>", "<s>", "<bos>", "<|begin▁of▁sentence|>",
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face's `tokenizers`; `tokenizer_config.json` beside it names its eos and bos.
+    """A tokenizer.json of Hugging Face's `tokenizers`; the `tokenizer_config.json` beside it names its eos and bos.
 
-    Where there is none, they are told by their usual names. A bos that is also the eos counts as none. The bytes of a
-    token are exact for byte-level and byte-fallback vocabularies, as far as the tokenizer doesn't normalise text.
+    Without that file they are found by their usual names. A bos that is also the eos counts as none. The bytes of a
+    token are exact for byte-level and byte-fallback vocabularies, unless the tokenizer normalises text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, config: dict[str, Any], name: str = "tokenizer.json") -> None:
         """Take the vocabulary of `backend` and the special tokens that `config` names.
 
         Raises:
-            ConfigError: when `config` names a token that there is not.
+            ConfigError: when `config` names a token that is not in the vocabulary.
         """
         self.name = name
         backend.no_truncation()
@@ -53,22 +53,22 @@ class JsonTokenizer(Tokenizer):
         self.fingerprint = blake2b(content.encode(), digest_size=32).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without special tokens."""
+        """Return the ids of each text, without special tokens."""
         if self.threads == 1:
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         return [encoding.ids for encoding in self._backend.encode_batch(list(texts), add_special_tokens=False)]
 
     def encode_markup(self, text: str) -> list[int]:
-        """The ids of `text`, in which what spells special tokens becomes them."""
+        """Return the ids of `text`; names of special tokens in it become special tokens."""
         ids: list[int] = self._markup.encode(text, add_special_tokens=False).ids
         return ids
 
     def has(self, token: str) -> bool:
-        """Whether there is a special token of this name."""
+        """Return whether there is a special token of this name."""
         return self._vocab.get(token) in self._special
 
     def save(self, folder: Path) -> str:
-        """Write tokenizer.json, and beside it what names eos and bos."""
+        """Write tokenizer.json and tokenizer_config.json, which names eos and bos."""
         names = {"eos_token": self.eos, "bos_token": self.bos}
         config = {key: None if i is None else self._backend.id_to_token(i) for key, i in names.items()}
         (folder / "tokenizer.json").write_text(self._backend.to_str(), encoding="utf-8")
@@ -76,11 +76,11 @@ class JsonTokenizer(Tokenizer):
         return "tokenizer.json"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that `ids` stand for, special tokens by their names, with U+FFFD where they are no UTF-8."""
+        """Return the text of `ids`, with the names of special tokens, and U+FFFD for bytes that are not UTF-8."""
         return self._backend.decode(self._check(ids), skip_special_tokens=False)
 
     def token_bytes(self) -> NDArray[np.uint16]:
-        """How many bytes of UTF-8 each id stands for, 0 for special tokens: [vocab_size]."""
+        """Return the number of bytes of UTF-8 of each id, 0 for special tokens: uint16 [vocab_size]."""
         content = json.loads(self._backend.to_str())
         byte_level = '"ByteLevel"' in json.dumps([content["pre_tokenizer"], content["decoder"]])
         out = np.zeros(self.vocab_size, dtype=np.uint16)
@@ -91,7 +91,7 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def _markup(self) -> tokenizers.Tokenizer:
-        """The same, but for special tokens in a text, which it takes for them."""
+        """The same tokenizer with special tokens recognised in text."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(self._backend.to_str())
@@ -113,10 +113,10 @@ class JsonTokenizer(Tokenizer):
 
 
 def load_json(path: Path, name: str) -> JsonTokenizer:
-    """The tokenizer of the tokenizer.json at `path`, which messages call `name`.
+    """Load the tokenizer.json at `path`; messages call it `name`.
 
     Raises:
-        ConfigError: when it is none.
+        ConfigError: when it is not a tokenizer.json.
     """
     tokenizers = optional_package("tokenizers", f"dataset.tokenizer={name}")
     text = read(path).decode("utf-8", "replace")
@@ -125,7 +125,9 @@ def load_json(path: Path, name: str) -> JsonTokenizer:
         if not backend.get_vocab_size():
             raise ValueError("its vocabulary is empty")
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"dataset.tokenizer={name}: no tokenizer.json ({error}); give a complete one.") from error
+        raise ConfigError(
+            f"dataset.tokenizer={name}: is not a tokenizer.json ({error}); give a complete one."
+        ) from error
     return JsonTokenizer(backend, _load_config(path.with_name("tokenizer_config.json")), name)
 
 
@@ -135,12 +137,12 @@ def _load_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read(path))
     except ValueError as error:
-        raise ConfigError(f"{path}: not JSON ({error}); mend it, or remove it from beside tokenizer.json.") from error
+        raise ConfigError(f"{path}: is not JSON ({error}); correct it, or remove it.") from error
     return config if isinstance(config, dict) else {}
 
 
 def _plain_bytes(token: str) -> int:
-    """The bytes of a token of a vocabulary that isn't byte-level: SentencePiece's and WordPiece's ways of writing."""
+    """Return the bytes of a token of a vocabulary that isn't byte-level, as SentencePiece and WordPiece write it."""
     if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
         return 1
     return len(token.removeprefix("##").replace("▁", " ").encode())

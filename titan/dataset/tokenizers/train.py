@@ -1,8 +1,8 @@
 """Train a byte-level BPE vocabulary: `python -m titan.dataset.tokenizers.train OUT.tiktoken [--ranks N] [PATH...]`.
 
 Text is split by Llama 3's pattern, pairs of bytes are merged by frequency (Sennrich et al. 2016, on bytes), and the
-result is written as a tiktoken rank file. The built-in titan4k was made this way from the standard library's sources:
-4,095 ranks, with the end of text 4,096 ids.
+result is written as a tiktoken rank file. The built-in titan4k was trained this way on the standard library's sources:
+4,095 ranks and the end-of-text token, 4,096 ids.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from titan.console import output
 from titan.console.text import one_line
 from titan.dataset.documents import Source
 from titan.dataset.sources import local
-from titan.dataset.tokenizers.base import PATTERN, cut_spaces, write_ranks
+from titan.dataset.tokenizers.rank_file import PATTERN, cut_spaces, write_ranks
 from titan.errors import ConfigError
 
 MOST = 10**7
-"""Tokens that no vocabulary comes near."""
+"""The largest vocabulary."""
 
 
 def train(texts: Iterable[str], ranks: int) -> list[bytes]:
-    """The tokens of a vocabulary of `ranks` tokens, in the order of their ranks. The same texts give the same tokens.
+    """Train a vocabulary of `ranks` tokens and return them in the order of their ranks; deterministic.
 
     Raises:
         ConfigError: when `ranks` is below 256, or the texts have too few pairs to merge.
     """
     if ranks < 256:
-        raise ConfigError(f"--ranks {ranks}: the 256 single bytes are ranks already; give 256 or more.")
+        raise ConfigError(f"--ranks {ranks}: the 256 single bytes are always included; give 256 or more.")
     if ranks > MOST:
         raise ConfigError(f"--ranks {ranks}: must be at most {MOST}.")
     vocabulary = _merge(chain.from_iterable(map(cut_spaces, texts)), ranks)
     if len(vocabulary) < ranks:
         raise ConfigError(
-            f"--ranks {ranks}: the text gives {len(vocabulary)} tokens only; give more text or fewer ranks."
+            f"--ranks {ranks}: the text yields only {len(vocabulary)} tokens; give more text or fewer ranks."
         )
     byte_of = {character: byte for byte, character in enumerate(byte_characters())}
     ordered = sorted(vocabulary, key=lambda token: vocabulary[token])
@@ -47,14 +47,14 @@ def train(texts: Iterable[str], ranks: int) -> list[bytes]:
 
 
 def byte_characters() -> list[str]:
-    """The character by which byte-level BPE writes each byte (GPT-2): itself if it is visible, else from U+0100 on."""
+    """Return the character for each byte in byte-level BPE (GPT-2): the byte itself if printable, else from U+0100."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(byte if byte in visible else 256 + hidden.index(byte)) for byte in range(256)]
 
 
 def _merge(texts: Iterable[str], ranks: int) -> dict[str, int]:
-    """Byte-level tokens and their ids, by the `tokenizers` library's trainer."""
+    """Return byte-level tokens and their ids from the `tokenizers` library's trainer."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
@@ -67,23 +67,23 @@ def _merge(texts: Iterable[str], ranks: int) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command: 0 when the file is written, 2 when the user has to mend something."""
+    """Run the command line; return 0 when the file is written, 2 when the input is invalid."""
     parser = argparse.ArgumentParser(prog="python -m titan.dataset.tokenizers.train", description="Train a tokenizer.")
     parser.add_argument("out", metavar="OUT", type=Path, help="the rank file to write, *.tiktoken")
     parser.add_argument("paths", metavar="PATH", nargs="*", help="text files, folders or globs (default: stdlib)")
-    parser.add_argument("--ranks", type=int, default=4095, help="how many tokens (default: 4095)")
+    parser.add_argument("--ranks", type=int, default=4095, help="number of tokens (default: 4095)")
     parser.add_argument("--version", action="version", version=version())
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = _reject  # type: ignore[method-assign]
     try:
         options = parser.parse_intermixed_args(arguments)
         _run(options.out, options.paths, options.ranks)
-    except ConfigError as refusal:
-        print(f"titan: {one_line(str(refusal))}", file=sys.stderr)
+    except ConfigError as error:
+        print(f"titan: {one_line(str(error))}", file=sys.stderr)
         return 2
     return 0
 
 
-def _refuse(message: str) -> NoReturn:
+def _reject(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help.")
 
 
@@ -94,13 +94,13 @@ def _texts(source: Source) -> Iterator[str]:
 
 def _run(out: Path, paths: Sequence[str], ranks: int) -> None:
     if out.suffix != ".tiktoken":
-        raise ConfigError(f"{out}: a rank file's name ends in .tiktoken; give such a name.")
+        raise ConfigError(f"{out}: the name of a rank file must end in .tiktoken.")
     found = [local.text(path) for path in paths] or [local.stdlib()]
     tokens = train(chain.from_iterable(map(_texts, found)), ranks)
     try:
         write_ranks(out, tokens)
     except OSError as error:
-        raise ConfigError(f"{out}: can't be written ({error.strerror}); give another place.") from error
+        raise ConfigError(f"{out}: can't be written ({error.strerror}); choose another path.") from error
     print(f"{out}: {len(tokens):,} tokens; use it as dataset.tokenizer={out} model.vocab={len(tokens) + 1}")
 
 

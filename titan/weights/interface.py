@@ -1,0 +1,95 @@
+"""The interface of weights on disk: read by titan's names, any slice of a tensor at a time.
+
+A titan checkpoint, a folder in Hugging Face's format (safetensors) and one in Meta's (consolidated.NN.pth) each are
+`Weights`. Their readers (initial weights, conversion, generation) don't know which one they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titan.errors import ConfigError
+
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of weights; other ones are quantized and need scales, which titan doesn't read."""
+
+
+class Weights(Protocol):
+    """A model's weights on disk.
+
+    Attributes:
+        path: their folder.
+        model: the model's schema, of `titan.model.schema` (Llama, Qwen3).
+        shapes: the shape of each parameter by its name in titan's module; a tied head has none.
+        dtypes: the stored dtype of each.
+        tokenizer: the argument of `titan.dataset.tokenizers.load.load_tokenizer`; None without a tokenizer.
+
+    Optional attributes: `checksums` of their files (bytes, for `digest_of`); `config` and `generation`, the content of
+    Hugging Face's config.json and generation_config.json (for an export).
+    """
+
+    path: str
+    model: Any
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    tokenizer: str | None
+
+    def read(self, name: str, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> Tensor:
+        """Return a tensor in its stored dtype on the CPU, or its slice at `offsets` of the size `lengths`.
+
+        Only the slice is read, with what the file's format packs together with it.
+
+        Raises:
+            ConfigError: when a file is broken.
+        """
+
+
+def region(
+    shape: Sequence[int], offsets: Sequence[int] | None, lengths: Sequence[int] | None
+) -> tuple[tuple[int, int], ...]:
+    """Return the (start, end) of a slice along each dimension; of the whole tensor if neither is given."""
+    offsets = [0] * len(shape) if offsets is None else offsets
+    lengths = [size - offset for size, offset in zip(shape, offsets, strict=True)] if lengths is None else lengths
+    return tuple((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+
+
+def expected(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter of a model with this schema, by its name in titan's module."""
+    with torch.device("meta"):
+        module = model.build()
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def compare(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], label: str) -> None:
+    """Raise ConfigError when tensors are missing, unexpected, or have another shape; the message names the first.
+
+    Args:
+        found: the shapes, by the names in the file's format.
+        wanted: the shapes that the model needs, by the same names.
+        label: the user's setting, for messages.
+    """
+    for some, what in ((wanted.keys() - found.keys(), "lacks"), (found.keys() - wanted.keys(), "has")):
+        if some:
+            more = f" and {len(some) - 1} others" if len(some) > 1 else ""
+            why = "which the model needs" if what == "lacks" else "which the described model doesn't have"
+            raise ConfigError(f"{label}: {what} {min(some)}{more}, {why}; give complete weights of a supported model.")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ConfigError(
+                f"{label}: {name} has the shape {list(found[name])}, and the described model has {list(shape)}; "
+                "fetch the weights and their description again."
+            )
+
+
+def check_types(dtypes: Mapping[str, torch.dtype], label: str) -> None:
+    """Raise ConfigError when a dtype is not floating point of 64, 32 or 16 bits."""
+    for name, dtype in dtypes.items():
+        if dtype not in TYPES:
+            kind = str(dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{label}: {name} is stored as {kind}, and titan reads fp64, fp32, bf16, fp16; give weights in these."
+            )
