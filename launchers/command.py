@@ -43,6 +43,38 @@ def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | 
     return exit_code(lambda: _command(arguments, job, ranks))
 
 
+def compose_single(arguments: Sequence[str]) -> Run:
+    """Return the checked run of a command line that starts one run on this machine.
+
+    Args:
+        arguments: the command line.
+
+    Raises:
+        ConfigError: when the run can't work, or the command line asks for anything else.
+    """
+    register()
+    plugin.register()
+    args = command_line.parse(arguments)
+    with HydraErrors(args.overrides):
+        command_line.check(args)
+        if args.help or args.version or command_line.asks_to_show(args):
+            raise ConfigError("-m, --help, --cfg, --info and the like are for titan.train; leave them out.")
+        cfg = _composed_as(args)
+        _check_single(cfg)
+        return freeze(cfg, trusted=modules.trusted(args.typed))
+
+
+def _check_single(cfg: DictConfig) -> None:
+    """Raise ConfigError for what only a command can carry out."""
+    if cfg.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError("hydra.mode=MULTIRUN: a sweep takes the command titan.train -m; leave it out.")
+    if plugin.alone(cfg) is not None:
+        launcher = cfg.hydra.runtime.choices.get("hydra/launcher")
+        raise ConfigError(f"hydra/launcher={launcher}: takes the command titan.train; leave it out.")
+    if cfg.hydra.callbacks:
+        raise ConfigError("hydra.callbacks: takes the command titan.train; leave them out.")
+
+
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
     register()

@@ -76,11 +76,10 @@ def _main(given: list[str]) -> int:
     settings = arguments(Settings, told)
     _check(directories, settings.files() or ())
 
-    from titan.report import comparison as judge  # only now: refusals and --help need not wait for numpy
+    from titan import api  # only now: rejected command lines and --help need not wait for numpy
     from titan.report.render import table
 
-    options = judge.Options(settings.baseline, settings.margin, settings.target)
-    comparison = judge.compare(directories, options)
+    comparison = api.compare(directories, baseline=settings.baseline, margin=settings.margin, target=settings.target)
     print(table.text(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
     _write_all(comparison, Path(directories[0]), settings.files(), given)
     return 0

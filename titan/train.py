@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before_torch(os.environ)
     mine = rank_info.from_environment(os.environ)
     if mine is None:
-        return command(argv, _here)
+        return command(argv, _train)
     if mine.rank > 0:
         from launchers import start
 
@@ -28,10 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _lead(argv, mine)
 
 
-def _here(run: Run) -> int:
-    from launchers import start  # only now: --help and refusals need not wait for what reads data
+def _train(run: Run) -> int:
+    from titan import api  # only now: --help and rejected command lines need not wait for numpy
 
-    return start.run_local(run)
+    return api.launch(run)
 
 
 def _lead(argv: Sequence[str] | None, mine: rank_info.RankInfo) -> int:
