@@ -35,6 +35,7 @@ class Example:
         pytest.param(["from=x", "note="], Example("x", note=""), id="empty"),
         pytest.param(["from=a,b=c"], Example("a,b=c"), id="commas-stay"),
         pytest.param(["from=a (b) [c"], Example("a (b) [c"), id="special-characters-stay"),
+        pytest.param(["from=[a, b"], Example("[a, b"), id="brackets-stay"),
         pytest.param(["from='a b'", 'to="1.10"'], Example("a b", "1.10"), id="quotes-go"),
         pytest.param(["from='a', she said"], Example("'a', she said"), id="quotes-within-stay"),
         pytest.param(["from=x", "note='null'"], Example("x", note="null"), id="quoted-null"),

@@ -88,12 +88,13 @@ def _value(argument: str, text: str, kind: Any) -> Any:
     """
     kinds = set(typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,))
     takes_text = str in kinds and not kinds & {int, float, bool}
-    if takes_text and text[:1] not in {*QUOTES, *OPENING}:
+    syntax = "'\"[{" if kinds - {str, type(None)} else "'\""  # a list or a dict only where the type has one
+    if takes_text and text[:1] not in tuple(syntax):
         return None if text == "null" and type(None) in kinds else text
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException as error:
-        if takes_text and text[:1] not in OPENING:
+        if takes_text and text[0] not in "[{":
             return text
         raise ConfigError(
             f"{argument}: not understood; write [a,b] for a list, and quote special characters."
@@ -103,7 +104,3 @@ def _value(argument: str, text: str, kind: Any) -> Any:
     if takes_text:
         return text
     raise ConfigError(f"{argument}: one value is expected; write [a,b] for a list.")
-
-
-QUOTES, OPENING = frozenset("'\""), frozenset("[{")
-"""What quoted text begins with, and lists and dicts."""
