@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from hydra._internal import utils as hydra_utils
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -19,7 +18,7 @@ from titan.config import modules
 from titan.config.arguments import version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import command_line, hydra_node
+from titan.run import command_line, hydra_node, hydra_private
 from titan.run.compose import freeze, register
 from titan.run.hydra_choices import value_error
 from titan.run.hydra_errors import HydraErrors
@@ -86,8 +85,8 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
             print(version())
             return 0
         if args.help:
-            with Session(args) as hydra:
-                print(help_text.text(hydra.config_loader, Recipe.axes()))
+            with Session(args) as loader:
+                print(help_text.text(loader, Recipe.axes()))
             return 0
         if not command_line.asks_to_show(args):
             cfg = _composed_as(args)
@@ -102,12 +101,12 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
 
 def _composed_as(args: argparse.Namespace) -> DictConfig:
     """What the command line of one run composes; with `hydra.verbose` Hydra prints from what."""
-    with Session(args) as hydra:
-        cfg = compose_config(hydra, args.overrides, args.config_name)
+    with Session(args):
+        cfg = compose_config(args.overrides, args.config_name)
         if not args.resumed:  # a trial of a named grid goes on alone
             _check_no_grid(cfg)
         modules.check_hydra(cfg, args.typed)
-        hydra_node.say(hydra, cfg, args.config_name or CONFIG, args.overrides)
+        hydra_node.log_composition(cfg, args.config_name or CONFIG, args.overrides)
     return cfg
 
 
@@ -125,13 +124,11 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     if args.multirun:
         plugin.GridLauncher.trusted = modules.trusted(args.overrides)
-        with Session(args) as hydra:
-            modules.check_hydra(
-                compose_config(hydra, args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides
-            )
+        with Session(args):
+            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
         with _showing() if args.cfg or args.info else contextlib.nullcontext():
-            hydra_utils._run_hydra(args, hydra_utils.get_args_parser(), _never, str(CONF), args.config_name or CONFIG)
+            hydra_private.hand_over(args, _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
         if args.cfg and leave.code:
             raise ConfigError(f"--package {args.package}: no such part of the configuration; give an axis.") from None

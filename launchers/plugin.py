@@ -26,7 +26,8 @@ from launchers.slurm import grid as slurm
 from launchers.trials import Trial
 from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
-from titan.run import hydra_node
+from titan.run import hydra_node, hydra_private
+from titan.run.axes import present
 from titan.run.paths import check_length
 from titan.run.result import is_finished
 from titan.run.run import Run
@@ -82,7 +83,8 @@ class GridLauncher(Launcher):
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        chosen = trials.expand_trials(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
+        overrides = [present(one) for one in job_overrides]
+        chosen = trials.expand_trials(loader, self.config, overrides, initial_job_idx, self.elsewhere, self.trusted)
         codes = self.grid(root, chosen, asked_of(self.config))
         GridLauncher.codes += codes
         GridLauncher.dry = getattr(self.how, "dry_run", False)
@@ -126,10 +128,9 @@ class SlurmLauncher(GridLauncher):
 
 def _sweeper() -> Any:
     """Hydra's own sweeper, which leaves it to the launcher to compose points: once each, not twice."""
-    Plugins.instance()  # loads Hydra's own plugins anew: only after that is its class the one that is meant
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    basic: Any = hydra_private.basic_sweeper()
 
-    class GridSweeper(BasicSweeper):
+    class GridSweeper(basic):  # type: ignore[misc]
         def setup(self, **given: Any) -> None:
             super().setup(**given)
             self.config = hydra_node.without_secrets(given["config"])  # it goes into multirun.yaml

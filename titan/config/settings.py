@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import place
+from titan.config.warning import warn_once
 from titan.console.text import escape, is_redacted
 from titan.errors import ConfigError
 
@@ -53,6 +54,7 @@ def setting(
     words: tuple[str, ...] = (),
     told: bool = True,
     any_text: bool = False,
+    formerly: str | None = None,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -65,6 +67,7 @@ def setting(
         words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
         told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
         any_text: a text may be empty, long and have several lines.
+        formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -75,6 +78,7 @@ def setting(
         "limits": {k: v for k, v in limits.items() if v is not None},
         "cap": cap,
         "any_text": any_text,
+        "formerly": formerly,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -121,6 +125,7 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
         ConfigError: as `build`, but for what is missing.
     """
     fields, hints = _fields(cls), typing.get_type_hints(cls)
+    data = _with_present_keys(data, fields, path)
     for key in data:
         if key not in fields:
             where = _join(path, str(key))
@@ -131,11 +136,31 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
         where, kind = _join(path, name.rstrip("_")), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
-        elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
+        elif (nested := values_of(kind)) is not None and isinstance(value, Mapping):
             values[name] = _named(nested, value, where, allowed)
         else:
             values[name] = _checked(value, kind, fields[name], where)
     return values
+
+
+def _with_present_keys(
+    data: Mapping[str, Any], fields: Mapping[str, dataclasses.Field[Any]], path: str
+) -> Mapping[str, Any]:
+    """Replace former keys in `data`; warn of one beside the schema's default, which a user's file must have added.
+
+    Raises:
+        ConfigError: when the present key has a value too that is not the default.
+    """
+    former = {f.metadata["formerly"]: name for name, f in fields.items() if f.metadata.get("formerly") in data}
+    found = {key: value for key, value in data.items() if key not in former}
+    for old, new in former.items():
+        typed, now = f"{_join(path, old)}={show(data[old])}", _join(path, new)
+        if new in data and data[new] not in (plain(fields[new].default), data[old]):
+            raise ConfigError(f"{typed}: is the former name of {now}, which is {show(data[new])}; leave one out.")
+        if new in data:
+            warn_once(f"{typed}: this setting is now called {now}; use that name.")
+        found[new] = data[old]
+    return found
 
 
 def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
@@ -177,12 +202,12 @@ def _imports_last(item: tuple[Any, Any]) -> bool:
     return is_foreign(item[1])
 
 
-def _values_of(kind: Any) -> Any:
-    """The schema that the values of a mapping (or null) have; None where `kind` is no mapping of schemas."""
+def values_of(kind: Any) -> Any:
+    """Return the schema of the values of a mapping (or null); None where `kind` is not a mapping of schemas."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kinds = [k for k in arguments if k is not type(None)]
-        return _values_of(kinds[0]) if len(kinds) == 1 else None
+        return values_of(kinds[0]) if len(kinds) == 1 else None
     if typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1]):
         return arguments[1]
     return None

@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra._internal import utils as hydra_utils
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from titan.errors import ConfigError
+from titan.run import hydra_private
+from titan.run.axes import present
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
 
@@ -41,7 +42,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if resumed:
         earlier = _options([*_earlier(resumed[-1], args), *_without_resume(words)])
         args = argparse.Namespace(**vars(earlier))
-    args.resumed, args.typed = bool(resumed), typed
+    args.overrides, args.resumed, args.typed = present(args.overrides), bool(resumed), present(typed)
     args.multirun = args.multirun or _mode(args.overrides) == "MULTIRUN"
     _check_options(args)
     return args
@@ -90,7 +91,7 @@ def check_grid_name(name: str, overrides: Sequence[str]) -> None:
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = hydra_utils.get_args_parser()
+    parser = hydra_private.option_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     shows = "--version" in words  # Hydra would show its own
     args = parser.parse_intermixed_args([word for word in words if word != "--version"])

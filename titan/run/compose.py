@@ -8,10 +8,8 @@ to it what only shows (`--cfg`, `--info`, completion) and the sweep (`-m`), whos
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +22,11 @@ from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import modules, settings
+from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redacted
-from titan.dataset.schema import KINDS, Dataset
 from titan.errors import ConfigError
-from titan.model.schema import Llama, Qwen3
-from titan.optimizer.schema import SGD, AdamW, Muon
-from titan.run import command_line, hydra_node
+from titan.run import command_line, hydra_node, hydra_private
+from titan.run.axes import PLUGGABLE, present
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, without_hydra
 from titan.run.paths import check_name
@@ -37,14 +34,6 @@ from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.sweep.schema import LAUNCHER_MODULE, LAUNCHERS, Sweep
-
-PLUGGABLE: dict[str, dict[str, Any]] = {
-    "model": {"llama": Llama, "qwen3": Qwen3},
-    "dataset": {**KINDS, "base": Dataset},
-    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
-}
-"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A dataset of a
-class of one's own takes those that all have in common from `/schema/dataset/base`."""
 
 
 def register() -> None:
@@ -62,7 +51,7 @@ def register() -> None:
 
 def _register_launchers(store: ConfigStore) -> None:
     """Tell Hydra titan's launchers and sweeper, in place of its own and those of plugins, which know no grid."""
-    store.repo["hydra"]["launcher"].clear()
+    hydra_private.clear_group(store, "hydra", "launcher")
     for name, (cls, schema) in LAUNCHERS.items():
         node = {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.defaults(schema)}
         store.store(group="hydra/launcher", name=name, node=node, provider="titan")
@@ -73,9 +62,10 @@ def _register_launchers(store: ConfigStore) -> None:
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
     """The checked Run of a list of overrides, for programs; see `freeze`; raises `ConfigError`."""
     register()
-    with HydraErrors(overrides), Session() as hydra:
+    overrides = present(overrides)
+    with HydraErrors(overrides), Session():
         trusted = modules.trusted(overrides)
-        return freeze(compose_config(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
+        return freeze(compose_config(overrides), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
 
 
 def freeze(
@@ -167,19 +157,13 @@ def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
     elif isinstance(written, str):
         for name in _ENVIRONMENT.findall(written):
             if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
-                _warn(
+                warn_once(
                     f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that "
                     "needs it read it from the environment."
                 )
 
 
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
-
-
-@functools.cache
-def _warn(sentence: str) -> None:
-    """Say a sentence on stderr, once: the points of a grid have the same to say."""
-    print(f"titan: warning: {sentence}", file=sys.stderr)
 
 
 def recipe(arguments: Sequence[str]) -> Recipe:
@@ -195,6 +179,6 @@ def recipe(arguments: Sequence[str]) -> Recipe:
     args = command_line.parse(arguments)
     if command_line.asks_to_show(args):
         raise ConfigError("-m, --cfg, --info and the like are for titan.train; leave them out.")
-    with HydraErrors(args.overrides), Session(args) as hydra:
+    with HydraErrors(args.overrides), Session(args):
         command_line.check(args)
-        return _typed(compose_config(hydra, args.overrides, args.config_name), modules.trusted(args.typed))
+        return _typed(compose_config(args.overrides, args.config_name), modules.trusted(args.typed))

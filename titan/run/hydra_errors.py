@@ -108,8 +108,8 @@ class HydraErrors:
         parse = OverridesParser.create().parse_override
         chosen = [o for o in self.overrides if _key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
         try:
-            with Session() as hydra:
-                cfg = compose_config(hydra, chosen)
+            with Session():
+                cfg = compose_config(chosen)
         except (HydraException, OmegaConfBaseException):
             return list(Recipe.axes())
         content = OmegaConf.to_container(cfg, resolve=False)

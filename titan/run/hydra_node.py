@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.hydra import Hydra
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
@@ -19,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titan.console.text import redacted
 from titan.errors import ConfigError, RunError
+from titan.run import hydra_private
 from titan.run.paths import FILES
 
 LOGGING = ("default", "none", "disabled")
@@ -67,7 +66,7 @@ def files(cfg: DictConfig, job: DictConfig) -> dict[str, str]:
     subdir = cfg.hydra.output_subdir
     if subdir is None:
         return {}
-    parts = {"config": job, "hydra": Hydra.get_sanitized_hydra_cfg(cfg), "overrides": cfg.hydra.overrides.task}
+    parts = {"config": job, "hydra": hydra_private.sanitized(cfg), "overrides": cfg.hydra.overrides.task}
     return {f"{subdir}/{name}.yaml": OmegaConf.to_yaml(without_secrets(part)) for name, part in parts.items()}
 
 
@@ -96,10 +95,10 @@ def place(cfg: DictConfig, directory: str) -> None:
         cfg.hydra.runtime.output_dir = directory
 
 
-def say(hydra: Hydra, cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
-    """With `hydra.verbose`: set the levels of loggers that it names, and print what Hydra composed from."""
+def log_composition(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
+    """With `hydra.verbose`: set the levels of the loggers it names, and print what Hydra composed from."""
     if cfg.hydra.verbose:
-        hydra.compose_config(name, list(overrides), run_mode=RunMode.RUN, with_log_configuration=True)
+        hydra_private.compose_mode(overrides, name, RunMode.RUN, log=True)
 
 
 class Calls:
@@ -119,7 +118,7 @@ class Calls:
         """
         self.config = cfg
         try:
-            self.callbacks = made or Callbacks(cfg)
+            self.callbacks = made or hydra_private.Callbacks(cfg)
         except InstantiationException as error:
             why = " ".join(str(error).split("\n")[0].split()).rstrip(".:")
             raise ConfigError(f"hydra.callbacks: {why}; correct the callback's settings.") from error
