@@ -224,7 +224,7 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(
             generate,
             ["from=x", "prompt=a", "temperature=nan"],
-            "temperature=nan: expected a number.",
+            "temperature=nan: must be at least 0.",
             id="generate-nan",
         ),
         pytest.param(generate, ["from=", "prompt=a"], "from=: is empty", id="generate-empty"),
