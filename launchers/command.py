@@ -1,4 +1,4 @@
-"""A command line of titan.train: one run here, one run elsewhere, or a sweep."""
+"""Carry out a command line of titan.train: one run on this machine, one run on a cluster, or a sweep."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | 
         ranks: how many ranks a launcher has started already; None when titan is to start them.
 
     Returns:
-        The exit code: 0 done, 1 a failed run, 2 a refusal, 130 interrupted.
+        The exit code: 0 done, 1 a failed run, 2 a ConfigError, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _command(arguments, job, ranks))
@@ -100,10 +100,10 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
 
 
 def _composed_as(args: argparse.Namespace) -> DictConfig:
-    """What the command line of one run composes; with `hydra.verbose` Hydra prints from what."""
+    """Return what the command line of one run composes; with `hydra.verbose` Hydra prints the sources."""
     with Session(args):
         cfg = compose_config(args.overrides, args.config_name)
-        if not args.resumed:  # a trial of a named grid goes on alone
+        if not args.resumed:  # a trial of a named sweep can be resumed by itself
             _check_no_grid(cfg)
         modules.check_hydra(cfg, args.typed)
         hydra_node.log_composition(cfg, args.config_name or CONFIG, args.overrides)
@@ -111,10 +111,10 @@ def _composed_as(args: argparse.Namespace) -> DictConfig:
 
 
 def _check_no_grid(cfg: DictConfig) -> None:
-    """Refuse a named grid where one run was asked for, which would pass over all that it varies."""
+    """Raise ConfigError for a named sweep without -m, whose varied settings one run would ignore."""
     sweep = cfg.hydra.runtime.choices.get("sweep")
     if sweep not in (None, "null"):
-        raise ConfigError(f"sweep={sweep}: is a grid of runs; add -m.")
+        raise ConfigError(f"sweep={sweep}: is a sweep; add -m.")
 
 
 def _hand_to_hydra(args: argparse.Namespace) -> int:
@@ -142,7 +142,7 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _showing() -> Iterator[None]:
-    """Show what Hydra prints without its secrets, and nothing of what it has to say beside."""
+    """Print what Hydra prints on stdout, with secrets redacted; drop its stderr."""
     out = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
@@ -152,5 +152,5 @@ def _showing() -> Iterator[None]:
 
 
 def _never(cfg: DictConfig) -> None:
-    """Stands where Hydra wants a task function; titan's launcher takes its place."""
+    """The task function that Hydra requires; titan's launcher never calls it."""
     raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")

@@ -16,7 +16,7 @@ from titan.run.run import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line in whatever role this process has; returns the exit code."""
+    """Carry out the command line as command or as rank; return the exit code."""
     before_torch(os.environ)
     mine = rank_info.from_environment(os.environ)
     if mine is None:
@@ -35,7 +35,7 @@ def _train(run: Run) -> int:
 
 
 def _lead(argv: Sequence[str] | None, mine: rank_info.RankInfo) -> int:
-    """Rank 0 composes and speaks for all; the others wait for its word, also when there is nothing to run."""
+    """Compose and run as rank 0 of torchrun or srun; the other ranks wait for it, also when there is nothing to run."""
     from launchers import start
 
     led: list[Run] = []

@@ -98,7 +98,7 @@ def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
     assert command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert command(["resume=runs/g"], start.run_local) == 2
-    assert "resume=runs/g: there is no run; it holds a grid" in capsys.readouterr().err
+    assert "resume=runs/g: there is no run; it holds a sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["runs/x", "a b", "it's", "a,b=c", "a\\'b", "{x}", "50%", "ä"])
