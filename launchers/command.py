@@ -1,4 +1,4 @@
-"""A command line of titan.train: one run here, one run elsewhere, or a sweep."""
+"""Carry out a command line of titan.train: one run on this machine, one run on a cluster, or a sweep."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from hydra._internal import utils as hydra_utils
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -19,7 +18,7 @@ from titan.config import modules
 from titan.config.arguments import version
 from titan.console.text import redact
 from titan.errors import ConfigError, exit_code
-from titan.run import command_line, hydra_node
+from titan.run import command_line, hydra_node, hydra_private
 from titan.run.compose import freeze, register
 from titan.run.hydra_choices import value_error
 from titan.run.hydra_errors import HydraErrors
@@ -37,10 +36,42 @@ def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | 
         ranks: how many ranks a launcher has started already; None when titan is to start them.
 
     Returns:
-        The exit code: 0 done, 1 a failed run, 2 a refusal, 130 interrupted.
+        The exit code: 0 done, 1 a failed run, 2 a ConfigError, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _command(arguments, job, ranks))
+
+
+def compose_single(arguments: Sequence[str]) -> Run:
+    """Return the checked run of a command line that starts one run on this machine.
+
+    Args:
+        arguments: the command line.
+
+    Raises:
+        ConfigError: when the run can't work, or the command line asks for anything else.
+    """
+    register()
+    plugin.register()
+    args = command_line.parse(arguments)
+    with HydraErrors(args.overrides):
+        command_line.check(args)
+        if args.help or args.version or command_line.asks_to_show(args):
+            raise ConfigError("-m, --help, --cfg, --info and the like are for titan.train; leave them out.")
+        cfg = _composed_as(args)
+        _check_single(cfg)
+        return freeze(cfg, trusted=modules.trusted(args.typed))
+
+
+def _check_single(cfg: DictConfig) -> None:
+    """Raise ConfigError for what only a command can carry out."""
+    if cfg.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError("hydra.mode=MULTIRUN: a sweep takes the command titan.train -m; leave it out.")
+    if plugin.alone(cfg) is not None:
+        launcher = cfg.hydra.runtime.choices.get("hydra/launcher")
+        raise ConfigError(f"hydra/launcher={launcher}: takes the command titan.train; leave it out.")
+    if cfg.hydra.callbacks:
+        raise ConfigError("hydra.callbacks: takes the command titan.train; leave them out.")
 
 
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
@@ -54,8 +85,8 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
             print(version())
             return 0
         if args.help:
-            with Session(args) as hydra:
-                print(help_text.text(hydra.config_loader, Recipe.axes()))
+            with Session(args) as loader:
+                print(help_text.text(loader, Recipe.axes()))
             return 0
         if not command_line.asks_to_show(args):
             cfg = _composed_as(args)
@@ -69,21 +100,21 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
 
 
 def _composed_as(args: argparse.Namespace) -> DictConfig:
-    """What the command line of one run composes; with `hydra.verbose` Hydra prints from what."""
-    with Session(args) as hydra:
-        cfg = compose_config(hydra, args.overrides, args.config_name)
-        if not args.resumed:  # a trial of a named grid goes on alone
+    """Return what the command line of one run composes; with `hydra.verbose` Hydra prints the sources."""
+    with Session(args):
+        cfg = compose_config(args.overrides, args.config_name)
+        if not args.resumed:  # a trial of a named sweep can be resumed by itself
             _check_no_grid(cfg)
         modules.check_hydra(cfg, args.typed)
-        hydra_node.say(hydra, cfg, args.config_name or CONFIG, args.overrides)
+        hydra_node.log_composition(cfg, args.config_name or CONFIG, args.overrides)
     return cfg
 
 
 def _check_no_grid(cfg: DictConfig) -> None:
-    """Refuse a named grid where one run was asked for, which would pass over all that it varies."""
+    """Raise ConfigError for a named sweep without -m, whose varied settings one run would ignore."""
     sweep = cfg.hydra.runtime.choices.get("sweep")
     if sweep not in (None, "null"):
-        raise ConfigError(f"sweep={sweep}: is a grid of runs; add -m.")
+        raise ConfigError(f"sweep={sweep}: is a sweep; add -m.")
 
 
 def _hand_to_hydra(args: argparse.Namespace) -> int:
@@ -93,13 +124,11 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     if args.multirun:
         plugin.GridLauncher.trusted = modules.trusted(args.overrides)
-        with Session(args) as hydra:
-            modules.check_hydra(
-                compose_config(hydra, args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides
-            )
+        with Session(args):
+            modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
         with _showing() if args.cfg or args.info else contextlib.nullcontext():
-            hydra_utils._run_hydra(args, hydra_utils.get_args_parser(), _never, str(CONF), args.config_name or CONFIG)
+            hydra_private.hand_over(args, _never, str(CONF), args.config_name or CONFIG)
     except SystemExit as leave:
         if args.cfg and leave.code:
             raise ConfigError(f"--package {args.package}: no such part of the configuration; give an axis.") from None
@@ -113,7 +142,7 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _showing() -> Iterator[None]:
-    """Show what Hydra prints without its secrets, and nothing of what it has to say beside."""
+    """Print what Hydra prints on stdout, with secrets redacted; drop its stderr."""
     out = io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
@@ -123,5 +152,5 @@ def _showing() -> Iterator[None]:
 
 
 def _never(cfg: DictConfig) -> None:
-    """Stands where Hydra wants a task function; titan's launcher takes its place."""
+    """The task function that Hydra requires; titan's launcher never calls it."""
     raise ConfigError("hydra/launcher: this launcher is not titan's; choose hydra/launcher=local.")

@@ -1,7 +1,7 @@
-"""Hydra's launchers: `local` runs a grid on this machine, `slurm` hands it to Slurm; without `-m` one run too.
+"""Hydra's launchers: `local` runs a sweep on this machine, `slurm` submits it to Slurm; without `-m` one run too.
 
-All points are composed and checked before the first one starts: one that can't work stops the grid with nothing
-started. Hydra takes launchers only from a module under `hydra_plugins`; they are put there at start-up.
+All trials are composed and checked before the first one starts: an invalid trial rejects the whole sweep. Hydra accepts
+launchers only from a module under `hydra_plugins`; `register` makes one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from launchers.slurm import grid as slurm
 from launchers.trials import Trial
 from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
-from titan.run import hydra_node
+from titan.run import hydra_node, hydra_private
+from titan.run.axes import present
 from titan.run.paths import check_length
 from titan.run.result import is_finished
 from titan.run.run import Run
@@ -35,19 +36,19 @@ from titan.sweep.ledger import SweepSpec
 from titan.sweep.schema import LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
 
 ALONE = "run"
-"""The id of the one point in a single run's own ledger."""
+"""The id of the only trial in the ledger of a single run."""
 
 
 class GridLauncher(Launcher):
-    """What all launchers have in common: the points of a sweep are chosen, then the grid is launched."""
+    """Base of all launchers: expand a sweep into trials, check them, then launch them."""
 
     # Hydra's sweeper makes the instance and returns none of it
     codes: ClassVar[list[int]] = []
     new: ClassVar[list[Path]] = []
-    """Folders that this sweep brings, innermost first."""
+    """Folders that this sweep creates, innermost first."""
     dry: ClassVar[bool] = False
     trusted: ClassVar[tuple[str, ...]] = ()
-    """Packages that the user lets the points import."""
+    """Packages that trials may import."""
     kind: ClassVar[Any] = LocalLaunch
     elsewhere: ClassVar[bool] = False
 
@@ -65,8 +66,8 @@ class GridLauncher(Launcher):
         """Keep what `launch` needs."""
         if config.hydra.sweeper.get("max_batch_size") is not None:
             raise ConfigError(
-                f"hydra.sweeper.max_batch_size={config.hydra.sweeper.max_batch_size}: a grid is checked as a whole; "
-                "leave it out, and give hydra.launcher.at_once for how many points run at a time."
+                f"hydra.sweeper.max_batch_size={config.hydra.sweeper.max_batch_size}: a sweep is checked as a whole; "
+                "leave it out, and set hydra.launcher.at_once to how many trials run at a time."
             )
         self.context, self.config = hydra_context, config
         _check_place(config)
@@ -77,12 +78,13 @@ class GridLauncher(Launcher):
         GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Check every point, then launch the grid; returns one result a point."""
+        """Check every trial, then launch the sweep; return one result per trial."""
         if not job_overrides:
             return []
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
-        chosen = trials.expand_trials(loader, self.config, job_overrides, initial_job_idx, self.elsewhere, self.trusted)
+        overrides = [present(one) for one in job_overrides]
+        chosen = trials.expand_trials(loader, self.config, overrides, initial_job_idx, self.elsewhere, self.trusted)
         codes = self.grid(root, chosen, asked_of(self.config))
         GridLauncher.codes += codes
         GridLauncher.dry = getattr(self.how, "dry_run", False)
@@ -92,44 +94,43 @@ class GridLauncher(Launcher):
         ]
 
     def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
-        """Launch checked points; gives their exit codes."""
+        """Launch checked trials; return their exit codes."""
         return here.Grid(root, chosen, self.how, asked, self._job).launch()
 
     def _job(self, point: Trial, body: Callable[[], int]) -> int:
-        """Run one point in this process, with its callbacks; gives its exit code."""
+        """Run one trial in this process, with its callbacks; return its exit code."""
         return body() if point.config is None else self.calls.around_job(body, point.config)
 
 
 def _check_place(config: DictConfig) -> None:
-    """Refuse directories that no grid can have, before the sweeper makes them."""
+    """Raise ConfigError for directories that a sweep can't have, before the sweeper creates them."""
     folder, below = str(config.hydra.sweep.dir), str(OmegaConf.to_container(config.hydra.sweep)["subdir"])  # type: ignore[index, call-overload]
     if not folder.strip():
         raise ConfigError("hydra.sweep.dir=: names no directory; give one, or name=NAME.")
     check_length(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
     if not below.strip("/. ") or os.path.isabs(below) or ".." in below.split("/"):
-        raise ConfigError(f"hydra.sweep.subdir={below}: must be a folder in the grid's own; leave it out.")
+        raise ConfigError(f"hydra.sweep.subdir={below}: must be a folder in the sweep's directory; leave it out.")
 
 
 class LocalLauncher(GridLauncher):
-    """Runs the points of a grid on this machine."""
+    """Runs the trials of a sweep on this machine."""
 
 
 class SlurmLauncher(GridLauncher):
-    """Hands the points of a grid to Slurm."""
+    """Submits the trials of a sweep to Slurm."""
 
     kind, elsewhere = SlurmLaunch, True
 
     def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
-        """Launch checked points; gives their exit codes."""
+        """Launch checked trials; return their exit codes."""
         return slurm.Grid(root, chosen, self.how, asked).launch()
 
 
 def _sweeper() -> Any:
-    """Hydra's own sweeper, which leaves it to the launcher to compose points: once each, not twice."""
-    Plugins.instance()  # loads Hydra's own plugins anew: only after that is its class the one that is meant
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+    """Return a subclass of Hydra's basic sweeper that leaves composing to the launcher: once per trial, not twice."""
+    basic: Any = hydra_private.basic_sweeper()
 
-    class GridSweeper(BasicSweeper):
+    class GridSweeper(basic):  # type: ignore[misc]
         def setup(self, **given: Any) -> None:
             super().setup(**given)
             self.config = hydra_node.without_secrets(given["config"])  # it goes into multirun.yaml
@@ -145,16 +146,16 @@ KINDS = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
 
 
 def asked_of(cfg: DictConfig) -> SweepSpec:
-    """What a composed configuration says of its grid."""
+    """Return what a composed configuration asks of its sweep."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
     return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
 
 
 def alone(cfg: DictConfig) -> GridLauncher | None:
-    """The launcher that a single run was given to, when it is another than this machine's own.
+    """Return the launcher of a single run; None where the run stays on this machine.
 
     Raises:
-        ConfigError: when it is none of titan's, or was told what it does not know.
+        ConfigError: for a launcher that is not titan's, and for unknown settings of it.
     """
     node = OmegaConf.to_container(cfg.hydra.launcher)
     name = str(node.pop("_target_", "")).rpartition(".")[2] if isinstance(node, dict) else ""
@@ -168,12 +169,12 @@ def alone(cfg: DictConfig) -> GridLauncher | None:
 
 
 def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
-    """Launch a single run, as a grid of one point that lies in the run's own directory; gives the exit code.
+    """Launch a single run as a sweep of one trial, with the run's directory; return the exit code.
 
-    The point is known by that directory: whatever the command says, there is one run in it.
+    That directory identifies the trial: it holds one run.
 
     Raises:
-        ConfigError: when the directory holds something else, or a process is in it.
+        ConfigError: when the directory holds something else, or a process is running in it.
     """
     from titan.run import attempts, summary  # only now: --help need not wait for what reads data
 
@@ -188,7 +189,7 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
 
 
 def register() -> None:
-    """Make titan's launchers known to Hydra."""
+    """Register titan's launchers and sweeper as plugins of Hydra."""
     GridLauncher.codes, GridLauncher.new, GridLauncher.dry = [], [], False
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(LAUNCHER_MODULE, types.ModuleType(LAUNCHER_MODULE))
@@ -203,7 +204,7 @@ def register() -> None:
 
 
 def tidy() -> None:
-    """After a sweep of which nothing was started: leave none of the folders and files that the sweeper wrote."""
+    """Remove the folders and files that the sweeper wrote, after a sweep of which no trial was started."""
     if not GridLauncher.new or (GridLauncher.codes and not GridLauncher.dry):
         return
     if (GridLauncher.new[0] / ledger.LEDGER).exists():  # it was begun, and failed
@@ -215,11 +216,11 @@ def tidy() -> None:
 
 
 def exit_code() -> int:
-    """The exit code of the last sweep: 0 when every point ended well.
+    """Return the exit code of the last sweep: 0 when every trial succeeded.
 
     Raises:
-        ConfigError: when it had no points.
+        ConfigError: when it had no trials.
     """
     if not GridLauncher.codes:
-        raise ConfigError("-m: the sweep has no points; give values, such as optimizer.lr=1e-3,3e-3.")
+        raise ConfigError("-m: the sweep has no trials; give values, such as optimizer.lr=1e-3,3e-3.")
     return next((code for code in GridLauncher.codes if code), 0)

@@ -205,7 +205,7 @@ GRIDS = {
 @pytest.mark.parametrize("name", FILES["sweep"])
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
     assert command(["-m", f"sweep={name}", "precision.emulate=true"], start.run_local) == 0
     axis, arms = GRIDS[name]
     points = [[f"{axis}={arm}", f"training.seed={seed}"] for arm in arms for seed in range(3)]
@@ -226,7 +226,7 @@ def test_a_sweep_says_what_it_asks_and_its_baseline_is_one_of_its_arms(name: str
 
 def test_a_sweep_yields_to_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
     line = ["-m", "sweep=precision", "training.seed=7", "training.steps=5", "model=qwen3_debug"]
     assert command(line, start.run_local) == 0
     assert [(r.precision.compute, r.training.seed, r.training.steps) for r in runs] == [("fp32", 7, 5), ("bf16", 7, 5)]

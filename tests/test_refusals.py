@@ -354,7 +354,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("-m parallelism=ddp,tp model.kv_heads=1", "parallelism.tensor=2|trial 2 of the sweep"),
     ("-m model=debug,nope", "model=nope|Choices: debug"),
     ("-m training.step=1,2", "did you mean 'training.steps'"),
-    ("-m 'training.steps=glob(*)'", "-m|no points|optimizer.lr=1e-3,3e-3"),
+    ("-m 'training.steps=glob(*)'", "-m|no trials|optimizer.lr=1e-3,3e-3"),
     ("-m optimizer.lr=1e-3,[", "not understood"),
     ("-m training.seed=1,1", "trial 2 of the sweep|the same as another"),
     ("-m training.seed=1,2 hydra.sweeper.max_batch_size=1", "max_batch_size=1|hydra.launcher.at_once"),

@@ -45,8 +45,13 @@ def test_train(site: Path, tmp_path: Path) -> None:
 
 def test_console_script_is_declared(site: Path) -> None:
     (entry_points,) = site.glob("titan-*.dist-info/entry_points.txt")
-    for door in ("train", "prepare", "convert", "compare"):
-        assert f"titan-{door} = titan.{door}:cli" in entry_points.read_text()
+    for command in ("train", "prepare", "data", "generate", "status", "convert", "compare"):
+        assert f"titan-{command} = titan.{command}:cli" in entry_points.read_text()
+
+
+def test_a_script_composes_with_the_api(site: Path, tmp_path: Path) -> None:
+    done = python(site, tmp_path, "-c", "from titan import api; print(api.compose('model=debug').model.layers)")
+    assert done.stdout == "6\n", done.stderr
 
 
 def test_the_page_of_a_comparison_has_its_styles(site: Path, tmp_path: Path) -> None:

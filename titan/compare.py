@@ -77,13 +77,12 @@ def _main(given: list[str]) -> int:
     settings = arguments(Settings, assignments)
     _check(directories, settings.files() or ())
 
-    from titan.report import comparison  # here: errors and --help need not wait for numpy
+    from titan import api  # only now: rejected command lines and --help need not wait for numpy
     from titan.report.render import table
 
-    options = comparison.Options(settings.baseline, settings.margin, settings.target)
-    found = comparison.compare(directories, options)
-    print(table.text(found, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
-    _write_all(found, Path(directories[0]), settings.files(), given)
+    comparison = api.compare(directories, baseline=settings.baseline, margin=settings.margin, target=settings.target)
+    print(table.text(comparison, shutil.get_terminal_size((WIDE, 24)).columns, _colourful()), end="")
+    _write_all(comparison, Path(directories[0]), settings.files(), given)
     return 0
 
 

@@ -16,11 +16,11 @@ from titan.run.run import Run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry out the command line in whatever role this process has; returns the exit code."""
+    """Carry out the command line as command or as rank; return the exit code."""
     before_torch(os.environ)
     mine = rank_info.from_environment(os.environ)
     if mine is None:
-        return command(argv, _here)
+        return command(argv, _train)
     if mine.rank > 0:
         from launchers import start
 
@@ -28,14 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _lead(argv, mine)
 
 
-def _here(run: Run) -> int:
-    from launchers import start  # only now: --help and refusals need not wait for what reads data
+def _train(run: Run) -> int:
+    from titan import api  # only now: --help and rejected command lines need not wait for numpy
 
-    return start.run_local(run)
+    return api.launch(run)
 
 
 def _lead(argv: Sequence[str] | None, mine: rank_info.RankInfo) -> int:
-    """Rank 0 composes and speaks for all; the others wait for its word, also when there is nothing to run."""
+    """Compose and run as rank 0 of torchrun or srun; the other ranks wait for it, also when there is nothing to run."""
     from launchers import start
 
     led: list[Run] = []

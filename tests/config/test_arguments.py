@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,6 +22,8 @@ class Example:
     rate: float = setting(0.5, "how fast")
     really: bool = setting(False, "whether")
     note: str | None = setting(None, "in words", any_text=True)
+    files: str | tuple[str, ...] | None = setting(None, "one or several")
+    sizes: Mapping[str, int] | None = setting(None, "by name")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +33,16 @@ class Example:
         pytest.param(["from=1.10", "to=2e3"], Example("1.10", "2e3"), id="text-stays"),
         pytest.param(["from=a=b", "to=null"], Example("a=b"), id="equals-sign"),
         pytest.param(["from=x", "note="], Example("x", note=""), id="empty"),
+        pytest.param(["from=a,b=c"], Example("a,b=c"), id="commas-stay"),
+        pytest.param(["from=a (b) [c"], Example("a (b) [c"), id="special-characters-stay"),
+        pytest.param(["from=[a, b"], Example("[a, b"), id="brackets-stay"),
+        pytest.param(["from='a b'", 'to="1.10"'], Example("a b", "1.10"), id="quotes-go"),
+        pytest.param(["from='a', she said"], Example("'a', she said"), id="quotes-within-stay"),
+        pytest.param(["from=x", "note='null'"], Example("x", note="null"), id="quoted-null"),
+        pytest.param(["from=x", "files=1.10"], Example("x", files="1.10"), id="text-or-list-text"),
+        pytest.param(["from=x", "files=[a.b, 'c d']"], Example("x", files=("a.b", "c d")), id="list"),
+        pytest.param(["from=x", "files=[]"], Example("x", files=()), id="empty-list"),
+        pytest.param(["from=x", "sizes={a: 1, b: 2}"], Example("x", sizes={"a": 1, "b": 2}), id="dict"),
         pytest.param(["from=x", "rate=1e-3"], Example("x", rate=0.001), id="exponent-without-a-point"),
         pytest.param(
             ["from=x", "number=7", "rate=2", "really=true"], Example("x", None, "a", 7, 2.0, True), id="typed"
@@ -53,6 +66,11 @@ def test_values(argv: list[str], wanted: Example) -> None:
         pytest.param(["from=x", "number=0"], "number=0: must be at least 1.", id="range"),
         pytest.param(["from=x", "number=few"], "number=few: expected a whole number.", id="type"),
         pytest.param(["from=x", "number=[1"], "number=[1: not understood", id="syntax"),
+        pytest.param(
+            ["from=x", "number=1,2"], "number=1,2: one value is expected; write [a,b] for a list.", id="sweep"
+        ),
+        pytest.param(["from=x", "files=[a"], "files=[a: not understood; write [a,b] for a list", id="list-syntax"),
+        pytest.param(["from=x", "really=off"], "really=off: expected true or false.", id="no-yaml"),
         pytest.param(["from="], "from=: is empty; give a value, or leave it out.", id="empty"),
         pytest.param(["from=x", "kind=c"], "kind=c: choose one of a, b", id="choice"),
     ],
@@ -66,6 +84,7 @@ def test_refusals(argv: list[str], sentence: str) -> None:
 def test_every_setting_is_described() -> None:
     lines = describe(Example).splitlines()
     assert [line.split()[0] for line in lines] == [
-        "from=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false", "note=null"
+        "from=", "to=null", "kind=a", "number=3", "rate=0.5", "really=false", "note=null",
+        "files=null", "sizes=null",
     ]  # fmt: skip
     assert lines[0].endswith("where from")

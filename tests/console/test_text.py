@@ -188,7 +188,7 @@ def test_a_url_from_the_environment_is_written_down_as_typed(laptop: Path, monke
 def test_a_secret_of_the_environment_is_warned_of(
     override: str, warned: bool, laptop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compose._warn.cache_clear()
+    compose.warn_once.cache_clear()
     monkeypatch.setenv("MY_TOKEN", SECRET)
     monkeypatch.setenv("MY_PLACE", "somewhere")
     composed([*TINY, override])

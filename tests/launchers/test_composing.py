@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
 from launchers import plugin, trials
 from launchers.command import command
 from launchers.composing import Composer
 from titan.cluster import devices
+from titan.run.hydra_private import ConfigLoaderImpl
 
 TINY = ["cluster=cpu", "dataset=synthetic", "training.seq_len=16", "training.global_batch=128"]
 

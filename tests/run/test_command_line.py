@@ -62,7 +62,7 @@ def begun(*words: str) -> Run:
 )
 def test_a_grid_may_be_asked_for_anywhere(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
     assert command(words, start.run_local) == 0
     assert [run.training.seed for run in runs] == [1, 2]
 
@@ -86,7 +86,7 @@ def test_resume_is_the_command_line_of_the_run(tmp_path: Path) -> None:
 def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["-m", "sweep=learning_rate", "optimizer.lr=1e-3", "training.seed=5", "name=g", *TINY]
     runs: list[Run] = []
-    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
     assert command(line, start.run_local) == 0
     Path(runs[0].directory).mkdir(parents=True)
     attempts.begin_attempt(runs[0])
@@ -95,10 +95,10 @@ def test_resume_of_a_point_of_a_named_grid(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_resume_of_a_grid_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(start, "here", lambda run, apart=False: 0)
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: 0)
     assert command(["-m", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert command(["resume=runs/g"], start.run_local) == 2
-    assert "resume=runs/g: there is no run; it holds a grid" in capsys.readouterr().err
+    assert "resume=runs/g: there is no run; it holds a sweep" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["runs/x", "a b", "it's", "a,b=c", "a\\'b", "{x}", "50%", "ä"])
@@ -146,7 +146,7 @@ def test_callbacks(words: list[str], code: int, calls: list[str], monkeypatch: p
     Path("noting.py").write_text(textwrap.dedent(CALLBACK))
     monkeypatch.syspath_prepend(str(Path.cwd()))
     importlib.invalidate_caches()
-    monkeypatch.setattr(start, "here", lambda run, apart=False: code)
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: code)
     assert command([*words, *NOTING], start.run_local) == code
     seen = Path("calls").read_text().splitlines()
     assert [line.rpartition(" ")[0] for line in seen] == calls
@@ -192,7 +192,7 @@ def test_output_dir_can_be_named_in_a_value() -> None:
 
 def test_hydras_own_launcher_is_the_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
-    monkeypatch.setattr(start, "here", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
     assert command(["-m", "hydra/launcher=basic", "training.seed=1,2", "name=g"], start.run_local) == 0
     assert len(runs) == 2
 
@@ -224,7 +224,7 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(
             generate,
             ["from=x", "prompt=a", "temperature=nan"],
-            "temperature=nan: expected a number.",
+            "temperature=nan: must be at least 0.",
             id="generate-nan",
         ),
         pytest.param(generate, ["from=", "prompt=a"], "from=: is empty", id="generate-empty"),

@@ -1,43 +1,49 @@
-"""Command lines of `KEY=VALUE` for programs that need no configuration files: a frozen dataclass says what there is.
+"""Command lines of `KEY=VALUE` for commands that need no configuration files: a frozen dataclass declares the keys.
 
-A value is read as its field's type asks: text as it stands, numbers, booleans and lists as YAML. A field whose name
-Python keeps for itself ends with an underscore, which its key has not: `from_` is `from`.
+Values follow Hydra's override grammar, as in titan.train: numbers, true, false, null, [lists], {dicts: ...} and quoted
+text. Text without quotes is taken unchanged, so that a path may look like a number. A field whose name is a keyword of
+Python ends with an underscore that its key lacks: `from_` is `from`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import types
 import typing
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, TypeVar
 
-import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 import titan
 from titan.config import settings
 from titan.config.settings import MISSING, nearest
+from titan.config.warning import warn_once
 from titan.errors import ConfigError
 
 T = TypeVar("T")
 
 
 def arguments(cls: type[T], argv: Sequence[str]) -> T:
-    """An instance of the frozen dataclass `cls`, whose fields are settings, from a command line.
+    """Return an instance of the frozen dataclass `cls`, whose fields are settings, from a command line.
 
     Raises:
-        ConfigError: on what is no `KEY=VALUE`, on an unknown key, one given twice, a value of the wrong type or out of
-            range, and on one that is missing.
+        ConfigError: on what is not `KEY=VALUE`, on an unknown key, a key given twice, a value of the wrong type or out
+            of range, and a missing value.
     """
     hints = typing.get_type_hints(cls)
     fields = {_key(field.name): field for field in dataclasses.fields(typing.cast(Any, cls))}
+    former = {field.metadata["formerly"]: key for key, field in fields.items() if field.metadata.get("formerly")}
     values: dict[str, Any] = {}
     for argument in argv:
         key, equals, text = argument.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or --help for what there is.")
+            raise ConfigError(f"{argument}: not understood; give KEY=VALUE, or see --help.")
+        if key in former:
+            warn_once(f"{key}: this setting is now called {former[key]}; use that name.")
+            key = former[key]
         if key not in fields:
             raise ConfigError(f"{argument}: there is no such setting{nearest(key, fields)}")
         if fields[key].name in values:
@@ -52,14 +58,14 @@ def arguments(cls: type[T], argv: Sequence[str]) -> T:
 
 
 def shows(argv: Sequence[str], help: str) -> bool:
-    """Print the help or the version, where a command line asks for it."""
+    """Print the help or the version when a command line asks for it; return whether it does."""
     if asked := {"-h", "--help", "--version"} & set(argv):
         print(version() if asked == {"--version"} else help.rstrip("\n"))
     return bool(asked)
 
 
 def version() -> str:
-    """What `--version` prints: titan's version and torch's, which is not loaded for that."""
+    """Return what `--version` prints: the versions of titan and of torch, without importing torch."""
     try:
         return f"titan {titan.__version__} (torch {metadata.version('torch')})"
     except metadata.PackageNotFoundError:
@@ -67,7 +73,7 @@ def version() -> str:
 
 
 def describe(cls: type) -> str:
-    """A line for each setting, for `--help`: its key, what it is unless it is given, and what it means."""
+    """Return one line per setting for `--help`: its key, its default and its meaning."""
     lines = []
     for field in dataclasses.fields(cls):
         default = "" if field.default in (MISSING, dataclasses.MISSING) else settings.show(field.default)
@@ -80,13 +86,26 @@ def _key(name: str) -> str:
 
 
 def _value(argument: str, text: str, kind: Any) -> Any:
-    """The text as the type `kind` wants it: text stays as it stands, so that a path may look like a number."""
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    if str in kinds and set(kinds) <= {str, type(None)}:
+    """The text as the type `kind` asks for it.
+
+    Raises:
+        ConfigError: on a syntax error, and on several values where one is expected.
+    """
+    kinds = set(typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,))
+    takes_text = str in kinds and not kinds & {int, float, bool}
+    syntax = "'\"[{" if kinds - {str, type(None)} else "'\""  # a list or a dict only where the type has one
+    if takes_text and text[:1] not in tuple(syntax):
         return None if text == "null" and type(None) in kinds else text
-    if {int, float} & set(kinds) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", text):
-        return float(text)  # YAML takes 1e-3, without a point, for a text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{argument}: not understood; correct the value.") from error
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException as error:
+        if takes_text and text[0] not in "[{":
+            return text
+        raise ConfigError(
+            f"{argument}: not understood; write [a,b] for a list, and quote special characters."
+        ) from error
+    if not override.is_sweep_override():
+        return override.value()
+    if takes_text:
+        return text
+    raise ConfigError(f"{argument}: one value is expected; write [a,b] for a list.")

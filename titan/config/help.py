@@ -1,4 +1,4 @@
-"""What `--help` prints: every axis, and every choice with the first comment line of its file."""
+"""The text of `titan.train --help`: every axis, and every choice with the first comment line of its file."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.object_type import ObjectType
 
 AXES = {
-    "recipe": "complete choices under a name: recipe=NAME",
-    "sweep": "grids under a name: -m sweep=NAME",
-    "model": "what is trained",
-    "dataset": "on what",
-    "optimizer": "how weights change",
-    "training": "how long, on how much at a time",
-    "precision": "in which type to compute",
-    "parallelism": "how the work is cut over devices",
-    "memory": "which activations are kept",
-    "compile": "what torch.compile compiles",
-    "checkpoint": "when to save",
-    "metrics": "what is reported",
-    "debug": "what helps to find a fault",
-    "cluster": "on which devices",
-    "hydra/launcher": "how the points of a sweep are run",
+    "recipe": "named, complete recipes: recipe=NAME",
+    "sweep": "named sweeps: -m sweep=NAME",
+    "model": "architecture and size",
+    "dataset": "training data",
+    "optimizer": "optimizer",
+    "training": "steps, global batch, sequence length, schedule",
+    "precision": "dtypes of weights, activations and matmuls",
+    "parallelism": "layout: how the model and the batch are split across devices",
+    "memory": "activation checkpointing",
+    "compile": "torch.compile",
+    "checkpoint": "when and how to save",
+    "metrics": "metrics and trackers",
+    "debug": "debugging options",
+    "cluster": "devices and nodes",
+    "hydra/launcher": "how the trials of a sweep are launched",
 }
 
 HEAD = """\
 Pre-train a language model: python -m titan.train [AXIS=CHOICE ...] [AXIS.SETTING=VALUE ...]
 
   python -m titan.train                                    the default: a small Llama on real text, 2 minutes
-  python -m titan.train model=llama8b parallelism=fsdp     choose
-  python -m titan.train training.steps=500 name=longer     set; results go to runs/longer
-  python -m titan.train -m optimizer.lr=1e-3,3e-3          a grid: every combination, one after the other
-  python -m titan.train --cfg job                          show all settings and their values, run nothing
+  python -m titan.train model=llama8b parallelism=fsdp     choices of axes
+  python -m titan.train training.steps=500 name=longer     settings; results go to runs/longer
+  python -m titan.train -m optimizer.lr=1e-3,3e-3          a sweep: every combination, one after the other
+  python -m titan.train --cfg job                          print all settings and their values, without a run
 """
 
 TAIL = """\
 The same command resumes an unfinished run of the same name. Settings of an axis: --cfg job -p AXIS.
-Other people's choices: hydra.searchpath=[file:///folder], $TITAN_CONF, or packages with a titan.plugins entry point.
+More choices: hydra.searchpath=[file:///folder], $TITAN_CONF, or packages with a titan.plugins entry point.
 Tab completion in bash: eval "$(titan-train -sc install=bash)"."""
 
 
 def text(loader: ConfigLoader, axes: Sequence[str]) -> str:
-    """The whole help text, with the choices that `loader` finds, those of others included."""
+    """Return the help text with all choices that `loader` finds, also those of plugins."""
     lines = [HEAD]
     for axis in ("recipe", "sweep", *axes, "hydra/launcher"):
         options = loader.get_group_options(axis, ObjectType.CONFIG)
@@ -68,7 +68,7 @@ def _first_comment(loader: Any, axis: str, option: str) -> str:
 
 
 def _file(source: Any, name: str) -> Any:
-    """The file that a configuration source reads `name` from, or None."""
+    """Return the file that a configuration source reads `name` from, or None."""
     file: Any
     if source.scheme() == "file":
         file = Path(source.path) / name

@@ -1,7 +1,7 @@
 """Names of schema classes that don't depend on where a class lives. Free of torch.
 
 Ids, run.yaml and checkpoints name a class by its kind, and `_target_` may name it so. The kind of a class of titan is
-frozen: it equals the path that the class had first. A class of the user's own has its dotted path for a kind.
+frozen: it is the first path of the class. The kind of a user's class is its dotted path.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PLACES: dict[str, str] = {
     "titan.optimizer.Muon": "titan.optimizer.schema.Muon",
     "titan.optimizer.SGD": "titan.optimizer.schema.SGD",
 }
-"""The present place of each kind. Who moves a class changes the right side of its line; the left side never changes."""
+"""The present dotted path of each kind. Moving a class changes the right side of its line, never the left."""
 
 
 def kind(cls: type) -> str:
-    """The name of a class in ids and files."""
+    """Return the name of a class in ids and files."""
     path = f"{cls.__module__}.{cls.__qualname__}"
     return next((kind for kind, place in PLACES.items() if place == path), path)
 
 
 def place(name: str) -> str:
-    """The dotted path where the class of this kind, or at this path, is imported from."""
+    """Return the dotted path from which the class of a kind, or of a path, is imported."""
     return PLACES.get(name, name)

@@ -1,4 +1,4 @@
-"""What users of Hydra's other launchers type, and what titan calls it. Free of torch.
+"""Settings of Hydra's other launchers, and the titan settings that replace them. Free of torch.
 
 docs/slurm.md has the same as a table.
 """
@@ -12,7 +12,7 @@ LAUNCHERS = {
     "ray": "local",
     "rq": "local",
 }
-"""Other launchers by name, and which of titan's does their work."""
+"""Other launchers by name, and titan's launcher that replaces them."""
 SUBMITIT = {
     "timeout_min": "cluster.time=VALUE (minutes)",
     "nodes": "cluster.nodes=VALUE",
@@ -44,11 +44,11 @@ SUBMITIT = {
     "use_srun": "",
     "n_jobs": "hydra.launcher.at_once=VALUE (hydra/launcher=local)",
 }
-"""Keys of hydra-submitit-launcher, and joblib's, with the setting of titan's; empty where titan sees to it itself."""
+"""Keys of hydra-submitit-launcher, and joblib's, with the setting of titan's; empty where titan handles it itself."""
 
 
 def setting(key: str, typed: str) -> str | None:
-    """What to say of a launcher's setting that is another launcher's; None where it is nobody's.
+    """Return the error message for a setting of another launcher; None for other settings.
 
     Args:
         key: its dotted name.
@@ -64,7 +64,7 @@ def setting(key: str, typed: str) -> str | None:
 
 
 def launcher(choice: str) -> str | None:
-    """What to say of another launcher; None where titan knows of none by that name."""
+    """Return the error message for another launcher; None for an unknown name."""
     if choice not in LAUNCHERS:
         return None
     return (

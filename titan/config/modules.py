@@ -1,7 +1,7 @@
-"""Which packages of others a configuration may import: those that the user names, never those that a file names alone.
+"""Which third-party packages a configuration may import: those that the user names, never those that only a file names.
 
 The user names them on the command line (`modules=[mine]`) or in the environment (`TITAN_MODULES=mine,theirs`). A recipe
-or a site's file may say that it needs some; that is refused until the user lets it. Free of torch.
+or a site's file may ask for some, which raises ConfigError until the user allows it. Free of torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from titan.errors import ConfigError
 
 VARIABLE = "TITAN_MODULES"
 HYDRA = ("titan", "experiments", "hydra.experimental.callbacks", "logging", "colorlog", "sys")
-"""What Hydra's own settings may name: classes of these. Others, such as `hydra.utils`, import what they are given."""
+"""Packages whose classes Hydra's own settings may name; `hydra.utils` and others import what they are given."""
 
 
 def trusted(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The packages that the user lets be imported: of `modules=` on a command line, and of $TITAN_MODULES."""
+    """Return the packages that the user allows: those of `modules=` on a command line, and of $TITAN_MODULES."""
     found = dict.fromkeys(filter(None, re.split(r"[\s,:]+", os.environ.get(VARIABLE, ""))))
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         if override.key_or_group == "modules":
@@ -33,7 +33,7 @@ def trusted(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def _listed(value: Any) -> Iterator[str]:
-    """The names in the value of an override; an interpolation names nothing, since files say what it is."""
+    """Yield the names in the value of an override, without interpolations, which files could set."""
     if isinstance(value, ChoiceSweep):
         for one in value.list:
             yield from _listed(Override._convert_value(one))
@@ -42,10 +42,10 @@ def _listed(value: Any) -> Iterator[str]:
 
 
 def check(modules: Any, trusted: Sequence[str]) -> None:
-    """Refuse `modules` of the composed configuration that the user has not named.
+    """Raise ConfigError for `modules` of the composed configuration that the user has not named.
 
     Raises:
-        ConfigError: naming them, and what to do when they are trusted.
+        ConfigError: naming them, and how to allow them.
     """
     if not isinstance(modules, list):
         raise ConfigError(f"modules={modules}: expected a list, such as modules=[mine].")
@@ -57,7 +57,7 @@ def check(modules: Any, trusted: Sequence[str]) -> None:
 
 
 def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse callbacks and loggers in Hydra's own settings that would import what the user has not named.
+    """Raise ConfigError for callbacks and loggers in Hydra's settings that would import what the user has not named.
 
     Raises:
         ConfigError: naming the first.
@@ -74,7 +74,7 @@ def check_hydra(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _imports(content: Any) -> Iterator[str]:
-    """What Hydra, or Python's logging, would import for a part of the settings."""
+    """Yield what Hydra or Python's logging would import for a part of the settings."""
     if isinstance(content, Mapping):
         for key, value in content.items():
             if key in ("_target_", "class", "()") and isinstance(value, str):

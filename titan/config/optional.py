@@ -9,7 +9,7 @@ from titan.errors import ConfigError
 
 
 def optional_package(package: str, what: str) -> Any:
-    """The module of an optional package.
+    """Import and return an optional package.
 
     Raises:
         ConfigError: when it isn't installed.

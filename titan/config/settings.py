@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
 from titan.config.kinds import place
+from titan.config.warning import warn_once
 from titan.console.text import escape, is_redacted
 from titan.errors import ConfigError
 
@@ -33,11 +34,11 @@ TESTS: dict[str, Callable[[float, float], bool]] = {
     "above": operator.gt,
     "below": operator.lt,
 }
-"""The limits that a setting may declare, and what each demands of a number."""
+"""The limits that a setting may declare, and what each requires of a number."""
 LARGEST: Mapping[type, float] = {int: 2**63 - 1, float: 1e30}
-"""The largest numbers, either side of zero, that a setting without a `cap` admits: what 64 bits and fp32 still hold."""
+"""The largest absolute values that a setting without a `cap` accepts: those of 64-bit integers and of fp32."""
 LONGEST = 4096
-"""Characters of a text: what a path may have."""
+"""Most characters of a text: those of a path."""
 
 
 def setting(
@@ -53,18 +54,20 @@ def setting(
     words: tuple[str, ...] = (),
     told: bool = True,
     any_text: bool = False,
+    formerly: str | None = None,
 ) -> Any:
     """Declare a field of a schema.
 
     Args:
-        default: its value unless the user says otherwise; `MISSING` where the user must say.
+        default: its default value; `MISSING` where the user must give one.
         help: one line for `--help` and the documentation.
         science: True when the field decides what is learned, False when only where and how fast; None: as its axis.
         at_least, at_most, above, below: the range of a number (of each number, in a tuple).
-        cap: the largest number that is taken for one that is meant; unlike `at_most` it is no limit of the matter.
-        words: texts that a field of type `int | str` or `float | str` admits beside numbers, such as "auto".
-        told: False when no id depends on it: what a scheduler is asked for, and what only names a run.
-        any_text: a text may be empty, long and have several lines.
+        cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
+        words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
+        told: False when no id depends on it: requests to a scheduler, and names of a run.
+        any_text: whether a text may be empty, long and have several lines.
+        formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -75,12 +78,13 @@ def setting(
         "limits": {k: v for k, v in limits.items() if v is not None},
         "cap": cap,
         "any_text": any_text,
+        "formerly": formerly,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence: "; did you mean 'x'?" with the known word nearest to `word`, or a full stop."""
+    """Return the end of a sentence: "; did you mean 'x'?" with the known word nearest to `word`, or a full stop."""
     known, (group, _, name) = sorted(known), word.rpartition(".")
     # first a right name at the wrong place, `seed` for `training.seed`; then a name like it at the right place
     close = [k for k in known if k.rpartition(".")[2] == name]
@@ -91,16 +95,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -> Any:
-    """Make an instance of the schema `cls` from the composed mapping `data`.
+    """Return an instance of the schema `cls` for the composed mapping `data`.
 
     Args:
-        cls: a dataclass; a `_target_` in `data` may name another one with a method `build` in its place.
+        cls: a dataclass; a `_target_` in `data` may name another one with a method `build` instead.
         data: plain containers, as Hydra composed them.
-        path: the dotted name of this place, for messages.
-        allowed: packages that `_target_` may name beside titan and experiments.
+        path: the dotted key of `data`, for messages.
+        allowed: packages whose classes `_target_` may name, beside titan and experiments.
 
     Raises:
-        ConfigError: on an unknown key, a wrong type, a value out of range or one that is missing.
+        ConfigError: on an unknown key, a wrong type, a value out of range or a missing value.
     """
     if not isinstance(data, Mapping):
         raise ConfigError(f"{path}={show(data)}: expected a group of settings; choose one of {path}'s choices instead.")
@@ -115,12 +119,13 @@ def build(cls: type, data: Any, path: str = "", allowed: tuple[str, ...] = ()) -
 
 
 def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The values of those fields of the schema `cls` that `data` has; see `build`.
+    """Return the values of those fields of the schema `cls` that `data` has; see `build`.
 
     Raises:
-        ConfigError: as `build`, but for what is missing.
+        ConfigError: as `build`, except for missing values.
     """
     fields, hints = _fields(cls), typing.get_type_hints(cls)
+    data = _with_present_keys(data, fields, path)
     for key in data:
         if key not in fields:
             where = _join(path, str(key))
@@ -131,11 +136,31 @@ def parts(cls: type, data: Mapping[str, Any], path: str = "", allowed: tuple[str
         where, kind = _join(path, name.rstrip("_")), hints[name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and value != MISSING:
             values[name] = build(kind, value, where, allowed)
-        elif (nested := _values_of(kind)) is not None and isinstance(value, Mapping):
+        elif (nested := values_of(kind)) is not None and isinstance(value, Mapping):
             values[name] = _named(nested, value, where, allowed)
         else:
             values[name] = _checked(value, kind, fields[name], where)
     return values
+
+
+def _with_present_keys(
+    data: Mapping[str, Any], fields: Mapping[str, dataclasses.Field[Any]], path: str
+) -> Mapping[str, Any]:
+    """Replace former keys in `data`; warn of one beside the schema's default, which a user's file must have added.
+
+    Raises:
+        ConfigError: when the present key has a value too that is not the default.
+    """
+    former = {f.metadata["formerly"]: name for name, f in fields.items() if f.metadata.get("formerly") in data}
+    found = {key: value for key, value in data.items() if key not in former}
+    for old, new in former.items():
+        typed, now = f"{_join(path, old)}={show(data[old])}", _join(path, new)
+        if new in data and data[new] not in (plain(fields[new].default), data[old]):
+            raise ConfigError(f"{typed}: is the former name of {now}, which is {show(data[new])}; leave one out.")
+        if new in data:
+            warn_once(f"{typed}: this setting is now called {now}; use that name.")
+        found[new] = data[old]
+    return found
 
 
 def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
@@ -143,7 +168,7 @@ def _fields(cls: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def _named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Instances of a schema by names of the user's own, in their order."""
+    """Return instances of a schema by names that the user chooses, in their order."""
     for name in data:
         check_text(str(name), f"{path}.{name}")
     order = sorted(data.items(), key=_imports_last)
@@ -152,7 +177,7 @@ def _named(cls: type, data: Mapping[Any, Any], path: str, allowed: tuple[str, ..
 
 
 def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
-    """Refuse every `_target_` in composed `data` that may not be named, before any of them is imported.
+    """Raise ConfigError for a forbidden `_target_` in composed `data`, before any of them is imported.
 
     Raises:
         ConfigError: naming the first.
@@ -165,7 +190,7 @@ def check_targets(data: Any, allowed: tuple[str, ...], path: str = "") -> None:
 
 
 def is_foreign(data: Any) -> bool:
-    """Whether composed `data` names a class of a package that is not titan's, so that to build it imports that."""
+    """Return whether composed `data` names a class of another package than titan, which building it imports."""
     if not isinstance(data, Mapping):
         return False
     name = data.get("_target_")
@@ -173,23 +198,23 @@ def is_foreign(data: Any) -> bool:
 
 
 def _imports_last(item: tuple[Any, Any]) -> bool:
-    """The order of building: code of others is imported once all else is checked."""
+    """Sort key of building: third-party code is imported after everything else is checked."""
     return is_foreign(item[1])
 
 
-def _values_of(kind: Any) -> Any:
-    """The schema that the values of a mapping (or null) have; None where `kind` is no mapping of schemas."""
+def values_of(kind: Any) -> Any:
+    """Return the schema of the values of a mapping (or null); None where `kind` is not a mapping of schemas."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         kinds = [k for k in arguments if k is not type(None)]
-        return _values_of(kinds[0]) if len(kinds) == 1 else None
+        return values_of(kinds[0]) if len(kinds) == 1 else None
     if typing.get_origin(kind) is collections.abc.Mapping and dataclasses.is_dataclass(arguments[1]):
         return arguments[1]
     return None
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """The schema's default values as plain containers, nested schemas included."""
+    """Return the schema's default values as plain containers, nested schemas included."""
     hints = typing.get_type_hints(cls)
     out: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
@@ -202,7 +227,7 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A schema's instance as plain containers, such as JSON and YAML carry."""
+    """Return a schema's instance as plain containers, for JSON and YAML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
@@ -213,7 +238,7 @@ def plain(value: Any) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as one would type it on the command line."""
+    """Return a value as a user types it on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -234,7 +259,7 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
-    """Refuse a class of a package that may not be named."""
+    """Raise ConfigError for a class of a package that may not be named."""
     roots = ("titan", "experiments", *allowed)
     module = name.rpartition(".")[0]
     if not any(module == root or module.startswith(root + ".") for root in roots):
@@ -245,7 +270,7 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
 
 
 def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
-    """The dataclass that `_target_` names, when its package may be named."""
+    """Return the dataclass that `_target_` names, when its package may be named."""
     _check_target(name, path, allowed)
     module, _, attribute = place(name).rpartition(".")
     try:
@@ -271,7 +296,7 @@ def _checked(value: Any, kind: Any, field: dataclasses.Field[Any], where: str) -
 
 
 def _scalars(value: Any) -> Iterator[Any]:
-    """The numbers and texts in a setting's value, however deep."""
+    """Yield the numbers and texts in a setting's value, at any depth."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if not isinstance(value, (list, tuple)):
@@ -282,7 +307,7 @@ def _scalars(value: Any) -> Iterator[Any]:
 
 
 def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
-    """Refuse numbers that nobody means, and texts that can't be a name or a path."""
+    """Raise ConfigError for implausible numbers, and for texts that can't be a name or a path."""
     if isinstance(value, str):
         check_text(value, typed, any_text=metadata.get("any_text", False))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -296,7 +321,7 @@ def _check_scalar(value: Any, metadata: Mapping[str, Any], typed: str) -> None:
 
 
 def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
-    """Refuse what can't be a name, a path or a word of a script, and URLs without their secrets.
+    """Raise ConfigError for a text that can't be a name, a path or a word of a script, and for a redacted URL.
 
     Args:
         text: the value of a setting, or a part of it.
@@ -304,7 +329,7 @@ def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
         any_text: whether it may be empty, long and have several lines.
 
     Raises:
-        ConfigError: for what it must not have.
+        ConfigError: naming what the text must not have.
     """
     if "\0" in text:
         raise ConfigError(f"{typed}: holds a zero byte; leave it out.")
@@ -315,13 +340,13 @@ def check_text(text: str, typed: str, *, any_text: bool = False) -> None:
     if escape(text) != text or not text.isprintable():
         raise ConfigError(f"{typed}: has a control character or a line break in it; take it out.")
     if is_redacted(text):
-        raise ConfigError(f"{typed}: *** stands for a secret that titan did not write down; give the whole URL.")
+        raise ConfigError(f"{typed}: *** stands for a secret that titan did not record; give the whole URL.")
     if len(text) > LONGEST:
         raise ConfigError(f"{typed}: has {len(text):,} characters; give {LONGEST:,} at most.")
 
 
 def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
-    """`value` as the type `kind`, or a refusal; only conversions that lose nothing."""
+    """Return `value` as the type `kind`, or raise ConfigError; only lossless conversions."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(value, arguments, where, words)
@@ -345,7 +370,7 @@ def _convert(value: Any, kind: Any, where: str, words: tuple[str, ...]) -> Any:
         return float(value)
     if kind is str and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    _refuse_type(value, {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind], where)
+    _reject_type(value, {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind], where)
 
 
 def _as_typed(value: Any) -> Any:
@@ -360,7 +385,7 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[
     if isinstance(value, str) and words:
         if value in words:
             return value
-        _refuse_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", where)
+        _reject_type(value, f"{'true, false' if bool in kinds else 'a number'} or {' or '.join(words)}", where)
     rest = [k for k in kinds if k is not type(None) and not (k is str and words)]
     for kind in rest[:-1]:
         try:
@@ -369,30 +394,30 @@ def _convert_union(value: Any, kinds: tuple[Any, ...], where: str, words: tuple[
             continue
     try:
         return _convert(value, rest[-1], where, ())
-    except ConfigError as refusal:
-        raise ConfigError(f"{str(refusal).rstrip('.')} or null." if optional else str(refusal)) from None
+    except ConfigError as error:
+        raise ConfigError(f"{str(error).rstrip('.')} or null." if optional else str(error)) from None
 
 
 def _convert_tuple(value: Any, kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
-        _refuse_type(value, f"a list, such as {where}=[a,b]", where)
+        _reject_type(value, f"a list, such as {where}=[a,b]", where)
     if kinds[-1] is Ellipsis:
         return tuple(_convert(v, kinds[0], where, ()) for v in value)
     if len(value) != len(kinds):
-        _refuse_type(value, f"a list of {len(kinds)} values", where)
+        _reject_type(value, f"a list of {len(kinds)} values", where)
     return tuple(_convert(v, k, where, ()) for v, k in zip(value, kinds, strict=True))
 
 
 def _convert_mapping(value: Any, kinds: tuple[Any, ...], where: str) -> dict[Any, Any]:
     if not isinstance(value, Mapping):
-        _refuse_type(value, f"names and values, such as {where}={{a:1,b:2}}", where)
+        _reject_type(value, f"names and values, such as {where}={{a:1,b:2}}", where)
     key_kind, value_kind = kinds
     return {
         _convert(k, key_kind, where, ()): _convert(v, value_kind, _join(where, str(k)), ()) for k, v in value.items()
     }
 
 
-def _refuse_type(value: Any, wanted: str, where: str) -> NoReturn:
+def _reject_type(value: Any, wanted: str, where: str) -> NoReturn:
     raise ConfigError(f"{where}={show(value)}: expected {wanted}.")
 
 
@@ -407,6 +432,6 @@ def _in_range(value: Any, limits: dict[str, float], typed: str, words: tuple[str
 
 
 def _number(value: float) -> str:
-    """A limit as one would type it."""
+    """Return a limit as a user types it."""
     whole = isinstance(value, int) or (value == int(value) and value < 1e15)
     return str(int(value)) if whole else f"{value:g}"

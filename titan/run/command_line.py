@@ -1,6 +1,6 @@
-"""The words of a command line that Hydra composes: options wherever they stand, `resume=DIR`, and what means nothing.
+"""Parse a command line that Hydra composes: options in any position, `resume=DIR`, and checks.
 
-Hydra passes over some of what it is given in silence; that is refused here, before anything is composed.
+Hydra ignores some options and overrides silently; these raise ConfigError here, before anything is composed.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra._internal import utils as hydra_utils
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from titan.errors import ConfigError
+from titan.run import hydra_private
+from titan.run.axes import present
 from titan.run.paths import check_name
 from titan.run.schema import Recipe
 
 RESUME = "resume="
 CHOSEN = (*Recipe.axes(), "recipe", "sweep")
-"""What a command line chooses a file for."""
+"""The config groups of a command line."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The options and overrides of a command line, with `resume=DIR` spelled out; options may stand anywhere.
+    """Return the options and overrides of a command line, with `resume=DIR` replaced by the run's own overrides.
 
-    `typed` are the overrides of the command line itself: those of the run that it resumes let nothing be imported.
+    `typed` are the overrides of the command line itself: those of a resumed run let no package be imported.
 
     Raises:
-        ConfigError: for what is no option, or goes with no other.
+        ConfigError: for an unknown option, and for options that exclude each other.
     """
     args = _options(words)
     resumed = [word for word in args.overrides if word.startswith(RESUME)]
@@ -41,23 +42,23 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if resumed:
         earlier = _options([*_earlier(resumed[-1], args), *_without_resume(words)])
         args = argparse.Namespace(**vars(earlier))
-    args.resumed, args.typed = bool(resumed), typed
+    args.overrides, args.resumed, args.typed = present(args.overrides), bool(resumed), present(typed)
     args.multirun = args.multirun or _mode(args.overrides) == "MULTIRUN"
     _check_options(args)
     return args
 
 
 def asks_to_show(args: argparse.Namespace) -> bool:
-    """Whether a command line asks for something other than one run."""
+    """Return whether a command line asks for something other than one run."""
     return bool(args.multirun or args.cfg or args.info or args.shell_completion or args.hydra_help)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse overrides that would change nothing, though they look as if they did.
+    """Raise ConfigError for overrides that have no effect.
 
     Raises:
         ConfigError: naming the override.
-        OverrideParseException: Hydra's, for what is no override.
+        OverrideParseException: Hydra's, for a syntax error.
     """
     overrides = OverridesParser.create().parse_overrides(list(args.overrides))
     for override in overrides:
@@ -71,7 +72,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def search_path(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The folders that `hydra.searchpath` names; empty where Hydra will say that it can't read them."""
+    """Return the folders of `hydra.searchpath`; none where Hydra will report that it can't read them."""
     given = [override for override in overrides if override.startswith("hydra.searchpath=")]
     try:
         paths = OverridesParser.create().parse_override(given[-1]).value() if given else []
@@ -81,55 +82,55 @@ def search_path(overrides: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_grid_name(name: str, overrides: Sequence[str]) -> None:
-    """Refuse what is no name of one folder under runs/, and a second place for the same grid."""
+    """Raise ConfigError for a name that is not one folder under runs/, and for a second directory of the sweep."""
     if not re.fullmatch(r"[\w./+-]+", name):
-        raise ConfigError(f"name={name}: a grid has one name; give one folder's name.")
+        raise ConfigError(f"name={name}: a sweep has one name; give one folder's name.")
     check_name(name)
     if place := [o for o in overrides if o.startswith("hydra.sweep.dir=")]:
-        raise ConfigError(f"{place[0]}: name={name} says where the grid is already; leave one out.")
+        raise ConfigError(f"{place[0]}: name={name} sets the directory of the sweep already; leave one out.")
 
 
 def _options(words: Sequence[str]) -> argparse.Namespace:
-    parser = hydra_utils.get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
-    shows = "--version" in words  # Hydra would show its own
+    parser = hydra_private.option_parser()
+    parser.error = _reject  # type: ignore[method-assign]
+    shows = "--version" in words  # Hydra would print its version
     args = parser.parse_intermixed_args([word for word in words if word != "--version"])
     args.version = shows
     return args
 
 
-def _refuse(message: str) -> NoReturn:
+def _reject(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help.")
 
 
 def _mode(overrides: Sequence[str]) -> str | None:
-    """The last `hydra.mode` of a command line."""
+    """Return the last `hydra.mode` of a command line."""
     return next((o.partition("=")[2] for o in reversed(overrides) if o.startswith("hydra.mode=")), None)
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse options that Hydra would pass over in silence, or say too much of."""
+    """Raise ConfigError for options that Hydra would ignore, or reject in several lines."""
     for option, folder in (("--config-dir", args.config_dir), ("--config-path", args.config_path)):
         if folder and not os.path.isdir(folder):
             raise ConfigError(f"{option} {folder}: there is no such folder; correct the path.")
     if (args.package or args.resolve) and not args.cfg:
         option = "--resolve" if args.resolve else f"--package {args.package}"
-        raise ConfigError(f"{option}: only says what --cfg shows; add --cfg job.")
+        raise ConfigError(f"{option}: takes effect with --cfg only; add --cfg job.")
     if args.experimental_rerun is not None:
         raise ConfigError(
-            f"--experimental-rerun {args.experimental_rerun}: titan writes no such file; give resume=DIR to go on with "
+            f"--experimental-rerun {args.experimental_rerun}: titan writes no such file; give resume=DIR to resume "
             "the run in a directory."
         )
     if args.multirun and _mode(args.overrides) == "RUN":
-        raise ConfigError("hydra.mode=RUN: -m asks for a grid; leave one out.")
+        raise ConfigError("hydra.mode=RUN: -m asks for a sweep; leave one out.")
     for override in args.overrides:
         key = override.partition("=")[0]
         if key.startswith("~") and not key.startswith("~hydra"):
-            raise ConfigError(f"{override}: no setting can be taken away; write {key[1:]}=VALUE, or leave it out.")
+            raise ConfigError(f"{override}: settings can't be removed; write {key[1:]}=VALUE, or leave it out.")
 
 
 def _check_twice(overrides: Sequence[Override]) -> None:
-    """Refuse two values of one setting where one of them is a list of values to run: Hydra would take the last."""
+    """Raise ConfigError for a swept setting that is given twice: Hydra would take the last one."""
     count = Counter(override.key_or_group for override in overrides)
     for override in overrides:
         if count[override.key_or_group] > 1 and override.is_sweep_override():
@@ -144,13 +145,13 @@ def _without_resume(words: Sequence[str]) -> list[str]:
 
 
 def _earlier(word: str, args: argparse.Namespace) -> list[str]:
-    """The command line of the last attempt of the run that `resume=DIR` names, without what names its directory."""
+    """Return the command line of the last attempt of the run in `resume=DIR`, with that directory."""
     where = word.removeprefix(RESUME)
     for other in ("name=", "hydra.run.dir="):
         if given := next((o for o in args.overrides if o.startswith(other)), None):
-            raise ConfigError(f"{given}: {word} says which run it is already; leave one out.")
+            raise ConfigError(f"{given}: {word} names the run already; leave one out.")
     if args.multirun or _mode(args.overrides) == "MULTIRUN":
-        raise ConfigError(f"{word}: goes on with one run; leave out -m, or give a grid's own command again.")
+        raise ConfigError(f"{word}: resumes one run; leave out -m, or repeat the command of the sweep.")
     last = _last_attempt(where, word)
     kept = [o for o in last["overrides"] if o.partition("=")[0] != "name"]
     names = [f"name={quoted(str(last['name']))}"] if last.get("name") else []
@@ -158,19 +159,21 @@ def _earlier(word: str, args: argparse.Namespace) -> list[str]:
 
 
 def _last_attempt(where: str, word: str) -> dict[str, Any]:
-    """The last document of a run's run.yaml."""
+    """Return the last document of a run's run.yaml."""
     from titan.run.attempts import read_attempts  # only now: other command lines need not wait for what reads data
 
     directory = Path(where)
     if where.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):
         return attempts[-1]
     grid = where.strip() and (directory / "multirun.yaml").is_file()
-    hint = "it holds a grid: give its own command again" if grid else "give the directory of one, such as runs/NAME"
+    hint = (
+        "it holds a sweep: repeat the command of the sweep" if grid else "give the directory of one, such as runs/NAME"
+    )
     raise ConfigError(f"{word}: there is no run; {hint}.")
 
 
 def quoted(text: str) -> str:
-    """A text as the value of an override, whatever characters it has."""
+    """Return a text quoted as the value of an override."""
     if re.fullmatch(r"[\w./+-]+", text, re.ASCII):
         return text
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text).replace("${", r"\${")

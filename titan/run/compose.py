@@ -1,17 +1,15 @@
 """Hydra in, checked Run out.
 
-The story of a command line: Hydra composes `conf/` and the overrides; `freeze` turns the result into a typed, frozen
-`Run` and checks it; whatever can't work ends in one plain sentence and exit code 2. Hydra's own main would exit with 1,
-print several lines and make the run's directory before anything is checked: so titan drives Hydra itself, and leaves
-to it what only shows (`--cfg`, `--info`, completion) and the sweep (`-m`), whose points titan's launcher runs.
+A command line becomes a run in two steps: Hydra composes `conf/` and the overrides; `freeze` turns the result into a
+typed, frozen `Run` and checks it; errors are one sentence and exit code 2. Hydra's main would exit with 1, print
+several lines and create the run's directory before the checks: so titan calls Hydra itself, and leaves to its main what
+only prints (`--cfg`, `--info`, completion) and sweeps (`-m`), whose trials titan's launcher runs.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,12 +22,11 @@ from titan.cluster import devices
 from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.config import modules, settings
+from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redacted
-from titan.dataset.schema import KINDS, Dataset
 from titan.errors import ConfigError
-from titan.model.schema import Llama, Qwen3
-from titan.optimizer.schema import SGD, AdamW, Muon
-from titan.run import command_line, hydra_node
+from titan.run import command_line, hydra_node, hydra_private
+from titan.run.axes import PLUGGABLE, present
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, without_hydra
 from titan.run.paths import check_name
@@ -38,17 +35,9 @@ from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.sweep.schema import LAUNCHER_MODULE, LAUNCHERS, Sweep
 
-PLUGGABLE: dict[str, dict[str, Any]] = {
-    "model": {"llama": Llama, "qwen3": Qwen3},
-    "dataset": {**KINDS, "base": Dataset},
-    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
-}
-"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A dataset of a
-class of one's own takes those that all have in common from `/schema/dataset/base`."""
-
 
 def register() -> None:
-    """Tell Hydra the schemas, the other folders and the launcher; calling it again changes nothing."""
+    """Register schemas, search path and launchers with Hydra; idempotent."""
     store = ConfigStore.instance()
     for axis, kinds in PLUGGABLE.items():
         for kind, cls in kinds.items():
@@ -61,8 +50,8 @@ def register() -> None:
 
 
 def _register_launchers(store: ConfigStore) -> None:
-    """Tell Hydra titan's launchers and sweeper, in place of its own and those of plugins, which know no grid."""
-    store.repo["hydra"]["launcher"].clear()
+    """Register titan's launchers and sweeper, in place of those of Hydra and of plugins."""
+    hydra_private.clear_group(store, "hydra", "launcher")
     for name, (cls, schema) in LAUNCHERS.items():
         node = {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.defaults(schema)}
         store.store(group="hydra/launcher", name=name, node=node, provider="titan")
@@ -71,11 +60,12 @@ def _register_launchers(store: ConfigStore) -> None:
 
 
 def composed(overrides: Sequence[str], ranks: int | None = None, elsewhere: bool = False) -> Run:
-    """The checked Run of a list of overrides, for programs; see `freeze`; raises `ConfigError`."""
+    """Return the checked Run of a list of overrides; see `freeze`; raises `ConfigError`."""
     register()
-    with HydraErrors(overrides), Session() as hydra:
+    overrides = present(overrides)
+    with HydraErrors(overrides), Session():
         trusted = modules.trusted(overrides)
-        return freeze(compose_config(hydra, list(overrides)), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
+        return freeze(compose_config(overrides), ranks=ranks, elsewhere=elsewhere, trusted=trusted)
 
 
 def freeze(
@@ -86,19 +76,18 @@ def freeze(
     machine: Callable[[Cluster], Machine] | None = None,
     trusted: tuple[str, ...] = (),
 ) -> Run:
-    """Turn what Hydra composed, its own node included, into a typed and checked `Run`.
+    """Return a typed and checked `Run` for what Hydra composed, its own node included.
 
     Args:
         cfg: the composed configuration.
         directory: where results go; None: `hydra.run.dir`.
         ranks: see `titan.run.resolve.resolve`.
-        elsewhere: it is to run on the nodes that `cluster` describes, not on this machine.
-        machine: finds out what the run's machine has; None: look now.
-        trusted: packages that the user lets it import, whatever configuration files say:
-            `titan.config.modules.trusted`.
+        elsewhere: the run is for the nodes that `cluster` describes, not for this machine.
+        machine: returns the machine of the run; None: detect it.
+        trusted: packages that may be imported: `titan.config.modules.trusted`.
 
     Raises:
-        ConfigError: for what can't work.
+        ConfigError: when the run can't work.
     """
     HydraConfig.instance().set_config(cfg)
     if str(cfg.name) and not str(cfg.hydra.run.dir).strip():  # the name first: the directory follows from it
@@ -147,7 +136,7 @@ def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
 
 
 def _check_all_else(content: dict[str, Any]) -> None:
-    """Refuse what can be refused without code of others, before that is imported."""
+    """Raise ConfigError for errors that need no third-party code to find, before that is imported."""
     check_name(str(content.get("name")))
     own = {axis: value for axis, value in content.items() if not settings.is_foreign(value)}
     built = settings.parts(Recipe, own)
@@ -157,7 +146,7 @@ def _check_all_else(content: dict[str, Any]) -> None:
 
 
 def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
-    """Warn where `${oc.env:NAME}`, as `written` in files, brings a secret into `content`, as run.yaml will hold it."""
+    """Warn when `${oc.env:NAME}` in files (`written`) puts a secret into `content`, which run.yaml will have."""
     if isinstance(written, dict):
         for key, value in written.items():
             _warn_of_secrets(value, content[key], f"{path}.{key}".lstrip("."))
@@ -167,7 +156,7 @@ def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
     elif isinstance(written, str):
         for name in _ENVIRONMENT.findall(written):
             if is_secret(name) and (os.environ.get(name) or "\n") in str(content):
-                _warn(
+                warn_once(
                     f"{path}={written}: the value of {name} goes into run.yaml and to trackers; let the library that "
                     "needs it read it from the environment."
                 )
@@ -176,25 +165,19 @@ def _warn_of_secrets(written: Any, content: Any, path: str = "") -> None:
 _ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 
 
-@functools.cache
-def _warn(sentence: str) -> None:
-    """Say a sentence on stderr, once: the points of a grid have the same to say."""
-    print(f"titan: warning: {sentence}", file=sys.stderr)
-
-
 def recipe(arguments: Sequence[str]) -> Recipe:
-    """The typed choices of a command line, whether or not this machine can run them.
+    """Return the typed recipe of a command line, whether or not this machine can run it.
 
     Args:
         arguments: the command line.
 
     Raises:
-        ConfigError: for what is no choice or setting, and for options that only show something.
+        ConfigError: for an unknown choice or setting, and for options that only print something.
     """
     register()
     args = command_line.parse(arguments)
     if command_line.asks_to_show(args):
         raise ConfigError("-m, --cfg, --info and the like are for titan.train; leave them out.")
-    with HydraErrors(args.overrides), Session(args) as hydra:
+    with HydraErrors(args.overrides), Session(args):
         command_line.check(args)
-        return _typed(compose_config(hydra, args.overrides, args.config_name), modules.trusted(args.typed))
+        return _typed(compose_config(args.overrides, args.config_name), modules.trusted(args.typed))

@@ -1,4 +1,4 @@
-"""Choices that are none, and values in place of choices: what a user has typed for a config group."""
+"""Error messages for config groups: unknown choices, and values in place of choices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from titan.errors import ConfigError
 from titan.run.schema import Recipe
 
 OPTIONAL_GROUPS = ("recipe", "sweep")
-"""Groups of which none need be chosen."""
+"""Config groups that need no choice."""
 
 
 def check_optional(known: Callable[[str], Sequence[str]], cfg: DictConfig) -> None:
-    """Refuse an unknown recipe or sweep, which Hydra passes over because these groups are optional.
+    """Raise ConfigError for an unknown recipe or sweep, which Hydra ignores since these groups are optional.
 
     Args:
-        known: the choices that there are in a group.
-        cfg: what was composed.
+        known: returns the choices of a group.
+        cfg: the composed configuration.
 
     Raises:
-        ConfigError: with those that there are.
+        ConfigError: naming the choices.
     """
     for group in OPTIONAL_GROUPS:
         choice = cfg.hydra.runtime.choices.get(group)
@@ -32,13 +32,13 @@ def check_optional(known: Callable[[str], Sequence[str]], cfg: DictConfig) -> No
 
 
 def no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
-    """The sentence that refuses a choice, with those that there are."""
+    """Return the error message for an unknown choice, with the known ones."""
     choices = f" Choices: {', '.join(known)}." if known else " There are none here."
     return f"{axis}={choice}: there is no such choice{nearest(choice, known)}{choices}"
 
 
 def value_error(error: ValueError, overrides: Sequence[str]) -> str:
-    """What to say of a `ValueError` of Hydra's: mostly of an axis whose choice is a number or null."""
+    """Return the error message for a `ValueError` of Hydra: mostly for an axis whose choice is a number or null."""
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         key = override.key_or_group
         if key in ("", *Recipe.axes()) and not isinstance(override.value(), (str, list)):

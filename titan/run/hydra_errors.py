@@ -27,11 +27,11 @@ HYDRA_HINTS = {
     "Ambiguous value for argument": "one value is expected; write [a,b] for a list, or add -m to run each",
     "Override ": "there is no such axis; see --help",
 }
-"""What to say in place of Hydra's messages that begin so."""
+"""What replaces Hydra's messages, by how they begin."""
 
 
 class HydraErrors:
-    """Turn what Hydra and OmegaConf raise into a refusal of one sentence."""
+    """Turn errors of Hydra and OmegaConf into a ConfigError of one sentence. A context manager."""
 
     def __init__(self, overrides: Sequence[str]) -> None:
         self.overrides = overrides
@@ -46,7 +46,7 @@ class HydraErrors:
         self.warnings.__exit__(None, None, None)
         ExtraConfigs.asked = ()
         if isinstance(error, (HydraException, OmegaConfBaseException, UserWarning)):
-            raise ConfigError(_own_refusal(error) or self._sentence(error)) from error
+            raise ConfigError(_wrapped_error(error) or self._sentence(error)) from error
 
     def _sentence(self, error: BaseException) -> str:
         if isinstance(error, MissingConfigException) and error.options is not None:
@@ -104,12 +104,12 @@ class HydraErrors:
         return f"{typed}: there is no such setting{hint} See --help and --cfg job."
 
     def _known(self) -> list[str]:
-        """Every name that may stand before an equals sign, for the choices on this command line."""
+        """Return every key that an override may have, for the choices on this command line."""
         parse = OverridesParser.create().parse_override
         chosen = [o for o in self.overrides if _key(o) in Recipe.axes() and not parse(o).is_sweep_override()]
         try:
-            with Session() as hydra:
-                cfg = compose_config(hydra, chosen)
+            with Session():
+                cfg = compose_config(chosen)
         except (HydraException, OmegaConfBaseException):
             return list(Recipe.axes())
         content = OmegaConf.to_container(cfg, resolve=False)
@@ -117,8 +117,8 @@ class HydraErrors:
         return [*names, "hydra.run.dir", "hydra.sweep.dir", "hydra/launcher"]
 
 
-def _own_refusal(error: BaseException | None) -> str | None:
-    """The refusal of titan's own that Hydra has wrapped, if that is what happened."""
+def _wrapped_error(error: BaseException | None) -> str | None:
+    """Return the message of a ConfigError that Hydra has wrapped; None for other errors."""
     while error is not None:
         if isinstance(error, ConfigError):
             return str(error)

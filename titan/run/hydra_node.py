@@ -1,6 +1,6 @@
-"""What titan does with Hydra's own node: output_subdir, verbose, env_set and callbacks; the rest it rejects.
+"""Hydra's own node: titan supports output_subdir, verbose, env_set and callbacks, and rejects the rest.
 
-docs/configuration.md has the table of what holds.
+docs/configuration.md lists what is supported.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
-from hydra._internal.hydra import Hydra
 from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.errors import InstantiationException
 from hydra.experimental.callback import Callback
@@ -19,17 +17,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from titan.console.text import redacted
 from titan.errors import ConfigError, RunError
+from titan.run import hydra_private
 from titan.run.paths import FILES
 
 LOGGING = ("default", "none", "disabled")
 """Choices of hydra/job_logging that ask for no other logging than titan's."""
 KEPT = ("hydra.searchpath=", "hydra.output_subdir=", "hydra.job.", "hydra.callbacks.", "hydra/callbacks=")
-"""What of Hydra's node holds for all attempts of a run."""
+"""Overrides of Hydra's node that all attempts of a run share."""
 ON_JOB = ("on_job_start", "on_job_end")
 
 
 def advice(key: str, typed: str) -> str | None:
-    """What to say of a setting that Hydra does not know; None where that is nothing of its own."""
+    """Return the error message for a key of `hydra.*` that Hydra does not know; None for other keys."""
     for group in ("hydra.job.env_set", "hydra.callbacks"):
         if key.startswith(group):
             return f"{typed}: names are added one by one; write +{group}.NAME=VALUE."
@@ -37,20 +36,20 @@ def advice(key: str, typed: str) -> str | None:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse what titan can't honour.
+    """Raise ConfigError for settings of Hydra that titan does not support.
 
     Raises:
         ConfigError: naming the setting.
     """
     if cfg.hydra.job.chdir:
         raise ConfigError(
-            "hydra.job.chdir=true: paths count from the folder that a command is given in, and a run never leaves it; "
-            "leave it out, results go to hydra.run.dir."
+            "hydra.job.chdir=true: paths are relative to the working directory of the command, which a run never "
+            "changes; leave it out, results go to hydra.run.dir."
         )
     _check_logging(cfg)
     subdir = cfg.hydra.output_subdir
     if subdir is not None and (not subdir.strip(". ") or "/" in subdir or subdir in FILES - {".hydra"}):
-        raise ConfigError(f"hydra.output_subdir={subdir}: must name a folder of its own in the run's, or be null.")
+        raise ConfigError(f"hydra.output_subdir={subdir}: must name a new folder in the run's directory, or be null.")
 
 
 def _check_logging(cfg: DictConfig) -> None:
@@ -63,25 +62,25 @@ def _check_logging(cfg: DictConfig) -> None:
 
 
 def files(cfg: DictConfig, job: DictConfig) -> dict[str, str]:
-    """What Hydra writes into `hydra.output_subdir`, by path in the run's directory; nothing where that is null."""
+    """Return the files of `hydra.output_subdir`, by path in the run's directory; none where that is null."""
     subdir = cfg.hydra.output_subdir
     if subdir is None:
         return {}
-    parts = {"config": job, "hydra": Hydra.get_sanitized_hydra_cfg(cfg), "overrides": cfg.hydra.overrides.task}
+    parts = {"config": job, "hydra": hydra_private.sanitized(cfg), "overrides": cfg.hydra.overrides.task}
     return {f"{subdir}/{name}.yaml": OmegaConf.to_yaml(without_secrets(part)) for name, part in parts.items()}
 
 
 def without_secrets(cfg: Any) -> Any:
-    """A copy of a part of the configuration, interpolations left as they are, with its texts redacted."""
+    """Return a copy of a part of the configuration with secrets redacted and interpolations unresolved."""
     return OmegaConf.create(redacted(OmegaConf.to_container(cfg, resolve=False)))
 
 
 def options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
-    """What the command line says beside settings of the run, for the command that goes on with it.
+    """Return the options of the command line beside overrides, for the command that resumes the run.
 
     Args:
         cfg: what Hydra composed.
-        folder, name: titan's own folder of choices, and the configuration in it that commands begin with.
+        folder, name: titan's folder of configuration files, and the primary configuration in it.
     """
     sources = {source.provider: str(source.path) for source in cfg.hydra.runtime.config_sources}
     words = [] if sources.get("main") == folder else ["--config-path", sources["main"]]
@@ -91,35 +90,34 @@ def options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
 
 
 def place(cfg: DictConfig, directory: str) -> None:
-    """Let `hydra.runtime.output_dir` name the run's directory, as Hydra does when a job begins."""
+    """Set `hydra.runtime.output_dir` to the run's directory, as Hydra does when a job begins."""
     with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
         cfg.hydra.runtime.output_dir = directory
 
 
-def say(hydra: Hydra, cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
-    """With `hydra.verbose`: set the levels of loggers that it names, and print what Hydra composed from."""
+def log_composition(cfg: DictConfig, name: str, overrides: Sequence[str]) -> None:
+    """With `hydra.verbose`: set the levels of the loggers it names, and print what Hydra composed from."""
     if cfg.hydra.verbose:
-        hydra.compose_config(name, list(overrides), run_mode=RunMode.RUN, with_log_configuration=True)
+        hydra_private.compose_mode(overrides, name, RunMode.RUN, log=True)
 
 
 class Calls:
-    """The callbacks of a command line, made but not yet called: `titan.config.modules.check_hydra` lets them be
-    imported."""
+    """The instantiated callbacks of a command line; `titan.config.modules.check_hydra` checks what they import."""
 
     def __init__(self, cfg: DictConfig, elsewhere: bool = False, made: Any = None) -> None:
-        """Make them.
+        """Instantiate them.
 
         Args:
             cfg: what Hydra composed.
-            elsewhere: the job runs in no process of this command's.
-            made: Hydra's own instances, where it has made them.
+            elsewhere: the job does not run in a process of this command.
+            made: the instances that Hydra has made, if any.
 
         Raises:
-            ConfigError: for a callback that can't be made, or that would not be called.
+            ConfigError: for a callback that can't be instantiated, or that would not be called.
         """
         self.config = cfg
         try:
-            self.callbacks = made or Callbacks(cfg)
+            self.callbacks = made or hydra_private.Callbacks(cfg)
         except InstantiationException as error:
             why = " ".join(str(error).split("\n")[0].split()).rstrip(".:")
             raise ConfigError(f"hydra.callbacks: {why}; correct the callback's settings.") from error
@@ -127,7 +125,7 @@ class Calls:
             _check_called(self.callbacks.callbacks)
 
     def around_run(self, body: Callable[[], int], name: str) -> int:
-        """A single run with all its callbacks; gives its exit code."""
+        """Execute a single run with all its callbacks; return its exit code."""
         if not self.callbacks.callbacks:
             return body()
         self.callbacks.on_run_start(config=self.config, config_name=name)
@@ -138,7 +136,7 @@ class Calls:
             self.callbacks.on_run_end(config=self.config, config_name=name, job_return=returned)
 
     def around_job(self, body: Callable[[], int], cfg: DictConfig, returned: JobReturn | None = None) -> int:
-        """A job of this process with its callbacks; gives its exit code."""
+        """Execute a job of this process with its callbacks; return its exit code."""
         if not self.callbacks.callbacks:
             return body()
         returned = returned or _returned(cfg)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import ClassVar
 
-from hydra._internal import utils as hydra_utils
-from hydra._internal.hydra import Hydra
-from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra import compose, initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -18,72 +19,82 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from titan.errors import ConfigError
+from titan.run import hydra_private
 from titan.run.hydra_choices import check_optional, value_error
 
-here = Path(__file__).resolve().parents[1]
-
-
-CONF = next(p for p in (here / "conf", here.parent / "conf") if p.is_dir())
-"""The configuration's folder: inside the package in a wheel, beside it in a checkout."""
-
-
+PACKAGE = Path(__file__).resolve().parents[1]
+CONF = next(p for p in (PACKAGE / "conf", PACKAGE.parent / "conf") if p.is_dir())
+"""The folder of configuration files: inside the package in a wheel, beside it in a checkout."""
 CONFIG = "train"
+"""The primary configuration in it."""
+BASE = "1.3"
+"""The version of Hydra whose defaults hold, as `hydra.runtime.version_base` records it."""
 
 
 class ExtraConfigs(SearchPathPlugin):
     """Groups of others: packages with an entry point in `titan.plugins`, and the folders in $TITAN_CONF.
 
-    They come after titan's own, so that they add choices and can't replace any. So does what `hydra.searchpath` names
-    on the command line: Hydra itself looks there only when it composes, and not for what there is to choose from.
+    They come after titan's own, so that they add choices and can't replace any. So do the folders that
+    `hydra.searchpath` and --config-dir name on the command line: Hydra itself looks into the former only to compose,
+    and not for the choices of a group.
     """
 
     asked: ClassVar[tuple[str, ...]] = ()
-    """The folders that the command line names; Hydra makes the instance."""
+    """The folders of `hydra.searchpath`. A class variable, since Hydra makes the instance."""
+    config_dir: ClassVar[str | None] = None
+    """The folder of --config-dir, within a `Session`."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Append the other folders."""
         for entry in entry_points(group="titan.plugins"):
-            entry.load()  # so that it can register schemas of its own
+            entry.load()  # so that it can register schemas
             search_path.append(entry.name, f"pkg://{entry.value.split(':')[0]}.conf")
         for folder in filter(None, os.environ.get("TITAN_CONF", "").split(os.pathsep)):
             search_path.append("TITAN_CONF", f"file://{os.path.abspath(folder)}")
         for path in self.asked:
             search_path.append("hydra.searchpath in command-line", path)
+        if self.config_dir:
+            search_path.append("command-line", f"file://{os.path.abspath(self.config_dir)}")
 
 
 class Session:
-    """Hydra, set up for one composition."""
+    """Hydra, initialized for one composition. A context manager; gives the loader, which knows the choices."""
 
     def __init__(self, args: argparse.Namespace | None = None) -> None:
         self.folder = getattr(args, "config_path", None) or str(CONF)
         self.extra = getattr(args, "config_dir", None)
 
-    def __enter__(self) -> Hydra:
+    def __enter__(self) -> ConfigLoader:
         GlobalHydra.instance().clear()
-        path = hydra_utils.create_automatic_config_search_path(None, None, self.folder)
-        if self.extra:
-            before = SearchPathQuery(provider="schema")  # Hydra wants that one to stay the last
-            path.prepend("command-line", f"file://{os.path.abspath(self.extra)}", before)
-        return Hydra.create_main_hydra2("train", path)
+        ExtraConfigs.config_dir = self.extra
+        try:
+            initialize_config_dir(os.path.abspath(self.folder), job_name="train", version_base=BASE)
+        finally:
+            ExtraConfigs.config_dir = None
+        return GlobalHydra.instance().config_loader()
 
     def __exit__(self, *error: object) -> None:
         GlobalHydra.instance().clear()
 
 
-def compose_config(
-    hydra: Hydra, overrides: list[str], name: str | None = None, mode: RunMode = RunMode.RUN
-) -> DictConfig:
-    """What overrides compose, Hydra's own node included."""
+def compose_config(overrides: Sequence[str], name: str | None = None, mode: RunMode = RunMode.RUN) -> DictConfig:
+    """Return what overrides compose, Hydra's own node included, within a `Session`.
+
+    Raises:
+        ConfigError: for a choice that does not exist, or has no name.
+    """
     try:
-        cfg = hydra.compose_config(
-            config_name=name or CONFIG, overrides=overrides, run_mode=mode, with_log_configuration=False
-        )
+        if mode == RunMode.RUN:
+            cfg = compose(name or CONFIG, list(overrides), return_hydra_config=True)
+        else:
+            cfg = hydra_private.compose_mode(overrides, name or CONFIG, mode)
     except ValueError as error:
         raise ConfigError(value_error(error, overrides)) from error
-    check_optional(lambda group: hydra.config_loader.get_group_options(group, ObjectType.CONFIG), cfg)
+    loader = GlobalHydra.instance().config_loader()
+    check_optional(lambda group: loader.get_group_options(group, ObjectType.CONFIG), cfg)
     return cfg
 
 
 def without_hydra(cfg: DictConfig) -> DictConfig:
-    """The configuration without Hydra's own node."""
+    """Return the configuration without Hydra's own node."""
     return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])

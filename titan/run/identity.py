@@ -61,7 +61,7 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
             if not field.metadata.get("told", True):
                 continue
             if (default if mark is None else mark) == science and setting != field.default:
-                found[f"{axis}.{field.name}"] = redacted(plain(setting))
+                found[f"{axis}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))
     return found
 
 

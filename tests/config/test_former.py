@@ -1,0 +1,133 @@
+"""Renamed settings: the former key works with a warning, and ids stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from tests.support.runs import TINY
+from titan.config import settings
+from titan.config.arguments import arguments
+from titan.config.former import former_keys, rename_overrides
+from titan.config.settings import setting
+from titan.config.warning import warn_once
+from titan.errors import ConfigError
+from titan.run import axes, identity
+from titan.run.compose import composed
+from titan.training.schema import Training
+
+
+@dataclass(frozen=True)
+class Part:
+    size: int = setting(4, formerly="length")
+
+
+@dataclass(frozen=True)
+class Axis:
+    rate: float = setting(0.1, formerly="lr")
+    pair: tuple[int, ...] = setting((1, 2), formerly="two")
+    part: Part = dataclasses.field(default=Part())
+    parts: Mapping[str, Part] | None = setting(None)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    axis: Axis
+
+    @classmethod
+    def axes(cls) -> tuple[str, ...]:
+        return ("axis",)
+
+
+FORMER = former_keys([("axis", Axis)])
+
+
+@pytest.fixture(autouse=True)
+def once() -> Iterator[None]:
+    """Warnings of other tests do not count."""
+    warn_once.cache_clear()
+    yield
+    warn_once.cache_clear()
+
+
+def test_former_keys_of_a_schema() -> None:
+    assert FORMER == {
+        "axis.lr": "axis.rate", "axis.two": "axis.pair", "axis.part.length": "axis.part.size",
+        "axis.parts.*.length": "axis.parts.*.size",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        pytest.param("axis.lr=3", "axis.rate=3", id="value"),
+        pytest.param("++axis.lr=1,2", "++axis.rate=1,2", id="sweep"),
+        pytest.param("axis.part.length=[a=b]", "axis.part.size=[a=b]", id="nested"),
+        pytest.param("axis.parts.mine.length=3", "axis.parts.mine.size=3", id="named"),
+        pytest.param("axis.rate=3", "axis.rate=3", id="present"),
+        pytest.param("other.lr=3", "other.lr=3", id="another-axis"),
+        pytest.param("axis.lr.x=3", "axis.lr.x=3", id="below"),
+        pytest.param("hydra/launcher=local", "hydra/launcher=local", id="group"),
+        pytest.param("", "", id="empty"),
+    ],
+)
+def test_overrides_get_the_present_key(override: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rename_overrides([override, override], FORMER) == [wanted, wanted]
+    warned = capsys.readouterr().err
+    assert warned.count("is now called") == (override != wanted)
+
+
+def test_a_file_may_have_the_former_key(capsys: pytest.CaptureFixture[str]) -> None:
+    built = settings.build(Axis, settings.defaults(Axis) | {"lr": 0.5, "two": [3, 4]}, "axis")
+    assert built == Axis(0.5, (3, 4))
+    assert capsys.readouterr().err.splitlines() == [
+        "titan: warning: axis.lr=0.5: this setting is now called axis.rate; use that name.",
+        "titan: warning: axis.two=[3,4]: this setting is now called axis.pair; use that name.",
+    ]
+
+
+def test_what_an_earlier_version_wrote_is_read_without_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert settings.build(Axis, {"lr": 0.5}, "axis") == Axis(0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_two_values_are_rejected() -> None:
+    with pytest.raises(ConfigError) as rejected:
+        settings.build(Axis, {"lr": 0.5, "rate": 0.3}, "axis")
+    assert str(rejected.value) == "axis.lr=0.5: is the former name of axis.rate, which is 0.3; leave one out."
+
+
+def test_ids_hash_the_former_key() -> None:
+    run = Recipe(Axis(rate=0.5))
+    assert identity.settings_of(cast(Any, run), science=False) == {"axis.lr": 0.5}
+
+
+def test_commands_without_configuration_files_accept_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert arguments(Part, ["length=7"]) == Part(7)
+    assert "length: this setting is now called size; use that name." in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="size is given twice"):
+        arguments(Part, ["length=7", "size=8"])
+
+
+def test_a_run_is_composed_with_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = composed([*TINY, "training.seq_len=32", "hydra.run.dir=/nowhere"])
+    ids = identity.settings_of(before, science=True)
+    field = Training.__dataclass_fields__["seq_len"]
+    monkeypatch.setattr(field, "metadata", types.MappingProxyType({**field.metadata, "formerly": "row_length"}))
+    axes._former.cache_clear()
+    try:
+        run = composed([*TINY, "training.row_length=32", "hydra.run.dir=/nowhere"])
+    finally:
+        axes._former.cache_clear()
+    assert run.training.seq_len == 32
+    assert identity.settings_of(run, science=True) == {
+        name.replace("seq_len", "row_length"): value for name, value in ids.items()
+    }
+    assert capsys.readouterr().err == (
+        "titan: warning: training.row_length: this setting is now called training.seq_len; use that name.\n"
+    )

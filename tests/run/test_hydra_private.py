@@ -1,0 +1,63 @@
+"""Hydra's private names: those of the supported versions, in one module."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.config_store import ConfigStore
+from packaging.specifiers import SpecifierSet
+
+from titan.run import hydra_private
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def resolved(name: str) -> Any:
+    """What a dotted name is, in the longest module that can be imported."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+def test_the_installed_version_is_supported() -> None:
+    assert version("hydra-core") in SpecifierSet(hydra_private.SUPPORTED)
+
+
+def test_the_package_asks_for_the_supported_versions() -> None:
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"hydra-core{hydra_private.SUPPORTED}" in asked
+
+
+@pytest.mark.parametrize("name", hydra_private.USED)
+def test_a_private_name_is_there_with_its_parameters(name: str) -> None:
+    assert list(hydra_private.USED[name]) == [
+        parameter for parameter in inspect.signature(resolved(name)).parameters if parameter in hydra_private.USED[name]
+    ]
+
+
+def test_the_store_of_choices_has_groups() -> None:
+    store = ConfigStore.instance()
+    store.store(group="zebra/stripes", name="a", node={})
+    hydra_private.clear_group(store, "zebra", "stripes")
+    assert store.list("zebra/stripes") == []
+
+
+def test_no_other_module_uses_private_names() -> None:
+    private = re.compile(r"^\s*(from|import) hydra\._|\bimport_module\(.hydra\._", re.MULTILINE)
+    files = [file for top in ("titan", "launchers", "tests") for file in (ROOT / top).rglob("*.py")]
+    users = {str(file.relative_to(ROOT)) for file in files if private.search(file.read_text())}
+    assert users == {"titan/run/hydra_private.py"}

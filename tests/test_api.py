@@ -1,0 +1,227 @@
+"""titan.api: what notebooks and scripts call."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.support.runs import TINY
+from titan import api
+from titan.errors import ConfigError, RunError
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = f"""
+import sys
+from titan import api
+result = api.train(api.compose(*{TINY!r}, "name=cell", *sys.argv[1:]))
+print("RESULT", result.finished, result.step, len(result.losses), "torch" in sys.modules)
+"""
+
+
+def python(directory: Path, *arguments: str, text: str | None = None) -> str:
+    """What a fresh Python prints in a directory."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=directory, input=text, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> api.Result:
+    """A run of three steps in this process."""
+    folder = tmp_path_factory.mktemp("api")
+    run = api.compose(*TINY, "checkpoint.every=2", "metrics.validation_tokens=256", f"hydra.run.dir={folder}/run")
+    return api.train(run, in_process=True)
+
+
+def test_it_imports_without_torch(tmp_path: Path) -> None:
+    read = "import sys; from titan import api; print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    assert python(tmp_path, "-c", read) == "False False\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [pytest.param(["-c", SCRIPT], None, id="python-c"), pytest.param(["-", "parallelism=ddp"], SCRIPT, id="stdin")],
+)
+def test_train_without_a_main_file(tmp_path: Path, arguments: Sequence[str], text: str | None) -> None:
+    assert "RESULT True 3 3 False" in python(tmp_path, *arguments, text=text)
+
+
+def test_the_result_is_what_the_run_wrote(trained: api.Result) -> None:
+    wrote = json.loads((trained.directory / "result.json").read_text())
+    assert (trained.finished, trained.step, trained.tokens, trained.exit_code) == (True, 3, 3 * 128, 0)
+    assert (trained.first_loss, trained.last_loss) == (wrote["first_loss"], wrote["last_loss"])
+    assert trained.checkpoint == trained.directory / "checkpoints" / "step-3"
+    assert trained.losses.tolist()[::2] == [trained.first_loss, trained.last_loss]
+
+
+def test_a_finished_run_is_not_trained_again(trained: api.Result) -> None:
+    again = api.train(api.compose(f"resume={trained.directory}"), in_process=True)
+    assert again.values == trained.values
+    assert len(api.open_run(trained.directory).attempts) == 1
+
+
+def test_open_run(trained: api.Result) -> None:
+    saved = api.open_run(str(trained.directory))
+    assert saved.result == trained
+    assert saved.config["model"]["dim"] == 32
+    assert [attempt.kind for attempt in saved.attempts] == ["start"]
+    assert [checkpoint.step for checkpoint in saved.checkpoints] == [2, 3]
+    assert saved.checkpoints[-1].path == trained.checkpoint
+    assert saved.metrics["step"].tolist() == [1, 2, 3]
+    assert saved.metrics["step"].dtype == np.int64
+    assert np.isfinite(saved.metrics["validation_loss"]).tolist() == [False, False, True]
+    assert all(len(text) == 16 for text in saved.metrics["batch_hash"])
+    assert "rows" not in saved.metrics
+
+
+def test_frame_has_a_row_per_step(trained: api.Result) -> None:
+    pytest.importorskip("pandas")
+    frame = api.open_run(trained.directory).frame()
+    assert frame.index.tolist() == [1, 2, 3]
+    assert frame["loss"].to_numpy().tolist() == trained.losses.tolist()
+
+
+def made(directory: Path, lines: Sequence[dict[str, Any]], starts: Sequence[int]) -> api.SavedRun:
+    """A run's directory with metrics, and an attempt from each of the steps `starts`."""
+    said = {"run_id": "r", "ids": {"science": "s"}, "science": {}, "config": {"training": {"steps": 5}}}
+    documents = [{"attempt": number, "from_step": step, **said} for number, step in enumerate(starts, 1)]
+    (directory / "run.yaml").write_text("".join("---\n" + yaml.safe_dump(document) for document in documents))
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return api.SavedRun(directory)
+
+
+def test_metrics_are_those_of_the_attempt_that_counts() -> None:
+    lines = [
+        {"step": 1, "loss": 5.0, "attempt": 1}, {"step": 2, "loss": 4.0, "attempt": 1},
+        {"step": 2, "validation_loss": 4.5, "attempt": 1}, {"step": 3, "loss": 3.0, "attempt": 1},
+        {"step": 2, "loss": None, "attempt": 2},
+    ]  # fmt: skip
+    metrics = api._columns(api._records(lines, {1: 1, 2: float("inf")}))
+    assert metrics["step"].tolist() == [1, 2]
+    assert metrics["loss"][0] == 5.0
+    assert np.isnan(metrics["loss"][1])
+    assert "validation_loss" not in metrics
+
+
+def test_records_of_one_step_become_one_row(tmp_path: Path) -> None:
+    lines = [
+        {"step": 1, "loss": 5.0, "time": 1.0, "attempt": 1},
+        {"step": 1, "validation_loss": 4.5, "time": 2.0, "attempt": 1},
+    ]
+    metrics = made(tmp_path, lines, [0]).metrics
+    assert {name: column.tolist() for name, column in metrics.items()} == {
+        "step": [1], "loss": [5.0], "validation_loss": [4.5], "time": [1.0], "attempt": [1],
+    }  # fmt: skip
+
+
+def test_a_result_of_an_earlier_attempt_is_not_the_runs(tmp_path: Path) -> None:
+    saved = made(tmp_path, [{"step": 4, "loss": 1.0, "attempt": 2}], [0, 3])
+    (tmp_path / "result.json").write_text(json.dumps({"finished": False, "step": 3, "attempt": 1}))
+    assert saved.result is None
+    outcome = api._outcome(tmp_path, 130)
+    assert (outcome.finished, outcome.step, outcome.exit_code) == (False, 4, 130)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        pytest.param(["modle=debug"], "did you mean 'model'", id="name"),
+        pytest.param(["training.steps=0"], "training.steps=0: must be at least 1", id="range"),
+        pytest.param(["-m", "optimizer.lr=1e-3,1e-2"], "are for titan.train", id="sweep"),
+        pytest.param(["--help"], "are for titan.train", id="help"),
+        pytest.param(["hydra/launcher=slurm", "cluster=h100"], "hydra/launcher=slurm: takes the command", id="slurm"),
+        pytest.param(
+            ["+hydra.callbacks.a._target_=hydra.experimental.callbacks.LogJobReturnCallback"],
+            "hydra.callbacks: takes the command",
+            id="callbacks",
+        ),
+    ],
+)
+def test_compose_rejects(overrides: Sequence[str], sentence: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        api.compose(*TINY, *overrides)
+    assert sentence in str(rejected.value)
+
+
+@pytest.mark.parametrize("parallelism", ["single", "ddp"])
+def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: pytest.CaptureFixture[str]) -> None:
+    diverging = ["optimizer=sgd", "optimizer.lr=1e30", "training.bad_steps=1", "training.warmup=0"]
+    run = api.compose(*TINY, *diverging, f"parallelism={parallelism}", f"hydra.run.dir={tmp_path}/run")
+    with pytest.raises(RunError) as failed:
+        api.train(run)
+    assert "training.bad_steps=1" in str(failed.value)
+    assert str(failed.value) in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted"),
+    [
+        pytest.param("titan: a: b.\n", "a: b.", id="one"),
+        pytest.param("x\ntitan: restart 1 of 2\ntitan: a: b.\n", "a: b.", id="last"),
+        pytest.param("titan: rank 1 failed:\nTraceback\n  x\nE: y\n", "rank 1 failed: E: y", id="traceback"),
+        pytest.param("x\n", "/nowhere: the run ended with exit code 1; see log/ in it.", id="none"),
+    ],
+)
+def test_the_message_of_an_error(printed: str, wanted: str) -> None:
+    run = api.compose(*TINY, "hydra.run.dir=/nowhere")
+    assert api._last_message(printed, run, 1) == wanted
+
+
+def test_train_takes_the_main_thread(tmp_path: Path) -> None:
+    run, errors = api.compose(*TINY, f"hydra.run.dir={tmp_path}/run"), []
+
+    def body() -> None:
+        try:
+            api.train(run)
+        except ConfigError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert errors == ["api.train: handles signals, which only the main thread can; call it from there."]
+
+
+def test_a_rank_of_torchrun_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = api.compose(*TINY, f"hydra.run.dir={tmp_path}/run")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="rank 1 of 2 of torchrun or srun"):
+        api.train(run)
+
+
+def test_compare_gives_findings(trained: api.Result) -> None:
+    found = api.compare([trained.directory], margin=0.5)
+    assert found.margin == 0.5
+    assert [run.step for arm in found.arms for run in arm.runs] == [3]
+    assert api.compare(trained.directory).title == found.title
+
+
+@pytest.mark.parametrize(
+    ("directory", "options", "sentence"),
+    [
+        pytest.param("nowhere", {}, "nowhere: there is no such directory", id="directory"),
+        pytest.param(".", {"margin": 0.0}, "margin=0.0: must be above 0", id="range"),
+    ],
+)
+def test_compare_rejects(directory: str, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        api.compare([directory], **options)
+
+
+def test_open_run_rejects_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        api.open_run(tmp_path)

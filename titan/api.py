@@ -1,0 +1,409 @@
+"""titan for notebooks and scripts: compose, train, read and compare runs. Importing it does not load torch.
+
+    from titan import api
+
+    run = api.compose("model=debug", "parallelism=fsdp", "training.steps=100", "name=first")
+    result = api.train(run)
+    saved = api.open_run(result.directory)
+    saved.metrics["loss"], saved.config["optimizer"]["lr"], saved.checkpoints[-1].path
+    findings = api.compare(["runs/first", "runs/second"], margin=0.01)
+
+Where a command prints a sentence and exits with 2 or 1, these functions raise ConfigError or RunError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from launchers import start
+from launchers.command import compose_single
+from titan.checkpoint import manifest
+from titan.cluster import rank_info
+from titan.cluster.environment import before_torch
+from titan.compare import Settings as CompareSettings
+from titan.config import settings
+from titan.config.optional import optional_package
+from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
+from titan.metrics.plot import read_lines
+from titan.report import comparison, history
+from titan.report.findings import Comparison
+from titan.run.attempts import read_attempts
+from titan.run.result import read_result
+from titan.run.run import Run
+
+__all__ = [
+    "AttemptRecord",
+    "Comparison",
+    "ConfigError",
+    "Result",
+    "Run",
+    "RunError",
+    "SavedCheckpoint",
+    "SavedRun",
+    "compare",
+    "compose",
+    "open_run",
+    "train",
+]
+
+STOPPED = (130, EXIT_REQUEUE)
+"""Exit codes of a run that a signal stopped after it saved what it could."""
+
+
+def compose(*overrides: str) -> Run:
+    """Return the checked run that a command line of `titan.train` describes.
+
+    Args:
+        overrides: AXIS=CHOICE and AXIS.SETTING=VALUE, `resume=DIR`, and options such as --config-dir, one string each.
+
+    Raises:
+        ConfigError: when the run can't work, and for what only a command line can do: sweeps, Slurm, callbacks.
+    """
+    return compose_single(overrides)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a run, as its last attempt wrote it to result.json.
+
+    Attributes:
+        directory: the run's directory.
+        finished: whether all steps are done; False when a signal stopped the run.
+        step: optimizer updates done.
+        tokens: tokens read.
+        first_loss, last_loss: training loss of the first and the last step, nats per token; None when not finite.
+        validation_loss, bits_per_byte: of the last evaluation; None without one.
+        tokens_per_second: of all ranks together, without warm-up steps; None when no step was timed.
+        mfu: model FLOP utilization; None when the device's peak is unknown.
+        memory_gib: peak memory of a rank.
+        seconds: duration of the last attempt.
+        checkpoint: folder of the last checkpoint; None when nothing was saved.
+        science_id: identity of what was learned.
+        values: everything in result.json.
+        exit_code: what the command exits with: 0, 130 after Ctrl-C or SIGTERM, 75 when a scheduler asks to stop.
+    """
+
+    directory: Path
+    finished: bool
+    step: int
+    tokens: int = 0
+    first_loss: float | None = None
+    last_loss: float | None = None
+    validation_loss: float | None = None
+    bits_per_byte: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_gib: float | None = None
+    seconds: float | None = None
+    checkpoint: Path | None = None
+    science_id: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    exit_code: int = 0
+
+    @cached_property
+    def losses(self) -> NDArray[np.float64]:
+        """The training loss of each step done, nats per token; NaN where it was not finite."""
+        metrics = open_run(self.directory).metrics
+        if "loss" not in metrics:
+            return np.zeros(0)
+        return np.asarray(metrics["loss"][metrics["step"] >= 1], dtype=np.float64)
+
+
+def train(run: Run, *, in_process: bool = False) -> Result:
+    """Train a run on this machine and return its result: start it, resume it, or read it when it has finished.
+
+    It prints what the command prints. The first Ctrl-C stops the run at the end of its step: the result says
+    `finished=False`, and another call of `train` resumes it.
+
+    Args:
+        run: the run, from `compose`.
+        in_process: run a single rank in this process, as the command does, for a debugger; otherwise ranks are
+            processes, so that neither their memory nor their crash stays in this one.
+
+    Raises:
+        ConfigError: when the run is rejected: the command's exit code 2.
+        RunError: when the run fails: exit code 1.
+    """
+    _check_process()
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(_Tee(sys.stderr, printed)):
+        code = launch(run, in_process=in_process)
+    if code not in (0, *STOPPED):
+        raise (ConfigError if code == 2 else RunError)(_last_message(printed.getvalue(), run, code))
+    return _outcome(Path(run.directory), code)
+
+
+def launch(run: Run, *, in_process: bool = True) -> int:
+    """Run on this machine as the command does and return the exit code; ranks report their errors on stderr.
+
+    Raises:
+        ConfigError, RunError: when a rank in this process rejects the run, or fails.
+    """
+    if in_process:
+        before_torch(os.environ)
+    try:
+        return start.run_local(run, apart=not in_process)
+    except OSError as error:
+        if (sentence := machine_error(error)) is None:
+            raise
+        raise RunError(sentence) from error
+
+
+def _check_process() -> None:
+    """Raise ConfigError where this process can't start ranks and handle their signals."""
+    mine = rank_info.from_environment(os.environ)
+    if mine is not None:
+        raise ConfigError(
+            f"api.train: this process is rank {mine.rank} of {mine.world_size} of torchrun or srun; start it alone, or "
+            "start titan.train with torchrun."
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("api.train: handles signals, which only the main thread can; call it from there.")
+
+
+def _outcome(directory: Path, code: int) -> Result:
+    """What the last attempt wrote; of one that was killed while it stopped, the steps that metrics.jsonl has."""
+    saved = open_run(directory)
+    result = saved.result or Result(directory, finished=False, step=int(saved.metrics["step"].max(initial=0)))
+    return replace(result, exit_code=code)
+
+
+class _Tee(io.TextIOBase):
+    """A stream that writes to another one and keeps a copy."""
+
+    def __init__(self, stream: TextIO, copy: io.StringIO) -> None:
+        self.stream, self.copy = stream, copy
+
+    def write(self, text: str) -> int:
+        self.copy.write(text)
+        return self.stream.write(text)
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+
+def _last_message(printed: str, run: Run, code: int) -> str:
+    """The last error message on stderr: its first line, and of a traceback also the last."""
+    _, found, message = f"\n{printed}".rpartition("\ntitan: ")
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if not found or not lines:
+        return f"{run.directory}: the run ended with exit code {code}; see log/ in it."
+    return " ".join([lines[0], *lines[1:][-1:]])
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One document of run.yaml: one execution of a run between start or resume and its end.
+
+    Attributes:
+        number: 1 for the first.
+        kind: "start", "resume", "continuation" or "fork".
+        began: the time in ISO format.
+        from_step: updates done before it.
+        overrides: the command line.
+        ids: `science`, `group`, `execution` and `code`.
+        layout: the degree of each mesh dimension.
+        config: the resolved configuration.
+        document: everything in the document.
+    """
+
+    number: int
+    kind: str
+    began: str
+    from_step: int
+    overrides: tuple[str, ...]
+    ids: Mapping[str, str]
+    layout: Mapping[str, int]
+    config: Mapping[str, Any] = field(repr=False)
+    document: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A complete checkpoint in a run's directory: updates and tokens done, the layout that saved it, its folder."""
+
+    step: int
+    tokens: int
+    layout: Mapping[str, int]
+    path: Path
+
+
+class SavedRun:
+    """A run's directory, read when asked and kept; `open_run` again to see what has been added since."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __repr__(self) -> str:
+        return f"SavedRun({str(self.directory)!r})"
+
+    @cached_property
+    def attempts(self) -> tuple[AttemptRecord, ...]:
+        """The attempts of the run, oldest first."""
+        return tuple(map(_attempt, read_attempts(self.directory)))
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The resolved configuration of the last attempt, by axis."""
+        return self.attempts[-1].config
+
+    @cached_property
+    def result(self) -> Result | None:
+        """The outcome that the last attempt wrote; None while it runs, and when it was killed."""
+        result = _result(self.directory)
+        return result if result.values.get("attempt") == self.attempts[-1].number else None
+
+    @cached_property
+    def checkpoints(self) -> tuple[SavedCheckpoint, ...]:
+        """The complete checkpoints in the directory, oldest first."""
+        found = [(folder, manifest.read(folder)) for folder in manifest.steps(self.directory)]
+        return tuple(SavedCheckpoint(m.step, m.tokens, m.layout, folder) for folder, m in found if m)
+
+    @cached_property
+    def metrics(self) -> Mapping[str, NDArray[Any]]:
+        """What metrics.jsonl records, by name; [steps] each, in rising order of `step`.
+
+        Steps that a later attempt did again have that attempt's values. A number that a step lacks, or that was not
+        finite, is NaN, and a text is empty; columns of whole numbers without a gap are int64. Lists are left out.
+        """
+        documents = tuple(attempt.document for attempt in self.attempts)
+        return _columns(_records(read_lines(self.directory / "metrics.jsonl"), history.limits(documents)))
+
+    def frame(self) -> Any:
+        """The metrics as a pandas DataFrame with one row per step.
+
+        Raises:
+            ConfigError: when pandas is not installed.
+        """
+        pandas = optional_package("pandas", "frame()")
+        return pandas.DataFrame(dict(self.metrics)).set_index("step")
+
+
+def open_run(directory: str | os.PathLike[str]) -> SavedRun:
+    """Return what a run's directory holds; it may still be running.
+
+    Raises:
+        ConfigError: when it holds no run.
+    """
+    path = Path(directory).expanduser().absolute()
+    if not (path / "run.yaml").is_file():
+        raise ConfigError(f"{directory}: holds no run (a run has a run.yaml); give a run's directory, such as runs/x.")
+    run = SavedRun(path)
+    if not run.attempts:
+        raise ConfigError(f"{directory}: its run.yaml is empty; give another run's directory.")
+    return run
+
+
+def _attempt(document: Mapping[str, Any]) -> AttemptRecord:
+    return AttemptRecord(
+        number=int(document["attempt"]),
+        kind=str(document.get("kind") or ""),
+        began=str(document.get("began") or ""),
+        from_step=int(document.get("from_step") or 0),
+        overrides=tuple(document.get("overrides") or ()),
+        ids=dict(document["ids"]),
+        layout=dict(document.get("layout") or {}),
+        config=dict(document["config"]),
+        document=document,
+    )
+
+
+def _result(directory: Path) -> Result:
+    values, _ = read_result(directory)
+    own: dict[str, Any] = {name: values.get(name) for name in RESULT}
+    return Result(
+        directory=directory,
+        finished=bool(values.get("finished")),
+        step=int(values.get("step") or 0),
+        tokens=int(values.get("tokens") or 0),
+        checkpoint=Path(values["checkpoint"]) if values.get("checkpoint") else None,
+        science_id=str(values.get("science_id") or ""),
+        values=values,
+        **own,
+    )
+
+
+RESULT = (
+    "first_loss", "last_loss", "validation_loss", "bits_per_byte", "tokens_per_second", "mfu", "memory_gib", "seconds",
+)  # fmt: skip
+"""Numbers of result.json that `Result` has as they are."""
+
+
+def _records(lines: Sequence[Mapping[str, Any]], limits: Mapping[int, float]) -> list[Mapping[str, Any]]:
+    """One record per step, with all that the last attempt which did the step recorded of it."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        step, attempt = line.get("step"), line.get("attempt", 1)
+        if not isinstance(step, int) or step > limits.get(attempt, math.inf):
+            continue
+        same = steps.get(step, {})
+        steps[step] = {**line, "attempt": attempt} | (same if same.get("attempt") == attempt else {})
+    return [steps[step] for step in sorted(steps)]
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+    names = dict.fromkeys(["step", *(name for record in records for name in record)])
+    found = {name: [record.get(name) for record in records] for name in names}
+    return {name: _column(values) for name, values in found.items() if not any(map(_is_nested, values))}
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (list, dict))
+
+
+def _column(values: Sequence[Any]) -> NDArray[Any]:
+    if any(isinstance(value, str) for value in values):
+        return np.array(["" if value is None else str(value) for value in values])
+    if all(type(value) is int and abs(value) < 2**63 for value in values):
+        return np.array(values, dtype=np.int64)
+    return np.array([_number(value) for value in values], dtype=np.float64)
+
+
+def _number(value: Any) -> float:
+    """A number of a record; NaN for what is missing, and for what no float can be."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
+
+
+def compare(
+    directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    baseline: str | None = None,
+    margin: float | None = None,
+    target: float | None = None,
+) -> Comparison:
+    """Compare all runs in and below some directories and return the findings as data.
+
+    Args:
+        directories: those of runs and sweeps, or folders that hold some; the first run is the baseline.
+        baseline: settings, such as "parallelism=ddp,lr=0.001", or a run's directory.
+        margin: validation loss, nats, that counts as no difference; None: as the sweep says, else 0.02.
+        target: validation loss to reach; None: as the sweep says.
+
+    Raises:
+        ConfigError: for a directory without runs, a value out of range, and a baseline that is none of the variants.
+    """
+    given = settings.build(CompareSettings, {"baseline": baseline, "margin": margin, "target": target})
+    several = [directories] if isinstance(directories, (str, os.PathLike)) else directories
+    return comparison.compare(several, comparison.Options(given.baseline, given.margin, given.target))

@@ -1,0 +1,63 @@
+"""Renamed settings on command lines: an override of a former key becomes one of the present key, with a warning.
+
+A field `setting(..., formerly="old")` says what it was called. In configuration files `settings.build` accepts the
+former key; overrides need the present one before Hydra composes, which rejects unknown keys. Ids hash the former key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from titan.config.settings import values_of
+from titan.config.warning import warn_once
+
+NAME = "*"
+"""Stands in a dotted key for a name that the user chooses."""
+
+
+def former_keys(schemas: Iterable[tuple[str, type]]) -> dict[str, str]:
+    """Return the present key of each former key, both dotted.
+
+    Args:
+        schemas: the name of each axis and a schema for it; an axis may have several.
+    """
+    return {old: new for path, cls in schemas for old, new in _of_schema(cls, path)}
+
+
+def _of_schema(cls: type, path: str) -> Iterator[tuple[str, str]]:
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        where, kind = f"{path}.{field.name}", hints[field.name]
+        if formerly := field.metadata.get("formerly"):
+            yield f"{path}.{formerly}", where
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from _of_schema(kind, where)
+        elif (nested := values_of(kind)) is not None and nested is not cls:
+            yield from _of_schema(nested, f"{where}.{NAME}")
+
+
+def rename_overrides(overrides: Sequence[str], former: Mapping[str, str]) -> list[str]:
+    """Return the overrides with present keys; warn once of each former one.
+
+    Args:
+        overrides: of a command line, in Hydra's grammar.
+        former: see `former_keys`.
+    """
+    return [_renamed(override, former) for override in overrides]
+
+
+def _renamed(override: str, former: Mapping[str, str]) -> str:
+    parts = re.fullmatch(r"([+~]*)([\w.-]+)(.*)", override, re.DOTALL)
+    for old, new in former.items() if parts else ():
+        assert parts is not None
+        names = re.fullmatch(re.escape(old).replace(re.escape(NAME), r"([^.]+)"), parts[2])
+        if names:
+            key = new
+            for name in names.groups():
+                key = key.replace(NAME, name, 1)
+            warn_once(f"{parts[2]}: this setting is now called {key}; use that name.")
+            return f"{parts[1]}{key}{parts[3]}"
+    return override

@@ -1,0 +1,35 @@
+"""The axes' schemas, and the former names of their settings."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from titan.config.former import former_keys, rename_overrides
+from titan.dataset.schema import KINDS, Dataset
+from titan.model.schema import Llama, Qwen3
+from titan.optimizer.schema import SGD, AdamW, Muon
+from titan.run.schema import Recipe
+
+PLUGGABLE: dict[str, dict[str, Any]] = {
+    "model": {"llama": Llama, "qwen3": Qwen3},
+    "dataset": {**KINDS, "base": Dataset},
+    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
+}
+"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A dataset whose
+class is the user's takes the settings that all kinds share from `/schema/dataset/base`."""
+
+
+def present(overrides: Sequence[str]) -> list[str]:
+    """Return overrides with the present names of settings; warn of former ones."""
+    return rename_overrides(overrides, _former())
+
+
+@functools.cache
+def _former() -> dict[str, str]:
+    """The former keys of all axes."""
+    declared = typing.get_type_hints(Recipe)
+    schemas = [(axis, cls) for axis in Recipe.axes() for cls in (declared[axis], *PLUGGABLE.get(axis, {}).values())]
+    return former_keys(schemas)

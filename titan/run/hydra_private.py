@@ -1,0 +1,106 @@
+"""Everything that titan uses of Hydra beside its public API: no other module imports `hydra._internal`.
+
+Hydra's public API composes one run (`initialize_config_dir`, `compose`), which `titan.run.hydra_session` uses. Sweeps,
+callbacks, the command line's options and what --cfg and --info show have none. tests/run/test_hydra_private.py fails
+when a Hydra outside of `SUPPORTED` is installed, or lacks a name of `USED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hydra._internal import utils
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+__all__ = [
+    "Callbacks",
+    "ConfigLoaderImpl",
+    "basic_sweeper",
+    "clear_group",
+    "compose_mode",
+    "get_overrides_dirname",
+    "hand_over",
+    "option_parser",
+    "sanitized",
+]
+
+SUPPORTED = ">=1.3.2,<1.4"
+"""Versions of Hydra whose private names are those used here."""
+USED: dict[str, tuple[str, ...]] = {
+    "hydra._internal.utils._run_hydra": ("args", "args_parser", "task_function", "config_path", "config_name"),
+    "hydra._internal.utils.get_args_parser": (),
+    "hydra._internal.callbacks.Callbacks": ("config",),
+    "hydra._internal.hydra.Hydra.compose_config": (
+        "self", "config_name", "overrides", "run_mode", "with_log_configuration",
+    ),
+    "hydra._internal.hydra.Hydra.get_sanitized_hydra_cfg": ("src_cfg",),
+    "hydra._internal.config_loader_impl.get_overrides_dirname": ("overrides", "exclude_keys", "item_sep", "kv_sep"),
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl._apply_overrides_to_config": ("overrides", "cfg"),
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl.load_configuration": (
+        "self", "config_name", "overrides", "run_mode",
+    ),
+    "hydra._internal.config_loader_impl.ConfigLoaderImpl.validate_sweep_overrides_legal": (
+        "overrides", "run_mode", "from_shell",
+    ),
+    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper.setup": (
+        "self", "hydra_context", "task_function", "config",
+    ),
+    "hydra._internal.core_plugins.basic_sweeper.BasicSweeper.validate_batch_is_legal": ("self", "batch"),
+}  # fmt: skip
+"""The private names, with the parameters that titan passes or overrides."""
+
+
+def option_parser() -> argparse.ArgumentParser:
+    """Return the parser of Hydra's options."""
+    return utils.get_args_parser()
+
+
+def compose_mode(overrides: Sequence[str], name: str, mode: RunMode, log: bool = False) -> DictConfig:
+    """Compose as `hydra.compose` does, within a `Session`, for a sweep too.
+
+    Args:
+        overrides: of the command line.
+        name: of the primary configuration.
+        mode: one run or a sweep.
+        log: configure logging by `hydra.verbose`, and print what the configuration was composed from.
+    """
+    hydra = GlobalHydra.instance().hydra
+    if hydra is None:
+        raise RuntimeError("compose_mode is called outside of a Session")
+    return hydra.compose_config(name, list(overrides), run_mode=mode, with_log_configuration=log)
+
+
+def sanitized(cfg: DictConfig) -> DictConfig:
+    """Return Hydra's own node as Hydra writes it to hydra.yaml."""
+    return Hydra.get_sanitized_hydra_cfg(cfg)
+
+
+def hand_over(args: argparse.Namespace, task: Callable[[DictConfig], Any], folder: str, name: str) -> None:
+    """Let Hydra carry out a sweep, --cfg, --info or completion.
+
+    Raises:
+        SystemExit: where Hydra exits.
+    """
+    utils._run_hydra(args, option_parser(), task, folder, name)
+
+
+def basic_sweeper() -> type[Any]:
+    """Return the class of Hydra's own sweeper: Hydra imports its plugins anew when it looks for them."""
+    Plugins.instance()
+    sweeper: type[Any] = importlib.import_module("hydra._internal.core_plugins.basic_sweeper").BasicSweeper
+    return sweeper
+
+
+def clear_group(store: ConfigStore, package: str, group: str) -> None:
+    """Remove the choices of a group that were stored by Hydra and its plugins."""
+    store.repo[package][group].clear()
