@@ -24,8 +24,10 @@ hypothesis.settings.load_profile(os.environ.get("TITAN_EXAMPLES", "quick"))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by what they use."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their tier and by what they use."""
+    whole = not any("::" in argument for argument in config.args)
+    config.stash[tiers.NO_TEST] = tiers.names_no_test(items) if whole else []
     for item in items:
         for mark in tiers.marks_of_item(item):
             item.add_marker(mark)

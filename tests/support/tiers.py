@@ -1,19 +1,24 @@
 """Which tests `make test` runs, and marks by what a test uses.
 
-The quick tier has every law and every mechanism once. Tests with the mark `full` are further cases of what it has;
-only `make test-all` runs them.
+The quick tier has every law and every mechanism once. Tests with the mark `full`, which full.txt names, are further
+cases of the same; only `make test-rest` and `make test-all` run them.
 """
 
 from __future__ import annotations
 
+import re
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-FULL = pytest.mark.full
+NO_TEST = pytest.StashKey[list[str]]()
+"""In a session's configuration: what `names_no_test` found."""
+LEFT_OUT = Path(__file__).parents[1] / "full.txt"
 USES = {
     "ranks": {"tests.support.ranks.run_ranks"},
     "compile": {"torch.compile", "titan.compile.backend.compile_stage"},
@@ -24,48 +29,69 @@ USES = {
 """Functions and classes by the mark of tests that reach one of them through the code of tests and fixtures."""
 
 
-def sampled(cases: Iterable[Any], *quick: object) -> list[Any]:
-    """Return parameters of which only those in `quick` run in the quick tier; the others get the mark `full`.
+@dataclass(frozen=True)
+class Rule:
+    """A line of full.txt: a pattern of tests, and whether they are left out of the quick tier or taken back."""
 
-    Args:
-        cases: values, tuples of values or `pytest.param`s.
-        quick: ids of `pytest.param`s, or values.
+    pattern: str
+    full: bool
 
-    Raises:
-        ValueError: if there is no such case, for example because it was renamed.
-    """
-    given = list(cases)
-    names = [_name(case) for case in given]
-    if unknown := [name for name in quick if name not in names]:
-        raise ValueError(f"no such cases: {unknown}; there are {names}")
-    return [case if name in quick else _full(case) for case, name in zip(given, names, strict=True)]
+    @property
+    def file(self) -> str:
+        """The file of the tests, below tests/."""
+        return self.pattern.partition("::")[0]
 
-
-def _name(case: Any) -> object:
-    return case.id or _value(case.values) if _is_param(case) else case
+    def matches(self, test: str) -> bool:
+        """Return whether the pattern stands for a test, in which only * has a meaning."""
+        return re.fullmatch(re.escape(self.pattern).replace(r"\*", ".*"), test, re.DOTALL) is not None
 
 
-def _value(values: tuple[object, ...]) -> object:
-    return values[0] if len(values) == 1 else values
+@cache
+def rules() -> dict[str, list[Rule]]:
+    """Return the lines of full.txt by file, in their order."""
+    found: dict[str, list[Rule]] = {}
+    for line in LEFT_OUT.read_text().splitlines():
+        if line and not line.startswith("#"):
+            rule = Rule(line.removeprefix("!"), not line.startswith("!"))
+            found.setdefault(rule.file, []).append(rule)
+    return found
 
 
-def _is_param(case: Any) -> bool:
-    return hasattr(case, "marks") and hasattr(case, "values")
+def left_out(test: str) -> bool:
+    """Return whether the last line of full.txt that matches FILE::TEST leaves it out of the quick tier."""
+    full = False
+    for rule in rules().get(test.partition("::")[0], ()):
+        if rule.full != full and rule.matches(test):
+            full = rule.full
+    return full
 
 
-def _full(case: Any) -> Any:
-    if _is_param(case):
-        return pytest.param(*case.values, id=case.id, marks=[*case.marks, FULL])
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=FULL)
+def names_no_test(items: list[pytest.Item]) -> list[str]:
+    """Return the patterns of full.txt that match no test of the collected files, and those of files that are gone."""
+    by_file: dict[str, list[str]] = {}
+    for name in map(name_of, items):
+        by_file.setdefault(name.partition("::")[0], []).append(name)
+    found = []
+    for file, lines in rules().items():
+        gone = not (LEFT_OUT.parent / file).is_file()
+        names = by_file.get(file)
+        found += [r.pattern for r in lines if gone or (names is not None and not any(map(r.matches, names)))]
+    return found
+
+
+def name_of(item: pytest.Item) -> str:
+    """Return FILE::TEST of a test, with its file below tests/."""
+    return item.nodeid.removeprefix("tests/")
 
 
 def marks_of_item(item: pytest.Item) -> set[str]:
-    """Return the marks of a test by the helpers that it or one of its fixtures reaches."""
+    """Return the marks of a test: by full.txt, and by the helpers that it or one of its fixtures reaches."""
+    tier = {"full"} if left_out(name_of(item)) else set[str]()
     if not isinstance(item, pytest.Function):
-        return set()
+        return tier
     fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
     functions = [f for f in (item.function, *fixtures) if f.__module__.startswith("tests.")]
-    return set[str]().union(*map(marks_of, functions))
+    return tier.union(*map(marks_of, functions))
 
 
 def marks_of(function: Callable[..., Any]) -> set[str]:
