@@ -130,10 +130,10 @@ DATA = (
         "dataset/test_mixture.py::test_each_source_is_read_in_its_order_without_a_gap",
     ),
     fault(
-        "preparation: what a killed one left is taken for done",
+        "preparation: what is damaged is not made again",
         "titan/dataset/preprocess/prepare.py",
-        "if not complete and read_receipt(self.folder, unit) is None:",
-        "if not complete:",
+        "wrong = damage(self.folder, unit, verify=verify)",
+        'wrong = ""',
         "dataset/test_prepare.py::test_what_is_damaged_is_made_again",
     ),
 )
