@@ -20,7 +20,8 @@ CHECKPOINTS = (
         "titan/checkpoint/manifest.py",
         'and folder.name != f"step-{manifest.step}":',
         "and False:",
-        "checkpoint/test_manifest.py::test_a_damaged_checkpoint_is_named_and_does_not_count",
+        "checkpoint/test_corruption.py::test_a_damage_is_named_and_costs_no_more_than_it_must"
+        "[manifest-of-another-checkpoint]",
     ),
     fault(
         "manifest: it may name files outside of its folder",
