@@ -130,7 +130,7 @@ def test_command(
     command: Command, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(start, "here", train_small)
+    monkeypatch.setattr(start, "run_local", train_small)
     words = list(command.words)
     if words[0] == "make":
         assert subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True).returncode == 0
