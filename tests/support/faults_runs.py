@@ -161,15 +161,14 @@ RUNS = (
         "titan/run/checks.py",
         "if run.microbatches > run.rank_rows:",
         "if False:",
-        "test_refusals.py",
+        "test_refusals.py::test_refused_before_anything_is_written[cpu:parallelism.microbatches=100]",
     ),
     fault(
         "config: a job that needs more memory than there is",
         "titan/run/checks.py",
         "    fit.check(run, run.layout, run.machine, run.microbatches)\n",
         "",
-        "test_refusals.py",
-        "estimate/test_fit.py",
+        "test_refusals.py::test_refused_before_anything_is_written[cpu:cluster.memory_gib=0.01]",
     ),
     fault(
         "secrets: passwords in URLs",
@@ -228,7 +227,7 @@ ESTIMATES = (
         "titan/estimate/roofline.py",
         "(6 + again) * product.inputs",
         "6 * product.inputs",
-        "estimate/test_roofline.py",
+        "estimate/test_roofline.py::test_what_is_computed_again_takes_time",
     ),
     fault(
         "compare: the standard deviation of all, not of a sample",
@@ -263,7 +262,7 @@ ESTIMATES = (
         "titan/report/ranking.py",
         "return share(arm), found",
         "return 0.0, found",
-        "report/test_outcomes.py",
+        "report/test_outcomes.py::test_divergence_is_an_outcome",
     ),
 )
 LAUNCHERS = (
@@ -321,7 +320,7 @@ LAUNCHERS = (
         "titan/sweep/job_exit.py",
         'key=lambda e: (bool(e.get("lost")), not e.get("killed"), float(e["time"]))',
         'key=lambda e: float(e["time"])',
-        "sweep/test_ledger.py",
+        "sweep/test_ledger.py::test_a_rank_that_was_killed_comes_before_the_errors_that_followed",
     ),
     fault(
         "generation: a query sees the token after its own",
@@ -335,7 +334,8 @@ LAUNCHERS = (
         "titan/generation/decode.py",
         "                    cache.select(going)\n",
         "                    pass\n",
-        "generation/test_decode.py",
+        "generation/test_decode.py::test_a_row_does_not_depend_on_its_company",
+        "generation/test_decode.py::test_a_row_ends_at_its_own_end_of_text",
     ),
     fault(
         "generation: a text begins to be shown that may be a stop text",

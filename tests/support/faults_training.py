@@ -229,7 +229,7 @@ TRAINING = (
         "self.kept = self.kept[out.write(self.kept) :]",
         'self.kept, _ = b"", out.write(self.kept[:1])',
         "checkpoint/test_saving.py::TestFailedSaves::test_metrics_that_can_not_be_written_are_written_later",
-        "metrics/test_recorder.py::test_every_line_has_every_key[single]",
+        "metrics/test_recorder.py::test_every_line_has_every_key",
     ),
     fault(
         "schedule: the decay ends a step late",
