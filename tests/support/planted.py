@@ -109,7 +109,7 @@ def run(tests: Sequence[str], root: Path, *more: str) -> tuple[int, str]:
 
 def failures(output: str) -> list[str]:
     """The tests that failed, or could not be set up, by pytest's summary."""
-    return re.findall(r"^(?:FAILED|ERROR) (\S+::\S+)", output, flags=re.MULTILINE)
+    return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, flags=re.MULTILINE)
 
 
 def judged(fault: Fault, root: Path) -> Outcome:
