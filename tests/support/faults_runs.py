@@ -257,13 +257,6 @@ ESTIMATES = (
         "staying *= 1 - events / max(1, sum(reached))",
         "report/test_statistics.py::test_a_median_time_is_kaplan_and_meiers",
     ),
-    fault(
-        "compare: diverged seeds do not count",
-        "titan/report/ranking.py",
-        "return share(arm), found",
-        "return 0.0, found",
-        "report/test_outcomes.py::test_divergence_is_an_outcome",
-    ),
 )
 LAUNCHERS = (
     fault(
