@@ -7,17 +7,24 @@ OWN     = $(findstring $(VENV),$(RUN))
 ENV     = $(if $(OWN),$(VENV)/.titan,)
 GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
+PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-all chaos lint bench modes gpu clean
+.PHONY: train test test-rest test-all planted chaos lint bench modes gpu clean
 
 train: $(ENV)            ## the main job: a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
 
-test: $(VENV)/.test      ## all tests
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(ARGS)
+test: $(VENV)/.test      ## every law and every mechanism once: six minutes on two cores
+	$(PYTEST) $(ARGS)
 
-test-all: $(VENV)/.test  ## all tests, and every combination of techniques: half an hour
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "full or not full" $(ARGS)
+test-rest: $(VENV)/.test ## what `make test` leaves out, which are further cases of the same: about twenty minutes
+	$(PYTEST) -m full $(ARGS)
+
+test-all: $(VENV)/.test  ## both at once, and property tests with ten times as many examples: half an hour
+	TITAN_EXAMPLES=thorough $(PYTEST) -m "full or not full" $(ARGS)
+
+planted: $(VENV)/.test   ## faults planted in copies of the repository, which `make test` must find: ten to twenty minutes
+	$(VENV)/bin/python -m tests.support.planted $(ARGS)
 
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
 	$(VENV)/bin/python -m tests.support.chaos $(ARGS)

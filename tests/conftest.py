@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -9,14 +10,27 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support import tiers
+
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if (
         signal.getsignal(number) is signal.SIG_IGN
     ):  # in a shell's background or under nohup; so would be what tests start
         signal.signal(number, handler)
 torch.set_num_threads(1)  # tiny tensors gain nothing from more, and ranks fork from this process
-hypothesis.settings.register_profile("titan", deadline=None)  # a busy machine is no fault
-hypothesis.settings.load_profile("titan")
+for name, examples in (("quick", 20), ("thorough", 200)):  # the Makefile chooses
+    hypothesis.settings.register_profile(name, max_examples=examples, deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile(os.environ.get("TITAN_EXAMPLES", "quick"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by their tier and by what they use."""
+    whole = not any("::" in argument for argument in config.args)
+    config.stash[tiers.NO_TEST] = tiers.names_no_test(items) if whole else []
+    for item in items:
+        for mark in tiers.marks_of_item(item):
+            item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True, scope="session")

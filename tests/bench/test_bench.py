@@ -29,6 +29,7 @@ SMALL = [
 CEILINGS = {"matmul_bf16_tflops": 750.0, "matmul_fp32_tflops": 50.0, "copy_gb_per_second": 4200.0}
 
 
+@pytest.mark.long
 def test_whole_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "figures.json"
     arguments = ["--suite", "tiny", "--rounds", "2", "--steps", "2", "--case", "fp32, compile off", "--json", str(out)]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.cluster.devices import Machine, detect
@@ -106,7 +106,6 @@ def test_visible_devices(tmp_path: Path, mask: str, count: int) -> None:
 
 
 @given(order=st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
-@settings(max_examples=30, deadline=None)
 def test_the_first_visible_gpu_names_the_machine(order: list[int]) -> None:
     lines = "".join(f"GPU-{i}, GPU number {i}, {1024 * (i + 1)}, 9.0\n" for i in range(8))
     simulated = probe(Path("/nowhere"), prints(nvidia_smi=lines), CUDA_VISIBLE_DEVICES=",".join(map(str, order)))

@@ -279,6 +279,7 @@ def compiled(rank: int, size: int) -> Tensors:
     return trained(stage(Compile("model"), Memory("full"), SMALL, whole=True))
 
 
+@pytest.mark.long
 def test_inductor_in_this_process_and_then_in_a_forked_one(inductor: None) -> None:
     wanted = trained(stage(shape=SMALL))
     assert difference(trained(stage(Compile("block"), Memory("selective"), SMALL)), wanted) <= EXACT

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from titan.dataset.documents import Skip, Source
@@ -110,7 +110,6 @@ def test_a_broken_file(tmp_path: Path, name: str, data: bytes) -> None:
 PIECES = st.lists(st.sampled_from(["a", "b", "\n", "\r\n", "<", ">", "<>", "é", "漢", " ", "ab" * 20]), max_size=60)
 
 
-@settings(max_examples=150)
 @given(pieces=PIECES, separator=st.sampled_from(["<>", "\n", "\n\n", "aba", "a", "é"]), size=st.integers(1, 40))
 @example(pieces=["\n"] * 9 + ["a"], separator="\n\n", size=2)
 def test_parts_are_the_file_divided_by_a_separator(
@@ -129,7 +128,6 @@ def test_parts_are_the_file_divided_by_a_separator(
     assert len(came) == len(texts)
 
 
-@settings(max_examples=100)
 @given(
     texts=st.lists(st.none() | st.text(st.sampled_from('ab é漢\n"'), max_size=30), min_size=1, max_size=20),
     end=st.sampled_from(["\n", "\r\n"]),
@@ -147,7 +145,6 @@ def test_parts_are_the_file_divided_by_lines(
         assert read(jsonl(str(file)))[0] == [t for t in texts if t is not None and t and not t.isspace()]
 
 
-@settings(max_examples=100)
 @given(pieces=PIECES, size=st.integers(1, 60), step=st.integers(8, 20))
 def test_passages_do_not_depend_on_the_parts(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[str], size: int, step: int

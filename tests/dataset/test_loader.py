@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.prepared_folders import counting, finish, publish, write
@@ -112,7 +112,6 @@ KINDS: dict[str, Callable[[Corpus, Corpus], RowMixture]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 20), grow=GROW, attempts=LIVES)
 def test_every_row_once_in_order_under_any_layout(
     corpus: Corpus, small: Corpus, kind: str, n: int, grow: list[tuple[int, int]], attempts: list[tuple[int, int, int]]
@@ -121,7 +120,6 @@ def test_every_row_once_in_order_under_any_layout(
     every_row_once(KINDS[kind](corpus, small), lambda: KINDS[kind](corpus, small), n, grow, attempts)
 
 
-@settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 20), grow=GROW, attempts=LIVES, done=st.lists(st.integers(0, 3), min_size=9, max_size=9))
 def test_every_row_once_in_order_while_data_are_prepared(
     stages: list[Corpus], small: Corpus, n: int, grow: list[tuple[int, int]], attempts: list[Any], done: list[int]
@@ -167,7 +165,6 @@ def every_row_once(
     assert position == training.rows_before(step)
 
 
-@settings(max_examples=100, deadline=None)
 @given(n=st.integers(1, 50), grow=GROW, steps=st.integers(1, 60))
 def test_batches_grow_at_the_first_step_after_their_tokens(n: int, grow: list[tuple[int, int]], steps: int) -> None:
     at, pairs = 0, []

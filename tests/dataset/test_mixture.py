@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.prepared_folders import counting, finish, publish, write
@@ -53,7 +53,6 @@ def staged(first: tuple[int, ...], later: list[tuple[int, tuple[int, ...]]]) -> 
     return out
 
 
-@settings(max_examples=40, deadline=None)
 @given(first=QUOTAS, later=STAGES, cuts=st.lists(st.integers(0, 4000), max_size=4))
 def test_each_source_is_read_in_its_order_without_a_gap(
     corpora: list[Corpus], first: tuple[int, ...], later: list[Any], cuts: list[int]
@@ -71,7 +70,6 @@ def test_each_source_is_read_in_its_order_without_a_gap(
             assert mix.reads(4000)[k] == mine.size
 
 
-@settings(max_examples=60, deadline=None)
 @given(weights=QUOTAS, start=st.integers(0, 3 * BLOCK), length=st.integers(1, 2000))
 def test_any_stretch_is_mixed_in_the_weights(
     corpora: list[Corpus], weights: tuple[int, ...], start: int, length: int
@@ -82,7 +80,6 @@ def test_any_stretch_is_mixed_in_the_weights(
     assert np.abs(found - length * np.array(shares(weights)) / BLOCK).max() <= 6
 
 
-@settings(max_examples=60, deadline=None)
 @given(weights=QUOTAS, seed=st.integers(0, 2**63), block=st.integers(0, 2**40))
 def test_a_block_holds_exactly_its_quotas(weights: tuple[int, ...], seed: int, block: int) -> None:
     sources, ranks = pattern(shares(weights), (1, 2, 3), seed, 0, block)
@@ -100,7 +97,6 @@ def test_blocks_differ(corpora: list[Corpus]) -> None:
 SKIP = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(gaps=SKIP, read=st.integers(0, 300))
 def test_skipped_rows_are_left_out_and_all_others_read(
     corpora: list[Corpus], gaps: list[tuple[int, int]], read: int
@@ -160,7 +156,6 @@ def test_the_fingerprint_tells_the_past_only(corpora: list[Corpus]) -> None:
     assert len({mix.fingerprint(40) for mix in others}) == len(others)
 
 
-@settings(max_examples=40, deadline=None)
 @given(weights=QUOTAS, order=st.permutations([0, 1, 2]), unused=st.booleans())
 def test_names_order_and_others_do_not_matter(
     corpora: list[Corpus], weights: tuple[int, ...], order: list[int], unused: bool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.dataset.permutation import VERSION, Permutation, check_state, hash64, state
@@ -13,14 +13,12 @@ from titan.errors import ConfigError
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 3000), seed=SEEDS, epoch=st.integers(0, 10**6))
 def test_an_epoch_is_a_permutation(rows: int, seed: int, epoch: int) -> None:
     got = Permutation(rows, seed).rows_at(epoch * rows + np.arange(rows))
     assert np.array_equal(np.sort(got), np.arange(rows))
 
 
-@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(2**31, 2**62), seed=SEEDS, start=st.integers(0, 2**62 - 200))
 def test_huge_corpora_have_distinct_rows_in_range(rows: int, seed: int, start: int) -> None:
     index = np.arange(start, start + 100)
@@ -31,7 +29,6 @@ def test_huge_corpora_have_distinct_rows_in_range(rows: int, seed: int, start: i
     assert len(set(got.tolist())) == index.size
 
 
-@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(1, 5000), seed=SEEDS, cuts=st.lists(st.integers(0, 400), max_size=5))
 def test_grouping_does_not_matter(rows: int, seed: int, cuts: list[int]) -> None:
     order, whole = Permutation(rows, seed), np.arange(400)
@@ -103,7 +100,6 @@ def test_a_negative_index_is_refused() -> None:
         Permutation(5, 0).rows_at(np.array([1, -1]))
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     rows=st.integers(1, 700),
     block=st.integers(1, 40),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.made_source import Made, files, words
@@ -144,7 +144,6 @@ def test_what_changes_the_content_changes_the_digest(corpus_file: Path, tmp_path
 CORPORA = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=12)
 
 
-@settings(max_examples=25, deadline=None)
 @given(words=CORPORA, validation=st.sampled_from([0.0, 1e-9, 0.3]))
 def test_small_corpora_are_divided_when_they_can(
     tmp_path_factory: pytest.TempPathFactory, words: list[str], validation: float

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.made_source import Made, MadeSource, words
@@ -156,7 +156,6 @@ def test_sweeping_takes_what_the_dead_left(tmp_path: Path) -> None:
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
 @given(sizes=SIZES)
 def test_units_are_runs_of_all_parts(sizes: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +187,6 @@ def limit(documents: list[Document], share: float) -> int:
     return plan.hash_limit(source, source.parts(), share)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     texts=st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=8), share=st.sampled_from([0.0, 1e-9, 0.3, 0.9])
 )
@@ -222,7 +220,6 @@ def test_groups_are_bounded_and_keep_the_order() -> None:
     assert [entry if isinstance(entry, Skip) else entry[1] for group in found for entry in group] == documents
 
 
-@settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(0, 30), max_size=30), chunk=st.sampled_from([1, 7, 60]))
 def test_a_split_is_written_whole_in_chunks(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], chunk: int
@@ -276,7 +273,6 @@ def test_a_file_is_replaced_whole_or_not(tmp_path: Path, monkeypatch: pytest.Mon
     assert temporary.startswith(f".x.{leases.machine()}.{os.getpid()}.")  # so that `remove_leftovers` finds it
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     files=st.lists(st.lists(st.one_of(st.integers(0, 50), st.integers(0, 2**64 - 1))), min_size=1, max_size=5),
     size=st.integers(1, 200),

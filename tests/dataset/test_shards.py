@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.prepared_folders import counting, finish, publish, write
@@ -30,7 +30,6 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
     return write(tmp_path_factory.mktemp("c"), UNITS).train
 
 
-@settings(max_examples=60, deadline=None)
 @given(start=st.integers(0, 300), count=st.integers(0, 300))
 def test_reads_cross_shards(split: Split, start: int, count: int) -> None:
     if start + count <= TOKENS:
@@ -40,7 +39,6 @@ def test_reads_cross_shards(split: Split, start: int, count: int) -> None:
             split.read(start, count)
 
 
-@settings(max_examples=60, deadline=None)
 @given(start=st.integers(0, TOKENS - 1), count=st.integers(0, 300))
 def test_documents_begin_where_they_were_written(split: Split, start: int, count: int) -> None:
     count = min(count, TOKENS - start)

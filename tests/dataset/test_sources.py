@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.dataset.documents import Skip, Source
@@ -88,7 +88,6 @@ def test_a_separator_divides_and_blank_documents_vanish(tmp_path: Path) -> None:
     assert documents(text(str(tmp_path), "<|e|>")) == ["one\r\n", "two", "drei ä"]
 
 
-@settings(max_examples=50, deadline=None)
 @given(document=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\n\n \r")), step=st.integers(8, 40))
 def test_passages_are_the_file_cut_at_lines(document: str, step: int) -> None:
     data = document.encode()
@@ -99,7 +98,6 @@ def test_passages_are_the_file_cut_at_lines(document: str, step: int) -> None:
     assert all(part.endswith(b"\n") or b"\n" not in part for part in parts[:-1])
 
 
-@settings(max_examples=50, deadline=None)
 @given(data=st.text("ab<>"), chunk=st.integers(1, 5))
 def test_separated_is_split_whatever_the_chunks(data: str, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

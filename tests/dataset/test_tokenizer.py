@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.dataset.documents import Turn
@@ -29,7 +29,6 @@ def titan4k() -> Tokenizer:
     return load_tokenizer("titan4k")
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=TEXT)
 def test_round_trip_is_exact(text: str) -> None:
     tokenizer = titan4k()
@@ -160,7 +159,6 @@ def byte_level_json(folder: Path, config: dict[str, object] | None = None) -> To
     return load_tokenizer(str(folder / "tokenizer.json"))
 
 
-@settings(max_examples=60, deadline=None)
 @given(text=TEXT)
 def test_tokenizer_json_round_trip_is_exact(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     folder = tmp_path_factory.getbasetemp() / "json"

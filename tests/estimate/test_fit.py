@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as budget
 from hypothesis import strategies as st
 
 from tests.support.machines import detector
@@ -96,7 +95,6 @@ def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> Non
     assert demand(BASE, layout, count).gib == demand(BASE, layout, fitting[0] if fitting else least).gib
 
 
-@budget(max_examples=30, deadline=None)
 @given(st.integers(1, 10**15))
 def test_microbatches_of_any_batch_are_found_at_once(rows: int) -> None:
     training = Training(global_batch=rows * 2048, seq_len=2048)
@@ -168,7 +166,6 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 64))
-@budget(max_examples=40)
 def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, width: int) -> None:
     model = Llama(dim=heads * 128 * width, layers=layers * 8, heads=heads, kv_heads=1, ffn=512 * width, vocab=32000)
     wide = with_(model=model, parallelism=Parallelism(shard=-1))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from titan.console.numbers import short
@@ -75,7 +75,6 @@ def test_without_matplotlib(metrics_file: Path, tmp_path: Path, monkeypatch: pyt
 
 
 @given(slope=st.floats(-1, 1), count=st.integers(1, 60), span=st.integers(1, 30))
-@settings(max_examples=50, deadline=None)
 def test_smoothing_keeps_straight_lines(slope: float, count: int, span: int) -> None:
     line = [slope * i + 3 for i in range(count)]
     assert smooth(line, span) == pytest.approx(line, abs=1e-9)

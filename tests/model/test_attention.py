@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
@@ -71,7 +71,6 @@ def dense(counts: Tensor, indices: Tensor) -> Tensor:
     return some[:, 0]
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 2), st.integers(1, 5 * BLOCK), st.sampled_from([0, 0.002, 0.01, 0.3]), st.integers(0, 9))
 def test_blocks_show_what_a_mask_of_tokens_shows(rows: int, length: int, share: float, seed: int) -> None:
     ids = documents(rows, length, share, seed)

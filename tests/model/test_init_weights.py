@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -66,7 +65,6 @@ def partitions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, 
     return shape, list(itertools.product(*(draw(intervals(n)) for n in shape)))
 
 
-@hypothesis_settings(max_examples=60, deadline=None)
 @given(partitions())
 def test_whole_is_the_union_of_any_boxes(partition: tuple[tuple[int, ...], list[tuple[tuple[int, int], ...]]]) -> None:
     shape, boxes = partition

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as effort
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -187,7 +186,6 @@ def test_muon_is_adamw_for_all_but_the_blocks_matrices() -> None:
         assert torch.allclose(muon[name], adamw[name], rtol=1e-6, atol=1e-7) == (name not in MATRICES)
 
 
-@effort(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.floats(1e-3, 1e3))
 def test_orthogonalised_matrices_have_singular_values_near_one(rows: int, columns: int, size: float) -> None:
     """Whatever their size and shape; of a chance matrix the least one may take more iterations to come up."""

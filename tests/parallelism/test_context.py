@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch._dynamo.backends.debugging  # aot_eager: once here, not in each of the ranks that fork from here
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
@@ -145,7 +145,6 @@ def parameters(cases: list[Case]) -> list[Any]:
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.booleans())
-@settings(max_examples=40)
 def test_every_token_is_on_one_rank_and_balance_makes_work_even(size: int, length: int, balance: bool) -> None:
     seq = size * length * (2 if balance else 1)
     parts = [positions(seq, size, rank, balance) for rank in range(size)]
@@ -226,7 +225,6 @@ def test_in_bfloat16(case: str) -> None:
 
 
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(1, 5), st.integers(0, 99))
-@settings(max_examples=20)
 def test_a_message_loses_no_bit(dtype: torch.dtype, tokens: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     kv = torch.randn(2, 1, 3, tokens, 2, generator=generator).to(dtype)

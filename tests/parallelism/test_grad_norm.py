@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +30,6 @@ def exact(gradients: list[Tensor]) -> float:
 
 
 @given(st.lists(st.floats(-1e8, 1e8, width=32), min_size=1, max_size=9), st.floats(0.125, 1e6))
-@settings(max_examples=30, deadline=None)
 def test_plain_tensors_as_torch(values: list[float], largest: float) -> None:
     ours = [torch.tensor(values), torch.tensor(values[:1])]
     theirs = [torch.nn.Parameter(torch.zeros_like(t)) for t in ours]

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
@@ -24,14 +24,13 @@ from titan.parallelism.pipeline.schedules import actions_of
 
 NAMES = list(SCHEDULES)
 SINGLE = ("GPipe", "1F1B")
-TABLE = [
-    pytest.param(name, ranks, laps, count, id=f"{name}-{ranks}x{laps}-{count}")
-    for name in NAMES
-    for ranks in (2, 4, 8)
-    for laps in ((SCHEDULES[name].stages,) if SCHEDULES[name].fixed else (1, 2, 3))
-    for count in (1, 3, 5, 6, 8, 10, 16)
-    if SCHEDULES[name].allows(ranks, laps, count)
-]
+
+
+def shapes(name: str, ranks: int) -> list[tuple[int, int]]:
+    """Stages on a rank and micro-batches that a schedule allows."""
+    kind = SCHEDULES[name]
+    laps = (kind.stages,) if kind.fixed else (1, 2, 3)
+    return [(lap, count) for lap in laps for count in (1, 3, 5, 6, 8, 10, 16) if kind.allows(ranks, lap, count)]
 
 
 class FakeStage(SimpleNamespace):
@@ -93,10 +92,14 @@ def parsed(text: str) -> list[list[arithmetic.Cell]]:
 # ---- torch's schedules ----
 
 
-@pytest.mark.parametrize(("name", "ranks", "laps", "count"), TABLE)
-def test_orders_are_those_of_torch(name: str, ranks: int, laps: int, count: int) -> None:
-    mine = arithmetic.order(name, ranks, laps, count)
-    assert [[str(cell) for cell in row] for row in mine] == torch_order(name, ranks, laps, count)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_orders_are_those_of_torch(name: str, ranks: int) -> None:
+    differ = []
+    for laps, count in shapes(name, ranks):
+        mine = [[str(cell) for cell in row] for row in arithmetic.order(name, ranks, laps, count)]
+        differ += [(laps, count)] if mine != torch_order(name, ranks, laps, count) else []
+    assert shapes(name, ranks) and differ == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,11 +156,17 @@ def test_csv_of_torch_is_read(name: str, ranks: int, count: int, tmp_path: Path)
 # ---- time ----
 
 
-@pytest.mark.parametrize(("name", "ranks", "laps", "count"), TABLE)
-def test_idle_share_is_that_of_the_order(name: str, ranks: int, laps: int, count: int) -> None:
-    found = arithmetic.idle_share(name, ranks, laps, count)
-    assert found == pytest.approx(arithmetic.simulate(arithmetic.order(name, ranks, laps, count)).idle, abs=1e-12)
-    assert found >= SCHEDULES[name].least_idle(ranks, laps, count) - 1e-12
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_idle_share_is_that_of_the_order(name: str, ranks: int) -> None:
+    differ = []
+    for laps, count in shapes(name, ranks):
+        found = arithmetic.idle_share(name, ranks, laps, count)
+        played = arithmetic.simulate(arithmetic.order(name, ranks, laps, count)).idle
+        least = SCHEDULES[name].least_idle(ranks, laps, count)
+        same = found == pytest.approx(played, abs=1e-12) and found >= least - 1e-12
+        differ += [] if same else [(laps, count, found, played, least)]
+    assert shapes(name, ranks) and differ == []
 
 
 @pytest.mark.parametrize(
@@ -218,7 +227,6 @@ def numbers(draw: st.DrawFn) -> tuple[str, int, int, int]:
     return name, ranks, laps, count
 
 
-@settings(max_examples=40)
 @given(numbers(), st.tuples(*[st.integers(0, 9)] * 3))
 def test_simulation_accounts_for_all_time(chosen: tuple[str, int, int, int], costs: tuple[int, int, int]) -> None:
     _, ranks, laps, count = chosen
@@ -230,7 +238,6 @@ def test_simulation_accounts_for_all_time(chosen: tuple[str, int, int, int], cos
         assert idle * timeline.makespan == pytest.approx(timeline.makespan - busy)
 
 
-@settings(max_examples=25)
 @given(numbers(), st.randoms(use_true_random=False))
 def test_a_file_is_accepted_when_torch_accepts_it(chosen: tuple[str, int, int, int], dice: random.Random) -> None:
     """Orders with some actions exchanged: deadlocks to torch are deadlocks here, and no others."""
@@ -283,7 +290,6 @@ def test_number_of_microbatches(name: str, ranks: int, laps: int, rows: int, idl
     assert arithmetic.microbatches(name, ranks, laps, rows, idle) == expected
 
 
-@settings(max_examples=40)
 @given(numbers(), st.integers(1, 24), st.sampled_from([0.05, 0.1, 0.25, 0.5]))
 def test_number_of_microbatches_against_all(chosen: tuple[str, int, int, int], rows: int, idle: float) -> None:
     name, ranks, laps, _ = chosen
@@ -329,7 +335,6 @@ def test_split(costs: list[float], count: int, first: float, last: float, expect
 COST = st.one_of(st.integers(0, 6), st.sampled_from([0.25, 0.5, 1.75]))
 
 
-@settings(max_examples=60)
 @given(st.lists(COST, min_size=1, max_size=8), st.integers(1, 8), COST, COST)
 def test_split_is_the_best_of_all(costs: list[float], count: int, first: float, last: float) -> None:
     assume(count <= len(costs))

@@ -49,6 +49,7 @@ def one(folder: Path, name: str) -> TrialState:
     return point
 
 
+@pytest.mark.long
 def test_a_grid_of_several_shapes_then_the_same_command_then_a_larger_one(slurm: Slurm, tmp_path: Path) -> None:
     before = slurm.jobs().keys()
     grid = ["-m", "name=grid", *TINY, *LAUNCH, "parallelism=single,fsdp", "training.seed=0,1"]
@@ -94,6 +95,7 @@ def test_a_bad_point_stops_the_grid_with_nothing_submitted(slurm: Slurm, tmp_pat
     assert slurm.jobs() == before and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_others(
     slurm: Slurm, tmp_path: Path
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_rank_that_raises_and_one_that_is_killed_are_told_and_do_not_stop_the_
     assert (code, err) == (0, "") and {p.state for p in points(tmp_path, "harm").values()} == {"finished"}
 
 
+@pytest.mark.long
 def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm: Slurm, tmp_path: Path) -> None:
     """Also where jobs are chained; a run that fails before it has saved anything new is not restarted again."""
     run = [*TINY, *LAUNCH, *HARM, "parallelism=fsdp", "cluster.nodes=2", "checkpoint.every=1", "cluster.restarts=2"]
@@ -146,6 +149,7 @@ def test_a_job_whose_rank_died_goes_on_from_its_checkpoint_on_other_nodes(slurm:
     assert _from_steps(tmp_path / "runs/loop") == [0, 0]
 
 
+@pytest.mark.long
 def test_disturbed_runs_go_on_at_the_saved_step_and_learn_the_same(slurm: Slurm, tmp_path: Path) -> None:
     """One is preempted, one's node is lost, one comes to its time limit, one is cancelled."""
     rates = "0.001,0.002,0.003,0.004"

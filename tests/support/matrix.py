@@ -49,7 +49,7 @@ class Case:
         name: for the table and for pytest.
         settings: what is overridden beside the recipe.
         tied: whether embedding and head share a weight.
-        quick: whether `make test` runs it too.
+        quick: whether `make test` may run it too; tests/full.txt leaves most of these out.
         model: settings of the model, the same on one device.
     """
 

@@ -249,6 +249,7 @@ def run_of(folder: Path) -> Run:
     return composed(["cluster=cpu", f"hydra.run.dir={folder}"])
 
 
+@pytest.mark.long
 def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Path) -> None:
     """Its first attempt is killed when it has to wait for data; the second one has other ranks."""
     cache = {**os.environ, "TITAN_CACHE": str(tmp_path / "live")}

@@ -1,0 +1,178 @@
+"""Faults planted in a copy of the repository, each of which tests of the quick tier must find.
+
+`python -m tests.support.planted [NAME...]` plants those whose names hold one of the texts, or all, runs the tests that
+each names, and prints a table: the fault, the test that found it, and seconds. It fails where a fault was not found,
+where its text or tests are no longer there, and where a named test fails without any fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.support import faults_runs, faults_training
+from tests.support.fault import Fault
+
+FAULTS = (*faults_training.FAULTS, *faults_runs.FAULTS)
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 300.0
+"""Seconds after which tests that have not ended count as failed: a fault may make them wait for each other."""
+PASSED, FAILED = 0, 1
+"""pytest's exit codes; any other means that it ran none of the tests."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a fault.
+
+    Attributes:
+        fault: the fault.
+        caught: whether a test failed.
+        by: the first test that failed, or why none could.
+        seconds: how long the tests ran.
+    """
+
+    fault: Fault
+    caught: bool
+    by: str
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """The outcome as a line of the table."""
+        return f"| {self.fault.name} | {self.by if self.caught else f'NOT CAUGHT: {self.by}'} | {self.seconds:.0f} |"
+
+
+def copied(folder: Path) -> Path:
+    """Copy the files of the repository that git knows or does not ignore, as they are now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def place(fault: Fault, root: Path) -> Path:
+    """Find the file of a fault.
+
+    Raises:
+        LookupError: when the text does not occur exactly once in the files of the pattern.
+    """
+    files = [file for file in root.glob(fault.file) if file.is_file()]
+    counts = {file: file.read_text().count(fault.old) for file in files}
+    if sum(counts.values()) != 1:
+        raise LookupError(f"the text occurs {sum(counts.values())} times in {fault.file}")
+    return next(file for file, count in counts.items() if count)
+
+
+@contextmanager
+def planted(fault: Fault, root: Path) -> Iterator[None]:
+    """Have a fault in a copy of the repository."""
+    file = place(fault, root)
+    before = file.read_text()
+    file.write_text(before.replace(fault.old, fault.new))
+    try:
+        yield
+    finally:
+        file.write_text(before)
+
+
+def run(tests: Sequence[str], root: Path, *more: str) -> tuple[int, str]:
+    """Run tests of the quick tier in a copy; the exit code and the output. Those that do not end count as failed."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--no-header", "-rf", *more, *tests]
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "TITAN_EXAMPLES": "quick"}
+    with subprocess.Popen(
+        command, cwd=root, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            output = process.communicate(timeout=LIMIT)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            return FAILED, f"FAILED {tests[0]} - no end after {LIMIT:.0f} seconds"
+    return process.returncode, output
+
+
+def failures(output: str) -> list[str]:
+    """The tests that failed, or could not be set up, by pytest's summary."""
+    return re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", output, flags=re.MULTILINE)
+
+
+def judged(fault: Fault, root: Path) -> Outcome:
+    """Plant a fault and run its tests."""
+    began = time.monotonic()
+    try:
+        with planted(fault, root):
+            code, output = run(fault.tests, root, "-x")
+    except LookupError as error:
+        return Outcome(fault, False, str(error))
+    seconds = time.monotonic() - began
+    found = failures(output)
+    if code == FAILED and found:
+        return Outcome(fault, True, found[0], seconds)
+    why = "its tests passed" if code == PASSED else " ".join(output.split())[-200:]
+    return Outcome(fault, False, why, seconds)
+
+
+def broken_without(faults: Sequence[Fault], root: Path) -> list[str]:
+    """Run the tests of all faults with none planted; those that fail."""
+    tests = sorted({test for fault in faults for test in fault.tests})
+    code, output = run(tests, root)
+    return failures(output) if code == FAILED else [] if code == PASSED else [output[-2000:]]
+
+
+def outcomes(faults: Sequence[Fault], roots: Sequence[Path]) -> Iterator[Outcome]:
+    """Judge faults, as many at a time as there are copies, in their order."""
+    free: SimpleQueue[Path] = SimpleQueue()
+    for root in roots:
+        free.put(root)
+
+    def one(fault: Fault) -> Outcome:
+        root = free.get()
+        try:
+            return judged(fault, root)
+        finally:
+            free.put(root)
+
+    with ThreadPoolExecutor(len(roots)) as pool:
+        yield from pool.map(one, faults)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plant the faults that are asked for; 1 where one was not found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="texts, one of which a fault's name holds; none: all faults")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at a time, each in a copy of its own")
+    parser.add_argument("--trust", action="store_true", help="do not run the tests without a fault first")
+    given = parser.parse_args(arguments)
+    faults = [f for f in FAULTS if not given.names or any(name in f.name for name in given.names)]
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        roots = [copied(Path(folder) / str(i)) for i in range(min(given.jobs, max(1, len(faults))))]
+        broken = [] if given.trust else broken_without(faults, roots[0])
+        for test in broken:
+            print(f"fails without a fault: {test}", flush=True)
+        print("| fault | caught by | seconds |\n| --- | --- | --- |", flush=True)
+        missed = 0
+        for outcome in outcomes(faults, roots):
+            missed += not outcome.caught
+            print(outcome.line(), flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} faults were caught", flush=True)
+    return 1 if missed or broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

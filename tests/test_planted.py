@@ -1,0 +1,64 @@
+"""Planted faults: where they stand, and what is said of those that are found, are not, or have lost their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import planted
+from tests.support.fault import Fault
+
+SUM, TEST = (
+    "def total(a, b):\n    return a + b\n",
+    "import code_\n\n\ndef test_sum():\n    assert code_.total(2, 2) == 4\n",
+)
+
+
+def a_fault(old: str, new: str) -> Fault:
+    return Fault("sum", "code_.py", old, new, ("test_code.py::test_sum",))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "code_.py").write_text(SUM)
+    (tmp_path / "test_code.py").write_text(TEST)
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -q\n")
+    return tmp_path
+
+
+def test_every_fault_has_its_place() -> None:
+    lost = []
+    for fault in planted.FAULTS:
+        try:
+            planted.place(fault, planted.ROOT)
+        except LookupError as error:
+            lost.append(f"{fault.name}: {error}")
+        lost += [
+            f"{fault.name}: no {test}" for test in fault.tests if not Path(planted.ROOT, test.split("::")[0]).exists()
+        ]
+    assert lost == []
+    assert len({fault.name for fault in planted.FAULTS}) == len(planted.FAULTS) >= 60
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "caught", "by"),
+    [
+        pytest.param("a + b", "a - b", True, "test_code.py::test_sum", id="caught"),
+        pytest.param("a + b", "b + a", False, "its tests passed", id="not-caught"),
+        pytest.param("a * b", "a - b", False, "the text occurs 0 times", id="text-gone"),
+        pytest.param("return", "retur", False, "ERROR", id="does-not-run"),
+    ],
+)
+def test_what_comes_of_a_fault(old: str, new: str, caught: bool, by: str, root: Path) -> None:
+    found = planted.judged(a_fault(old, new), root)
+    assert found.caught == caught and by in found.by, found
+    assert (root / "code_.py").read_text() == SUM
+    assert ("NOT CAUGHT" in found.line()) == (not caught)
+
+
+def test_a_test_that_fails_without_a_fault_is_named(root: Path) -> None:
+    fault = a_fault("a + b", "a - b")
+    assert planted.broken_without([fault], root) == []
+    (root / "code_.py").write_text(SUM.replace("+", "-"))
+    assert planted.broken_without([fault], root) == ["test_code.py::test_sum"]
