@@ -37,7 +37,7 @@ from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.optional import optional_package
 from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
-from titan.metrics.plot import read_lines
+from titan.metrics.lines import read_lines
 from titan.report import comparison, history
 from titan.report.findings import Comparison
 from titan.run.attempts import read_attempts

@@ -178,7 +178,7 @@ class TestParentsThatGoOn:
             return attempt
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attempts, "begin", late)
+            patch.setattr(attempts, "begin_attempt", late)
             assert same(train(fork)[0].first, last)
 
 

@@ -232,7 +232,7 @@ class TestOnDemand:
     def test_a_file_in_the_directory_asks_for_a_checkpoint(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(checkpointing, "LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(checkpointing, "POLL_SECONDS", 0.0)
 
         def ask(trainer: Trainer) -> None:
             update = trainer._update
