@@ -67,7 +67,7 @@ def _check_single(cfg: DictConfig) -> None:
     """Raise ConfigError for what only a command can carry out."""
     if cfg.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN: a sweep takes the command titan.train -m; leave it out.")
-    if plugin.alone(cfg) is not None:
+    if plugin.scheduled_launcher(cfg) is not None:
         launcher = cfg.hydra.runtime.choices.get("hydra/launcher")
         raise ConfigError(f"hydra/launcher={launcher}: takes the command titan.train; leave it out.")
     if cfg.hydra.callbacks:
@@ -93,10 +93,10 @@ def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None)
             args.multirun = cfg.hydra.mode == RunMode.MULTIRUN  # a file may say so
         if command_line.asks_to_show(args):
             return _hand_to_hydra(args)
-        launcher, trusted = plugin.alone(cfg) if ranks is None else None, modules.trusted(args.typed)
+        launcher, trusted = plugin.scheduled_launcher(cfg) if ranks is None else None, modules.trusted(args.typed)
         run = freeze(cfg, ranks=ranks, elsewhere=launcher is not None, trusted=trusted)
         calls = hydra_node.Calls(cfg, elsewhere=launcher is not None)
-    return calls.around_run(lambda: plugin.one(launcher, run, cfg) if launcher else job(run), CONFIG)
+    return calls.around_run(lambda: plugin.launch_single(launcher, run, cfg) if launcher else job(run), CONFIG)
 
 
 def _composed_as(args: argparse.Namespace) -> DictConfig:
@@ -120,10 +120,10 @@ def _check_no_grid(cfg: DictConfig) -> None:
 def _hand_to_hydra(args: argparse.Namespace) -> int:
     named = [o.partition("=")[2] for o in args.overrides if o.startswith("name=")]
     if args.multirun and named:
-        command_line.check_grid_name(named[-1], args.overrides)
+        command_line.check_sweep_name(named[-1], args.overrides)
         args.overrides.append(f"hydra.sweep.dir=runs/{named[-1]}")
     if args.multirun:
-        plugin.GridLauncher.trusted = modules.trusted(args.overrides)
+        plugin.SweepLauncher.trusted = modules.trusted(args.overrides)
         with Session(args):
             modules.check_hydra(compose_config(args.overrides, args.config_name, RunMode.MULTIRUN), args.overrides)
     try:
@@ -136,7 +136,7 @@ def _hand_to_hydra(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise ConfigError(value_error(error, args.overrides)) from error
     finally:
-        plugin.tidy()
+        plugin.remove_unused()
     return plugin.exit_code() if args.multirun else 0
 
 

@@ -28,8 +28,8 @@ from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
 from titan.run import hydra_node, hydra_private
 from titan.run.axes import present
+from titan.run.directory import is_finished
 from titan.run.paths import check_length
-from titan.run.result import is_finished
 from titan.run.run import Run
 from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec
@@ -39,7 +39,7 @@ ALONE = "run"
 """The id of the only trial in the ledger of a single run."""
 
 
-class GridLauncher(Launcher):
+class SweepLauncher(Launcher):
     """Base of all launchers: expand a sweep into trials, check them, then launch them."""
 
     # Hydra's sweeper makes the instance and returns none of it
@@ -75,7 +75,7 @@ class GridLauncher(Launcher):
         self.calls = hydra_node.Calls(config, elsewhere=apart, made=hydra_context.callbacks)
         folder = Path(config.hydra.sweep.dir)
         settings.check_text(os.path.abspath(folder), f"hydra.sweep.dir={folder}")
-        GridLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
+        SweepLauncher.new = [f for f in (folder, *folder.parents) if not f.exists()]
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Check every trial, then launch the sweep; return one result per trial."""
@@ -85,9 +85,9 @@ class GridLauncher(Launcher):
         loader = self.context.config_loader
         overrides = [present(one) for one in job_overrides]
         chosen = trials.expand_trials(loader, self.config, overrides, initial_job_idx, self.elsewhere, self.trusted)
-        codes = self.grid(root, chosen, asked_of(self.config))
-        GridLauncher.codes += codes
-        GridLauncher.dry = getattr(self.how, "dry_run", False)
+        codes = self.grid(root, chosen, spec_of(self.config))
+        SweepLauncher.codes += codes
+        SweepLauncher.dry = getattr(self.how, "dry_run", False)
         return [
             JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=code)
             for overrides, code in zip(job_overrides, codes, strict=True)
@@ -95,7 +95,7 @@ class GridLauncher(Launcher):
 
     def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
         """Launch checked trials; return their exit codes."""
-        return here.Grid(root, chosen, self.how, asked, self._job).launch()
+        return here.LocalSweep(root, chosen, self.how, asked, self._job).launch()
 
     def _job(self, point: Trial, body: Callable[[], int]) -> int:
         """Run one trial in this process, with its callbacks; return its exit code."""
@@ -112,18 +112,18 @@ def _check_place(config: DictConfig) -> None:
         raise ConfigError(f"hydra.sweep.subdir={below}: must be a folder in the sweep's directory; leave it out.")
 
 
-class LocalLauncher(GridLauncher):
+class LocalLauncher(SweepLauncher):
     """Runs the trials of a sweep on this machine."""
 
 
-class SlurmLauncher(GridLauncher):
+class SlurmLauncher(SweepLauncher):
     """Submits the trials of a sweep to Slurm."""
 
     kind, elsewhere = SlurmLaunch, True
 
     def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
         """Launch checked trials; return their exit codes."""
-        return slurm.Grid(root, chosen, self.how, asked).launch()
+        return slurm.SlurmSweep(root, chosen, self.how, asked).launch()
 
 
 def _sweeper() -> Any:
@@ -145,13 +145,13 @@ def _sweeper() -> Any:
 KINDS = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
 
 
-def asked_of(cfg: DictConfig) -> SweepSpec:
+def spec_of(cfg: DictConfig) -> SweepSpec:
     """Return what a composed configuration asks of its sweep."""
     sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
     return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
 
 
-def alone(cfg: DictConfig) -> GridLauncher | None:
+def scheduled_launcher(cfg: DictConfig) -> SweepLauncher | None:
     """Return the launcher of a single run; None where the run stays on this machine.
 
     Raises:
@@ -168,7 +168,7 @@ def alone(cfg: DictConfig) -> GridLauncher | None:
     return launcher if launcher.elsewhere else None
 
 
-def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
+def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
     """Launch a single run as a sweep of one trial, with the run's directory; return the exit code.
 
     That directory identifies the trial: it holds one run.
@@ -185,12 +185,12 @@ def one(launcher: GridLauncher, run: Run, cfg: DictConfig) -> int:
         summary.show_finished(attempts.finished_run(run))
         return 0
     point = Trial(ALONE, (), run)
-    return launcher.grid(directory, [point], asked_of(cfg))[0]
+    return launcher.grid(directory, [point], spec_of(cfg))[0]
 
 
 def register() -> None:
     """Register titan's launchers and sweeper as plugins of Hydra."""
-    GridLauncher.codes, GridLauncher.new, GridLauncher.dry = [], [], False
+    SweepLauncher.codes, SweepLauncher.new, SweepLauncher.dry = [], [], False
     sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     module: Any = sys.modules.setdefault(LAUNCHER_MODULE, types.ModuleType(LAUNCHER_MODULE))
     sys.modules["hydra_plugins"].titan = module  # type: ignore[attr-defined]
@@ -203,15 +203,15 @@ def register() -> None:
         Plugins.instance().register(kind)
 
 
-def tidy() -> None:
+def remove_unused() -> None:
     """Remove the folders and files that the sweeper wrote, after a sweep of which no trial was started."""
-    if not GridLauncher.new or (GridLauncher.codes and not GridLauncher.dry):
+    if not SweepLauncher.new or (SweepLauncher.codes and not SweepLauncher.dry):
         return
-    if (GridLauncher.new[0] / ledger.LEDGER).exists():  # it was begun, and failed
+    if (SweepLauncher.new[0] / ledger.LEDGER).exists():  # it was begun, and failed
         return
-    (GridLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
+    (SweepLauncher.new[0] / "multirun.yaml").unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        for folder in GridLauncher.new:
+        for folder in SweepLauncher.new:
             folder.rmdir()
 
 
@@ -221,6 +221,6 @@ def exit_code() -> int:
     Raises:
         ConfigError: when it had no trials.
     """
-    if not GridLauncher.codes:
+    if not SweepLauncher.codes:
         raise ConfigError("-m: the sweep has no trials; give values, such as optimizer.lr=1e-3,3e-3.")
-    return next((code for code in GridLauncher.codes if code), 0)
+    return next((code for code in SweepLauncher.codes if code), 0)

@@ -107,7 +107,7 @@ class Supervisor:
                 return
             self.signals += 1
             if self.signals == 1 and announces():
-                output.note(STOPPING)
+                output.write_stderr(STOPPING)
             self.send(signal.SIGTERM)
 
         with handle_signals(forward):

@@ -86,7 +86,7 @@ def expand_trials(
     shared = [o for o, count in Counter(o for trial in overrides for o in trial).items() if count == len(overrides)]
     if (root / "run.yaml").exists():
         raise ConfigError(f"hydra.sweep.dir={root}: holds a single run; choose another name for a sweep.")
-    noted = ledger.noted(root)
+    noted = ledger.trials_by_ledger(root)
     kept = {trial.id: Path(trial.directory) for trial in noted}
     found: dict[str, Trial] = {}
     for number, one in enumerate(_counted(overrides)):
@@ -94,7 +94,7 @@ def expand_trials(
         with _name_trial_in_errors(number, varied):
             cfg = _composed(composer, one, first + number, _folder_name(varied))
             run = compose.freeze(cfg, _directory(cfg), elsewhere=elsewhere, machine=machine, trusted=trusted)
-        trial = known(run, varied, noted)
+        trial = find_id(run, varied, noted)
         if trial in found:
             raise ConfigError(
                 f"trial {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out."
@@ -104,15 +104,15 @@ def expand_trials(
     return list(found.values())
 
 
-def known(run: Run, varied: Sequence[str], noted: Sequence[ledger.TrialState]) -> str:
+def find_id(run: Run, varied: Sequence[str], noted: Sequence[ledger.TrialState]) -> str:
     """Return a trial's id: that of the trial with the same settings which the sweep has already, on any machines.
 
     Where the sweep varies the machines, each of them makes another trial.
     """
-    own = identity.point(run)
+    own = identity.trial_id(run)
     if own in (trial.id for trial in noted) or any(re.match(r"[+]*cluster\b", override) for override in varied):
         return own
-    same = [trial.id for trial in noted if trial.asked == identity.asked(run)]
+    same = [trial.id for trial in noted if trial.asked == identity.portable_trial_id(run)]
     return same[0] if len(same) == 1 else own
 
 
@@ -195,10 +195,10 @@ def _with_folder(run: Run, trial: str, root: Path, kept: dict[str, Path], taken:
 def register_trials(root: Path, trials: Sequence[Trial], asked: ledger.SweepSpec) -> None:
     """Record the sweep: what it is for, and the trials that the ledger does not have yet."""
     root.mkdir(parents=True, exist_ok=True)
-    before = ledger.asked(root)
+    before = ledger.read_spec(root)
     axes = {k: tuple(dict.fromkeys((*before.axes.get(k, ()), *v))) for k, v in _axes(trials).items()}
-    ledger.write_asked(root, replace(asked, axes={**before.axes, **axes}))
-    noted = {trial.id: (trial.steps, bool(trial.asked)) for trial in ledger.noted(root)}
+    ledger.write_spec(root, replace(asked, axes={**before.axes, **axes}))
+    noted = {trial.id: (trial.steps, bool(trial.asked)) for trial in ledger.trials_by_ledger(root)}
     new = [p for p in trials if noted.get(p.id) != (p.run.training.steps, True)]
     ledger.add(root, *(_event(trial, root) for trial in new))
 
@@ -211,7 +211,7 @@ def _event(trial: Trial, root: Path) -> dict[str, Any]:
         "overrides": trial.varied,
         "steps": trial.run.training.steps,
         "devices": trial.run.layout.devices,
-        "asked": identity.asked(trial.run),
+        "asked": identity.portable_trial_id(trial.run),
     }
 
 

@@ -40,8 +40,7 @@ from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
 from titan.metrics.lines import read_lines
 from titan.report import comparison, history
 from titan.report.findings import Comparison
-from titan.run.attempts import read_attempts
-from titan.run.result import read_result
+from titan.run.directory import read_attempts, read_result
 from titan.run.run import Run
 
 __all__ = [

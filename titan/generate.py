@@ -47,7 +47,7 @@ def _main(given: list[str]) -> int:
     texts = settings.texts()
     _check_paths(settings)
     if settings.output:
-        output.go_on()
+        output.ignore_write_errors()
     machine = devices.detect(settings.device)
 
     from titan.generation.request import plan

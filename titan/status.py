@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.slurm.state import standing
+from launchers.slurm.state import read_state
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import setting
 from titan.console import output
@@ -59,7 +59,7 @@ def _main(given: list[str]) -> int:
 def _show(directory: Path, how: Status) -> int:
     watch = sys.stdout.isatty() if how.watch is None else how.watch
     while True:
-        sweep = standing(directory) or alone(directory)
+        sweep = read_state(directory) or single_run(directory)
         if sweep is None:
             raise ConfigError(
                 f"{directory}: holds neither a run nor a sweep; give the directory of one, such as runs/NAME."
@@ -71,7 +71,7 @@ def _show(directory: Path, how: Status) -> int:
         time.sleep(how.seconds)
 
 
-def alone(directory: Path) -> SweepState | None:
+def single_run(directory: Path) -> SweepState | None:
     """Return a single run as a sweep of one trial; None where the directory holds none."""
     if not (directory / "run.yaml").is_file():
         return None

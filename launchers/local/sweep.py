@@ -13,13 +13,13 @@ from importlib import import_module
 from pathlib import Path
 
 from launchers import trials as grid
-from launchers.slurm.state import standing
+from launchers.slurm.state import read_state
 from launchers.supervisor import Supervisor
 from launchers.trials import Trial
 from titan.console.text import safe
 from titan.errors import exit_code
 from titan.run import summary
-from titan.run.result import is_finished
+from titan.run.directory import is_finished
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
@@ -28,7 +28,7 @@ POLL_SECONDS = 0.05
 
 
 @dataclass
-class Grid:
+class LocalSweep:
     """A sweep on this machine.
 
     Attributes:
@@ -65,7 +65,7 @@ class Grid:
 
     def _to_do(self) -> list[int]:
         """Return the indices of the trials that are neither finished nor with Slurm."""
-        sweep = standing(self.root)
+        sweep = read_state(self.root)
         now = {state.id: state for state in sweep.points} if sweep else {}
         kept = {i: now[trial.id].state for i, trial in enumerate(self.trials) if _is_kept(now[trial.id])}
         for state, count in Counter(kept.values()).items():

@@ -22,7 +22,7 @@ from launchers.slurm import queue, script, snapshot
 from launchers.slurm.lanes import Lanes
 from launchers.slurm.script import Work
 from launchers.slurm.shape import Shape, shape
-from launchers.slurm.state import adopt, numbered, standing
+from launchers.slurm.state import adopt, numbered, read_state
 from launchers.trials import Trial
 from titan.config.settings import show
 from titan.console.text import safe, safe_lines
@@ -53,7 +53,7 @@ class QueueFull(SubmissionRejected):
 
 
 @dataclass
-class Grid:
+class SlurmSweep:
     """A sweep that is submitted to Slurm.
 
     Attributes:
@@ -87,7 +87,7 @@ class Grid:
         self._check()
         if self.how.dry_run:
             return self._show()
-        with ledger.alone(self.root):
+        with ledger.exclusive_lock(self.root):
             grid.register_trials(self.root, self.trials, self.spec)
             adopt(self.root)
             self.code = snapshot.take(self.folder) if self.how.snapshot else snapshot.ROOT
@@ -142,7 +142,7 @@ class Grid:
         return [p for p in self.trials if self.printed[p.id] in OPEN]
 
     def _now(self) -> dict[str, TrialState]:
-        sweep = standing(self.root)
+        sweep = read_state(self.root)
         return {trial.id: trial for trial in sweep.points} if sweep else {}
 
     def _submit(self, todo: list[Trial]) -> list[Trial]:
@@ -271,7 +271,7 @@ class Grid:
         """Submit trials that had no room before and that no other launcher has submitted; returns the others."""
         if not left:
             return []
-        with ledger.alone(self.root):
+        with ledger.exclusive_lock(self.root):
             adopt(self.root)
             now = self._now()
             return self._submit([trial for trial in left if now[trial.id].state in OPEN])

@@ -31,7 +31,7 @@ UNKNOWN_SECONDS = 120.0
 FORGOTTEN = "Slurm no longer knows its job, which left no exit record: its node was lost, or it was killed"
 
 
-def standing(directory: Path) -> SweepState | None:
+def read_state(directory: Path) -> SweepState | None:
     """Return the sweep in a directory, with the states of its jobs where Slurm is installed; None if there is none.
 
     Raises:
@@ -39,7 +39,7 @@ def standing(directory: Path) -> SweepState | None:
     """
     if not queue.available():
         return ledger.read(directory)
-    known = queue.jobs(job for trial in ledger.noted(directory) for job in trial.jobs)
+    known = queue.jobs(job for trial in ledger.trials_by_ledger(directory) for job in trial.jobs)
     with contextlib.suppress(OSError):
         os.listdir(directory / ledger.SLURM)  # so that a shared folder's client looks again
     sweep = ledger.read(directory)  # only now: jobs that ended before have left their exit records
@@ -91,7 +91,7 @@ def adopt(directory: Path) -> None:
     sweep = ledger.read(directory)
     lost = {trial.token: trial.sent_at for trial in (sweep.points if sweep else ()) if trial.token is not None}
     for token, sent_at in lost.items():
-        listed, found = ledger.listed(directory, token), [job.id for job in queue.sent(token)]
+        listed, found = ledger.submitted_trials(directory, token), [job.id for job in queue.sent(token)]
         if found:
             jobs = numbered(listed, _siblings(found, len(listed)))
             ledger.add(directory, {"event": "sent", "token": token, "jobs": jobs})

@@ -22,6 +22,7 @@ from titan.checkpoint.remote import Remote, of
 from titan.errors import ConfigError
 from titan.run import attempts
 from titan.run.attempts import FinishedRun
+from titan.run.directory import read_attempts
 from titan.weights.formats import open_weights
 
 
@@ -239,7 +240,7 @@ class TestWhatAUserDoes:
         flip(folder / "__0_0.distcp")
         with pytest.raises(ConfigError, match="and there is no other"):
             start.run_local(tiny(tmp_path, "training.steps=5"))
-        assert [document["config"]["training"]["steps"] for document in attempts.read_attempts(tmp_path)] == [3]
+        assert [document["config"]["training"]["steps"] for document in read_attempts(tmp_path)] == [3]
 
     def test_a_life_that_has_trained_stays_recorded_whatever_ends_it(self, tmp_path: Path) -> None:
         run = tiny(tmp_path)
@@ -248,10 +249,10 @@ class TestWhatAUserDoes:
         assert isinstance(attempt, attempts.Attempt)
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 4.0, "attempt": 1}) + "\n")
         attempts.withdraw_attempt(run, attempt)
-        assert [document["attempt"] for document in attempts.read_attempts(tmp_path)] == [1]
+        assert [document["attempt"] for document in read_attempts(tmp_path)] == [1]
         (tmp_path / "metrics.jsonl").unlink()
         attempts.withdraw_attempt(run, attempt)
-        assert attempts.read_attempts(tmp_path) == []
+        assert read_attempts(tmp_path) == []
 
     def test_what_was_passed_over_is_told(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         train(tiny(tmp_path, "checkpoint.every=2"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.made_weights import FILES, about, checkpoint
 from titan.checkpoint import manifest, retention, select
-from titan.checkpoint.manifest import Damaged
+from titan.checkpoint.manifest import Corrupt
 from titan.errors import ConfigError
 
 
@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_named_and_does_not_count(harm: Any, said: str, 
     good, bad = checkpoint(tmp_path, 9), checkpoint(tmp_path, 10)
     assert manifest.complete(tmp_path) == [good, bad]
     harm(bad)
-    with pytest.raises(Damaged, match=said):
+    with pytest.raises(Corrupt, match=said):
         manifest.inspect(bad)
     assert manifest.complete(tmp_path) == [good]
     found, (note,) = select.latest(tmp_path)
@@ -127,7 +127,7 @@ def test_a_flipped_bit_is_found_by_the_checksum_alone(tmp_path: Path) -> None:
     manifest.verify(folder, read.files)
     (folder / "a.distcp").write_bytes(b"123456780")
     assert manifest.read(folder) is not None, "of the right size"
-    with pytest.raises(Damaged, match=r"a.distcp has the checksum .* instead of cbf43926"):
+    with pytest.raises(Corrupt, match=r"a.distcp has the checksum .* instead of cbf43926"):
         manifest.verify(folder, read.files)
 
 

@@ -24,6 +24,7 @@ from titan.checkpoint.remote import Remote
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
 from titan.run import attempts
+from titan.run.directory import read_attempts
 from titan.training import checkpointing
 
 ALONE = Coordinator(0, 1)
@@ -176,7 +177,7 @@ class TestRuns:
         seen = train(again)[0]
         assert same(seen.last, last)
         assert learned(again) == learned(whole)[5:]
-        assert [document["attempt"] for document in attempts.read_attempts(tmp_path / "run")] == [1, 2]
+        assert [document["attempt"] for document in read_attempts(tmp_path / "run")] == [1, 2]
         assert Remote(f"{bucket}/run").index().keys() == {6, 8}
 
     def test_a_fork_of_a_copy(self, bucket: str, tmp_path: Path) -> None:

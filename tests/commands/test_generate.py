@@ -15,7 +15,7 @@ import torch
 from tests.support import made_weights
 from tests.support.runs import TINY, train
 from titan import generate
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.model.schema import Llama
 from titan.run.compose import composed
 

@@ -23,7 +23,7 @@ from titan.compile.schema import Compile
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import init_weights
-from titan.model.activations import Share
+from titan.model.activations import RankPart
 from titan.model.layers import IGNORED
 from titan.model.schema import Llama
 from titan.parallelism import data, tensor
@@ -155,7 +155,7 @@ def test_full_checkpointing_keeps_as_little_as_in_eager() -> None:
 def test_selective_checkpointing_keeps_what_it_keeps_in_eager_but_what_nobody_needs() -> None:
     how = Compile("block", "aot_eager")
     tokens = X.numel()
-    block = SHAPE.block_activations(Share(tokens, 4, fused=False))
+    block = SHAPE.block_activations(RankPart(tokens, 4, fused=False))
     more = saved(stage(how, Memory("selective"))) - saved(stage(how, Memory("full")))
     assert more == SHAPE.layers * (block.selective - block.input)
 
@@ -240,7 +240,7 @@ def parallel(rank: int, size: int, kind: str, kept: Memory, how: Compile) -> Ten
     x, y = (X, Y) if kind == "tensor" else (X.chunk(size)[rank], Y.chunk(size)[rank])
     one(x, y).backward()
     for parameter in one.parameters():
-        tensor.settle(parameter)
+        tensor.reduce_partial_grad(parameter)
     return {n: p.grad.full_tensor() for n, p in one.named_parameters()}  # type: ignore[union-attr]
 
 

@@ -27,8 +27,9 @@ from titan.config import kinds
 from titan.model.schema import Qwen3
 from titan.report import speed
 from titan.report.collect import collect
-from titan.run import attempts, identity
+from titan.run import identity
 from titan.run.compose import composed
+from titan.run.directory import read_attempts
 from titan.run.hydra_session import CONF
 from titan.run.run import as_model
 from titan.weights.formats import digest_of, open_weights
@@ -56,13 +57,13 @@ class Gone:
 
 def move(name: str, patch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Move and rename the class of a kind, as a refactoring would: it, and a line of the table; gives the undo."""
-    module, _, own = kinds.place(name).rpartition(".")
+    module, _, own = kinds.path_of(name).rpartition(".")
     old, new = importlib.import_module(module), importlib.import_module("titan.moved")
     cls = getattr(old, own)
     vars(new).update({**vars(old), **vars(new), f"New{own}": cls})  # annotations are looked up there
     call(cls, new.__name__, f"New{own}")
     patch.setattr(old, own, Gone)
-    patch.setitem(kinds.PLACES, name, f"{new.__name__}.New{own}")
+    patch.setitem(kinds.PATHS, name, f"{new.__name__}.New{own}")
     return partial(call, cls, module, own)
 
 
@@ -77,7 +78,7 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     with ExitStack() as undo:
         if request.param == "moved":
             monkeypatch.setitem(sys.modules, "titan.moved", types.ModuleType("titan.moved"))
-            for name in kinds.PLACES:
+            for name in kinds.PATHS:
                 undo.callback(move(name, monkeypatch))
         yield request.param
 
@@ -105,7 +106,7 @@ def test_an_old_run_goes_on(name: str, where: str, runs: Path) -> None:
     directory = runs / name
     run = composed([*SHAPE, *RUNS[name], "training.steps=4", f"hydra.run.dir={directory}"])
     (seen,) = train(run)
-    documents = attempts.read_attempts(directory)
+    documents = read_attempts(directory)
     assert seen.code == 0 and [d["kind"] for d in documents] == ["start", "continuation"]
     assert documents[1]["from_step"] == 3 and [line["step"] for line in steps(run)] == [1, 2, 3, 4]
     first, second = (d["science"] for d in documents)
@@ -147,11 +148,11 @@ def test_old_runs_are_compared_and_shown(where: str, runs: Path, capsys: pytest.
 
 def test_all_classes_that_conf_names_have_kinds() -> None:
     named = {yaml.safe_load(file.read_text()).get("_target_") for file in Path(CONF).rglob("*.yaml")} - {None}
-    assert named and {name for name in named if name not in kinds.PLACES} == set()
+    assert named and {name for name in named if name not in kinds.PATHS} == set()
 
 
 def test_each_kind_has_a_class_of_its_own() -> None:
-    for name, place in kinds.PLACES.items():
+    for name, place in kinds.PATHS.items():
         module, _, own = place.rpartition(".")
         assert kinds.kind(getattr(importlib.import_module(module), own)) == name
 

@@ -46,6 +46,8 @@ CASES: list[tuple[Callable[..., str], tuple[Any, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("show", "values", "text"), CASES, ids=[f"{s.__name__}{v}" for s, v, _ in CASES])
+@pytest.mark.parametrize(
+    ("show", "values", "text"), CASES, ids=[f"{s.__name__}-{i}" for i, (s, *_) in enumerate(CASES)]
+)
 def test_a_number_as_text(show: Callable[..., str], values: tuple[Any, ...], text: str) -> None:
     assert show(*values) == text

@@ -144,7 +144,7 @@ def test_a_run_writes_no_secret_down(laptop: Path, capsys: pytest.CaptureFixture
 
 def test_another_password_goes_on_with_the_same_run(laptop: Path) -> None:
     one, other = run_of(SECRET, laptop), run_of(OTHER, laptop)
-    assert identity.point(one) == identity.point(other)
+    assert identity.trial_id(one) == identity.trial_id(other)
     assert identity.settings_of(one, science=False) == identity.settings_of(other, science=False)
     before: dict[str, Any] = {"config": {"checkpoint": redacted({"resume": one.checkpoint.resume, "weights": None})}}
     assert lineage._unchanged(other, before)

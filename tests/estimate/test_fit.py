@@ -14,7 +14,8 @@ from tests.support.machines import detector
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.estimate import fit, memory, overhead
-from titan.estimate.fit import GIB, available, demand, microbatches, rank_rows, smallest_layout
+from titan.estimate.fit import available, choose_microbatches, memory_estimate, smallest_layout
+from titan.estimate.memory import GIB, rank_rows, weight_sharding
 from titan.model.schema import Llama
 from titan.parallelism.schema import DIMENSIONS, Layout, Parallelism
 from titan.run.compose import composed
@@ -47,7 +48,7 @@ COUNTS = st.integers(8, 64)
 @given(LAYOUTS, COUNTS)
 def test_tensor_parallelism_needs_less(layout: Layout, count: int) -> None:
     more = dataclasses.replace(layout, tensor=layout.tensor * 2)
-    assert demand(BASE, more, count).gib < demand(BASE, layout, count).gib
+    assert memory_estimate(BASE, more, count).gib < memory_estimate(BASE, layout, count).gib
 
 
 @given(LAYOUTS, st.sampled_from(["replicate", "shard", "context"]), COUNTS)
@@ -62,7 +63,7 @@ def test_more_ranks_never_take_more_but_for_the_gathered_blocks(layout: Layout, 
 @given(LAYOUTS, st.integers(2, 64), st.integers(2, 64))
 def test_from_two_on_more_microbatches_never_take_more(layout: Layout, first: int, second: int) -> None:
     layout, (few, many) = dataclasses.replace(layout, pipeline=1), sorted((first, second))
-    assert demand(BASE, layout, many).gib <= demand(BASE, layout, few).gib
+    assert memory_estimate(BASE, layout, many).gib <= memory_estimate(BASE, layout, few).gib
 
 
 def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
@@ -70,11 +71,11 @@ def test_a_second_microbatch_finds_the_gradients_of_the_first() -> None:
     rows = Training(global_batch=8 * 2 * 2048, seq_len=2048, loss_chunk=256)
     small = with_(training=rows, memory=dataclasses.replace(BASE.memory, checkpointing="full"))
     whole = dataclasses.replace(small, parallelism=Parallelism(shard=8, accumulate="whole"))
-    one, two = (demand(small, Layout(shard=8), count).bytes for count in (1, 2))
-    assert demand(whole, Layout(shard=8), 1).bytes == one
-    extra = demand(whole, Layout(shard=8), 2).bytes - two
+    one, two = (memory_estimate(small, Layout(shard=8), count).bytes for count in (1, 2))
+    assert memory_estimate(whole, Layout(shard=8), 1).bytes == one
+    extra = memory_estimate(whole, Layout(shard=8), 2).bytes - two
     assert extra == pytest.approx(4 * BASE.model.parameters() * 7 / 8 * (1 + overhead.FRAGMENTS), rel=0.15)
-    assert microbatches(whole, Layout(shard=8), one / GIB) == 1
+    assert choose_microbatches(whole, Layout(shard=8), one / GIB) == 1
 
 
 @given(LAYOUTS, st.integers(8, 32))
@@ -88,17 +89,19 @@ def test_checkpointing_takes_less_and_fp32_more(layout: Layout, count: int) -> N
 @given(LAYOUTS, st.floats(0.1, 500))
 def test_microbatches_are_the_fewest_that_fit(layout: Layout, gib: float) -> None:
     layout = dataclasses.replace(layout, pipeline=1)
-    count, rows = microbatches(BASE, layout, gib), rank_rows(BASE, layout)
+    count, rows = choose_microbatches(BASE, layout, gib), rank_rows(BASE, layout)
     assert 1 <= count <= rows
-    fitting = [c for c in range(1, rows + 1) if demand(BASE, layout, c).gib <= gib]
-    least = min(range(1, rows + 1), key=lambda c: demand(BASE, layout, c).gib)
-    assert demand(BASE, layout, count).gib == demand(BASE, layout, fitting[0] if fitting else least).gib
+    fitting = [c for c in range(1, rows + 1) if memory_estimate(BASE, layout, c).gib <= gib]
+    least = min(range(1, rows + 1), key=lambda c: memory_estimate(BASE, layout, c).gib)
+    assert (
+        memory_estimate(BASE, layout, count).gib == memory_estimate(BASE, layout, fitting[0] if fitting else least).gib
+    )
 
 
 @given(st.integers(1, 10**15))
 def test_microbatches_of_any_batch_are_found_at_once(rows: int) -> None:
     training = Training(global_batch=rows * 2048, seq_len=2048)
-    assert 1 <= microbatches(with_(training=training), Layout(shard=2), 80) <= rows
+    assert 1 <= choose_microbatches(with_(training=training), Layout(shard=2), 80) <= rows
 
 
 @given(st.integers(1, 500), POWERS, POWERS)
@@ -161,7 +164,7 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
     assert memory.state_bytes(chosen, Layout()) == kept * model.parameters()
     blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
     for layout, each in ((Layout(), alone), (Layout(shard=8), gathered)):
-        used = how.used_bytes(model.products(), fit.cut(chosen.parallelism, layout))
+        used = how.used_bytes(model.products(), weight_sharding(chosen.parallelism, layout))
         assert used == each[0] * blocks + each[1] * head
 
 
@@ -176,7 +179,7 @@ def test_smallest_layout_is_the_smallest_that_fits(heads: int, layers: int, widt
     assert gib <= 80 * fit.USABLE
     if layout.devices > 1:
         half = Layout(shard=layout.devices // 2)
-        assert demand(wide, half, rank_rows(wide, half)).gib > 80 * fit.USABLE
+        assert memory_estimate(wide, half, rank_rows(wide, half)).gib > 80 * fit.USABLE
 
 
 @pytest.mark.parametrize(
@@ -198,15 +201,17 @@ def test_available_memory(kind: str, overrides: list[str], ranks: int, expected:
 def test_an_async_checkpoint_adds_a_host_copy_of_the_state(ranks: int) -> None:
     layout = Layout(shard=ranks)
     copied = with_(checkpoint=dataclasses.replace(BASE.checkpoint, mode="async"))
-    more = demand(copied, layout, 1, "cpu").bytes - demand(with_(), layout, 1, "cpu").bytes
+    more = memory_estimate(copied, layout, 1, "cpu").bytes - memory_estimate(with_(), layout, 1, "cpu").bytes
     assert more == pytest.approx(12 * BASE.model.parameters() / ranks)
-    assert demand(copied, layout, 1) == demand(with_(), layout, 1), "the copy is in the host's memory"
+    assert memory_estimate(copied, layout, 1) == memory_estimate(with_(), layout, 1), "the copy is in the host's memory"
 
 
 def test_processes_and_allocators_are_counted() -> None:
     live = memory.peak(BASE, Layout(shard=8), 4).bytes
-    assert demand(BASE, Layout(shard=8), 4).bytes == live * (1 + overhead.FRAGMENTS) + overhead.CONTEXT_GIB * GIB
-    on_cpu = demand(BASE, Layout(shard=8), 4, "cpu").bytes - memory.peak(BASE, Layout(shard=8), 4, "cpu").bytes
+    assert (
+        memory_estimate(BASE, Layout(shard=8), 4).bytes == live * (1 + overhead.FRAGMENTS) + overhead.CONTEXT_GIB * GIB
+    )
+    on_cpu = memory_estimate(BASE, Layout(shard=8), 4, "cpu").bytes - memory.peak(BASE, Layout(shard=8), 4, "cpu").bytes
     assert on_cpu > overhead.PROCESS_GIB * GIB
 
 
@@ -214,21 +219,21 @@ def test_unknown_memory_fits_everything() -> None:
     machine = dataclasses.replace(detector("gpu")(), memory_gib=None)
     unknown = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
     assert available(unknown, Layout(), machine) == math.inf
-    fit.check(unknown, Layout(), machine, 1)
+    fit.check_memory(unknown, Layout(), machine, 1)
 
 
 def test_check_rejects_exactly_what_exceeds_the_memory() -> None:
     machine = detector("gpu")()
     given = with_(cluster=dataclasses.replace(BASE.cluster, memory_gib=None))
     rows = rank_rows(given, Layout(shard=8))
-    wants = demand(given, Layout(shard=8), rows).gib
+    wants = memory_estimate(given, Layout(shard=8), rows).gib
     for share, fits in ((0.99, False), (1.01, True)):
         there = dataclasses.replace(machine, memory_gib=wants * share / fit.USABLE)
         if fits:
-            fit.check(given, Layout(shard=8), there, rows)
+            fit.check_memory(given, Layout(shard=8), there, rows)
         else:
             with pytest.raises(ConfigError, match="estimated memory is"):
-                fit.check(given, Layout(shard=8), there, rows)
+                fit.check_memory(given, Layout(shard=8), there, rows)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +261,7 @@ def test_auto_degrees_follow_from_cluster_and_model(
     sizes = ["training.seq_len=8192", "training.global_batch=16777216"]
     run = composed([f"model={model}", f"parallelism={parallelism}", *sizes, *more], ranks=nodes * 8)
     assert run.layout == expected
-    assert demand(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
+    assert memory_estimate(run, run.layout, run.microbatches).gib <= 80 * fit.USABLE
 
 
 def test_the_error_suggests_recomputation_where_it_suffices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from titan.errors import ConfigError
 from titan.metrics import plot
 from titan.metrics.lines import read_lines
 from titan.run import attempts
-from titan.run.result import is_finished
+from titan.run.directory import is_finished, read_attempts
 from titan.sweep import ledger
 
 DEEP = "[" * 300_000
@@ -99,7 +99,7 @@ def test_run_yaml_of_other_types_is_refused(harm: Any, said: str, tmp_path: Path
 def test_run_yaml_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"^hydra.run.dir=\S+: run.yaml can't be read \([^\n]*\); repair it, or"):
-        attempts.read_attempts(tmp_path)
+        read_attempts(tmp_path)
 
 
 def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_documents_of_several_runs_are_refused(tmp_path: Path) -> None:
         attempts.begin_attempt(tiny(tmp_path))
     redo(tmp_path, lambda last: last.update(run_id="other"))
     with pytest.raises(ConfigError, match="its document 2 is not complete: it is of another run, 'other'"):
-        attempts.read_attempts(tmp_path)
+        read_attempts(tmp_path)
 
 
 LINES = [

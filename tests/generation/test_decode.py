@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.model.test_parity import SMALL, STRETCH, difference, hugging_face, ours
 from titan.errors import RunError
 from titan.generation.cache import cached
-from titan.generation.decode import Decoding, Row, Rules
+from titan.generation.decode import Decoder as Decoding
+from titan.generation.decode import Row, SamplingRules
 from titan.model import init_weights
 from titan.model.layers import CausalAttention
 from titan.model.schema import Decoder, Llama, Qwen3
@@ -44,7 +45,7 @@ def continued(
     model: Any, given: Sequence[Sequence[int]], chunk: int = 512, samples: int = 1, **rules: Any
 ) -> list[Row]:
     rows = [Row(prompt, sample) for prompt in given for sample in range(samples)]
-    Decoding(model, Rules(**{"max_tokens": NEW} | rules), device=CPU, chunk=chunk).run(rows)
+    Decoding(model, SamplingRules(**{"max_tokens": NEW} | rules), device=CPU, chunk=chunk).run(rows)
     return rows
 
 

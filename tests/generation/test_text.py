@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan.dataset.tokenizers.base import END, RankTokenizer, Tokenizer, load_tokenizer
 from titan.dataset.tokenizers.json_file import JsonTokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.rank_file import RankTokenizer
+from titan.dataset.tokenizers.tokenizer import END, Tokenizer
 from titan.generation.text import Text
 
 BYTES = RankTokenizer({bytes([i]): i for i in range(256)}, [END])

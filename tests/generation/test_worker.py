@@ -14,7 +14,8 @@ from tests.generation.test_decode import continued, prompts, tiny, tokens
 from tests.model.test_parity import SMALL
 from tests.support.ranks import run_ranks
 from titan.cluster.rank_info import RankInfo
-from titan.generation.decode import Decoding, Row, Rules
+from titan.generation.decode import Decoder as Decoding
+from titan.generation.decode import Row, SamplingRules
 from titan.model import init_weights
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.parallelism import mesh
@@ -83,10 +84,10 @@ def test_in_fp32_it_is_the_same_model() -> None:
 
 def cut(rank: int, size: int, weights: InMemory, precision: Precision, temperature: float) -> Any:
     layout = Layout(tensor=size)
-    world = mesh.lay_out(RankInfo(rank, size, rank), layout, CPU)
+    world = mesh.build_world(RankInfo(rank, size, rank), layout, CPU)
     model = made(weights, precision, world)
     rows = [Row(prompt, sample) for prompt in prompts() for sample in range(2)]
-    rules = Rules(temperature=temperature, max_tokens=40)
+    rules = SamplingRules(temperature=temperature, max_tokens=40)
     Decoding(model, rules, device=CPU, chunk=16, agree=world.broadcast_rows).run(rows)
     heads = model.layers["0"].attention.wk.weight.to_local().shape[0]
     return tokens(rows), heads, weights.taken

@@ -29,10 +29,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
 
         def launch(self: Any, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[Any]:
             found.append(look(self.context.config_loader, self.config, job_overrides))
-            plugin.GridLauncher.codes.append(0)
+            plugin.SweepLauncher.codes.append(0)
             return []
 
-        monkeypatch.setattr(plugin.GridLauncher, "launch", launch)
+        monkeypatch.setattr(plugin.SweepLauncher, "launch", launch)
         assert command(["-m", *TINY, *arguments], lambda run: 1) == 0
         return found[0]
 

@@ -20,7 +20,7 @@ from titan.errors import ConfigError
 from titan.memory.checkpointing import ATTENTION, COLLECTIVES, MATMULS, _Policy, checkpoint_blocks
 from titan.memory.schema import Memory
 from titan.model import init_weights
-from titan.model.activations import Share
+from titan.model.activations import RankPart
 from titan.model.schema import Llama
 from titan.parallelism import tensor
 from titan.training.train_step import Stage
@@ -121,7 +121,7 @@ def kept(how: Memory) -> int:
 
 
 def test_keeps_what_the_mode_says() -> None:
-    full, block = kept(Memory("full")), SHAPE.block_activations(Share(4 * 16, 4, fused=False))
+    full, block = kept(Memory("full")), SHAPE.block_activations(RankPart(4 * 16, 4, fused=False))
     assert kept(Memory("selective")) - full == SHAPE.layers * (block.selective - block.input)
     whole = (kept(NONE) - full) / SHAPE.layers
     assert whole > block.selective

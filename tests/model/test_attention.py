@@ -167,7 +167,7 @@ def test_a_model_learns_the_same_by_flex(how: Callable[[Any], Any], ids: Any, mo
     """On a CPU a guard of torch's is in the way of the backward pass, and the formula behind it is right."""
     monkeypatch.setattr(flex, "_validate_device", lambda *args: None)
     built = model()
-    attention.apply(built, "flex", CPU, blocks=True)
+    attention.set_kernels(built, "flex", CPU, blocks=True)
     assert {type(block.attention.core) for block in built.blocks()} == {FlexAttention}
     how(built)
     assert far(train(built, ids), train(model(), ids)) <= EXACT
@@ -195,13 +195,15 @@ FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 )
 def test_the_chosen_kernel_attends(choice: str, flash: bool, how: Callable[[Any], Any]) -> None:
     built = model()
-    attention.apply(built, choice, CPU, blocks=False)
+    attention.set_kernels(built, choice, CPU, blocks=False)
     how(built)
     with profile(activities=[ProfilerActivity.CPU]) as watch:
         found = train(built, None)
     assert (FLASH in {event.name for event in watch.events()}) is flash
     assert far(found, train(model(), None)) <= EXACT
-    name = attention.chosen((4, 2, 8), torch.float32, CPU, built.layers["0"].attention.core.kernels, masked=False)
+    name = attention.selected_kernel(
+        (4, 2, 8), torch.float32, CPU, built.layers["0"].attention.core.kernels, masked=False
+    )
     assert name == ("flash" if flash else "math")
 
 
@@ -223,7 +225,7 @@ def test_on_gpus_the_fastest_comes_first(
 
 def test_no_kernel_that_can_is_said() -> None:
     with pytest.raises(attention.NoKernel):
-        attention.chosen((4, 2, 8), torch.float32, CPU, (attention.NAMED["efficient"],), masked=False)
+        attention.selected_kernel((4, 2, 8), torch.float32, CPU, (attention.NAMED["efficient"],), masked=False)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +281,7 @@ def test_kernels_reach_ranks_that_share_rows() -> None:
     from titan.parallelism import context
 
     built: Any = model()
-    attention.apply(built, "math", CPU, blocks=False)
+    attention.set_kernels(built, "math", CPU, blocks=False)
     assert all(isinstance(block.attention.core, CausalAttention) for block in built.blocks())
     context.apply(built, "ulysses", None, balance=True, kernel="math")  # type: ignore[arg-type]
     assert {block.attention.core.kernels for block in built.blocks()} == {(attention.NAMED["math"],)}
@@ -290,7 +292,7 @@ def test_flex_reaches_ranks_that_share_rows() -> None:
     from titan.parallelism import context
 
     built: Any = model()
-    attention.apply(built, "flex", CPU, blocks=True)
+    attention.set_kernels(built, "flex", CPU, blocks=True)
     context.apply(built, "ring", None, balance=True, kernel="flex")  # type: ignore[arg-type]
     cores = [block.attention.core for block in built.blocks()]
     assert {type(core) for core in cores} == {context.ContextAttention}

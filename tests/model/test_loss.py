@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.ranks import run_ranks
 from titan.model.layers import IGNORED, Head, cross_entropy
-from titan.model.loss import chunked, in_chunks
+from titan.model.loss import chunked, chunked_loss
 from titan.model.schema import Llama
 from titan.parallelism import tensor
 
@@ -75,7 +75,7 @@ def test_bf16_differs_by_rounding_only(chunk: int) -> None:
 def test_chunks_of_the_weights_gradient_are_summed_in_float32() -> None:
     """A sum in bf16 would lose what one chunk adds to that of hundreds."""
     hidden, weight, targets = torch.ones(1024, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16), 0
-    _, _, gradient = in_chunks(hidden, weight, torch.full((1024,), targets), 1, (False, True))
+    _, _, gradient = chunked_loss(hidden, weight, torch.full((1024,), targets), 1, (False, True))
     assert gradient.flatten().tolist() == [-512, 512]
 
 
@@ -99,7 +99,7 @@ class Shapes(TorchDispatchMode):
 def test_logits_are_never_whole_and_unused_gradients_are_not_computed(graded: bool, matmuls: int) -> None:
     hidden, weight, targets = case((2, 10, 8, 30), 1, 0)
     with Shapes() as shapes, torch.set_grad_enabled(graded):
-        in_chunks(hidden.flatten(0, 1).detach(), weight.detach(), targets.flatten(), 8, (graded, graded))
+        chunked_loss(hidden.flatten(0, 1).detach(), weight.detach(), targets.flatten(), 8, (graded, graded))
     assert max(shape[0] for shape, _ in shapes.seen if shape[-1:] == (30,) and len(shape) == 2) == 8
     assert shapes.matmuls == 3 * matmuls  # of three chunks
     with torch.set_grad_enabled(graded):

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titan.model.sampling import choose, draw_uniform, nucleus, source
+from titan.model.sampling import draw_uniform, nucleus
+from titan.model.sampling import generator as source
+from titan.model.sampling import sample as choose
 
 LOGITS = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=30)
 UNIFORM = st.floats(0, 1, exclude_max=True)

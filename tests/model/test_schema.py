@@ -19,9 +19,9 @@ from titan.config import settings
 from titan.errors import ConfigError
 from titan.memory.checkpointing import checkpoint_blocks
 from titan.memory.schema import Memory
-from titan.model.activations import Share
+from titan.model.activations import RankPart
 from titan.model.init_weights import materialise
-from titan.model.loss import in_chunks
+from titan.model.loss import chunked_loss
 from titan.model.schema import Decoder, Llama, Qwen3
 from titan.run import identity
 from titan.run.compose import composed
@@ -221,7 +221,7 @@ def test_what_is_kept_between_forward_and_backward(
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("flash attention on CUDA takes 16-bit types")
     config = family(**({"dim": 128, "layers": 4, "head_dim": 32, "ffn": 256} | changes))
-    share = Share(256, dtype.itemsize, fused=device == "cuda")
+    share = RankPart(256, dtype.itemsize, fused=device == "cuda")
     block = config.block_activations(share)
     kept = {"none": block.kept, "full": block.input, "selective": block.selective}[checkpointing]
     stated = config.layers * kept + config.head_activations(share).kept
@@ -234,8 +234,8 @@ def test_a_head_in_chunks_takes_what_is_stated(chunk: int, dtype: torch.dtype) -
     config = Llama(dim=64, vocab=1024)
     hidden, weight = torch.randn(256, config.dim).to(dtype), torch.randn(config.vocab, config.dim).to(dtype)
     with Live(torch.nn.ParameterList([hidden, weight])) as live:
-        in_chunks(hidden, weight, torch.zeros(256, dtype=torch.int64), chunk, (True, True))
-    share = Share(256, dtype.itemsize)
+        chunked_loss(hidden, weight, torch.zeros(256, dtype=torch.int64), chunk, (True, True))
+    share = RankPart(256, dtype.itemsize)
     head = config.head_activations(share, chunk=chunk)
     stated = head.forward - 256 * share.norm(config.dim) - dtype.itemsize * hidden.numel()
     assert stated * 0.5 <= live.peak <= stated * 1.05
@@ -253,14 +253,14 @@ def test_a_head_in_chunks_takes_what_is_stated(chunk: int, dtype: torch.dtype) -
 )
 def test_what_selective_checkpointing_keeps(family: type[Decoder], kept: int) -> None:
     config = family(dim=16, heads=4, kv_heads=1, head_dim=8, ffn=40)
-    assert config.block_activations(Share(10, 2)).selective == 10 * kept
+    assert config.block_activations(RankPart(10, 2)).selective == 10 * kept
 
 
 @pytest.mark.parametrize("sequence", [True, False])
 def test_tensor_ranks_share_what_their_products_keep(sequence: bool) -> None:
     """Of D elements a token ranks keep their part, of what a region gathers all."""
     config = Llama(dim=128, heads=4, kv_heads=2, head_dim=32, ffn=256)
-    one, two = (config.block_activations(Share(64, 2, tensor, sequence)) for tensor in (1, 2))
+    one, two = (config.block_activations(RankPart(64, 2, tensor, sequence)) for tensor in (1, 2))
     gathered = 2 * 2 * 128 * 64
     assert two.input == one.input / (2 if sequence else 1)
     assert two.kept - gathered >= (one.kept - gathered) / 2

@@ -93,7 +93,7 @@ def looked_at(rank: int, world: int, config: Llama) -> tuple[int, int]:
     train_step = build(config, "fsdp")
     train_step.evaluate(Microbatches(*batch(1)))
     gathered = sum(not isinstance(p, DTensor) for p in train_step.parameters())
-    data.part(train_step.stages[0])
+    data.reshard(train_step.stages[0])
     return gathered, sum(not isinstance(p, DTensor) for p in train_step.parameters())
 
 

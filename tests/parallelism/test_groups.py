@@ -73,7 +73,7 @@ def test_a_group_has_the_ranks_that_differ_along_its_dimensions(
     at = [layout.coordinates(rank) for rank in range(layout.devices)]
     for rank in range(layout.devices):
         fake(rank, layout.devices)
-        world = mesh.lay_out(RankInfo(rank, layout.devices, rank), layout, CPU)
+        world = mesh.build_world(RankInfo(rank, layout.devices, rank), layout, CPU)
 
         def along(*names: str, here: dict[str, int] = at[rank]) -> list[int]:
             fixed = here.keys() - set(names)

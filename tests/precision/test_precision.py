@@ -18,7 +18,7 @@ from tests.support.runs import Seen, difference, learned, same, saved, steps, ti
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.model.layers import Linear
-from titan.model.schema import Decoder, Llama, Product, Qwen3
+from titan.model.schema import Decoder, Llama, Matmul, Qwen3
 from titan.precision import low_precision
 from titan.precision.low_precision import Scales, _product
 from titan.precision.schema import Precision, WeightSharding
@@ -78,7 +78,7 @@ class TestChoice:
     )
     def test_layers_in_the_compute_type(self, products: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
         shapes = {"a.wk": (64, 64), "b": (128, 64), "c": (48, 64), "head": (64, 96)}
-        model = {name: Product(*shape, rowwise=name == "c") for name, shape in shapes.items()}
+        model = {name: Matmul(*shape, rowwise=name == "c") for name, shape in shapes.items()}
         choice = Precision("bf16", products=products, **settings).choose(model, tensor)
         assert choice.left == left
         assert choice.taken == tuple(name for name in model if name not in left)
@@ -98,10 +98,10 @@ class TestChoice:
     )
     def test_what_is_gathered_in_float8(self, cut: WeightSharding, without: set[str]) -> None:
         products = {
-            "a": Product(96, 64),
-            "b": Product(64, 128, rowwise=True),
-            "c": Product(64, 96),
-            "head": Product(64, 96),
+            "a": Matmul(96, 64),
+            "b": Matmul(64, 128, rowwise=True),
+            "c": Matmul(64, 96),
+            "head": Matmul(64, 96),
         }
         found = Precision("bf16", products="float8", skip=()).gathered(products, cut)
         assert set(found) == set(products) - without
@@ -359,7 +359,7 @@ class TestGathering:
 
 
 def stored_whole(parameter: Any) -> Tensor:
-    found = low_precision.stored(parameter)
+    found = low_precision.plain_tensor(parameter)
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 

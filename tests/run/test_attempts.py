@@ -25,11 +25,11 @@ from titan.cluster import devices
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
 from titan.run import attempts
-from titan.run.attempts import Attempt, FinishedRun, begin_attempt, read_attempts
+from titan.run.attempts import Attempt, FinishedRun, begin_attempt
 from titan.run.compose import composed
+from titan.run.directory import is_locked, read_attempts
 from titan.run.lock import locked
 from titan.run.paths import FILES
-from titan.run.result import is_locked
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -306,7 +306,7 @@ def test_a_file_system_without_locks_is_named(code: int, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match=f"hydra.run.dir{said}"), locked(tmp_path / "new"):
         pass
     assert not (tmp_path / "new").exists()
-    with pytest.raises(ConfigError, match=f"hydra.sweep.dir{said}"), ledger.alone(tmp_path):
+    with pytest.raises(ConfigError, match=f"hydra.sweep.dir{said}"), ledger.exclusive_lock(tmp_path):
         pass
 
 

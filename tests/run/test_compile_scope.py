@@ -204,9 +204,9 @@ def test_a_point_of_a_grid_is_the_same_wherever_it_compiles(monkeypatch: pytest.
     one = (SHORT, "cluster.device=auto", "precision=fp32")
     runs = [on(kind, *one, monkeypatch=monkeypatch) for kind in ("cpu", "gpu")]
     assert [run.compile.scope for run in runs] == ["off", "block"]
-    assert identity.point(runs[0]) == identity.point(runs[1])
+    assert identity.trial_id(runs[0]) == identity.trial_id(runs[1])
     said = [on("gpu", *one, f"compile={scope}", monkeypatch=monkeypatch) for scope in ("off", "block", "model")]
-    points = {identity.point(run) for run in (runs[1], *said)}
+    points = {identity.trial_id(run) for run in (runs[1], *said)}
     assert len(points) == 4
     settings = [identity.settings_of(run, science=True) for run in (*runs, *said)]
     assert all("compile" not in name for found in settings for name in found)

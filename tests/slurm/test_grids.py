@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from launchers.slurm import queue
-from launchers.slurm.state import standing
+from launchers.slurm.state import read_state
 from tests.support.processes import ROOT, ended, program, until
 from tests.support.runs import TINY, learned, tiny, train
 from tests.support.slurm_cluster import Slurm
@@ -39,7 +39,7 @@ def titan(folder: Path, *arguments: str, module: str = "titan.train", env: dict[
 
 
 def points(folder: Path, name: str) -> dict[str, TrialState]:
-    sweep = standing(folder / "runs" / name)
+    sweep = read_state(folder / "runs" / name)
     assert sweep is not None
     return {" ".join(point.overrides): point for point in sweep.points}
 

@@ -38,8 +38,8 @@ from tests.training.test_reading import expected_rows
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import Reader
 from titan.checkpoint.remote import Remote
-from titan.run.attempts import read_attempts
 from titan.run.compose import composed
+from titan.run.directory import read_attempts
 from titan.run.run import Run
 
 EVERY = 4

@@ -153,7 +153,7 @@ def swept(directory: Path, asked: SweepSpec, points: Mapping[str, tuple[str, ...
         events: what the ledger says of them since.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    ledger.write_asked(directory, asked)
+    ledger.write_spec(directory, asked)
     there = {"event": "point", "steps": 40, "devices": 1}
     ledger.add(directory, *({"id": n, "directory": n, "overrides": list(o)} | there for n, o in points.items()))
     ledger.add(directory, *events)

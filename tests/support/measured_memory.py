@@ -116,7 +116,7 @@ def main(names: list[str]) -> None:
         rank = fullest * (run.layout.devices // run.layout.pipeline)
         hidden = run.layout.copies or run.compile.scope != "off"  # DDP's reducer and compiled graphs can't be traced
         trace = 0 if hidden else max(peak.bytes for peak in traced(run, rank).values())
-        whole = fit.demand(run, run.layout, run.microbatches, "cpu").bytes
+        whole = fit.memory_estimate(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:
             measured = resident(overrides, Path(folder) / "run")
         figures = (live[fullest].bytes, trace, whole, measured)

@@ -76,7 +76,7 @@ def store_traffic(size: int) -> tuple[int, int]:
 
 def now(layout: Layout, rank: int) -> None:
     """Make the groups as titan does."""
-    world = mesh.lay_out(RankInfo(rank, layout.devices, rank % 8), layout, torch.device("cpu"))
+    world = mesh.build_world(RankInfo(rank, layout.devices, rank % 8), layout, torch.device("cpu"))
     group = world.group("pipeline")
     if group is not None:
         owners = tuple(range(layout.pipeline)) * 2

@@ -32,6 +32,7 @@ from titan.model import llama  # noqa: F401
 from titan.run import attempts
 from titan.run.attempts import Attempt
 from titan.run.compose import composed
+from titan.run.directory import read_attempts
 from titan.run.lock import locked
 from titan.run.run import Run, as_model
 from titan.training import worker
@@ -90,7 +91,7 @@ def save_of(run: Run, step: int, science: str = "0" * 12) -> Path:
     rows = run.training.rows_before(step + 1)
     data = permutation.state(rows, mix_of(run).fingerprint(rows))
     layout, model = run.layout.degrees(), as_model(run)
-    begun = attempts.read_attempts(Path(run.directory))
+    begun = read_attempts(Path(run.directory))
     run_id = begun[0]["run_id"] if begun else "run"
     manifest_of = about(step, data=data, science_id=science, layout=layout, model=model, run_id=run_id)
     return complete(manifest.folder_of(Path(run.directory), step), manifest_of, {"weights": b"w" * 100})

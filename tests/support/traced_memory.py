@@ -168,7 +168,7 @@ def _world(run: Run, rank: int) -> mesh.World:
     if size == 1:
         return mesh.World(rank_info, run.layout, device)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    return mesh.lay_out(rank_info, run.layout, device)
+    return mesh.build_world(rank_info, run.layout, device)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from launchers.trials import Trial
 from titan import status
 from titan.run import identity
 from titan.run.compose import composed
-from titan.run.result import is_locked
+from titan.run.directory import is_locked
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 
@@ -157,8 +157,8 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
 
 def test_what_is_asked_comes_back(tmp_path: Path) -> None:
     asked = SweepSpec("why?", {"optimizer.lr": ("0.1", "0.2")}, {"optimizer.lr": "0.1"}, 0.05, 3.0)
-    ledger.write_asked(tmp_path, asked)
-    assert ledger.asked(tmp_path) == asked
+    ledger.write_spec(tmp_path, asked)
+    assert ledger.read_spec(tmp_path) == asked
 
 
 def test_a_run_is_held_while_its_lock_is(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_folders_are_named_after_what_varies(varied: list[str], name: str) -> No
 )  # fmt: skip
 def test_a_point_is_known_by_its_settings(override: str, same: bool) -> None:
     before, after = (composed(["name=x", "cluster=cpu", *more]) for more in ([], [override]))
-    assert (identity.point(before) == identity.point(after)) == same
+    assert (identity.trial_id(before) == identity.trial_id(after)) == same
 
 
 NODES = ["name=x", "cluster=h100", "parallelism=fsdp", "training.global_batch=65536"]
@@ -217,15 +217,15 @@ def test_a_point_is_found_again_on_other_machines(
     for count in counts:
         run = composed([*NODES, f"cluster.nodes={count}", f"hydra.run.dir={tmp_path}/{count}"], elsewhere=True)
         given = [f"cluster.nodes={count}"] if len(counts) > 1 else []
-        chosen.append(Trial(grid.known(run, given, ledger.noted(tmp_path)), (), run))
+        chosen.append(Trial(grid.find_id(run, given, ledger.trials_by_ledger(tmp_path)), (), run))
         if before == ["older"]:
             ledger.add(tmp_path, {k: v for k, v in grid._event(chosen[-1], tmp_path).items() if k != "asked"})
         grid.register_trials(tmp_path, chosen, SweepSpec())
     run = composed([*NODES, *after], elsewhere=True)
-    ids = [point.id for point in ledger.noted(tmp_path)]
-    name = grid.known(run, varied, ledger.noted(tmp_path))
-    assert len(ids) == len(counts) and all(point.asked for point in ledger.noted(tmp_path))
-    assert name == (identity.point(run) if found is None else ids[found]) and (name in ids) == (found is not None)
+    ids = [point.id for point in ledger.trials_by_ledger(tmp_path)]
+    name = grid.find_id(run, varied, ledger.trials_by_ledger(tmp_path))
+    assert len(ids) == len(counts) and all(point.asked for point in ledger.trials_by_ledger(tmp_path))
+    assert name == (identity.trial_id(run) if found is None else ids[found]) and (name in ids) == (found is not None)
 
 
 def test_a_copy_of_the_code_is_named_by_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

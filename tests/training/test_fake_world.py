@@ -60,7 +60,7 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     size = run.layout.devices
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    world = mesh.lay_out(RankInfo(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
+    world = mesh.build_world(RankInfo(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
     train_step = build(run, dataclasses.replace(world, memory=lambda: fake))
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
     with fake, Products() as products:

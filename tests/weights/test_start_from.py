@@ -14,6 +14,7 @@ from tests.support.runs import Seen, saved, steps, tiny, train, weights
 from titan.checkpoint import manifest
 from titan.errors import ConfigError
 from titan.run import attempts
+from titan.run.directory import read_attempts
 from titan.run.run import Run
 from titan.weights.formats import open_weights
 
@@ -49,7 +50,7 @@ def test_a_run_starts_from_given_weights_on_any_layout(form: str, layout: str, p
         assert bits_equal(rank.first, open_weights(folder))
         assert not any(value.any() for name, value in rank.first.items() if name.endswith(("exp_avg", "exp_avg_sq")))
     assert [line["step"] for line in steps(run)] == [1, 2, 3]
-    document = attempts.read_attempts(tmp_path)[0]
+    document = read_attempts(tmp_path)[0]
     assert document["parent"].startswith("weights:")
     assert document["science"]["parent"] == document["parent"]
     assert document["kind"] == "start"

@@ -25,7 +25,8 @@ from titan.dataset.preprocess.prepare import prepare
 from titan.dataset.preprocess.writer import checksum
 from titan.dataset.schema import Jsonl
 from titan.dataset.sources.local import stdlib
-from titan.dataset.tokenizers.base import RankTokenizer, load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.rank_file import RankTokenizer
 from titan.errors import ConfigError
 
 FILES = 16

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan.checkpoint.manifest import Damaged
+from titan.checkpoint.manifest import Corrupt
 from titan.errors import ConfigError
 from titan.parallelism.exchange import Exchange
 
@@ -213,7 +213,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, _Error | None]:
     try:
         return work(), None
     except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
-        damaged = isinstance(error, Damaged) or (isinstance(error, CoordinationError) and error.damaged)
+        damaged = isinstance(error, Corrupt) or (isinstance(error, CoordinationError) and error.damaged)
         return None, _Error(reason(error), damaged, isinstance(error, ConfigError))
 
 
@@ -222,7 +222,7 @@ def reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (first, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {reason(first)}" if len(error.failures) > 1 or rank else reason(first)
-    if isinstance(error, (Damaged, ConfigError, CoordinationError)):
+    if isinstance(error, (Corrupt, ConfigError, CoordinationError)):
         return str(error)
     cause: BaseException | None = error
     while cause is not None:  # torch's file writer wraps the system's error

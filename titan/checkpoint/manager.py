@@ -33,7 +33,7 @@ from torch import Tensor
 
 from titan.checkpoint import manifest, retention
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
-from titan.checkpoint.manifest import Damaged, File, Manifest
+from titan.checkpoint.manifest import Corrupt, File, Manifest
 from titan.checkpoint.plans import Part, Places, Plans, Proposal
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
@@ -357,8 +357,8 @@ def _new_folder(folder: Path, copy_tokenizer: Callable[[Path], Copied]) -> Copie
 def _check_visible(folder: Path, about: Manifest) -> None:
     try:
         manifest.sizes(folder, about.files)
-    except Damaged as error:
-        raise Damaged(f"{error}: all ranks must see the run's directory, {folder.parent.parent}") from error
+    except Corrupt as error:
+        raise Corrupt(f"{error}: all ranks must see the run's directory, {folder.parent.parent}") from error
 
 
 def _complete_manifest(folder: Path, look: bool) -> Manifest:

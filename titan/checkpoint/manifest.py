@@ -68,7 +68,7 @@ class Manifest:
     format: int = FORMAT
 
 
-class Damaged(Exception):
+class Corrupt(Exception):
     """A checkpoint's content is not what was saved; the message names the file."""
 
 
@@ -108,12 +108,12 @@ def load(folder: Path, name: str = NAME) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise Damaged(f"{NAME} can't be read ({error.strerror})") from error
+        raise Corrupt(f"{NAME} can't be read ({error.strerror})") from error
     except ValueError as error:
-        raise Damaged(f"{NAME} can't be read ({error})") from error
+        raise Corrupt(f"{NAME} can't be read ({error})") from error
     manifest = parse(text)
     if re.fullmatch(r"step-\d+", folder.name) and folder.name != f"step-{manifest.step}":
-        raise Damaged(f"{NAME} is of step {manifest.step}")
+        raise Corrupt(f"{NAME} is of step {manifest.step}")
     return manifest
 
 
@@ -138,9 +138,9 @@ def sizes(folder: Path, files: Mapping[str, File]) -> None:
         try:
             size = (folder / name).stat().st_size
         except OSError as error:
-            raise Damaged(f"{name} can't be read ({error.strerror})") from error
+            raise Corrupt(f"{name} can't be read ({error.strerror})") from error
         if size != file.bytes:
-            raise Damaged(f"{name} has {size:,} bytes instead of {file.bytes:,}")
+            raise Corrupt(f"{name} has {size:,} bytes instead of {file.bytes:,}")
 
 
 def parse(text: bytes) -> Manifest:
@@ -152,12 +152,12 @@ def parse(text: bytes) -> Manifest:
     try:
         content = untrusted.parse_object(text)
         if content["format"] != FORMAT:
-            raise Damaged(f"{NAME} has format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}")
+            raise Corrupt(f"{NAME} has format {untrusted.shown(content['format'])}, and this titan reads {FORMAT}")
         return _checked(content)
     except KeyError as error:
-        raise Damaged(f"{NAME} is not a manifest (it has no {error})") from error
+        raise Corrupt(f"{NAME} is not a manifest (it has no {error})") from error
     except (ValueError, TypeError) as error:
-        raise Damaged(f"{NAME} is not a manifest ({error})") from error
+        raise Corrupt(f"{NAME} is not a manifest ({error})") from error
 
 
 def _checked(content: dict[str, Any]) -> Manifest:
@@ -208,7 +208,7 @@ def read(folder: Path) -> Manifest | None:
     """Return the manifest of a complete checkpoint; None if it is incomplete or damaged."""
     try:
         return inspect(folder)
-    except Damaged:
+    except Corrupt:
         return None
 
 
@@ -223,9 +223,9 @@ def verify(folder: Path, files: Mapping[str, File]) -> None:
             with (folder / name).open("rb") as content:
                 found = checksum(content)
         except OSError as error:
-            raise Damaged(f"{name} can't be read ({error.strerror})") from error
+            raise Corrupt(f"{name} can't be read ({error.strerror})") from error
         if found != file:
-            raise Damaged(f"{name} has the checksum {found.crc32} instead of {file.crc32}")
+            raise Corrupt(f"{name} has the checksum {found.crc32} instead of {file.crc32}")
 
 
 def checksum_of(file: Path) -> File:

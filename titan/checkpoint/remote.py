@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan.checkpoint import manifest, retention
-from titan.checkpoint.manifest import Damaged, File, Manifest
+from titan.checkpoint.manifest import Corrupt, File, Manifest
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
 from titan.files.atomic import sync_path, write_atomic
@@ -88,7 +88,7 @@ class Remote:
             return _checked(parse_object(content))
         except (ValueError, KeyError) as error:
             why = f"{self.url}/{INDEX} is not an index ({str(error) or type(error).__name__})"
-            raise Damaged(f"{why}; remove it, and the next save recreates it") from error
+            raise Corrupt(f"{why}; remove it, and the next save recreates it") from error
 
     def manifest(self, step: int) -> Manifest:
         """Return the manifest of a checkpoint.
@@ -98,7 +98,7 @@ class Remote:
         """
         content = self.read(f"step-{step}/{manifest.NAME}")
         if content is None:
-            raise Damaged(f"{self.url}/step-{step}/{manifest.NAME} is missing")
+            raise Corrupt(f"{self.url}/step-{step}/{manifest.NAME} is missing")
         return manifest.parse(content)
 
     def put(self, name: str, content: bytes) -> None:
@@ -151,7 +151,7 @@ class Remote:
         """Return the names of a checkpoint's files; none if its manifest is gone."""
         try:
             return sorted(self.manifest(step).files)
-        except Damaged:
+        except Corrupt:
             return []
 
     def forget(self, step: int) -> None:
@@ -186,7 +186,7 @@ class Remote:
             file_name(name)
             found = self._try(lambda name=name: self._copy(f"{self.root}/step-{step}/{name}", folder / name))  # type: ignore[misc]
             if found != due:
-                raise Damaged(f"{self.url}/step-{step}/{name} has another checksum than when it was saved")
+                raise Corrupt(f"{self.url}/step-{step}/{name} has another checksum than when it was saved")
 
     def _copy(self, source: str, target: Path) -> File:
         target.unlink(missing_ok=True)  # it may be a link
@@ -219,7 +219,7 @@ class Remote:
         """Run `work` and turn errors of the protocol's package into OSError."""
         try:
             return work()
-        except (OSError, Damaged):
+        except (OSError, Corrupt):
             raise
         except Exception as error:
             raise OSError(f"{self.url}: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error

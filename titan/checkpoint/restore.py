@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
-from titan.checkpoint.manifest import Damaged, File
+from titan.checkpoint.manifest import Corrupt, File
 from titan.checkpoint.reader import METADATA, Foreign, Reader
 from titan.checkpoint.state import TrainState, train_state_dict
 from titan.config.settings import show
 from titan.errors import ConfigError, RunError
 
 
-def damage(folder: Path, coordinator: Coordinator, checksums: bool) -> str | None:
+def corruption(folder: Path, coordinator: Coordinator, checksums: bool) -> str | None:
     """Return what is wrong with a checkpoint; None if nothing is. All ranks call it together and get the same result.
 
     A checkpoint that was retired after it was chosen is valid while its files exist.
@@ -74,7 +74,7 @@ def _check_share(folder: Path, coordinator: Coordinator, checksums: bool) -> _Pr
         manifest.sizes(folder, found.files if coordinator.rank == 0 else mine)
         if checksums:
             manifest.verify(folder, mine)
-    except (Damaged, OSError) as error:
+    except (Corrupt, OSError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
         missing = isinstance(cause, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
         return _Problem(reason(error), missing, isinstance(cause, OSError) and not missing)

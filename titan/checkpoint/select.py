@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan.checkpoint import manifest
-from titan.checkpoint.manifest import Damaged, Manifest
+from titan.checkpoint.manifest import Corrupt, Manifest
 from titan.checkpoint.remote import INDEX, Remote, is_url, of
 from titan.checkpoint.schema import Checkpoint
 from titan.errors import ConfigError
@@ -59,7 +59,7 @@ def latest(
             )
         found, more = _there(remote, here.about.step if here else 0, run_id)
         return found or here, (*notes, *more)
-    except (OSError, ValueError, KeyError, Damaged) as error:
+    except (OSError, ValueError, KeyError, Corrupt) as error:
         if here is None:
             raise ConfigError(
                 f"checkpoint.path={elsewhere}: can't be read ({error}), and there is no checkpoint in {directory}; "
@@ -76,7 +76,7 @@ def post_save_pending(how: Checkpoint, directory: Path, step: int) -> bool:
         return False
     if how.export and not (folder / how.export / COUNTS[how.export]).is_file():
         return True
-    with suppress(OSError, Damaged):
+    with suppress(OSError, Corrupt):
         return how.path is not None and step not in of(how.path, str(directory)).index()
     return False
 
@@ -89,7 +89,7 @@ def _there(remote: Remote, after: int, run_id: str | None) -> tuple[Candidate | 
             about = remote.manifest(step)
             _of_run(about, run_id)
             return Candidate(f"{remote.url}/step-{step}", about), notes
-        except Damaged as damage:
+        except Corrupt as damage:
             notes.append(f"checkpoint step-{step} elsewhere is damaged and not used: {damage}")
     return None, notes
 
@@ -104,7 +104,7 @@ def _here(directory: Path, run_id: str | None = None) -> tuple[Candidate | None,
     for folder in manifest.steps(directory):
         try:
             about = _of_run(manifest.inspect(folder), run_id)
-        except Damaged as damage:
+        except Corrupt as damage:
             notes.append(f"checkpoint {folder.name} is damaged and not used: {damage}")
             continue
         last = Candidate(str(folder), about) if about else last
@@ -121,7 +121,7 @@ def _of_run(about: Manifest | None, run_id: str | None) -> Manifest | None:
         Damaged: when it belongs to another run.
     """
     if about and run_id and about.run_id != run_id:
-        raise Damaged(f"{manifest.NAME} is of another run ({shown(about.run_id)}, and this one is {run_id})")
+        raise Corrupt(f"{manifest.NAME} is of another run ({shown(about.run_id)}, and this one is {run_id})")
     return about
 
 
@@ -142,7 +142,7 @@ def _load_here(path: str, setting: str) -> Candidate:
         return _load_elsewhere(str(folder), setting)
     try:
         about = manifest.inspect(folder)
-    except Damaged as damage:
+    except Corrupt as damage:
         raise ConfigError(f"{setting}={path}: the checkpoint is damaged: {damage}; give another one.") from damage
     last, notes = (Candidate(str(folder), about), ()) if about else _here(folder)
     if last is None:
@@ -162,7 +162,7 @@ def _load_elsewhere(url: str, setting: str) -> Candidate:
         steps = remote.index()
         if steps:
             return Candidate(f"{remote.url}/step-{max(steps)}", remote.manifest(max(steps)))
-    except (OSError, Damaged, ValueError, KeyError) as error:
+    except (OSError, Corrupt, ValueError, KeyError) as error:
         raise ConfigError(f"{setting}={url}: no checkpoint can be read there ({error}); correct the URL.") from error
     raise ConfigError(
         f"{setting}={url}: there is no checkpoint; give the URL of a run's checkpoints, or of one of them."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.parallelism import data
-from titan.precision.low_precision import stored
+from titan.precision.low_precision import plain_tensor
 
 
 class TrainState(Protocol):
@@ -38,9 +38,9 @@ class TrainState(Protocol):
 def train_state_dict(state: TrainState) -> dict[str, Tensor]:
     """Return all tensors that a resume needs, by name: `model.NAME` and `optimizer.NAME.KEY`."""
     for stage in state.stages:
-        data.part(stage)  # the optimizer's state belongs to the sharded parameters
+        data.reshard(stage)  # the optimizer's state belongs to the sharded parameters
     parameters = dict(state.named_parameters())
-    found = {f"model.{name}": stored(parameter) for name, parameter in parameters.items()}
+    found = {f"model.{name}": plain_tensor(parameter) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in state.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):

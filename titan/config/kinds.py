@@ -6,7 +6,7 @@ frozen: it is the first path of the class. The kind of a user's class is its dot
 
 from __future__ import annotations
 
-PLACES: dict[str, str] = {
+PATHS: dict[str, str] = {
     "titan.dataset.schema.Chat": "titan.dataset.schema.Chat",
     "titan.dataset.schema.Hub": "titan.dataset.schema.Hub",
     "titan.dataset.schema.Jsonl": "titan.dataset.schema.Jsonl",
@@ -28,9 +28,9 @@ PLACES: dict[str, str] = {
 def kind(cls: type) -> str:
     """Return the name of a class in ids and files."""
     path = f"{cls.__module__}.{cls.__qualname__}"
-    return next((kind for kind, place in PLACES.items() if place == path), path)
+    return next((kind for kind, place in PATHS.items() if place == path), path)
 
 
-def place(name: str) -> str:
+def path_of(name: str) -> str:
     """Return the dotted path from which the class of a kind, or of a path, is imported."""
-    return PLACES.get(name, name)
+    return PATHS.get(name, name)

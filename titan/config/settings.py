@@ -20,7 +20,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NoReturn
 
-from titan.config.kinds import place
+from titan.config.kinds import path_of
 from titan.config.warning import warn_once
 from titan.console.text import escape, is_redacted
 from titan.errors import ConfigError
@@ -272,7 +272,7 @@ def _check_target(name: str, path: str, allowed: tuple[str, ...]) -> None:
 def _target(name: str, path: str, allowed: tuple[str, ...]) -> type:
     """Return the dataclass that `_target_` names, when its package may be named."""
     _check_target(name, path, allowed)
-    module, _, attribute = place(name).rpartition(".")
+    module, _, attribute = path_of(name).rpartition(".")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -76,14 +76,14 @@ def best_effort(keep_going: bool = True) -> None:
     sys.excepthook = _print_exception
 
 
-def go_on() -> None:
+def ignore_write_errors() -> None:
     """Ignore errors in writing to stdout from now on: it is not the product."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Stream):
         raw.keep_going = True
 
 
-def note(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write a text to stderr in a signal handler, which may have interrupted a print."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

@@ -30,7 +30,7 @@ class Progress:
         elif step % self.every == 0 or step in (1, self.steps):
             left = (time.monotonic() - self.began) / max(1, step - self.first) * (self.steps - step)
             line = f"step {step:>6,}/{self.steps:,}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            print(f"{line}  {_clock(left)} left", flush=True)
+            print(f"{line}  {duration(left)} left", flush=True)
 
     def say(self, line: str) -> None:
         """Print a line beside the progress."""
@@ -80,10 +80,12 @@ def table(rows: Mapping[str, str]) -> None:
         print(f"  {name:<10}  {safe(value)}", flush=True)
 
 
-def _number(value: float | None) -> str:
+def loss_text(value: float | None) -> str:
+    """Return a loss with four digits, or that it is not finite."""
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def _clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return seconds as minutes:seconds, with hours where there are any."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -12,26 +12,13 @@ from typing import TYPE_CHECKING
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
-from titan.estimate.memory import GIB, Usage, cut, rank_rows
-from titan.parallelism.pipeline.stage_plan import least_microbatches, stages_of_a_rank
+from titan.estimate.memory import Usage, rank_rows
+from titan.parallelism.pipeline.stage_plan import default_stages_per_rank, least_microbatches
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
     from titan.run.schema import Recipe
-
-__all__ = [
-    "GIB",
-    "USABLE",
-    "check",
-    "cut",
-    "demand",
-    "layout",
-    "limits",
-    "microbatches",
-    "rank_rows",
-    "smallest_layout",
-]
 
 USABLE = 0.97
 """Fraction of a device's memory that a run may use."""
@@ -41,7 +28,7 @@ MAX_POWER = 16
 """The suggested layout has at most 2**16 devices."""
 
 
-def demand(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
+def memory_estimate(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Usage:
     """Return the memory estimate of the fullest rank: live tensors at their peak plus process and allocator overhead.
 
     Args:
@@ -61,7 +48,7 @@ def available(recipe: Recipe, layout: Layout, machine: Machine) -> float:
     return memory_gib * USABLE / (layout.devices if machine.device == "cpu" else 1)
 
 
-def microbatches(recipe: Recipe, layout: Layout, gib: float, device: str = "cuda") -> int:
+def choose_microbatches(recipe: Recipe, layout: Layout, gib: float, device: str = "cuda") -> int:
     """Return the smallest number of micro-batches that fits into `gib`, or the one that needs least if none fits.
 
     From the second micro-batch on, the gradients of the earlier ones are in memory, so two can need more than one. From
@@ -70,7 +57,7 @@ def microbatches(recipe: Recipe, layout: Layout, gib: float, device: str = "cuda
     rows = rank_rows(recipe, layout)
 
     def required(count: int) -> float:
-        return demand(recipe, layout, count, device).gib
+        return memory_estimate(recipe, layout, count, device).gib
 
     if layout.pipeline > 1:
         counts = _smaller_microbatches(least_microbatches(recipe.parallelism, layout, rows), rows)
@@ -102,8 +89,8 @@ def _required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> fl
     """Return the GiB that a layout needs with the micro-batches chosen for `gib`; infinite if it is not possible."""
     given = recipe.parallelism.microbatches
     try:
-        count = microbatches(recipe, layout, gib, device) if given == "auto" else int(given)
-        return demand(recipe, layout, count, device).gib
+        count = choose_microbatches(recipe, layout, gib, device) if given == "auto" else int(given)
+        return memory_estimate(recipe, layout, count, device).gib
     except ConfigError:
         return math.inf
 
@@ -138,16 +125,18 @@ def _with_rows(recipe: Recipe, devices: int) -> Recipe:
     return replace(recipe, training=replace(training, global_batch=rows))
 
 
-def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
+def choose_layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int) -> Layout:
     """Return the layout on `devices` devices; a pipeline degree of "auto" is the smallest that fits, at least 2.
 
     Raises:
         ConfigError: if the degrees do not multiply to `devices`.
     """
-    found, deepest = [], recipe.model.layers // stages_of_a_rank(recipe.parallelism)
+    found, deepest = [], recipe.model.layers // default_stages_per_rank(recipe.parallelism)
     for depth in (2**p for p in range(1, max(2, deepest.bit_length()))):
         replicas = max(2, devices // devices_per_node)
-        one = recipe.parallelism.layout(devices, limits(recipe, devices_per_node, depth) | {"replicate": replicas})
+        one = recipe.parallelism.layout(
+            devices, largest_degrees(recipe, devices_per_node, depth) | {"replicate": replicas}
+        )
         has = available(recipe, one, machine)
         required = _required_gib(recipe, one, has, machine.device)
         found.append((required, one))
@@ -159,14 +148,14 @@ def layout(recipe: Recipe, machine: Machine, devices: int, devices_per_node: int
     return min(found, key=lambda pair: pair[0])[1]
 
 
-def limits(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
+def largest_degrees(recipe: Recipe, devices_per_node: int, depth: int = 2) -> dict[str, int]:
     """Return the largest useful degree of each dimension that may be "auto"."""
     model = recipe.model
     tensor = math.gcd(devices_per_node, model.kv_heads, model.heads, model.ffn, model.vocab)
     return {"tensor": tensor, "pipeline": depth, "replicate": 2, "context": 2}
 
 
-def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
+def check_memory(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
     """Raise ConfigError when the memory estimate exceeds what each rank may use.
 
     Args:
@@ -180,7 +169,7 @@ def check(recipe: Recipe, layout: Layout, machine: Machine, count: int) -> None:
     """
     if machine.device == "cpu":  # offloading to the host saves nothing where the host's memory is all there is
         recipe = replace(recipe, memory=replace(recipe.memory, offload=False))
-    required, has = demand(recipe, layout, count, machine.device).gib, available(recipe, layout, machine)
+    required, has = memory_estimate(recipe, layout, count, machine.device).gib, available(recipe, layout, machine)
     if required <= has:
         return
     if machine.device == "cpu" and layout.devices > 1 and has < overhead.PROCESS_GIB:
@@ -204,7 +193,7 @@ def _too_many_processes(recipe: Recipe, layout: Layout, machine: Machine) -> str
 
 def _layout(recipe: Recipe, devices: int, per_node: int, depth: int) -> Layout | None:
     try:
-        return recipe.parallelism.layout(devices, limits(recipe, min(per_node, devices), depth))
+        return recipe.parallelism.layout(devices, largest_degrees(recipe, min(per_node, devices), depth))
     except ConfigError:
         return None
 
@@ -218,7 +207,7 @@ def _needs(recipe: Recipe) -> str:
             if layout.devices == 1:
                 return f"{change} 1 device of {memory_gib} GiB, using {_gib(gib)}."
             return f"{change} at least {layout.devices} devices of {memory_gib} GiB ({layout}), using {_gib(gib)} each."
-    alone = demand(_recomputing(recipe), Layout(), recipe.training.rows).gib
+    alone = memory_estimate(_recomputing(recipe), Layout(), recipe.training.rows).gib
     whole = replace(recipe, parallelism=replace(recipe.parallelism, replicate=1, shard=-1, tensor=1, pipeline=1))
     for extra, sharded in (("", smallest_layout(whole)), (" and memory=full", smallest_layout(_recomputing(whole)))):
         if sharded:

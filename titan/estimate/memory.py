@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.estimate.pipeline_states import State, rank_states
-from titan.model.activations import Block, Head, Share
+from titan.model.activations import Block, Head, RankPart
 from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers
 from titan.precision.schema import WeightSharding
 
@@ -112,7 +112,7 @@ def rank_rows(recipe: Recipe, layout: Layout) -> int:
     return math.ceil(recipe.training.rows / layout.data_ranks)
 
 
-def cut(parallelism: Parallelism, layout: Layout) -> WeightSharding:
+def weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightSharding:
     """Return how a layout shards weights."""
     sharded = 1 if layout.copies else layout.sharded
     return WeightSharding(layout.tensor, sharded, again=isinstance(parallelism.reshard, int))
@@ -155,7 +155,7 @@ class _RankMemory:
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(rank_rows(recipe, layout) / microbatches)
         self.tokens = math.ceil(rows * recipe.training.seq_len / layout.context)
-        self.share = Share(
+        self.share = RankPart(
             self.tokens,
             precision.bytes,
             layout.tensor,
@@ -198,7 +198,7 @@ class _RankMemory:
 
     def _size_gathered(self) -> None:
         """Compute the bytes of one block's and the head's weights as FSDP gathers them, or as autograd saves casts."""
-        sharding = cut(self.recipe.parallelism, self.layout)
+        sharding = weight_sharding(self.recipe.parallelism, self.layout)
         sharding = sharding._replace(sharded=max(2, sharding.sharded) if self.fsdp else 1)
         block, head = _used_weights(self.recipe.model, self.recipe.precision, sharding)
         head = head if any(stage.last for stage in self.stages.values()) else 0.0

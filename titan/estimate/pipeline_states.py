@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.parallelism.pipeline.arithmetic import read_csv
 from titan.parallelism.pipeline.schedules import Action, actions_of, order
-from titan.parallelism.pipeline.stage_plan import stages_each
+from titan.parallelism.pipeline.stage_plan import stages_per_rank
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Parallelism
@@ -55,7 +55,7 @@ def rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list
         return [{State(0, kind, ((0, 1),), ((0, 0),), earlier) for kind in "FB" for earlier in has_grads}]
     if parallelism.schedule not in ALL_FORWARD:
         microbatches = min(microbatches, STEADY_STATE * ranks)
-    return schedule_states(parallelism.schedule, ranks, stages_each(parallelism, ranks), microbatches)
+    return schedule_states(parallelism.schedule, ranks, stages_per_rank(parallelism, ranks), microbatches)
 
 
 @lru_cache(256)

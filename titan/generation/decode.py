@@ -26,7 +26,7 @@ Reason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
-class Rules:
+class SamplingRules:
     """How tokens are sampled, and when a continuation ends.
 
     Attributes:
@@ -70,7 +70,7 @@ class Row:
         """The position of the last token."""
         return len(self.prompt) + len(self.tokens) - 1
 
-    def append(self, token: int, rules: Rules) -> None:
+    def append(self, token: int, rules: SamplingRules) -> None:
         """Append a sampled token, and end the row where `rules` say so."""
         self.tokens.append(token)
         if token == rules.eos:
@@ -85,13 +85,13 @@ class Row:
         self.show(token, shown)
 
 
-class Decoding:
+class Decoder:
     """A model that continues rows."""
 
     def __init__(
         self,
         model: Any,
-        rules: Rules,
+        rules: SamplingRules,
         *,
         device: torch.device,
         chunk: int = 512,
@@ -115,7 +115,7 @@ class Decoding:
         Raises:
             RunError: when the model gives logits that are not finite.
         """
-        live = [(row, sampling.source(self.rules.seed, row.prompt, row.sample)) for row in rows]
+        live = [(row, sampling.generator(self.rules.seed, row.prompt, row.sample)) for row in rows]
         longest = max(len(row.prompt) for row in rows)
         with cached(self.model, longest + self.rules.max_tokens, self.device) as cache:
             logits = self._prefill(rows, cache)
@@ -175,4 +175,4 @@ class Decoding:
             raise RunError("the model's logits are not finite: its weights are corrupt, or too large for dtype.")
         uniform = sampling.draw_uniform(generators)
         how = {"temperature": rules.temperature, "top_k": rules.top_k, "top_p": rules.top_p, "vocab": rules.vocab}
-        return self.agree(sampling.choose(logits, uniform, **how))  # type: ignore[arg-type]
+        return self.agree(sampling.sample(logits, uniform, **how))  # type: ignore[arg-type]

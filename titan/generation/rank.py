@@ -15,7 +15,7 @@ def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], in
     from titan.generation.worker import work as generate
 
     if payload.settings.output:
-        output.go_on()
+        output.ignore_write_errors()
     return generate(payload, rank_info)
 
 

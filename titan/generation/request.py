@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan.console.numbers import billions
-from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
-from titan.estimate.fit import GIB, USABLE
+from titan.estimate.fit import USABLE
+from titan.estimate.memory import GIB
 from titan.estimate.overhead import PROCESS_GIB
 from titan.generation.schema import Settings
 from titan.parallelism.schema import Layout
@@ -19,7 +21,7 @@ from titan.precision.schema import Precision
 
 if TYPE_CHECKING:
     from titan.cluster.devices import Machine
-    from titan.weights.formats import Weights
+    from titan.weights.interface import Weights
 
 
 @dataclass(frozen=True)

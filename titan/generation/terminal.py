@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from titan.dataset.tokenizers.base import Tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan.dataset.tokenizers.base import Tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 
 _UNFINISHED = "\ufffd"
 _CONTEXT = 6

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from titan.cluster.rank_info import RankInfo
-from titan.dataset.tokenizers.base import Tokenizer, load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
-from titan.generation.decode import Decoding, Row, Rules
+from titan.generation.decode import Decoder, Row, SamplingRules
 from titan.generation.request import Job
 from titan.generation.terminal import JsonLines, NoOutput, Output, Terminal, Throughput
 from titan.generation.text import Text
@@ -64,8 +65,8 @@ def _model(job: Job, world: World) -> Any:
 def continue_all(job: Job, model: Any, tokenizer: Tokenizer | None, world: World, output: Output) -> Throughput:
     """Continue every prompt, a batch at a time, and return the throughput; all ranks call it together."""
     s, throughput = job.settings, Throughput()
-    rules = Rules(s.temperature, s.top_k, s.top_p, s.seed, job.vocab, job.eos, s.max_tokens)
-    decoding = Decoding(model, rules, device=world.device, chunk=s.chunk, agree=world.broadcast_rows)
+    rules = SamplingRules(s.temperature, s.top_k, s.top_p, s.seed, job.vocab, job.eos, s.max_tokens)
+    decoding = Decoder(model, rules, device=world.device, chunk=s.chunk, agree=world.broadcast_rows)
 
     def show(token: int, text: str) -> None:
         throughput.count()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Share:
+class RankPart:
     """The part of a micro-batch that one rank computes.
 
     Attributes:
@@ -84,7 +84,14 @@ class Head(NamedTuple):
 
 
 def block(
-    share: Share, dim: int, queries: int, keys: int, heads: int, ffn: int, head_norms: bool = False, core: float = 0.0
+    share: RankPart,
+    dim: int,
+    queries: int,
+    keys: int,
+    heads: int,
+    ffn: int,
+    head_norms: bool = False,
+    core: float = 0.0,
 ) -> Block:
     """Return the activation memory of a pre-norm block of attention and SwiGLU.
 
@@ -120,7 +127,7 @@ def block(
     return Block(gradient, norms + inputs + attention + feed_forward, selective, backward, outputs)
 
 
-def head(share: Share, dim: int, vocab: int, *, parts: bool, chunk: int | None) -> Head:
+def head(share: RankPart, dim: int, vocab: int, *, parts: bool, chunk: int | None) -> Head:
     """Return the activation memory of the final norm, the head and the cross-entropy.
 
     Args:

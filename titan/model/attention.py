@@ -52,7 +52,9 @@ def kernels(choice: str, device: torch.device) -> Kernels:
     return tuple(NAMED[name] for name in (*fastest, "flash", "efficient", "math"))
 
 
-def chosen(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, of: Kernels, masked: bool) -> str:
+def selected_kernel(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, of: Kernels, masked: bool
+) -> str:
     """Return the name of the kernel that torch selects for these inputs.
 
     Args:
@@ -85,7 +87,7 @@ def chosen(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     return found[0]
 
 
-def apply(model: Any, choice: str, device: torch.device, blocks: bool) -> None:
+def set_kernels(model: Any, choice: str, device: torch.device, blocks: bool) -> None:
     """Set the attention kernels of every `CausalAttention` of a decoder.
 
     Args:
@@ -123,7 +125,7 @@ def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtyp
     Args:
         document_ids: int64 [B, T]; None: one document per row.
         positions: [1 or B, T], for the length of rows.
-        dtype: ignored; `titan.model.layers.seen_by` needs it.
+        dtype: ignored; `titan.model.layers.make_mask` needs it.
     """
     ids = torch.zeros_like(positions[:1]) if document_ids is None else document_ids
     tokens = Tokens(ids, torch.arange(ids.shape[1], device=ids.device)[None])
@@ -134,7 +136,7 @@ def block_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtyp
     def inside(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (ids[row, query] == ids[row, key])
 
-    return blocks_seen(tokens, tokens, causal if document_ids is None else inside)
+    return visible_blocks(tokens, tokens, causal if document_ids is None else inside)
 
 
 def visible(queries: Tokens, keys: Tokens) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -155,7 +157,7 @@ def visible(queries: Tokens, keys: Tokens) -> Callable[[Tensor, Tensor, Tensor, 
     return alike if len(ids) == 1 else each
 
 
-def blocks_seen(queries: Tokens, keys: Tokens, sees: Callable[..., Tensor]) -> BlockMask:
+def visible_blocks(queries: Tokens, keys: Tokens, sees: Callable[..., Tensor]) -> BlockMask:
     """Return the blocks of keys that each block of queries attends to, without synchronising with the device.
 
     Two blocks can share a document only if the ranges of their ids overlap, and a block is visible in full if both have
@@ -199,7 +201,7 @@ class FlexAttention(nn.Module):
         return out
 
 
-def by_blocks(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> tuple[Tensor, Tensor]:
+def flex_with_lse(q: Tensor, k: Tensor, v: Tensor, seen: BlockMask) -> tuple[Tensor, Tensor]:
     """Return the same, and the log-sum-exp of the scores, float32 [B, H, T]: minus infinity without a visible key."""
     out, more = _flex(q)(q, k, v, block_mask=seen, enable_gqa=True, return_aux=AuxRequest(lse=True))
     return out, more.lse

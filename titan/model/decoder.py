@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from titan.model.init_weights import Initial, Normal, Ones
-from titan.model.layers import Embedding, Head, RMSNorm, inverse_frequencies, rotation, seen_by, stretch_frequencies
+from titan.model.layers import Embedding, Head, RMSNorm, inverse_frequencies, make_mask, rotation, stretch_frequencies
 
-Cut = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
+Placement = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
 """How tensor parallelism treats a module.
 
 vocab: embedding or head, sharded over the vocabulary. region: gets whole sequences; its linear layers are sharded.
@@ -41,7 +41,7 @@ class Decoder(nn.Module):
 
     BLOCK_NAMES: ClassVar[Mapping[str, str]]
     """Hugging Face's name of each module of a block that has a weight."""
-    BLOCK_PLAN: ClassVar[Mapping[str, Cut]]
+    BLOCK_PLAN: ClassVar[Mapping[str, Placement]]
     """The tensor-parallel plan of a block."""
     inv_freq: Tensor
 
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(i): self.block() for i in range(config.layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         self.head: Head | None = Head(config.dim, config.vocab)
-        self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = seen_by
+        self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = make_mask
         self.aliases: dict[str, str] = {}
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
@@ -110,9 +110,11 @@ class Decoder(nn.Module):
         """Return the blocks of this module, in order."""
         return list(self.layers.values())
 
-    def tensor_plan(self) -> dict[str, Cut]:
+    def tensor_plan(self) -> dict[str, Placement]:
         """Return the tensor-parallel plan of this module's submodules, by name."""
-        plan: dict[str, Cut] = {f"layers.{i}.{name}": cut for i in self.layers for name, cut in self.BLOCK_PLAN.items()}
+        plan: dict[str, Placement] = {
+            f"layers.{i}.{name}": cut for i in self.layers for name, cut in self.BLOCK_PLAN.items()
+        }
         if self.tok_embeddings is not None:
             plan["tok_embeddings"] = "vocab"
         if self.head is not None:

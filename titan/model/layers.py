@@ -115,7 +115,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
-def as_is(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     """Return the argument."""
     return x
 
@@ -127,7 +127,7 @@ class Head(Linear):
         super().__init__(inputs, outputs)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.chunked: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self.whole: Callable[[Tensor], Tensor] = as_is
+        self.whole: Callable[[Tensor], Tensor] = identity
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits, or the summed cross-entropy.
@@ -190,7 +190,7 @@ def document_mask(document_ids: Tensor, dtype: torch.dtype, first: int = 0) -> T
     return torch.zeros(same.shape, dtype=dtype, device=same.device).masked_fill(~same.tril(first), -torch.inf)
 
 
-def seen_by(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+def make_mask(document_ids: Tensor | None, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the mask of `CausalAttention`, None without documents; see `titan.model.decoder.Decoder.mask`."""
     return None if document_ids is None else document_mask(document_ids, dtype)
 

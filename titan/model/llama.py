@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from titan.model.decoder import Cut, Decoder
+from titan.model.decoder import Decoder, Placement
 from titan.model.layers import Block
 
 
@@ -25,7 +25,7 @@ class Llama(Decoder):
         "feed_forward.w2": "mlp.down_proj",
         "feed_forward.w3": "mlp.up_proj",
     }
-    BLOCK_PLAN: ClassVar[Mapping[str, Cut]] = {
+    BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
         "attention_norm": "sequence",
         "attention": "region",
         "attention.wq": "colwise",

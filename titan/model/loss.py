@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.model.custom_op import register
-from titan.model.layers import IGNORED, as_is
+from titan.model.layers import IGNORED, identity
 
 Results = tuple[Tensor, Tensor, Tensor]
 """The summed loss in nats (fp32 scalar) and the gradients of hidden states and weight, each in its tensor's type; a
@@ -32,14 +32,14 @@ Measure = Callable[[Tensor, Tensor, bool], Tensor]
 """Returns the summed loss of logits, see `slopes`."""
 
 
-def slopes(
+def loss_and_grad_(
     logits: Tensor,
     targets: Tensor,
     graded: bool,
     *,
     first: int = 0,
-    largest: Callable[[Tensor], Tensor] = as_is,
-    total: Callable[[Tensor], Tensor] = as_is,
+    largest: Callable[[Tensor], Tensor] = identity,
+    total: Callable[[Tensor], Tensor] = identity,
 ) -> Tensor:
     """Return the summed cross-entropy in nats, overwriting the logits.
 
@@ -62,8 +62,13 @@ def slopes(
     return (sums.log() - chosen).where(valid, 0).sum()
 
 
-def in_chunks(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, wants: tuple[bool, bool], measure: Measure = slopes
+def chunked_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int,
+    wants: tuple[bool, bool],
+    measure: Measure = loss_and_grad_,
 ) -> Results:
     """Return the loss and the requested gradients, computing the logits of `chunk` tokens at a time."""
     loss = hidden.new_zeros((), dtype=torch.float32)
@@ -143,7 +148,7 @@ def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tens
 def _chunked(
     hidden: Tensor, weight: Tensor, targets: Tensor, wants_hidden: bool, wants_weight: bool, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return in_chunks(hidden, weight, targets, chunk, (wants_hidden, wants_weight))
+    return chunked_loss(hidden, weight, targets, chunk, (wants_hidden, wants_weight))
 
 
 def shapes(

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from titan.model.decoder import Cut, Decoder
+from titan.model.decoder import Decoder, Placement
 from titan.model.layers import Block
 from titan.model.llama import Llama
 
@@ -20,7 +20,7 @@ class Qwen3(Decoder):
         "attention.q_norm": "self_attn.q_norm",
         "attention.k_norm": "self_attn.k_norm",
     }
-    BLOCK_PLAN: ClassVar[Mapping[str, Cut]] = {
+    BLOCK_PLAN: ClassVar[Mapping[str, Placement]] = {
         **Llama.BLOCK_PLAN,
         "attention.q_norm": "heads",
         "attention.k_norm": "heads",

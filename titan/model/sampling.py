@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def choose(
+def sample(
     logits: Tensor,
     uniform: Tensor,
     *,
@@ -66,7 +66,7 @@ def nucleus(shares: Tensor, top_p: float) -> Tensor:
     return shares * kept
 
 
-def source(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
+def generator(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
     """Return the CPU generator of one continuation, seeded by these three values only."""
     text = f"{seed}\0{sample}\0{','.join(map(str, prompt))}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

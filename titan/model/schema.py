@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import Block, Head, Share, block, head
+from titan.model.activations import Block, Head, RankPart, block, head
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule
@@ -22,19 +22,19 @@ WIDEST = 10**7
 """The largest accepted width and vocabulary."""
 
 
-class Product(NamedTuple):
+class Matmul(NamedTuple):
     """A matmul with a weight [outputs, inputs]; tensor parallelism shards its inputs (`rowwise`) or its outputs."""
 
     inputs: int
     outputs: int
     rowwise: bool = False
 
-    def part(self, tensor: int) -> Product:
+    def part(self, tensor: int) -> Matmul:
         """Return the matmul of one of `tensor` tensor-parallel ranks."""
         inputs, outputs = (
             (self.inputs // tensor, self.outputs) if self.rowwise else (self.inputs, self.outputs // tensor)
         )
-        return Product(inputs, outputs, self.rowwise)
+        return Matmul(inputs, outputs, self.rowwise)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,20 +98,20 @@ class Decoder:
                 f"model.rope_high={self.rope_high:g}: must be above model.rope_low={self.rope_low:g}; raise it."
             )
 
-    def products(self) -> dict[str, Product]:
+    def products(self) -> dict[str, Matmul]:
         """Return the linear layers by the name of their module."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         block = {
-            "attention.wq": Product(self.dim, queries),
-            "attention.wk": Product(self.dim, keys),
-            "attention.wv": Product(self.dim, keys),
-            "attention.wo": Product(queries, self.dim, rowwise=True),
-            "feed_forward.w1": Product(self.dim, self.ffn),
-            "feed_forward.w2": Product(self.ffn, self.dim, rowwise=True),
-            "feed_forward.w3": Product(self.dim, self.ffn),
+            "attention.wq": Matmul(self.dim, queries),
+            "attention.wk": Matmul(self.dim, keys),
+            "attention.wv": Matmul(self.dim, keys),
+            "attention.wo": Matmul(queries, self.dim, rowwise=True),
+            "feed_forward.w1": Matmul(self.dim, self.ffn),
+            "feed_forward.w2": Matmul(self.ffn, self.dim, rowwise=True),
+            "feed_forward.w3": Matmul(self.dim, self.ffn),
         }
         blocks = {f"layers.{i}.{name}": product for i in range(self.layers) for name, product in block.items()}
-        return blocks | {"head": Product(self.dim, self.vocab)}
+        return blocks | {"head": Matmul(self.dim, self.vocab)}
 
     def block_matmul_parameters(self) -> int:
         """Return the parameters of one block's linear layers: query, key, value, output and three of SwiGLU."""
@@ -170,12 +170,12 @@ class Decoder:
         """
         return self.layers * self.block_flops(seq_len) + self.head_flops()
 
-    def block_activations(self, share: Share, core: float = 0.0) -> Block:
+    def block_activations(self, share: RankPart, core: float = 0.0) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), core)
 
-    def head_activations(self, share: Share, *, parts: bool = True, chunk: int | None = None) -> Head:
+    def head_activations(self, share: RankPart, *, parts: bool = True, chunk: int | None = None) -> Head:
         """Return the activation memory of final norm, head and loss; see `titan.model.activations.head`."""
         return head(share, self.dim, self.vocab, parts=parts, chunk=chunk)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 Box = tuple[slice, ...]
 
 
-def shared(
+def compute_on_owners(
     likes: Sequence[Any],
     boxes: Sequence[Box],
     parts: Sequence[Tensor],
@@ -79,7 +79,7 @@ def _broadcast(whole: Tensor, here: list[int], owner: list[int], mesh: DeviceMes
             dist.broadcast(whole, group=mesh.get_group(dimension), group_src=source)
 
 
-def box_of(like: DTensor) -> Box:
+def local_slices(like: DTensor) -> Box:
     """Return the slices of this rank's shard of a matrix; compute them once, because they cost host time."""
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))

@@ -41,7 +41,7 @@ class Muon(mixed_precision.AdamW):
         super().__init__(groups, common, settings.moments, settings.implementation)
         self.settings = settings
         cut = (p for group in groups if group["orthogonal"] for p in group["params"] if isinstance(p, DTensor))
-        self.boxes: dict[Tensor, matrix_gather.Box] = {p: matrix_gather.box_of(p) for p in cut}
+        self.boxes: dict[Tensor, matrix_gather.Box] = {p: matrix_gather.local_slices(p) for p in cut}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -67,7 +67,7 @@ class Muon(mixed_precision.AdamW):
                 parts: Iterable[Tensor] = map(compute, directions)
             else:
                 cut = [matrix.parameter for matrix in batch]
-                parts = matrix_gather.shared(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
+                parts = matrix_gather.compute_on_owners(cut, [self.boxes[p] for p in cut], directions, mesh, compute)
             for matrix, part in zip(batch, parts, strict=True):
                 self._apply(matrix, part)
 

@@ -30,7 +30,7 @@ lower end of the interval is (1 - beta2) * 2^e: with 1 - beta2 below 2^-8 it wou
 """
 
 
-class Part(NamedTuple):
+class GroupSettings(NamedTuple):
     """How a parameter is updated; parameters with equal values form one of torch's parameter groups.
 
     Attributes:
@@ -123,16 +123,16 @@ class Optimizer:
                         f"{pattern}; names are such as {names[0]}, {names[1]} and {names[-1]}{nearest(pattern, names)}"
                     )
 
-    def part(self, name: str, dimensions: int) -> Part:
+    def part(self, name: str, dimensions: int) -> GroupSettings:
         """Return how a parameter is updated, from its name in the whole model and its number of dimensions."""
         group = next((g for g in (self.groups or {}).values() if g.matches(name)), Group(match=()))
         decays = self.decay == "all" or (dimensions > 1 and name != EMBEDDING)
         decay = group.weight_decay if group.weight_decay is not None else self.weight_decay if decays else 0.0
-        return Part(decay, group.lr, orthogonal=False)
+        return GroupSettings(decay, group.lr, orthogonal=False)
 
     def param_groups(self, parameters: Iterable[tuple[str, Parameter]]) -> list[dict[str, Any]]:
         """Return torch's parameter groups; each also has the keys `factor` and `orthogonal`, see `Part`."""
-        found: dict[Part, list[Parameter]] = {}
+        found: dict[GroupSettings, list[Parameter]] = {}
         for name, parameter in parameters:
             found.setdefault(self.part(name, parameter.dim()), []).append(parameter)
         return [{"params": those, "lr": self.lr * part.factor, **part._asdict()} for part, those in found.items()]
@@ -239,7 +239,7 @@ class Muon(AdamW):
 
         return muon.Muon(self, self.param_groups(parameters))
 
-    def part(self, name: str, dimensions: int) -> Part:
+    def part(self, name: str, dimensions: int) -> GroupSettings:
         """Return the same, with the blocks' matrices updated by Muon."""
         return super().part(name, dimensions)._replace(orthogonal=dimensions == 2 and name.startswith(BLOCKS))
 

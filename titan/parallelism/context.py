@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan.model.attention import FlexAttention, Tokens, block_mask, blocks_seen, visible
+from titan.model.attention import FlexAttention, Tokens, block_mask, visible, visible_blocks
 from titan.model.layers import CausalAttention, Kernels, attend, document_mask
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, gather, wait
@@ -100,7 +100,7 @@ def _mask_allgather(core: ContextAttention, ids: Tensor | None, positions: Tenso
         order = torch.arange(length * core.group.size(), device=positions.device)[None]
         keys = Tokens(torch.zeros_like(order) if rows is None else rows, order)
         queries = Tokens(torch.zeros_like(positions[:1]) if ids is None else ids, positions[:1])
-        return blocks_seen(queries, keys, visible(queries, keys))
+        return visible_blocks(queries, keys, visible(queries, keys))
     ends = core.chunk_ends(length)
     each = length // len(ends)
     return None if rows is None else tuple(document_mask(rows[:, :end], dtype, first=end - each) for end in ends)

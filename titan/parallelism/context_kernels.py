@@ -71,7 +71,7 @@ def choose(choice: str, shape: tuple[int, int, int], dtype: torch.dtype, device:
         return "flex"
     if documents:
         return "math"
-    name = attention.chosen(shape, dtype, device, attention.kernels(choice, device), masked=False)
+    name = attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), masked=False)
     padded = name == "flash" and device.type == "cuda" and shape[2] % 8 != 0  # torch would pad heads for it
     return "math" if padded else name
 
@@ -87,7 +87,7 @@ def forward(kernel: str, q: Tensor, kv: Tensor, mask: KeyMask) -> Results:
     """
     k, v = kv.unbind()
     if kernel == "flex":
-        return attention.by_blocks(q, k, v, _blocks(mask))
+        return attention.flex_with_lse(q, k, v, _blocks(mask))
     if kernel == "math" or mask.ids is not None:
         tiles = [_formula(q[:, :, rows], k, v, _visible(rows, k, mask)) for rows in _tiles(q, k)]
         out, lse = (torch.cat(part, 2) for part in zip(*tiles, strict=True))
@@ -231,7 +231,7 @@ def _flex_backward(queries: QueryState, k: Tensor, v: Tensor, mask: BlockMask) -
     grad, q, out, lse = queries
     with torch.enable_grad():
         own_q, own_k, own_v = leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        own_out, own_lse = attention.by_blocks(own_q, own_k, own_v, mask)
+        own_out, own_lse = attention.flex_with_lse(own_q, own_k, own_v, mask)
     weight = (own_lse.detach() - lse).exp()
     grad_lse = weight * (grad.float() * (own_out.detach().float() - out.float())).sum(-1)
     grad_out = (weight.unsqueeze(-1) * grad).to(own_out.dtype)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from titan.model.attention import BLOCK, Tokens, blocks_seen, visible
+from titan.model.attention import BLOCK, Tokens, visible, visible_blocks
 from titan.model.custom_op import register
 from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, wait
@@ -76,7 +76,7 @@ def ring_mask(
     all_positions = context_chunks.split(row, size, -1, balance)
     queries = Tokens(all_ids[group.rank()].repeat(size, 1), positions[:1])
     keys = Tokens(all_ids.flatten(0, 1), all_positions.repeat_interleave(all_ids.shape[1], 0))
-    mask = blocks_seen(queries, keys, visible(queries, keys))
+    mask = visible_blocks(queries, keys, visible(queries, keys))
     return all_ids, all_positions, *(getattr(mask, name) for name in BLOCK_LISTS)
 
 

@@ -97,7 +97,7 @@ def accumulating(module: nn.Module, last: bool, whole: bool) -> AbstractContextM
     return nullcontext()
 
 
-def part(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Reshard parameters (FSDP): a forward pass without a backward pass leaves some of them gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

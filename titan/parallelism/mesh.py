@@ -219,7 +219,7 @@ def connect(
         device_id=device if device_type == "cuda" else None,
         **rendezvous,
     )
-    world = lay_out(rank_info, layout, device, timeout)
+    world = build_world(rank_info, layout, device, timeout)
     if not exchange:
         return world
     patience = max(PATIENCE, timedelta(seconds=timeout))
@@ -227,7 +227,7 @@ def connect(
     return replace(world, exchange=Exchange(common_store, rank_info.rank, rank_info.world_size, patience))
 
 
-def lay_out(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
+def build_world(rank_info: RankInfo, layout: Layout, device: torch.device, timeout: float = TIMEOUT) -> World:
     """Return the world of a rank whose process group exists already; all ranks call it together.
 
     Args:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from titan.model.custom_op import register
 from titan.model.layers import IGNORED, cross_entropy, look_up
-from titan.model.loss import Results, in_chunks, linear_cross_entropy, shapes, slopes
+from titan.model.loss import Results, chunked_loss, linear_cross_entropy, loss_and_grad_, shapes
 from titan.parallelism import collectives
 
 SEQUENCE = 1
@@ -65,7 +65,7 @@ def overlap(mesh: DeviceMesh) -> None:
     enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
-def settle(parameter: Tensor) -> None:
+def reduce_partial_grad(parameter: Tensor) -> None:
     """Reduce a gradient that is a partial sum on each tensor rank, where FSDP has not done so already."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
@@ -210,8 +210,8 @@ def _split_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `in_chunks` does, where the weight is the `rank`-th shard of the vocabulary; all have one size."""
     largest, total = (partial(collectives.reduced, group=group, how=how) for how in ("max", "sum"))
-    measure = partial(slopes, first=rank * len(weight), largest=largest, total=total)
-    return in_chunks(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
+    measure = partial(loss_and_grad_, first=rank * len(weight), largest=largest, total=total)
+    return chunked_loss(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
 
 
 register("titan::chunked_parts_loss", _split_in_chunks, shapes)

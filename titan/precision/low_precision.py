@@ -47,7 +47,7 @@ def apply(model: nn.Module, precision: Precision, taken: tuple[str, ...], sharde
                 module.operand = precision.weight_dtype  # quantized before any cast, as in FSDP's float8 all-gather
 
 
-def gather_small(model: nn.Module, names: Iterable[str]) -> None:
+def use_float8_gather(model: nn.Module, names: Iterable[str]) -> None:
     """Let FSDP, applied next, all-gather the weights of the modules `names` in float8 with per-tensor scaling.
 
     Each rank quantizes its shard first, so half the bytes of bf16 are sent.
@@ -88,7 +88,7 @@ class Scales:
             part._precomputed_scale = scale
 
 
-def stored(parameter: Tensor) -> Tensor:
+def plain_tensor(parameter: Tensor) -> Tensor:
     """Return a detached parameter for checkpoints: a plain tensor that shares memory, without torchao's wrapper."""
     detached = parameter.detach()
     return _with_local(detached, lambda part: part._tensor) if _is_small(parameter) else detached

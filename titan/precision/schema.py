@@ -22,7 +22,7 @@ from titan.config.settings import setting
 if TYPE_CHECKING:
     import torch
 
-    from titan.model.schema import Product
+    from titan.model.schema import Matmul
 
 QUANT_BLOCK = {"float8": 16, "float8_rowwise": 16, "float8_rowwise_hp": 16, "mxfp8": 32}
 """The number of which a matmul's sizes must be multiples in each 8-bit format: required by the kernels
@@ -131,7 +131,7 @@ class Precision:
         words += [f"{self.products} matmuls{', emulated' * self.emulate}"] * self.small
         return ", ".join(words)
 
-    def choose(self, products: Mapping[str, Product], tensor: int = 1) -> Selection:
+    def choose(self, products: Mapping[str, Matmul], tensor: int = 1) -> Selection:
         """Return which linear layers compute in 8 bits.
 
         Args:
@@ -144,7 +144,7 @@ class Precision:
         left = {name: why for name, why in reasons.items() if why}
         return Selection(tuple(name for name in products if name not in left), left)
 
-    def gathered(self, products: Mapping[str, Product], cut: WeightSharding) -> tuple[str, ...]:
+    def gathered(self, products: Mapping[str, Matmul], cut: WeightSharding) -> tuple[str, ...]:
         """Return the linear layers whose weights FSDP all-gathers in float8 instead of the compute type.
 
         Those with per-tensor float8 scaling whose weights shard evenly, except the head, which is gathered alone or is
@@ -155,7 +155,7 @@ class Precision:
         taken = (name for name in self.choose(products, cut.tensor).taken if name != "head")
         return tuple(name for name in taken if products[name].part(cut.tensor).outputs % cut.sharded == 0)
 
-    def used_bytes(self, products: Mapping[str, Product], cut: WeightSharding) -> int:
+    def used_bytes(self, products: Mapping[str, Matmul], cut: WeightSharding) -> int:
         """Return the bytes of the weights as used, beside the stored ones: as FSDP gathers them, or as casts.
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
@@ -166,7 +166,7 @@ class Precision:
         each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in products}
         return sum(each[name] * product.inputs * product.outputs for name, product in products.items())
 
-    def _why_not(self, name: str, product: Product) -> str | None:
+    def _why_not(self, name: str, product: Matmul) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return "precision.skip"

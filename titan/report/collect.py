@@ -24,8 +24,7 @@ from titan.files.untrusted import parse_object, read
 from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
-from titan.run.attempts import read_attempts
-from titan.run.result import is_locked, read_result
+from titan.run.directory import is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 

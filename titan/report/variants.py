@@ -13,8 +13,8 @@ from typing import Any
 from titan.config.settings import plain, show
 from titan.errors import ConfigError
 from titan.report.collect import Raw, neat
-from titan.run.attempts import flat
 from titan.run.identity import SCIENCE
+from titan.run.same_experiment import flat
 from titan.run.schema import Recipe
 
 IGNORED = re.compile(

@@ -15,20 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from titan.checkpoint import manifest, select
-from titan.checkpoint.manifest import Damaged
+from titan.checkpoint.manifest import Corrupt
 from titan.checkpoint.remote import Remote, of
 from titan.checkpoint.select import Candidate
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run import identity, records
-from titan.run.directory import has_records, is_locked, parse_attempts, read_result
-from titan.run.directory import read_attempts as read_attempts
+from titan.run.directory import has_records, is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
 from titan.run.run import Run
 from titan.run.same_experiment import check_same, check_same_without_data
-from titan.run.same_experiment import flat as flat
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def _retire(copies: Remote, step: int, setting: str) -> None:
     """Mark a corrupt copy in `checkpoint.path` as not to be used."""
     try:
         copies.forget(step)
-    except (OSError, Damaged) as error:
+    except (OSError, Corrupt) as error:
         raise ConfigError(
             f"{setting}: step-{step} there is damaged, and can't be set aside ({error}); fix this."
         ) from error

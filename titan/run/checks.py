@@ -37,7 +37,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
         part(run)
     if not started:
         _check_machine(run)
-    fit.check(run, run.layout, run.machine, run.microbatches)
+    fit.check_memory(run, run.layout, run.machine, run.microbatches)
     if run.compile.scope != "off" and run.debug.detect_anomaly:
         raise ConfigError("debug.detect_anomaly=true: compiled blocks hide the operation that fails; give compile=off.")
     if run.layout.tensor > 1 and run.debug.detect_anomaly:
@@ -85,7 +85,7 @@ def _check_growth(run: Run) -> None:
                 f"{run.microbatch_rows} rows, and then {error}"
             ) from error
         larger = replace(run, training=replace(run.training, global_batch=phase.rows * run.training.seq_len, grow=()))
-        fit.check(larger, run.layout, run.machine, count)
+        fit.check_memory(larger, run.layout, run.machine, count)
 
 
 def _check_precision(run: Run) -> None:
@@ -272,7 +272,7 @@ def _check_machine(run: Run) -> None:
         )
     if run.machine.device == "cuda" and run.layout.devices > run.machine.count:
         layout, here = run.layout, f"{run.machine.count} x {run.machine.name}"
-        fit.check(run, layout, run.machine, run.microbatches)
+        fit.check_memory(run, layout, run.machine, run.microbatches)
         raise ConfigError(
             f"{run.describe()}: {layout} needs {layout.devices} ranks, and this machine has {here}; give smaller "
             f"degrees, or cluster.device=cpu to try it with {layout.devices} CPU ranks."

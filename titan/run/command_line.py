@@ -81,7 +81,7 @@ def search_path(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(str, paths)) if isinstance(paths, list) else ()
 
 
-def check_grid_name(name: str, overrides: Sequence[str]) -> None:
+def check_sweep_name(name: str, overrides: Sequence[str]) -> None:
     """Raise ConfigError for a name that is not one folder under runs/, and for a second directory of the sweep."""
     if not re.fullmatch(r"[\w./+-]+", name):
         raise ConfigError(f"name={name}: a sweep has one name; give one folder's name.")
@@ -160,7 +160,7 @@ def _earlier(word: str, args: argparse.Namespace) -> list[str]:
 
 def _last_attempt(where: str, word: str) -> dict[str, Any]:
     """Return the last document of a run's run.yaml."""
-    from titan.run.attempts import read_attempts  # only now: other command lines need not wait for what reads data
+    from titan.run.directory import read_attempts  # only now: other command lines need not wait for what reads data
 
     directory = Path(where)
     if where.strip() and (directory / "run.yaml").is_file() and (attempts := read_attempts(directory)):

@@ -95,7 +95,7 @@ def freeze(
     hydra_node.check(cfg)
     directory = os.path.abspath(directory or str(cfg.hydra.run.dir))
     settings.check_text(directory, f"hydra.run.dir={directory}")
-    hydra_node.place(cfg, directory)
+    hydra_node.set_output_dir(cfg, directory)
     recipe = _typed(cfg, trusted)
     if machine is None:
         found = devices.elsewhere(recipe.cluster) if elsewhere else devices.detect(recipe.cluster.device)

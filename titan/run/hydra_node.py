@@ -89,7 +89,7 @@ def options(cfg: DictConfig, folder: str, name: str) -> tuple[str, ...]:
     return (*words, *(o for o in cfg.hydra.overrides.hydra if o.lstrip("+").startswith(KEPT)))
 
 
-def place(cfg: DictConfig, directory: str) -> None:
+def set_output_dir(cfg: DictConfig, directory: str) -> None:
     """Set `hydra.runtime.output_dir` to the run's directory, as Hydra does when a job begins."""
     with read_write(cfg.hydra.runtime), open_dict(cfg.hydra.runtime):
         cfg.hydra.runtime.output_dir = directory

@@ -84,7 +84,7 @@ def ids(run: Run, science: Mapping[str, Any]) -> Ids:
     return Ids(digest(science), digest(group), digest(execution), digest(code()))
 
 
-def point(run: Run) -> str:
+def trial_id(run: Run) -> str:
     """Return the id of a trial: a hash of all settings but those of the machines that it gets, and of its degrees.
 
     The data's digest is not in it: the data need not be prepared yet.
@@ -92,7 +92,7 @@ def point(run: Run) -> str:
     return digest(_asked(run) | {"devices": run.layout.degrees()})
 
 
-def asked(run: Run) -> str:
+def portable_trial_id(run: Run) -> str:
     """Return the id of a trial on any machines: as `point`, without the degrees that follow from the machines."""
     return digest(_asked(run))
 

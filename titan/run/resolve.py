@@ -113,7 +113,7 @@ def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool
     node = max(2, machine.count if per_node == "auto" else int(per_node))
 
     def on(devices: int) -> Layout:
-        return fit.layout(recipe, machine, devices, node)
+        return fit.choose_layout(recipe, machine, devices, node)
 
     if ranks is not None:
         _check_ranks(cluster, ranks)
@@ -123,7 +123,7 @@ def _layout(recipe: Recipe, machine: Machine, ranks: int | None, elsewhere: bool
     if per_node != "auto" and not (elsewhere and not _open(recipe.parallelism)):
         return on(int(per_node) * cluster.nodes)
     if machine.device == "cpu" or not _open(recipe.parallelism):
-        return recipe.parallelism.layout(None, fit.limits(recipe, node))
+        return recipe.parallelism.layout(None, fit.largest_degrees(recipe, node))
     return on(machine.count * cluster.nodes)
 
 
@@ -134,7 +134,7 @@ def _open(parallelism: Parallelism) -> bool:
 def _microbatches(recipe: Recipe, layout: Layout, machine: Machine) -> int:
     if recipe.parallelism.microbatches != "auto":
         return int(recipe.parallelism.microbatches)
-    return fit.microbatches(recipe, layout, fit.available(recipe, layout, machine), machine.device)
+    return fit.choose_microbatches(recipe, layout, fit.available(recipe, layout, machine), machine.device)
 
 
 def _check_ranks(cluster: Cluster, ranks: int) -> None:

@@ -14,7 +14,7 @@ from titan.cluster.devices import Machine
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
-from titan.estimate import fit
+from titan.estimate.memory import rank_rows, weight_sharding
 from titan.parallelism.schema import Layout, StagePlan
 from titan.precision.schema import WeightSharding
 from titan.run.schema import Recipe
@@ -51,12 +51,12 @@ class Run(Recipe):
     @property
     def cut(self) -> WeightSharding:
         """How weights are sharded."""
-        return fit.cut(self.parallelism, self.layout)
+        return weight_sharding(self.parallelism, self.layout)
 
     @property
     def rank_rows(self) -> int:
         """Rows of a global batch per rank, rounded up."""
-        return fit.rank_rows(self, self.layout)
+        return rank_rows(self, self.layout)
 
     @property
     def microbatch_rows(self) -> int:

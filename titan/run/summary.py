@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.config.settings import show
 from titan.console.numbers import billions
-from titan.console.progress import _clock, _number, table
+from titan.console.progress import duration, loss_text, table
 from titan.estimate import fit
 from titan.run.run import Run
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]) -> None:
     """Print the run's settings, and what was `applied` to the model in which order, before the first step."""
     t, chosen = run.training, run.choices
-    memory = fit.demand(run, run.layout, run.microbatches, run.machine.device).gib
+    memory = fit.memory_estimate(run, run.layout, run.microbatches, run.machine.device).gib
     table(
         {
             "run": f"{short(run.directory)}  ({_describe_attempt(attempt)}, science id {attempt.ids.science})",
@@ -149,11 +149,11 @@ def _loss(result: Mapping[str, Any]) -> str:
     timed = result.get("tokens_per_second") or result.get("last_loss") is not None
     return (
         (
-            f"{_number(result.get('first_loss'))} -> {_number(result.get('last_loss'))}"
+            f"{loss_text(result.get('first_loss'))} -> {loss_text(result.get('last_loss'))}"
             if timed
             else "no step in this attempt"
         )
-        + (f", validation {_number(validation)}" if validation is not None else "")
+        + (f", validation {loss_text(validation)}" if validation is not None else "")
         + (f" ({bits:.3f} bits/byte)" if bits is not None else "")
     )
 
@@ -165,7 +165,7 @@ def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
         kind, _, name = key.partition("/")
         if kind == "validation_loss" and name:
             bits = result.get(f"bits_per_byte/{name}")
-            parts.append(f"{name} {_number(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
+            parts.append(f"{name} {loss_text(loss)}" + (f" ({bits:.3f} bits/byte)" if bits is not None else ""))
     return {"  by source": ", ".join(parts)} if parts else {}
 
 
@@ -204,7 +204,7 @@ def _speed(result: Mapping[str, Any]) -> str:
     memory = f"peak memory {result.get('memory_gib') or 0:.2f} GiB per rank"
     wait = result.get("data_wait") or 0
     stalled = f", {wait:.0%} of the time waiting for data" if wait >= 0.01 else ""
-    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {_clock(seconds or 0)} in total{stalled}"
+    return f"{rate:,.0f} tokens/s{mfu}, {memory}, {duration(seconds or 0)} in total{stalled}"
 
 
 def short(path: str) -> str:

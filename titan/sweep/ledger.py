@@ -73,7 +73,7 @@ class TrialState:
         jobs: all job numbers of its last submission: several where jobs are chained.
         steps, devices: of its run.
         lane: of its last submission, see `launchers.slurm.lanes`; None for an array.
-        asked: see `titan.run.identity.asked`; empty in a ledger that an older titan wrote.
+        asked: see `titan.run.identity.portable_trial_id`; empty in a ledger that an older titan wrote.
     """
 
     id: str
@@ -109,11 +109,11 @@ def read(directory: Path) -> SweepState | None:
     """
     if not (directory / LEDGER).is_file():
         return None
-    trials = tuple(_with_state(directory, trial) for trial in noted(directory))
-    return SweepState(directory, asked(directory), trials, tuple(_wrong(directory)))
+    trials = tuple(_with_state(directory, trial) for trial in trials_by_ledger(directory))
+    return SweepState(directory, read_spec(directory), trials, tuple(_wrong(directory)))
 
 
-def noted(directory: Path) -> list[TrialState]:
+def trials_by_ledger(directory: Path) -> list[TrialState]:
     """Return the trials by the ledger alone."""
     trials: dict[str, TrialState] = {}
     for event in events(directory):
@@ -121,7 +121,7 @@ def noted(directory: Path) -> list[TrialState]:
     return list(trials.values())
 
 
-def asked(directory: Path) -> SweepSpec:
+def read_spec(directory: Path) -> SweepSpec:
     """Return the content of `sweep.yaml`; empty where there is none."""
     try:
         return _asked(directory)
@@ -156,7 +156,7 @@ _ASKED: dict[str, Any] = {
 """The values of `sweep.yaml` by their types."""
 
 
-def write_asked(directory: Path, content: SweepSpec) -> None:
+def write_spec(directory: Path, content: SweepSpec) -> None:
     """Write `sweep.yaml`."""
     plain = {
         "question": content.question,
@@ -168,7 +168,7 @@ def write_asked(directory: Path, content: SweepSpec) -> None:
     write_atomic(directory / SWEEP, yaml.safe_dump(plain, sort_keys=False))
 
 
-def listed(directory: Path, token: str) -> list[str]:
+def submitted_trials(directory: Path, token: str) -> list[str]:
     """Return the ids of the trials of a submission, in the order of the job array."""
     return next(
         (
@@ -248,7 +248,7 @@ def _wrong(directory: Path) -> Iterator[str]:
 
 
 @contextmanager
-def alone(directory: Path) -> Iterator[None]:
+def exclusive_lock(directory: Path) -> Iterator[None]:
     """Lock a sweep while the block runs: one launcher at a time submits its trials, another one waits."""
     directory.mkdir(parents=True, exist_ok=True)
     lock = locks.open_lock(directory / f".{LEDGER}.lock")

@@ -98,7 +98,7 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     _apply_precision_and_tensor(
         model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None
     )
-    attention.apply(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
+    attention.set_kernels(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
         kernel = _attention_kernel(run, world)
         context.apply(model, parallelism.context_method, world.context, parallelism.balance, kernel)
@@ -112,7 +112,7 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     )
     if mesh is not None:
         if gathered := run.precision.gathered(run.model.products(), run.cut):
-            low_precision.gather_small(model, gathered)
+            low_precision.use_float8_gather(model, gathered)
         data.shard(
             stage,
             mesh,
@@ -191,7 +191,7 @@ def _attention_kernel(run: Run, world: World) -> str:
     try:
         if choice == "flex" or _merges_blocks(run, world):
             return context_kernels.choose(choice, shape, dtype, device, documents)
-        return attention.chosen(shape, dtype, device, attention.kernels(choice, device), documents)
+        return attention.selected_kernel(shape, dtype, device, attention.kernels(choice, device), documents)
     except attention.NoKernel as error:
         masked = ", with a mask for documents" if documents else ""
         raise ConfigError(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan.dataset.mixture import RowMixture
-from titan.dataset.tokenizers.base import load_tokenizer
+from titan.dataset.tokenizers.load import load_tokenizer
 from titan.model import sampling
 from titan.run.run import Run
 from titan.training.train_step import TrainStep
@@ -55,13 +55,13 @@ def sample_continuation(
         window: the longest input, in tokens.
         vocab: only ids below it are sampled (a model's vocabulary may be larger than the tokenizer's).
         seed: of the random numbers.
-        temperature, top_k: see `titan.model.sampling.choose`.
+        temperature, top_k: see `titan.model.sampling.sample`.
     """
-    generators = [sampling.source(seed, start, 0)]
+    generators = [sampling.generator(seed, start, 0)]
     tokens = list(start)
     with torch.compiler.set_stance("force_eager"):  # or every new length would be compiled
         for _ in range(count):
             uniform = sampling.draw_uniform(generators)
             next_logits = logits(tokens[-window:])[None].cpu()
-            tokens += sampling.choose(next_logits, uniform, temperature=temperature, top_k=top_k, vocab=vocab).tolist()
+            tokens += sampling.sample(next_logits, uniform, temperature=temperature, top_k=top_k, vocab=vocab).tolist()
     return tokens[len(start) :]

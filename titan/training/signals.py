@@ -41,7 +41,7 @@ class StopSignals:
         self.again = self.again or number == self.preempt
         self.asked = True
         if self.alone and not self.scheduled:
-            output.note(STOPPING)
+            output.write_stderr(STOPPING)
 
 
 def exit_code_of_stop(again: bool) -> int:

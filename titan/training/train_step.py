@@ -127,7 +127,7 @@ class TrainStep:
         if self.tied_weights is not None:
             self.tied_weights.sum_gradients()
         for parameter in self.parameters():
-            tensor.settle(parameter)
+            tensor.reduce_partial_grad(parameter)
         return loss if self.world.counts_loss else torch.zeros_like(loss)
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
 from titan.checkpoint.remote import Remote, is_url, of
-from titan.checkpoint.restore import damage
+from titan.checkpoint.restore import corruption as damage
 from titan.checkpoint.transfer import fetched
 from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from titan.checkpoint import manifest
-from titan.checkpoint.manifest import Damaged
+from titan.checkpoint.manifest import Corrupt
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.errors import ConfigError
@@ -50,7 +50,7 @@ def verify(weights: Weights, setting: str) -> None:
     try:
         if found := manifest.inspect(folder):
             manifest.verify(folder, found.files)
-    except Damaged as damage:
+    except Corrupt as damage:
         raise ConfigError(f"{setting}={weights.path}: is corrupt: {damage}; give another checkpoint.") from damage
 
 

@@ -30,10 +30,10 @@ from titan.parallelism.pipeline.schedules import (
     Schedule,
     Timeline,
     actions_of,
-    facts,
     idle_share,
     order,
     rounds,
+    schedule_info,
     simulate,
 )
 
@@ -49,12 +49,12 @@ __all__ = [
     "by_layers",
     "check",
     "explicit",
-    "facts",
     "idle_share",
     "microbatches",
     "order",
     "placement",
     "read_csv",
+    "schedule_info",
     "simulate",
     "split",
 ]
@@ -142,7 +142,7 @@ def placement(schedule: str, ranks: int, stages: int) -> list[int]:
     Raises:
         ConfigError: when there is no such schedule.
     """
-    v = facts(schedule).placement == "v"
+    v = schedule_info(schedule).placement == "v"
     laps = [divmod(stage, ranks) for stage in range(stages)]
     return [ranks - 1 - place if v and lap % 2 else place for lap, place in laps]
 
@@ -215,7 +215,7 @@ def microbatches(schedule: str, ranks: int, stages_per_rank: int, rows: int, idl
     Raises:
         ConfigError: when there is no such schedule.
     """
-    kind = facts(schedule)
+    kind = schedule_info(schedule)
     counts = [n for n in range(1, rows + 1) if kind.allows(ranks, stages_per_rank, n)]
     # few micro-batches need a simulation, which is slow for many ranks: so only for possible results
     least = {n: _lost(kind.least_idle(ranks, stages_per_rank, n), rows, n) for n in counts}
@@ -404,7 +404,7 @@ def check(schedule: str, ranks: int, stages: int, microbatches: int) -> None:
     if schedule.endswith(".csv"):
         _check_table(f"parallelism.schedule={schedule}", read_csv(schedule), ranks, stages, microbatches)
         return
-    kind = facts(schedule)
+    kind = schedule_info(schedule)
     _check_stages(kind, ranks, stages)
     if kind.allows(ranks, stages // ranks, microbatches):
         return

@@ -116,7 +116,7 @@ def actions_of(cell: Cell) -> tuple[Action, ...]:
 # ---- the orders of torch's schedules ----
 
 
-def facts(schedule: str) -> Schedule:
+def schedule_info(schedule: str) -> Schedule:
     """Return the properties of a schedule.
 
     Raises:
@@ -137,7 +137,7 @@ def order(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) ->
         ConfigError: when there is no such schedule.
         ValueError: on numbers that the schedule does not allow.
     """
-    if not facts(schedule).allows(ranks, stages_per_rank, microbatches):
+    if not schedule_info(schedule).allows(ranks, stages_per_rank, microbatches):
         raise ValueError(f"{schedule} on {ranks} ranks of {stages_per_rank} stages: not {microbatches} micro-batches")
     return [list(ORDERS[schedule](rank, ranks, stages_per_rank, microbatches)) for rank in range(ranks)]
 
@@ -325,7 +325,7 @@ def idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
     Raises:
         ConfigError, ValueError: as `order` does.
     """
-    kind = facts(schedule)
+    kind = schedule_info(schedule)
     if kind.allows(ranks, stages_per_rank, microbatches) and kind.fills(ranks, microbatches):
         return kind.least_idle(ranks, stages_per_rank, microbatches)
     return simulate(order(schedule, ranks, stages_per_rank, microbatches)).idle

@@ -26,7 +26,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
     """
     if _custom(parallelism):
         return [arithmetic.read_csv(parallelism.schedule).microbatches]
-    ranks, each = layout.pipeline, stages_each(parallelism, layout.pipeline)
+    ranks, each = layout.pipeline, stages_per_rank(parallelism, layout.pipeline)
     least = arithmetic.microbatches(parallelism.schedule, ranks, each, rows, parallelism.idle)
     if least is None:
         count = _count(parallelism, layout)
@@ -36,7 +36,7 @@ def least_microbatches(parallelism: Parallelism, layout: Layout, rows: int) -> l
             f"row{'s' if rows > 1 else ''} that a rank has in a step; raise training.global_batch, or give another "
             "schedule such as GPipe."
         )
-    kind = arithmetic.facts(parallelism.schedule)
+    kind = arithmetic.schedule_info(parallelism.schedule)
     return [least, *(n for n in range(least + 1, rows + 1) if kind.allows(ranks, each, n))]
 
 
@@ -65,7 +65,7 @@ def plan_stages(parallelism: Parallelism, layout: Layout, model: Decoder, seq_le
         return StagePlan(schedule, layers, table.owners, table.splits_backward, table.idle)
     owners = tuple(arithmetic.placement(schedule, ranks, count))
     idle = arithmetic.idle_share(schedule, ranks, count // ranks, microbatches)
-    return StagePlan(schedule, layers, owners, arithmetic.facts(schedule).splits_backward, idle)
+    return StagePlan(schedule, layers, owners, arithmetic.schedule_info(schedule).splits_backward, idle)
 
 
 @lru_cache(256)
@@ -89,7 +89,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
     """Whether the schedule computes the gradients of inputs and of weights in two passes."""
     if _custom(parallelism):
         return arithmetic.read_csv(parallelism.schedule).splits_backward
-    return arithmetic.facts(parallelism.schedule).splits_backward
+    return arithmetic.schedule_info(parallelism.schedule).splits_backward
 
 
 def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
@@ -99,7 +99,7 @@ def _single_stage(parallelism: Parallelism, layers: int) -> StagePlan:
         ConfigError: when the settings ask for several stages.
     """
     if not _custom(parallelism):
-        arithmetic.facts(parallelism.schedule)
+        arithmetic.schedule_info(parallelism.schedule)
     if parallelism.stages not in ("auto", 1) or parallelism.starts:
         name = "starts" if parallelism.starts else "stages"
         value = list(parallelism.starts) if parallelism.starts else parallelism.stages
@@ -124,18 +124,18 @@ def _custom(parallelism: Parallelism) -> bool:
 def _count(parallelism: Parallelism, layout: Layout) -> int:
     """Return the number of stages."""
     if parallelism.stages == "auto":
-        return layout.pipeline * stages_each(parallelism, layout.pipeline)
+        return layout.pipeline * stages_per_rank(parallelism, layout.pipeline)
     return int(parallelism.stages)
 
 
-def stages_each(parallelism: Parallelism, ranks: int) -> int:
+def stages_per_rank(parallelism: Parallelism, ranks: int) -> int:
     """Return the number of stages on each of `ranks` pipeline ranks."""
     if parallelism.stages == "auto":
-        return stages_of_a_rank(parallelism)
+        return default_stages_per_rank(parallelism)
     return max(1, int(parallelism.stages) // ranks)
 
 
-def stages_of_a_rank(parallelism: Parallelism) -> int:
+def default_stages_per_rank(parallelism: Parallelism) -> int:
     """Return the schedule's default number of stages per rank."""
     known = arithmetic.SCHEDULES.get(parallelism.schedule)
     return known.stages if known else 1
