@@ -206,7 +206,7 @@ def test_a_rank_of_torchrun_starts_no_ranks(tmp_path: Path, monkeypatch: pytest.
 def test_compare_gives_findings(trained: api.Result) -> None:
     found = api.compare([trained.directory], margin=0.5)
     assert found.margin == 0.5
-    assert [run.step for arm in found.arms for run in arm.runs] == [3]
+    assert [run.step for arm in found.variants for run in arm.runs] == [3]
     assert api.compare(trained.directory).title == found.title
 
 

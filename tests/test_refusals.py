@@ -219,8 +219,8 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("dataset.on_error=ignore", "choose one of refuse, skip"),
     ("dataset.workers=many", "a number or auto"),
     ("training.grow=[[1000,4100]]", "training.grow: a batch=4100|nearest is 4096"),
-    ("training.grow=[[1000,2048]]", "training.grow=[[1000,2048]]|must grow"),
-    ("training.grow=[[9000,4096],[8000,8192]]", "must grow from one pair to the next"),
+    ("training.grow=[[1000,2048]]", "training.grow=[[1000,2048]]|must increase"),
+    ("training.grow=[[9000,4096],[8000,8192]]", "must increase from one pair to the next"),
     (
         "parallelism=pp parallelism.schedule=Interleaved1F1B parallelism.microbatches=4 training.global_batch=1024"
         " training.grow=[[4096,1280]] model.layers=4",
@@ -433,7 +433,7 @@ def refused(run: Run, expected: str, folder: str = "runs") -> None:
     [
         pytest.param(["dataset.path=none.jsonl"], "dataset.path=none.jsonl|correct the path", id="no-file"),
         pytest.param(["dataset.path=empty.jsonl"], "dataset.path=empty.jsonl|empty", id="empty-file"),
-        pytest.param(["dataset.path=bad.jsonl"], "bad.jsonl|not JSON|mend the line", id="no-json"),
+        pytest.param(["dataset.path=bad.jsonl"], "bad.jsonl|not JSON|correct it", id="no-json"),
         pytest.param(["dataset.path=good.jsonl", "dataset.field=body"], "'body'|dataset.field", id="no-such-key"),
         pytest.param(
             ["dataset.path=good.jsonl", "model.vocab=100"], "model.vocab=100|give model.vocab=4096", id="vocabulary"

@@ -40,7 +40,7 @@ def test_train(site: Path, tmp_path: Path) -> None:
     done = python(site, tmp_path, "-m", "titan.train", *small, *quiet, "training.global_batch=256")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "x" / "result.json").is_file()
-    assert "Sampled from the trained model" in done.stdout
+    assert "the trained model (prompt | continuation)" in done.stdout
 
 
 def test_console_script_is_declared(site: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from titan.dataset.tokenizers.load import load_tokenizer
 from titan.errors import ConfigError, RunError
 from titan.run import attempts
 from titan.training.trainer import Trainer
+from titan.weights import tokenizer_files
 from titan.weights.formats import open_weights
 from titan.weights.load import load_weights
 
@@ -109,6 +112,10 @@ def test_ranks_compare_what_they_hold_with_what_was_saved(there: Any, parts: Any
         assert re.search(differs, str(first)), first
 
 
+def copying(tokenizer: str | None) -> Callable[[Path], manager.Copied]:
+    return partial(tokenizer_files.copy_listed, tokenizer)
+
+
 def test_one_rank_that_can_not_read_the_metadata_ends_all(tmp_path: Path) -> None:
     train(tiny(tmp_path, layout="fsdp2"))
 
@@ -134,7 +141,7 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
         raise OSError(5, "Input/output error", "disk")
 
     monkeypatch.setattr(weights, "read", read)
-    with pytest.raises(RunError, match=r"^checkpoint.weights=\S+: can't be read: Input/output error: disk; mend"):
+    with pytest.raises(RunError, match=r"^checkpoint.weights=\S+: can't be read: Input/output error: disk; fix this"):
         load_weights(tensors(LLAMA), weights, no_dist=True)
 
 
@@ -142,7 +149,7 @@ def test_what_no_file_is_to_blame_for_is_a_failure_in_a_sentence(
 def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp_path: Path) -> None:
     there = byte_level_json(tmp_path, config)
     (source,) = tmp_path.glob("*.json") if config is None else tmp_path.glob("tokenizer.json")
-    files, name = manager._new_folder(tmp_path / "checkpoints/step-1", str(source))
+    files, name = manager._new_folder(tmp_path / "checkpoints/step-1", copying(str(source)))
     copy = load_tokenizer(str(tmp_path / "checkpoints/step-1" / str(name)))
     assert (copy.fingerprint, copy.eos, copy.bos) == (there.fingerprint, there.eos, there.bos)
     manifest.verify(tmp_path / "checkpoints/step-1", files)
@@ -151,7 +158,7 @@ def test_a_checkpoints_tokenizer_is_the_datas(config: dict[str, Any] | None, tmp
 
 @pytest.mark.parametrize("name", [None, "titan4k"])
 def test_a_tokenizer_without_a_file_is_told_by_its_name(name: str | None, tmp_path: Path) -> None:
-    assert manager._new_folder(tmp_path / "checkpoints/step-1", name) == ({}, name)
+    assert manager._new_folder(tmp_path / "checkpoints/step-1", copying(name)) == ({}, name)
 
 
 def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +171,16 @@ def test_a_manifest_comes_once_the_folders_are_on_disk(tmp_path: Path, monkeypat
 
     byte_level_json(tmp_path)
     monkeypatch.setattr(os, "fsync", fsync)
-    files, _ = manager._new_folder(folder, str(tmp_path / "tokenizer.json"))
+    files, _ = manager._new_folder(folder, copying(str(tmp_path / "tokenizer.json")))
     assert synced == [(name, False) for name in files]
     synced.clear()
     complete(folder, said(1), {"weights": b"w"})
-    assert synced == [("checkpoints", False), ("run", False), (".manifest.json", False), ("step-1", True)]
+    assert synced == [
+        ("checkpoints", False),
+        ("run", False),
+        (f".manifest.json.{os.getpid()}.tmp", False),
+        ("step-1", True),
+    ]
 
 
 def test_a_fork_of_weights_alone_is_refused(tmp_path: Path) -> None:

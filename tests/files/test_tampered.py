@@ -125,7 +125,7 @@ def test_lines_of_other_types_are_left_out_and_told(tmp_path: Path, capsys: pyte
         file.write("\n".join(LINES) + "\n")
     assert compare.main([f"{tmp_path}/runs", f"to={tmp_path}/x.md"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"0: {len(LINES)} lines are damaged or cut short in metrics.jsonl, and not used" in said
+    assert f"0: {len(LINES)} lines of metrics.jsonl ignored: corrupt or truncated" in said
     kept = [record for record in read_lines(metrics) if record not in clean]
     assert kept == [{"step": 4, "loss": 1, "attempt": "x"}]
     assert plot.curve(read_lines(metrics), "loss").steps == plot.curve([*clean, *kept], "loss").steps

@@ -254,9 +254,7 @@ RING = ["parallelism=cp", "parallelism.context_method=ring", "dataset.mask_docum
         pytest.param(["training.attention=flex"], "flex|backward|GPU|auto", id="flex"),
         pytest.param(["training.attention=cudnn"], "cudnn|no such kernel for CPUs|math", id="cudnn"),
         pytest.param(["training.attention=efficient"], "efficient|no such kernel for CPUs|math", id="efficient"),
-        pytest.param(
-            [*RING, "training.attention=flash"], "flash|documents apart|mask_documents=true|auto or math", id="ring"
-        ),
+        pytest.param([*RING, "training.attention=flash"], "flash|mask_documents=true|auto or math", id="ring"),
         pytest.param(["training.attention=quick"], "quick|choose one of|flash", id="unknown"),
         pytest.param(["training.loss_chunk=0"], "loss_chunk=0|at least 1", id="chunk"),
     ],

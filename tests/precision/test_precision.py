@@ -418,7 +418,7 @@ REJECTED = [
     pytest.param(["precision=mxfp8", EMULATE, *SHORT], "has 24 tokens", id="tokens"),
     pytest.param([*SHAPE, "precision=mxfp8", "compile=block", "memory=selective"], "memory=full", id="scales"),
     pytest.param(
-        ["precision=float8", EMULATE, "precision.skip=[heads]"], "called heads; .* did you mean 'head'", id="skip"
+        ["precision=float8", EMULATE, "precision.skip=[heads]"], "named heads; .* did you mean 'head'", id="skip"
     ),
     pytest.param(
         ["precision=float8", EMULATE, "precision.skip=[]", "training.loss_chunk=8"], "give precision.skip", id="head"
@@ -452,7 +452,7 @@ def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fit
     if fits:
         assert composed(overrides, elsewhere=True).precision.products == precision
     else:
-        with pytest.raises(ConfigError, match=f"and here is {name}"):
+        with pytest.raises(ConfigError, match=f"and this machine has {name}"):
             composed(overrides, elsewhere=True)
 
 

@@ -238,7 +238,7 @@ def test_version(module: object, capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(data, ["--characters", "-1"], "--characters -1: must be at least 0.", id="data-negative"),
         pytest.param(bench, ["--rounds", "0"], "--rounds 0 --steps 5: must be at least 1.", id="bench"),
         pytest.param(bench, ["--suite", "x"], "invalid choice: 'x'", id="bench-suite"),
-        pytest.param(bench, ["--json", "no/x"], "there is no directory no", id="bench-json"),
+        pytest.param(bench, ["--json", "no/x"], "directory no does not exist", id="bench-json"),
     ],
 )
 def test_every_command_refuses_in_a_sentence(

@@ -51,9 +51,9 @@ def test_a_private_name_is_there_with_its_parameters(name: str) -> None:
 
 def test_the_store_of_choices_has_groups() -> None:
     store = ConfigStore.instance()
-    store.store(group="zebra/stripes", name="a", node={})
-    hydra_private.clear_group(store, "zebra", "stripes")
-    assert store.list("zebra/stripes") == []
+    store.store(group="made_up/stripes", name="a", node={})
+    hydra_private.clear_group(store, "made_up", "stripes")
+    assert store.list("made_up/stripes") == []
 
 
 def test_no_other_module_uses_private_names() -> None:

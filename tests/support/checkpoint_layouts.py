@@ -181,7 +181,7 @@ def _cell(loaded: Loaded, saved: Saved, one: Loaded) -> Cell:
 def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folders: Sequence[Path]) -> list[Loaded]:
     """On one rank: each checkpoint in turn, and a step from it."""
     place = RankInfo(rank, size, rank, meeting if size > 1 else "")
-    world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, aside=True)
+    world = mesh.connect(place, run.layout, "cpu", run.cluster.timeout, exchange=True)
     trainer = Trainer(run, attempt, world, build(run, world), StopSignals())
     try:
         with trainer.loader as loader:

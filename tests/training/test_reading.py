@@ -259,7 +259,7 @@ def test_a_stream_gives_what_preparing_first_gives_even_when_killed(tmp_path: Pa
         lines = []
         for line in process.stdout:
             lines.append(line)
-            if line.startswith("waiting for data: data is still being prepared: 2 of 12 units"):
+            if line.startswith("waiting for data: data is still being prepared: 2 of 12 shards"):
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == -signal.SIGKILL
     assert any("so far (" in line for line in lines)
@@ -287,7 +287,7 @@ def test_a_signal_ends_a_run_that_waits_and_costs_nothing(layout: str, tmp_path:
     with subprocess.Popen([*live, f"parallelism={layout}"], env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("waiting for data: data is still being prepared: 2 of 12 units"):
+            if line.startswith("waiting for data: data is still being prepared: 2 of 12 shards"):
                 process.send_signal(signal.SIGINT)
     assert process.returncode == 130
     run = run_of(tmp_path / "run")
@@ -305,7 +305,7 @@ def test_when_what_prepares_is_killed_the_run_that_waits_says_so(tmp_path: Path)
     with subprocess.Popen(live, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
-            if line.startswith("waiting for data: data is still being prepared: 2 of 12 units"):
+            if line.startswith("waiting for data: data is still being prepared: 2 of 12 shards"):
                 children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
                 spawned = [c for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
                 os.kill(int(spawned[-1]), signal.SIGKILL)
