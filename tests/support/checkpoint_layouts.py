@@ -193,7 +193,7 @@ def _load(rank: int, size: int, run: Run, attempt: Attempt, meeting: str, folder
 
 
 def _try(trainer: Trainer, batch: Batch, folder: Path, coordinator: Coordinator) -> Loaded:
-    repeated: Any = itertools.rerun_post_save(batch)
+    repeated: Any = itertools.repeat(batch)
     trainer.loader, trainer.step = repeated, trainer.attempt.step
     restore(trainer.train_step, folder, coordinator)
     state = whole(train_state_dict(trainer.train_step))
