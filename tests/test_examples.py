@@ -71,7 +71,7 @@ def test_the_api_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = re.sub(r'"model=debug"', ", ".join(map(repr, SMALL)), "\n".join(blocks))
     names: dict[str, object] = {}
     exec(compile(code, "docs/api.md", "exec"), names)
-    assert len(names["findings"].arms) == 2  # type: ignore[attr-defined]
+    assert len(names["findings"].variants) == 2  # type: ignore[attr-defined]
     assert len(names["saved"].metrics["loss"]) == 10  # type: ignore[attr-defined]
 
 
