@@ -11,8 +11,8 @@ MODEL = (
     fault(
         "initial weights: parts of a block drawn from its beginning",
         "titan/model/init_weights.py",
-        "drawn = values[start - block * rows : stop - block * rows]",
-        "drawn = values[: stop - start]",
+        "sampled = values[start - block * rows : stop - block * rows]",
+        "sampled = values[: stop - start]",
         "model/test_init_weights.py::test_whole_is_the_union_of_any_boxes",
     ),
     fault(
@@ -62,7 +62,8 @@ MODEL = (
         "titan/model/sampling.py",
         "logits = logits[:, :vocab].double()",
         "logits = logits.double()",
-        "model/test_sampling.py::test_ids_above_the_vocabulary_are_never_drawn",
+        "model/test_sampling.py::test_ids_above_the_vocabulary_are_never_sampled",
+        "generation/test_decode.py::test_ids_above_the_vocabulary_are_never_sampled",
     ),
 )
 DATA = (
@@ -132,7 +133,7 @@ DATA = (
     fault(
         "preparation: what is damaged is not made again",
         "titan/dataset/preprocess/prepare.py",
-        "wrong = damage(self.folder, unit, verify=verify)",
+        "wrong = corruption(self.folder, shard, verify=verify)",
         'wrong = ""',
         "dataset/test_prepare.py::test_what_is_damaged_is_made_again",
     ),
@@ -141,14 +142,14 @@ TRAINING = (
     fault(
         "loss scaling: the mean of ranks, not of tokens",
         "titan/training/trainer.py",
-        "self.train_step.backward(self._rows(batch), 1 / tokens)",
-        "self.train_step.backward(self._rows(batch), self.world.rank_info.world_size / tokens)",
+        "self.train_step.backward(self._to_device(batch), 1 / tokens)",
+        "self.train_step.backward(self._to_device(batch), self.world.rank_info.world_size / tokens)",
         "test_laws.py::test_law_3_one_device_and_many_learn_the_same[ddp2]",
     ),
     fault(
         "loss scaling: targets that do not count are counted",
         "titan/training/trainer.py",
-        "grad_norm.scale(gradients, (tokens / figures[VALID].clamp(min=1)).float())",
+        "grad_norm.scale(gradients, (tokens / metrics[VALID].clamp(min=1)).float())",
         "pass",
         "training/test_reading.py::test_documents_are_trained_as_if_each_were_alone",
     ),
@@ -169,14 +170,14 @@ TRAINING = (
     fault(
         "bad steps: a gradient that is not finite is applied",
         "titan/training/trainer.py",
-        "~torch.isfinite(figures[LOSS] + size)",
-        "~torch.isfinite(figures[LOSS])",
+        "~torch.isfinite(metrics[LOSS] + norm)",
+        "~torch.isfinite(metrics[LOSS])",
         "training/test_trainer.py::test_a_step_that_is_not_finite_changes_nothing",
     ),
     fault(
         "bad steps: they need not be in a row",
         "titan/training/trainer.py",
-        "            self.bad = 0\n            return\n",
+        "            self.bad_steps = 0\n            return\n",
         "            return\n",
         "training/test_trainer.py::test_bad_steps_in_a_row_end_the_run",
     ),
@@ -204,16 +205,16 @@ TRAINING = (
     fault(
         "stop: a signal of one rank is not heard by the others",
         "titan/training/trainer.py",
-        "self.stopping = self.stopping or figures[STOP] > 0",
+        "self.stopping = self.stopping or metrics[STOP] > 0",
         "self.stopping = self.stopping or self.stop.asked",
         "launchers/test_start.py::test_a_signal_stops_saves_and_the_same_command_goes_on",
-        "training/test_trainer.py::test_a_first_stop_ends_the_life_and_the_next_one_finishes",
+        "training/test_trainer.py::test_a_first_stop_ends_the_attempt_and_the_next_one_finishes",
     ),
     fault(
         "metrics: the loss is the sum",
         "titan/training/trainer.py",
-        "loss = figures[LOSS] / max(1, figures[VALID])",
-        "loss = figures[LOSS]",
+        "loss = metrics[LOSS] / max(1, metrics[VALID])",
+        "loss = metrics[LOSS]",
         "test_laws.py::test_the_gradients_are_those_of_the_mean_loss_of_a_token",
     ),
     fault(
@@ -226,8 +227,8 @@ TRAINING = (
     fault(
         "metrics: lines that could not be written are lost",
         "titan/metrics/recorder.py",
-        "self.kept = self.kept[out.write(self.kept) :]",
-        'self.kept, _ = b"", out.write(self.kept[:1])',
+        "self.buffer = self.buffer[out.write(self.buffer) :]",
+        'self.buffer, _ = b"", out.write(self.buffer[:1])',
         "checkpoint/test_saving.py::TestFailedSaves::test_metrics_that_can_not_be_written_are_written_later",
         "metrics/test_recorder.py::test_every_line_has_every_key",
     ),
@@ -255,8 +256,8 @@ TRAINING = (
     fault(
         "optimizer: muon's momentum takes a bad step",
         "titan/optimizer/muon.py",
-        "held.copy_(momentum if self._bad is None else torch.where(self._bad > 0, held.float(), momentum))",
-        "held.copy_(momentum)",
+        "stored.copy_(momentum if self._bad is None else torch.where(self._bad > 0, stored.float(), momentum))",
+        "stored.copy_(momentum)",
         "optimizer/test_optimizer_layouts.py::test_a_bad_step_leaves_all_as_it_was",
         "optimizer/test_optimizer.py::test_a_bad_step_changes_nothing_and_needs_no_host",
     ),
@@ -265,7 +266,7 @@ PARALLELISM = (
     fault(
         "gradient norm: squares of parts are not summed over ranks",
         "titan/parallelism/grad_norm.py",
-        "dist.all_reduce(square, group=cut[0].get_group(dimension))",
+        "dist.all_reduce(square, group=mesh.get_group(dimension))",
         "pass",
         "parallelism/test_grad_norm.py::test_cut_tensors_have_the_norm_of_the_whole",
     ),
@@ -327,10 +328,10 @@ PARALLELISM = (
     ),
     fault(
         "cp: chunks are dealt in order though they should be balanced",
-        "titan/parallelism/context.py",
+        "titan/parallelism/context_chunks.py",
         "(rank, 2 * size - 1 - rank) if balance",
         "(2 * rank, 2 * rank + 1) if balance",
-        "parallelism/test_context.py::test_places_in_local_order",
+        "parallelism/test_context.py::test_positions_in_local_order",
     ),
     fault(
         "cp: the gradient of earlier keys is lost",
@@ -342,8 +343,8 @@ PARALLELISM = (
     fault(
         "cp: key heads are repeated in turn",
         "titan/parallelism/context.py",
-        "k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)",
-        "k, v = k.repeat(1, copies, 1, 1), v.repeat(1, copies, 1, 1)",
+        "k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)",
+        "k, v = k.repeat(1, repeats, 1, 1), v.repeat(1, repeats, 1, 1)",
         "parallelism/test_context.py::test_as_on_one_rank",
     ),
     fault(
@@ -356,22 +357,22 @@ PARALLELISM = (
     fault(
         "pp: a tied weight's two gradients are not summed",
         "titan/parallelism/pipeline/runtime.py",
-        "mine.add_(self._exchange(mine.to(self.device)).to(mine.device))",
-        "self._exchange(mine.to(self.device))",
+        "local_gradient.add_(received.to(local_gradient.device))",
+        "pass",
         "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[pp-tied]",
     ),
     fault(
         "pp: two ranks meet twice in a round",
         "titan/parallelism/pipeline/runtime.py",
-        "if not {low, high} & {rank for pair in one for rank in pair}",
-        "if (low, high) not in one",
+        "if not {low, high} & {rank for pair in pairs for rank in pair}",
+        "if (low, high) not in pairs",
         "parallelism/test_groups.py::test_neighbours_meet_in_few_rounds",
     ),
     fault(
         "precision: a norm is summed in the gradients' type",
         "titan/parallelism/grad_norm.py",
-        "torch.linalg.vector_norm(part, dim=-1, dtype=torch.float32)",
-        "torch.linalg.vector_norm(part, dim=-1)",
+        "torch.linalg.vector_norm(shard, dim=-1, dtype=torch.float32)",
+        "torch.linalg.vector_norm(shard, dim=-1)",
         "parallelism/test_grad_norm.py::test_gradients_in_bf16_are_summed_in_fp32",
     ),
     fault(
