@@ -94,6 +94,14 @@ def double(folder: Path) -> None:
 
 
 NORM = "model.norm.weight"
+
+
+def outside(folder: Path) -> None:
+    """Name a file of another folder, which is there and would serve."""
+    (folder.parent / "x.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    index(folder, **{NORM: "../x.safetensors"})
+
+
 REFUSED: list[Any] = [
     pytest.param(lambda f: edit(f / "config.json", attention_bias=True), "attention_bias=true", id="attention-bias"),
     pytest.param(lambda f: edit(f / "config.json", mlp_bias=True), "mlp_bias=true", id="mlp-bias"),
@@ -147,7 +155,7 @@ REFUSED: list[Any] = [
     pytest.param(lambda f: cut(f / "model.safetensors", 100_000), "broken or incomplete", id="truncated"),
     pytest.param(lambda f: cut(f / "model.safetensors", 5), "broken or incomplete", id="truncated-header"),
     pytest.param(lambda f: index(f, **{NORM: "gone.safetensors"}), "lacks gone.safetensors", id="missing-file"),
-    pytest.param(lambda f: index(f, **{NORM: "../x.safetensors"}), "lacks ../x.safetensors", id="outside"),
+    pytest.param(outside, "lacks ../x.safetensors", id="outside"),
     pytest.param(lambda f: index(f), "has no weight_map", id="empty-index"),
     pytest.param(double, "is in a.safetensors and in b.safetensors", id="twice"),
     pytest.param(lambda f: hf_tensors(f, {NORM: None}), f"lacks {NORM}", id="missing-tensor"),
