@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.made_runs import Attempt, Story, made, read_lines, swept, write_lines
+from titan.report import ranking
 from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Outcomes, Variant
 from titan.report.render import sentences, table
@@ -86,6 +87,9 @@ def test_the_first_sentence_and_the_table_say_what_the_means_do_not(tmp_path: Pa
     cells = {column.name: column.cells[1] for column in columns(found)}
     assert cells["validation"].detail.endswith("without 2 diverged") and "2 diverged at 52%" in cells["runs"].detail
     assert judged.outcomes == Outcomes(ended=4, diverged=2)
+    base, other = (variant.validation for variant in found.variants)
+    assert base and other and other.estimate < base.estimate
+    assert ranking.order(found.variants) == [0, 1], "a lower loss of the seeds that survived is no better place"
     assert "failed for other reasons" not in lead and "not finished" not in " ".join(judged.notes)
 
 
