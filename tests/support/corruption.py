@@ -545,7 +545,7 @@ def _remotes() -> Iterator[Damage]:
     yield Damage(
         "here all removed, copies' index garbage",
         lambda s: (gone(s), (s.remote / "index.json").write_bytes(b"[]")),
-        "checkpoint.path=.*: can't be read .*, and there is no checkpoint in .*; mend",
+        "checkpoint.path=.*: can't be read .*, and there is no checkpoint in .*; make it readable",
         None,
         remote=URL,
         code=2,
