@@ -37,8 +37,8 @@ output.run(lambda: errors.exit_code(work), keep_going=keep_going)
 """
 
 
-def started(kind: str, redirect: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    line = f'{sys.executable} -c "$0" {kind} {folder} {redirect}'
+def started(kind: str, redirect: str, folder: Path, kib: str = "unlimited") -> subprocess.CompletedProcess[str]:
+    line = f'ulimit -f {kib}; {sys.executable} -c "$0" {kind} {folder} {redirect}'
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(["bash", "-c", line, PROGRAM], capture_output=True, text=True, env=env, timeout=60)
 
@@ -56,6 +56,12 @@ def test_work_goes_on_without_a_console(redirect: str, tmp_path: Path) -> None:
     done = started("keep", redirect, tmp_path)
     assert done.returncode == 5 and (tmp_path / "done").exists()
     assert (tmp_path / "file").read_text() == done.stderr == ""
+
+
+def test_work_goes_on_when_the_file_behind_the_console_may_not_grow(tmp_path: Path) -> None:
+    done = started("keep", f">{tmp_path}/out", tmp_path, kib="1")
+    assert done.returncode == 5 and (tmp_path / "done").exists()
+    assert (tmp_path / "out").stat().st_size == 1024
 
 
 @pytest.mark.parametrize(
