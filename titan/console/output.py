@@ -19,13 +19,8 @@ from typing import Any, NoReturn
 
 from titan.console.text import safe_lines
 
-<<<<<<< HEAD:titan/console/output.py
 LOST = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENXIO, errno.ESTALE}
 """The reader has exited, the terminal has hung up, the disk or a quota is full, a shared folder is gone."""
-=======
-LOST = {errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENXIO, errno.ESTALE}
-"""The reader has gone, the terminal has hung up, the disk, a quota or a file is full, a shared folder is gone."""
->>>>>>> main:titan/output.py
 PIPE = 141
 """The exit code of a program that SIGPIPE ends (128 + 13), as shells show it."""
 
