@@ -180,7 +180,7 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
 
     directory = Path(run.directory)
     sweep = ledger.read(directory)
-    attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.points)))
+    attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.trials)))
     if is_finished(directory, run.training.steps):
         summary.show_finished(attempts.finished_run(run))
         return 0

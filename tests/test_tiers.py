@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,17 @@ def test_the_last_line_that_matches_decides(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tiers, "rules", lambda: RULES)
     given = ("test_tiers.py::t[x-z]", "test_tiers.py::t[x-y]", "test_tiers.py::t[z]", "test_other.py::t[x-z]")
     assert [tiers.left_out(name) for name in given] == [True, False, False, False]
+
+
+def test_a_sample_of_many_cases_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full.txt").write_text("~4 test_x.py::t[*\n!test_x.py::t[7]\n")
+    monkeypatch.setattr(tiers, "LEFT_OUT", tmp_path / "full.txt")
+    tiers.rules.cache_clear()
+    try:
+        stay = [number for number in range(400) if not tiers.left_out(f"test_x.py::t[{number}]")]
+    finally:
+        tiers.rules.cache_clear()
+    assert 7 in stay and 70 < len(stay) < 130
 
 
 @pytest.mark.parametrize(

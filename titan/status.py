@@ -66,8 +66,8 @@ def _show(directory: Path, how: Status) -> int:
             )
         text = "\n".join(lines(sweep, shutil.get_terminal_size().columns if sys.stdout.isatty() else 200))
         print(f"{CLEAR if watch and sys.stdout.isatty() else ''}{text}", flush=True)
-        if not watch or all(trial.state in ENDED for trial in sweep.points):
-            return int(any(trial.state in ("failed", "stopped") for trial in sweep.points))
+        if not watch or all(trial.state in ENDED for trial in sweep.trials):
+            return int(any(trial.state in ("failed", "stopped") for trial in sweep.trials))
         time.sleep(how.seconds)
 
 
@@ -96,19 +96,19 @@ def lines(sweep: SweepState, width: int) -> list[str]:
         sweep: its state.
         width: the most characters of a line; reasons are not cut.
     """
-    counts = Counter(trial.state for trial in sweep.points)
+    counts = Counter(trial.state for trial in sweep.trials)
     order = sorted(counts, key=("finished", "stopped", "failed", "running", "queued", "planned").index)
     states = ", ".join(f"{counts[state]} {state}" for state in order)
-    what = "run" if [p.directory for p in sweep.points] == [str(sweep.directory)] else "trial"
-    head = [f"{sweep.directory}: {len(sweep.points)} {what}{'s' * (len(sweep.points) != 1)}: {states}"]
-    rows = [("trial", "state", "step", "loss", "tokens/s", "job", "attempts"), *(_row(trial) for trial in sweep.points)]
+    what = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
+    head = [f"{sweep.directory}: {len(sweep.trials)} {what}{'s' * (len(sweep.trials) != 1)}: {states}"]
+    rows = [("trial", "state", "step", "loss", "tokens/s", "job", "attempts"), *(_row(trial) for trial in sweep.trials)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    reasons = [*sweep.notes, *(f"{_name(p)}: {p.reason}" for p in sweep.points if p.reason)]
+    reasons = [*sweep.notes, *(f"{_name(p)}: {p.reason}" for p in sweep.trials if p.reason)]
     shown = [
         *head,
-        *(sweep.asked.question or "").splitlines(),
+        *(sweep.spec.question or "").splitlines(),
         "",
         *table,
         *([""] * bool(reasons)),

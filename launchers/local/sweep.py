@@ -66,7 +66,7 @@ class LocalSweep:
     def _to_do(self) -> list[int]:
         """Return the indices of the trials that are neither finished nor with Slurm."""
         sweep = read_state(self.root)
-        now = {state.id: state for state in sweep.points} if sweep else {}
+        now = {state.id: state for state in sweep.trials} if sweep else {}
         kept = {i: now[trial.id].state for i, trial in enumerate(self.trials) if _is_kept(now[trial.id])}
         for state, count in Counter(kept.values()).items():
             print(f"{count} of {len(self.trials)} trials: {state}, not started again", flush=True)

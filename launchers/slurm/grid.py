@@ -143,7 +143,7 @@ class SlurmSweep:
 
     def _now(self) -> dict[str, TrialState]:
         sweep = read_state(self.root)
-        return {trial.id: trial for trial in sweep.points} if sweep else {}
+        return {trial.id: trial for trial in sweep.trials} if sweep else {}
 
     def _submit(self, todo: list[Trial]) -> list[Trial]:
         """Submit as many trials as the queue has room for; returns the others."""

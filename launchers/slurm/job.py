@@ -125,7 +125,7 @@ def _load(trial: Path, rank_info: RankInfo) -> Run:
 def _log_restart(run: Run, rank_info: RankInfo, attempt: Path) -> None:
     """Write into the run's `log/launcher.log` why this job was started again after an error."""
     end = job_exit.last_exit(attempt.parent, attempt.name.rpartition(".")[0]) if rank_info.rank == 0 else None
-    if end and end.again and not end.stopped:
+    if end and end.requeue and not end.stopped:
         log_line(Path(run.directory), end.reason)
 
 

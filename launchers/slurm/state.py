@@ -45,8 +45,8 @@ def read_state(directory: Path) -> SweepState | None:
     sweep = ledger.read(directory)  # only now: jobs that ended before have left their exit records
     if sweep is None:
         return None
-    trials = (reconciled(sweep.directory, trial, known) if trial.jobs else trial for trial in sweep.points)
-    return replace(sweep, points=tuple(trials))
+    trials = (reconciled(sweep.directory, trial, known) if trial.jobs else trial for trial in sweep.trials)
+    return replace(sweep, trials=tuple(trials))
 
 
 def reconciled(directory: Path, trial: TrialState, known: dict[str, Job]) -> TrialState:
@@ -64,7 +64,7 @@ def reconciled(directory: Path, trial: TrialState, known: dict[str, Job]) -> Tri
     last = known.get(trial.job or "")
     state, reason = OVER.get(last.state, ("failed", None)) if last else ("failed", FORGOTTEN)
     attempt = job_exit.last_exit(directory / ledger.SLURM, str(trial.job))
-    if attempt is not None and attempt.again:
+    if attempt is not None and attempt.requeue:
         state, reason = "stopped", f"{attempt.reason}, and was not started again"
     if reason is None:
         folder = directory / ledger.SLURM
@@ -89,7 +89,7 @@ def adopt(directory: Path) -> None:
         RunError: when Slurm does not answer.
     """
     sweep = ledger.read(directory)
-    lost = {trial.token: trial.sent_at for trial in (sweep.points if sweep else ()) if trial.token is not None}
+    lost = {trial.token: trial.sent_at for trial in (sweep.trials if sweep else ()) if trial.token is not None}
     for token, sent_at in lost.items():
         listed, found = ledger.submitted_trials(directory, token), [job.id for job in queue.sent(token)]
         if found:

@@ -9,16 +9,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+import yaml
 
 from tests.support.runs import TINY
 from titan.config import settings
 from titan.config.arguments import arguments
-from titan.config.former import former_keys, rename_overrides
+from titan.config.former import former_keys, present_config, rename_overrides
 from titan.config.settings import setting
 from titan.config.warning import warn_once
 from titan.errors import ConfigError
 from titan.run import axes, identity
 from titan.run.compose import composed
+from titan.run.directory import parse_attempts
+from titan.run.run import as_config
+from titan.run.same_experiment import check_same_without_data
 from titan.training.schema import Training
 
 
@@ -131,3 +135,28 @@ def test_a_run_is_composed_with_it(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().err == (
         "titan: warning: training.row_length: this setting is now called training.seq_len; use that name.\n"
     )
+
+
+def test_a_configuration_of_a_file_gets_present_keys() -> None:
+    parts = {"mine": {"length": 3}, "other": {"size": 4}}
+    assert present_config({"axis": {"lr": 1, "parts": parts, "own": 2}, "name": None}, FORMER) == {
+        "axis": {"rate": 1, "parts": {"mine": {"size": 3}, "other": {"size": 4}}, "own": 2},
+        "name": None,
+    }
+
+
+def test_a_run_with_former_keys_is_read_with_the_present_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in directories from before `precision.products` became `precision.matmuls`."""
+    run = composed([*TINY, "precision=float8", "precision.emulate=true", "hydra.run.dir=/x"])
+    config = as_config(run)
+    config["precision"]["products"] = config["precision"].pop("matmuls")
+    science = identity.settings_of(run, science=True)
+    assert science["precision.products"] == "float8"
+    document = {"run_id": "r", "config": config, "ids": {"science": "s"}, "overrides": ["precision.products=float8"]}
+    old = parse_attempts(yaml.safe_dump(document | {"science": science, "attempt": 1}), "x")[0]
+    assert old["config"] == as_config(run)
+    other = dataclasses.replace(run, precision=dataclasses.replace(run.precision, matmuls="mxfp8"))
+    check_same_without_data(run, old)
+    with pytest.raises(ConfigError, match=r"precision\.matmuls was float8, now mxfp8"):
+        check_same_without_data(other, old)
+    assert not capsys.readouterr().err

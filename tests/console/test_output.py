@@ -103,11 +103,11 @@ def test_a_hang_up_asks_once_and_is_ignored_under_nohup() -> None:
     with StopSignals() as stop:
         for _ in range(2):
             signal.raise_signal(signal.SIGHUP)
-        assert stop.asked
+        assert stop.requested
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopSignals() as stop:
             signal.raise_signal(signal.SIGHUP)
-            assert not stop.asked
+            assert not stop.requested
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -101,15 +101,15 @@ def test_tokens_can_not_be_written_by_accident(split: Split) -> None:
 def test_a_corpus_grows_while_it_is_prepared(tmp_path: Path) -> None:
     folder = tmp_path / "c"
     corpus = write(folder, UNITS, done=1)
-    assert (corpus.complete, corpus.units, corpus.train.tokens) == (False, (1, 4), 60)
+    assert (corpus.complete, corpus.shard_jobs, corpus.train.tokens) == (False, (1, 4), 60)
     entries = [publish(folder, number, UNITS[number]) for number in (1, 3)]
-    more = corpus.again()
+    more = corpus.reopened()
     assert (more.units, more.train.tokens) == ((2, 4), 160), "unit 3 counts once unit 2 is there"
     entries = [publish(folder, number, unit) for number, unit in enumerate(UNITS)]
     finish(folder, entries)
-    whole = more.again()
+    whole = more.reopened()
     assert (whole.complete, whole.train.tokens) == (True, TOKENS)
-    assert whole.again() is whole
+    assert whole.reopened() is whole
     with pytest.raises(ConfigError):
         open_corpus(write(tmp_path / "other", UNITS, done=1).folder)
 
@@ -137,7 +137,7 @@ def test_a_corpus_that_is_completed_while_it_is_opened_is_not_taken_for_complete
     monkeypatch.setattr(shards, "_partial", slow)
     corpus = open_corpus(folder, partial=True)
     assert (corpus.complete, corpus.train.tokens) == (False, 60)
-    assert (corpus.again().complete, corpus.again().train.tokens) == (True, TOKENS)
+    assert (corpus.reopened().complete, corpus.reopened().train.tokens) == (True, TOKENS)
 
 
 def test_a_failure_does_not_count_while_another_job_goes_on(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_weights_take_what_their_types_do(precision: str, kept: int, alone: Any,
     assert memory.state_bytes(chosen, Layout()) == kept * model.parameters()
     blocks, head = model.layers * model.block_matmul_parameters(), model.vocab * model.dim
     for layout, each in ((Layout(), alone), (Layout(shard=8), gathered)):
-        used = how.used_bytes(model.products(), weight_sharding(chosen.parallelism, layout))
+        used = how.used_bytes(model.linear_layers(), weight_sharding(chosen.parallelism, layout))
         assert used == each[0] * blocks + each[1] * head
 
 

@@ -77,7 +77,7 @@ def test_recomputation_takes_time() -> None:
 
 def test_8_bit_matmuls_are_counted_apart() -> None:
     plain = run_of("model=llama1b")
-    small = replace(plain, precision=replace(plain.precision, products="float8"))
+    small = replace(plain, precision=replace(plain.precision, matmuls="float8"))
     before, after = least(plain, H200), least(small, H200)
     head = 6 * plain.model.vocab * plain.model.dim * 8192 / H200.matmul
     assert after.parts["matmuls"] == pytest.approx(head)

@@ -164,7 +164,7 @@ def test_the_signal_before_preemption_is_one_for_sbatch_script_and_ranks(
     monkeypatch.setenv(PREEMPT, name)
     with StopSignals(scheduled=True) as stop:
         signal.raise_signal(signal.Signals[f"SIG{name}"])
-        assert stop.asked and stop.again
+        assert stop.requested and stop.requeue
 
 
 def test_a_signal_that_means_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from titan.model.schema import Llama
 from titan.parallelism import context, context_kernels, context_ring
 from titan.parallelism.context import ContextAttention, apply
 from titan.parallelism.context_chunks import positions
+from titan.parallelism.schema import key_repeats
 
 METHODS = ("allgather", "ulysses", "ring")
 BALANCE = (False, True)
@@ -186,7 +187,7 @@ def test_arguments_that_cannot_be() -> None:
     [(8, 2, 1), (2, 4, 2), (1, 8, 8), (3, 2, 2), (6, 4, 2)],
 )
 def test_key_heads_are_repeated_as_little_as_needed(heads: int, size: int, repeats: int) -> None:
-    assert context._key_repeats(heads, size) == repeats
+    assert key_repeats(heads, size) == repeats
 
 
 # --- the numbers

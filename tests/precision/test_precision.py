@@ -56,35 +56,35 @@ BY_NAME = "precision.skip"
 class TestChoice:
     @pytest.mark.parametrize("schema", [Llama, Qwen3])
     @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-    def test_a_schema_knows_its_products(self, schema: type[Decoder], tied: bool) -> None:
+    def test_a_schema_knows_its_linear_layers(self, schema: type[Decoder], tied: bool) -> None:
         shape = schema(dim=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=80, tied=tied)
         with torch.device("meta"):
             model = shape.build()
         found = {n: (m.in_features, m.out_features) for n, m in model.named_modules() if isinstance(m, Linear)}
-        assert {name: product[:2] for name, product in shape.products().items()} == found
+        assert {name: product[:2] for name, product in shape.linear_layers().items()} == found
         plan: Any = model.tensor_plan()
-        assert {n for n, p in shape.products().items() if p.rowwise} == {n for n in found if plan[n] == "rowwise"}
+        assert {n for n, p in shape.linear_layers().items() if p.rowwise} == {n for n in found if plan[n] == "rowwise"}
 
     @pytest.mark.parametrize(
-        ("products", "settings", "tensor", "left"),
+        ("layers", "settings", "tensor", "left"),
         [
             pytest.param("float8", {}, 1, {"head": BY_NAME}, id="head"),
             pytest.param("float8", {"skip": ()}, 1, {}, id="head-too"),
             pytest.param("float8", {"skip": ("b", "a.*")}, 1, {"b": BY_NAME, "a.wk": BY_NAME}, id="patterns"),
             pytest.param("float8", {"skip": ()}, 2, {"c": "24 is not a multiple of 16"}, id="inputs-of-a-rank"),
-            pytest.param("float8", {"skip": (), "smallest": 64}, 1, {"c": "48 is below precision.smallest"}, id="size"),
+            pytest.param("float8", {"skip": (), "min_size": 64}, 1, {"c": "48 is below precision.min_size"}, id="size"),
             pytest.param("mxfp8", {"skip": ()}, 1, {"c": "48 is not a multiple of 32"}, id="blocks-of-32"),
         ],
     )
-    def test_layers_in_the_compute_type(self, products: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
+    def test_layers_in_the_compute_type(self, layers: Any, settings: Any, tensor: int, left: dict[str, str]) -> None:
         shapes = {"a.wk": (64, 64), "b": (128, 64), "c": (48, 64), "head": (64, 96)}
         model = {name: Matmul(*shape, rowwise=name == "c") for name, shape in shapes.items()}
-        choice = Precision("bf16", products=products, **settings).choose(model, tensor)
-        assert choice.left == left
-        assert choice.taken == tuple(name for name in model if name not in left)
+        choice = Precision("bf16", matmuls=layers, **settings).select(model, tensor)
+        assert choice.kept == left
+        assert choice.quantized == tuple(name for name in model if name not in left)
 
     def test_nothing_is_taken_nor_left_where_all_is_as_computed(self) -> None:
-        assert Precision("bf16").choose(Llama().products()) == ((), {})
+        assert Precision("bf16").select(Llama().linear_layers()) == ((), {})
 
     @pytest.mark.parametrize(
         ("cut", "without"),
@@ -93,22 +93,22 @@ class TestChoice:
             pytest.param(WeightSharding(sharded=3), {"head", "a", "b"}, id="uneven"),
             pytest.param(WeightSharding(tensor=2, sharded=3), {"head", "a", "b"}, id="uneven-parts"),
             pytest.param(WeightSharding(), {"head", "a", "b", "c"}, id="one-rank"),
-            pytest.param(WeightSharding(sharded=4, again=True), {"head", "a", "b", "c"}, id="cut-again"),
+            pytest.param(WeightSharding(sharded=4, resharded=True), {"head", "a", "b", "c"}, id="cut-again"),
         ],
     )
     def test_what_is_gathered_in_float8(self, cut: WeightSharding, without: set[str]) -> None:
-        products = {
+        layers = {
             "a": Matmul(96, 64),
             "b": Matmul(64, 128, rowwise=True),
             "c": Matmul(64, 96),
             "head": Matmul(64, 96),
         }
-        found = Precision("bf16", products="float8", skip=()).gathered(products, cut)
-        assert set(found) == set(products) - without
+        found = Precision("bf16", matmuls="float8", skip=()).gathered(layers, cut)
+        assert set(found) == set(layers) - without
 
     def test_layers_in_the_compute_type_is_told_once_for_all_blocks(self) -> None:
-        products = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).products()
-        text = Precision("bf16", products="float8").choose(products).left_alone()
+        layers = Llama(dim=64, layers=3, heads=4, kv_heads=1, head_dim=24, ffn=96).linear_layers()
+        text = Precision("bf16", matmuls="float8").select(layers).describe_kept()
         odd = "(24 is not a multiple of 16)"
         assert text == f"3 x attention.wk {odd}, 3 x attention.wv {odd}, head (precision.skip)"
 
@@ -450,7 +450,7 @@ def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fit
         f"precision={precision}",
     ]
     if fits:
-        assert composed(overrides, elsewhere=True).precision.products == precision
+        assert composed(overrides, elsewhere=True).precision.matmuls == precision
     else:
         with pytest.raises(ConfigError, match=f"and this machine has {name}"):
             composed(overrides, elsewhere=True)
@@ -458,7 +458,7 @@ def test_formats_of_the_nodes_that_a_job_will_get(name: str, precision: str, fit
 
 def test_8_bit_settings_without_effect_are_dropped(tmp_path: Path) -> None:
     plain, given = (
-        tiny(tmp_path, "precision=bf16", *more) for more in ((), ("precision.skip=[x]", "precision.smallest=9"))
+        tiny(tmp_path, "precision=bf16", *more) for more in ((), ("precision.skip=[x]", "precision.min_size=9"))
     )
     assert plain.precision == given.precision
 

@@ -41,7 +41,7 @@ def titan(folder: Path, *arguments: str, module: str = "titan.train", env: dict[
 def points(folder: Path, name: str) -> dict[str, TrialState]:
     sweep = read_state(folder / "runs" / name)
     assert sweep is not None
-    return {" ".join(point.overrides): point for point in sweep.points}
+    return {" ".join(point.overrides): point for point in sweep.trials}
 
 
 def one(folder: Path, name: str) -> TrialState:

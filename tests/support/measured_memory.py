@@ -114,7 +114,9 @@ def main(names: list[str]) -> None:
         live = memory.peaks(run, run.layout, run.microbatches, "cpu")
         fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
         rank = fullest * (run.layout.devices // run.layout.pipeline)
-        hidden = run.layout.copies or run.compile.scope != "off"  # DDP's reducer and compiled graphs can't be traced
+        hidden = (
+            run.layout.only_replicated or run.compile.scope != "off"
+        )  # DDP's reducer and compiled graphs can't be traced
         trace = 0 if hidden else max(peak.bytes for peak in traced(run, rank).values())
         whole = fit.memory_estimate(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -31,10 +32,17 @@ USES = {
 
 @dataclass(frozen=True)
 class Rule:
-    """A line of full.txt: a pattern of tests, and whether they are left out of the quick tier or taken back."""
+    """A line of full.txt.
+
+    Attributes:
+        pattern: of tests, in which only * has a meaning.
+        full: whether they are left out of the quick tier, or taken back.
+        one_in: of the tests that the pattern matches, one in so many stays in the quick tier.
+    """
 
     pattern: str
     full: bool
+    one_in: int | None = None
 
     @property
     def file(self) -> str:
@@ -42,8 +50,12 @@ class Rule:
         return self.pattern.partition("::")[0]
 
     def matches(self, test: str) -> bool:
-        """Return whether the pattern stands for a test, in which only * has a meaning."""
+        """Return whether the pattern stands for a test."""
         return re.fullmatch(re.escape(self.pattern).replace(r"\*", ".*"), test, re.DOTALL) is not None
+
+    def decide(self, test: str) -> bool:
+        """Return whether a test that the pattern matches is left out; a sample is drawn by a hash of its name."""
+        return self.full and (self.one_in is None or zlib.crc32(test.encode()) % self.one_in != 0)
 
 
 @cache
@@ -52,7 +64,9 @@ def rules() -> dict[str, list[Rule]]:
     found: dict[str, list[Rule]] = {}
     for line in LEFT_OUT.read_text().splitlines():
         if line and not line.startswith("#"):
-            rule = Rule(line.removeprefix("!"), not line.startswith("!"))
+            mark, pattern = line.split(" ", 1) if line.startswith("~") else ("", line)
+            one_in = int(mark[1:]) if mark else None
+            rule = Rule(pattern.removeprefix("!"), not pattern.startswith("!"), one_in)
             found.setdefault(rule.file, []).append(rule)
     return found
 
@@ -61,8 +75,8 @@ def left_out(test: str) -> bool:
     """Return whether the last line of full.txt that matches FILE::TEST leaves it out of the quick tier."""
     full = False
     for rule in rules().get(test.partition("::")[0], ()):
-        if rule.full != full and rule.matches(test):
-            full = rule.full
+        if rule.matches(test):
+            full = rule.decide(test)
     return full
 
 

@@ -30,7 +30,7 @@ def noted(root: Path, *events: dict[str, Any]) -> TrialState:
     )
     sweep = ledger.read(root)
     assert sweep is not None
-    return sweep.points[0]
+    return sweep.trials[0]
 
 
 SENDING = {"event": "sending", "token": "t", "points": ["a"]}
@@ -63,7 +63,7 @@ def test_a_finished_run_counts_whatever_the_ledger_says_unless_more_steps_are_as
     assert noted(tmp_path, SENDING, SENT).state == "finished"
     ledger.add(tmp_path, {"event": "point", "id": "a", "directory": "p", "overrides": [], "steps": 4, "devices": 2})
     sweep = ledger.read(tmp_path)
-    assert sweep is not None and sweep.points[0].state == "queued"
+    assert sweep is not None and sweep.trials[0].state == "queued"
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_a_submission_that_was_cut_short_is_found_by_its_token(tmp_path: Path, m
     ledger.add(tmp_path, {"event": "sending", "token": "t", "points": ["a", "b"]})
     monkeypatch.setattr(standing.queue, "sent", lambda token: [])
     adopt(tmp_path)
-    assert [p.state for p in ledger.read(tmp_path).points] == ["queued", "queued"]  # type: ignore[union-attr]
+    assert [p.state for p in ledger.read(tmp_path).trials] == ["queued", "queued"]  # type: ignore[union-attr]
     monkeypatch.setattr(standing.queue, "sent", lambda token: [Job("5_1", "RUNNING")])
     adopt(tmp_path)
-    assert [p.job for p in ledger.read(tmp_path).points] == ["5_0", "5_1"]  # type: ignore[union-attr]
+    assert [p.job for p in ledger.read(tmp_path).trials] == ["5_0", "5_1"]  # type: ignore[union-attr]
 
 
 def test_a_submission_that_slurm_never_took_is_given_up_after_a_while(
@@ -144,7 +144,7 @@ def test_a_submission_that_slurm_never_took_is_given_up_after_a_while(
     monkeypatch.setattr(standing, "UNKNOWN_SECONDS", -1.0)
     noted(tmp_path, SENDING)
     adopt(tmp_path)
-    point = ledger.read(tmp_path).points[0]  # type: ignore[union-attr]
+    point = ledger.read(tmp_path).trials[0]  # type: ignore[union-attr]
     assert (point.state, point.reason) == ("failed", "its submission was interrupted")
 
 

@@ -26,8 +26,8 @@ from titan.run.run import Run
 from titan.training.build import build
 
 
-class Products(TorchDispatchMode):
-    """Counts floating-point operations of matrix products of this rank's own tensors."""
+class MatmulFlops(TorchDispatchMode):
+    """Counts floating-point operations of matmuls of this rank's own tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,13 +63,13 @@ def _simulated(_: int, __: int, run: Run, rank: int) -> Simulated:
     world = mesh.build_world(RankInfo(rank, size, rank % 8, ""), run.layout, torch.device("cpu"))
     train_step = build(run, dataclasses.replace(world, memory=lambda: fake))
     shape = (run.microbatches, -(-run.rank_rows // run.microbatches), run.training.seq_len)
-    with fake, Products() as products:
+    with fake, MatmulFlops() as matmuls:
         tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         train_step.backward(Microbatches(tokens, targets), 1.0)
         train_step.norm()
         train_step.optimizer.step()
     length = shape[-1] if train_step.token_positions is None else len(train_step.token_positions(shape[-1]))
-    return Simulated(products.flops, sum(p.numel() for p in train_step.parameters()), length)
+    return Simulated(matmuls.flops, sum(p.numel() for p in train_step.parameters()), length)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def cluster(directory: Path, *overrides: str, nodes: int) -> Run:
 
 
 def stage_flops(run: Run, rank: int) -> float:
-    """What the products of a rank's stages take for its tokens, in closed form: 6 for each weight and token."""
+    """What the matmuls of a rank's stages take for its tokens, in closed form: 6 for each weight and token."""
     model, tokens = run.model, run.microbatches * -(-run.rank_rows // run.microbatches) * run.training.seq_len
     mine = run.staging.stages_of(run.layout.coordinates(rank)["pipeline"])
     layers = sum(end - first for first, end in (run.staging.layers[s] for s in mine))
@@ -128,7 +128,7 @@ def test_a_rank_of_a_big_job_computes_its_share(
 
 
 def test_muon_orthogonalises_a_ranks_share_only(on_gpus: None, tmp_path: Path) -> None:
-    """Of 14 matrices each of 16 ranks has one at most; five products of squares of the shorter side, and of both."""
+    """Of 14 matrices each of 16 ranks has one at most; five matmuls of squares of the shorter side, and of both."""
     job = ["model=llama8b", "model.layers=2", "parallelism=fsdp_tp", "parallelism.tensor=8", "optimizer=muon"]
     run = cluster(tmp_path, *job, "training.seq_len=4096", "training.global_batch=4194304", nodes=2)
     dim, ffn = run.model.dim, run.model.ffn

@@ -190,7 +190,7 @@ def test_training_needs_torch_numpy_hydra_and_tiktoken_only(tmp_path: Path) -> N
 @pytest.mark.parametrize("asked", [True, False], ids=["stopped", "by-itself"])
 def test_a_signal_that_ends_the_compiler_ends_the_run(asked: bool, tmp_path: Path) -> None:
     def killed(trainer: Trainer) -> None:
-        trainer.stop.asked = asked
+        trainer.stop.requested = asked
         raise InductorError(RuntimeError("g++ died"), None)
 
     run = tiny(tmp_path)

@@ -41,7 +41,7 @@ class BareLoop:
         with torch.device("meta"):
             self.model: Any = run.model.build()
         if not autocast:
-            set_compute_dtype(self.model, run.precision, run.precision.choose(run.model.products()).taken)
+            set_compute_dtype(self.model, run.precision, run.precision.select(run.model.linear_layers()).quantized)
         if run.training.loss_chunk is not None and self.model.head is not None:
             self.model.head.chunked = partial(loss.chunked, chunk=run.training.loss_chunk)
         checkpoint_blocks(self.model.blocks(), run.memory)

@@ -34,7 +34,7 @@ STEP_SECONDS = 600.0
 
 def _job(default: Any, help: str, **more: Any) -> Any:
     """Return a setting of the Slurm job; no id depends on it."""
-    return setting(default, help, told=False, **more)
+    return setting(default, help, in_ids=False, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from titan.config.settings import values_of
 from titan.config.warning import warn_once
@@ -39,25 +40,41 @@ def _of_schema(cls: type, path: str) -> Iterator[tuple[str, str]]:
             yield from _of_schema(nested, f"{where}.{NAME}")
 
 
-def rename_overrides(overrides: Sequence[str], former: Mapping[str, str]) -> list[str]:
-    """Return the overrides with present keys; warn once of each former one.
+def rename_overrides(overrides: Sequence[str], former: Mapping[str, str], *, warn: bool = True) -> list[str]:
+    """Return the overrides with present keys.
 
     Args:
         overrides: of a command line, in Hydra's grammar.
         former: see `former_keys`.
+        warn: whether to warn once of each former key.
     """
-    return [_renamed(override, former) for override in overrides]
+    return [_renamed(override, former, warn) for override in overrides]
 
 
-def _renamed(override: str, former: Mapping[str, str]) -> str:
+def _renamed(override: str, former: Mapping[str, str], warn: bool) -> str:
     parts = re.fullmatch(r"([+~]*)([\w.-]+)(.*)", override, re.DOTALL)
-    for old, new in former.items() if parts else ():
-        assert parts is not None
-        names = re.fullmatch(re.escape(old).replace(re.escape(NAME), r"([^.]+)"), parts[2])
-        if names:
-            key = new
+    key = present_key(parts[2], former) if parts else ""
+    if parts is None or key == parts[2]:
+        return override
+    if warn:
+        warn_once(f"{parts[2]}: this setting is now called {key}; use that name.")
+    return f"{parts[1]}{key}{parts[3]}"
+
+
+def present_key(key: str, former: Mapping[str, str]) -> str:
+    """Return the present name of a dotted key."""
+    for old, new in former.items():
+        if names := re.fullmatch(re.escape(old).replace(re.escape(NAME), r"([^.]+)"), key):
             for name in names.groups():
-                key = key.replace(NAME, name, 1)
-            warn_once(f"{parts[2]}: this setting is now called {key}; use that name.")
-            return f"{parts[1]}{key}{parts[3]}"
-    return override
+                new = new.replace(NAME, name, 1)
+            return new
+    return key
+
+
+def present_config(config: Mapping[str, Any], former: Mapping[str, str], path: str = "") -> dict[str, Any]:
+    """Return a nested configuration with present keys."""
+    found = {}
+    for key, value in config.items():
+        name = present_key(f"{path}{key}", former).removeprefix(path)
+        found[name] = present_config(value, former, f"{path}{name}.") if isinstance(value, Mapping) else value
+    return found

@@ -52,7 +52,7 @@ def setting(
     below: float | None = None,
     cap: float | None = None,
     words: tuple[str, ...] = (),
-    told: bool = True,
+    in_ids: bool = True,
     any_text: bool = False,
     formerly: str | None = None,
 ) -> Any:
@@ -65,7 +65,7 @@ def setting(
         at_least, at_most, above, below: the range of a number (of each number, in a tuple).
         cap: the largest plausible number; unlike `at_most` it follows from no property of the setting.
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
-        told: False when no id depends on it: requests to a scheduler, and names of a run.
+        in_ids: False when no id depends on it: requests to a scheduler, and names of a run.
         any_text: whether a text may be empty, long and have several lines.
         formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay.
     """
@@ -74,7 +74,7 @@ def setting(
         "help": help,
         "science": science,
         "words": words,
-        "told": told,
+        "in_ids": in_ids,
         "limits": {k: v for k, v in limits.items() if v is not None},
         "cap": cap,
         "any_text": any_text,

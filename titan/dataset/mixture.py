@@ -61,7 +61,7 @@ class TokenSequences:
             if wait is None:
                 raise ConfigError(f"{self._progress()}; wait until it is complete, or choose earlier rows.")
             wait(self._progress())
-            self.corpus = self.corpus.again()
+            self.corpus = self.corpus.reopened()
             if self.corpus.complete:
                 self._check_enough(index)
         rows = self.split.rows(self.seq_len)
@@ -103,7 +103,7 @@ class TokenSequences:
         return (int(index.max()) // self.window + 1) * self.window <= self.split.rows(self.seq_len)
 
     def _progress(self) -> str:
-        done, shards = self.corpus.units
+        done, shards = self.corpus.shard_jobs
         return f"{self.name} is still being prepared: {done} of {shards} shards, {self.split.tokens:,} tokens, are done"
 
 

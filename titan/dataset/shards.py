@@ -216,9 +216,9 @@ class Corpus:
         tokenizer: name and fingerprint, and the file in the folder, if any.
         token_bytes: uint16 [vocab_size].
         masked: whether there is a loss mask.
-        held_out: whether there is a validation split.
+        has_validation: whether there is a validation split.
         complete: whether all shards are finished.
-        units: number of finished shards, and of all shards.
+        shard_jobs: number of finished shards, and of all shards.
         train, validation: the splits.
     """
 
@@ -232,9 +232,9 @@ class Corpus:
     tokenizer: Mapping[str, str]
     token_bytes: NDArray[np.uint16]
     masked: bool
-    held_out: bool
+    has_validation: bool
     complete: bool
-    units: tuple[int, int]
+    shard_jobs: tuple[int, int]
     train: Split
     validation: Split
 
@@ -244,7 +244,7 @@ class Corpus:
         file = self.tokenizer.get("file")
         return str(self.folder / file) if file and (self.folder / file).is_file() else self.tokenizer["name"]
 
-    def again(self) -> Corpus:
+    def reopened(self) -> Corpus:
         """Reopen the corpus, with the shards finished since."""
         return self if self.complete else open_corpus(self.folder, partial=True)
 
@@ -324,9 +324,9 @@ def _open(folder: Path, manifest: dict[str, Any], complete: bool) -> Corpus:
         folder=folder,
         **{name: manifest[name] for name in fields},
         token_bytes=token_bytes,
-        held_out=manifest["limit"] > 0,
+        has_validation=manifest["limit"] > 0,
         complete=complete,
-        units=(len(manifest["units"]), manifest.get("all", len(manifest["units"]))),
+        shard_jobs=(len(manifest["units"]), manifest.get("all", len(manifest["units"]))),
         train=train,
         validation=validation,
     )

@@ -19,14 +19,15 @@ processes, kernels and allocators need.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.estimate.pipeline_states import State, rank_states
-from titan.model.activations import Block, Head, RankPart
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart
 from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers
+from titan.parallelism.schema import key_repeats
 from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ def rank_rows(recipe: Recipe, layout: Layout) -> int:
 
 def weight_sharding(parallelism: Parallelism, layout: Layout) -> WeightSharding:
     """Return how a layout shards weights."""
-    sharded = 1 if layout.copies else layout.sharded
-    return WeightSharding(layout.tensor, sharded, again=isinstance(parallelism.reshard, int))
+    sharded = 1 if layout.only_replicated else layout.sharded
+    return WeightSharding(layout.tensor, sharded, resharded=isinstance(parallelism.reshard, int))
 
 
 def largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tuple[float, float]:
@@ -164,7 +165,7 @@ class _RankMemory:
             compiled=recipe.compile.scope in ("block", "model"),
         )
         self.layers = sum(len(stage.layers) for stage in stages.values())
-        self.fsdp = not layout.copies and (layout.sharded > 1 or layout.replicate > 1)
+        self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
         self.shards = layout.sharded if self.fsdp else 1
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
         self.block: Block = model.block_activations(self.share, self._context_parallel_bytes())
@@ -247,6 +248,7 @@ class _RankMemory:
 
     def _forward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
         base = self._always().plus(activations=saved, gradients=self._gradients(0.0, has_grads))
+        base = base.plus(communication=self._not_freed(self.stages.values(), has_grads))
         if stage.last:
             yield base.plus(
                 "forward of the head",
@@ -258,7 +260,8 @@ class _RankMemory:
             yield base.plus("forward", gathered=self._gathered(2, len(stage.layers)))
 
     def _backward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
-        base = self._always().plus(activations=saved)
+        others = [other for other in self.stages.values() if other is not stage]
+        base = self._always().plus(activations=saved, communication=self._not_freed(others, has_grads))
         if stage.last:
             yield from self._backward_of_head(base, stage, has_grads)
             base = base.plus(activations=-self.head.kept - self.head_cast)
@@ -278,6 +281,7 @@ class _RankMemory:
             logits=self.head.backward,
             gathered=self._gathered(0, layers, head=True),
             gradients=self._gradients(0.0, has_grads),
+            communication=self._not_freed([stage], has_grads),
         )
         after = base.plus(
             activations=self.head.norm - self.head.kept - self.head_cast,
@@ -294,7 +298,7 @@ class _RankMemory:
         for done in sorted({0, 1, count - 2, count - 1} & set(range(count))):
             left = stage.layers[: count - done]
             gradients = self._gradients(head + done * one, has_grads)
-            previous = self._reduce_buffer(one if done else head)
+            previous = self._reduce_buffer(one if done else head) or self._not_freed([stage], has_grads)
             yield base.plus(
                 f"backward of block {left[-1]}",
                 activations=self._saved_by_blocks(left) - saved + self._backward_of_block(left),
@@ -326,7 +330,7 @@ class _RankMemory:
         )
         yield base.plus(
             "reduce-scatter of the embedding's gradient",
-            gradients=before + self._unreduced(elements),
+            gradients=before + self._unreduced(elements) + self._reduced(elements, has_grads),
             communication=self._reduce_buffer(elements),
         )
 
@@ -339,6 +343,7 @@ class _RankMemory:
         at_once = recomputed if state.kind == "W" else min(1, recomputed)
         again = at_once * (self.block.kept + self.casts)
         base = self._always().plus(activations=saved + again, gathered=self._gathered(2, len(stage.layers)))
+        base = base.plus(communication=self._not_freed(self.stages.values(), state.has_grads))
         gradients = self._gradients(0.0, state.has_grads)
         if stage.last:
             logits = self.head.backward - self.head.kept
@@ -405,14 +410,17 @@ class _RankMemory:
         every = {"full": 1, "every_n": memory.every}.get(memory.checkpointing)
         return layers.stop // every - layers.start // every if every else 0
 
-    def _context_parallel_bytes(self) -> float:
-        """Return bytes per token that attention saves with context parallelism: a second result, gathered keys."""
-        model, layout = self.recipe.model, self.layout
+    def _context_parallel_bytes(self) -> ContextBytes:
+        """Return what attention saves per token: a second result; gathered or repeated keys; ulysses' exchanges."""
+        model, layout, method = self.recipe.model, self.layout, self.recipe.parallelism.context_method
         if layout.context == 1:
-            return 0.0
-        gathered = self.recipe.parallelism.context_method == "allgather"
-        keys = 2 * model.kv_heads * (layout.context - 1) if gathered else 0
-        return self.share.bytes * model.head_size * (model.heads + keys) / layout.tensor
+            return NO_CONTEXT
+        ulysses = method == "ulysses"
+        repeats = key_repeats(model.kv_heads // layout.tensor, layout.context) if ulysses else 1
+        copies = layout.context if method == "allgather" else repeats
+        each = self.share.bytes * model.head_size / layout.tensor
+        kept = each * (model.heads + 2 * model.kv_heads * (copies - 1))
+        return ContextBytes(kept, each * (2 * model.heads + 2 * model.kv_heads * repeats) if ulysses else 0.0)
 
     def _attention_mask(self) -> float:
         """Return the bytes of a micro-batch's document mask [T, T]; ring attention and FlexAttention have none."""
@@ -457,13 +465,27 @@ class _RankMemory:
         """
         if self.fsdp and self.reduces_once:
             return REDUCE_BYTES * (self.elements if has_grads else elements)
-        if self.layout.copies or has_grads:
+        if self.layout.only_replicated or has_grads:
             elements = self.elements
         return self.grad_element * elements
 
     def _reduce_buffer(self, elements: float) -> float:
         """Return the bytes of FSDP's reduce-scatter input."""
         return REDUCE_BYTES * elements if self.fsdp and not self.reduces_once else 0.0
+
+    def _not_freed(self, stages: Iterable[Stage], has_grads: bool) -> float:
+        """Return the bytes of the reduce-scatter inputs that FSDP holds since the last backward pass of each stage.
+
+        Without a pipeline it frees the last one at the end of each backward pass; with one, at the end of the step.
+        """
+        if self.layout.pipeline == 1 or not has_grads:
+            return 0.0
+        last = (self.embedding_elements if stage.first else self.block_elements for stage in stages)
+        return sum(map(self._reduce_buffer, last))
+
+    def _reduced(self, elements: float, has_grads: bool) -> float:
+        """Return the bytes of FSDP's reduce-scatter output beside the gradients to which it is added."""
+        return self._reduce_buffer(elements) / self.shards if has_grads else 0.0
 
     def _unreduced(self, elements: float) -> float:
         """Return the bytes of gradients as autograd computes them, before they are accumulated or reduced."""
@@ -473,7 +495,7 @@ class _RankMemory:
 @lru_cache(256)
 def _used_weights(model: Decoder, precision: Precision, sharding: WeightSharding) -> tuple[float, float]:
     """Return the bytes of one block's and of the head's weights while they are used, on one tensor-parallel rank."""
-    matmuls, last = model.products(), f"layers.{model.layers - 1}."
+    matmuls, last = model.linear_layers(), f"layers.{model.layers - 1}."
     of_block = {name: matmul for name, matmul in matmuls.items() if name.startswith(last)}
     used = [precision.used_bytes(part, sharding) / sharding.tensor for part in (of_block, {"head": matmuls["head"]})]
     return used[0], used[1]
@@ -481,4 +503,4 @@ def _used_weights(model: Decoder, precision: Precision, sharding: WeightSharding
 
 @lru_cache(256)
 def _largest_matrix(model: Decoder) -> int:
-    return max(matmul.inputs * matmul.outputs for matmul in model.products().values())
+    return max(matmul.inputs * matmul.outputs for matmul in model.linear_layers().values())

@@ -30,7 +30,7 @@ def add_overhead(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage
     if device != "cpu":
         return usage.plus(context=CONTEXT_GIB * GIB, allocator=FRAGMENTS * usage.bytes)
     logits, block = largest_activations(recipe, layout, microbatches)
-    sharded = layout.sharded > 1 and not layout.copies
+    sharded = layout.sharded > 1 and not layout.only_replicated
     rest = max(0.0, usage.bytes - logits)
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0

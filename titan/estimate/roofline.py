@@ -101,8 +101,8 @@ def _recomputed(recipe: Recipe) -> float:
 
 def _matmul_flops(recipe: Recipe) -> tuple[float, float]:
     """Return FLOPs per token of the linear layers, forward and backward: in the compute type, and in 8 bits."""
-    matmuls = recipe.model.products()
-    quantized = set(recipe.precision.choose(matmuls).taken)
+    matmuls = recipe.model.linear_layers()
+    quantized = set(recipe.precision.select(matmuls).quantized)
     totals = [0.0, 0.0]
     for name, matmul in matmuls.items():
         again = 0.0 if name == "head" else 2 * _recomputed(recipe)
@@ -129,7 +129,8 @@ def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
     each = 0.0
     if precision.bytes != precision.weight_bytes:
         each += (precision.bytes + precision.weight_bytes) * (2 * whole + _recomputed(recipe) * blocks)
-    quantized = [p for name, p in model.products().items() if name in precision.choose(model.products()).taken]
+    layers = model.linear_layers()
+    quantized = [layers[name] for name in precision.select(layers).quantized]
     each += sum(2 * (precision.bytes + 1) * p.inputs * p.outputs for p in quantized)
     accumulated = 3 * precision.weight_bytes * (microbatches - 1) * model.parameters()
     activations = sum(2 * (precision.bytes + 1) * (p.inputs + p.outputs) for p in quantized)

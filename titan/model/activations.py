@@ -49,6 +49,21 @@ class RankPart:
         return (2 * self.bytes if self.norms_fused else 16) * width
 
 
+class ContextBytes(NamedTuple):
+    """Bytes per token that attention saves in addition under context parallelism.
+
+    Attributes:
+        kept: without checkpointing.
+        selective: with selective checkpointing.
+    """
+
+    kept: float = 0.0
+    selective: float = 0.0
+
+
+NO_CONTEXT = ContextBytes()
+
+
 class Block(NamedTuple):
     """Bytes of one block.
 
@@ -91,7 +106,7 @@ def block(
     heads: int,
     ffn: int,
     head_norms: bool = False,
-    core: float = 0.0,
+    context: ContextBytes = NO_CONTEXT,
 ) -> Block:
     """Return the activation memory of a pre-norm block of attention and SwiGLU.
 
@@ -106,17 +121,17 @@ def block(
         heads: query heads.
         ffn: F.
         head_norms: whether queries and keys are normalised.
-        core: additional bytes per token that attention saves with context parallelism.
+        context: what context parallelism adds.
     """
     c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
     q, k, f = queries / t, keys / t, ffn / t
     norms = 2 * share.norm(dim) * s
     inputs = 2 * c * dim * n
-    attention = (c * (2 * q + 2 * k) + 4 * heads / t + core) * n
+    attention = (c * (2 * q + 2 * k) + 4 * heads / t + context.kept) * n
     if head_norms:
         attention += n * (share.norm(q) + share.norm(k))
     feed_forward = (3 if share.compiled else 4) * c * f * n
-    selective = c * dim * s + (c * (q + k + f + q) + 4 * heads / t) * n
+    selective = c * dim * s + (c * (q + k + f + q) + 4 * heads / t + context.selective) * n
     if t > 1:  # the reduce-scatter after each of the two rowwise-sharded linear layers
         selective += 2 * c * dim * s
     gradient = c * dim * s

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
-from titan.model.activations import Block, Head, RankPart, block, head
+from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart, block, head
 
 if TYPE_CHECKING:
     from titan.model.decoder import Decoder as DecoderModule
@@ -98,7 +98,7 @@ class Decoder:
                 f"model.rope_high={self.rope_high:g}: must be above model.rope_low={self.rope_low:g}; raise it."
             )
 
-    def products(self) -> dict[str, Matmul]:
+    def linear_layers(self) -> dict[str, Matmul]:
         """Return the linear layers by the name of their module."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         block = {
@@ -170,10 +170,10 @@ class Decoder:
         """
         return self.layers * self.block_flops(seq_len) + self.head_flops()
 
-    def block_activations(self, share: RankPart, core: float = 0.0) -> Block:
+    def block_activations(self, share: RankPart, context: ContextBytes = NO_CONTEXT) -> Block:
         """Return the activation memory of a block; see `titan.model.activations.block`."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
-        return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), core)
+        return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
 
     def head_activations(self, share: RankPart, *, parts: bool = True, chunk: int | None = None) -> Head:
         """Return the activation memory of final norm, head and loss; see `titan.model.activations.head`."""

@@ -31,6 +31,7 @@ from titan.parallelism import context_chunks, context_kernels
 from titan.parallelism.collectives import all_gather, gather, wait
 from titan.parallelism.context_kernels import KeyMask
 from titan.parallelism.context_ring import ring_attention, ring_mask
+from titan.parallelism.schema import key_repeats
 
 Method = Literal["allgather", "ulysses", "ring"]
 """How queries attend to the keys of other ranks."""
@@ -134,17 +135,9 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _key_repeats(heads: int, size: int) -> int:
-    """Return the least number of times that key heads must be repeated, so that `size` ranks get equally many."""
-    repeats = 1
-    while heads * repeats % size:
-        repeats += 1
-    return repeats
-
-
 def _attend_ulysses(core: ContextAttention, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Attend with some of the heads, over whole rows."""
-    group, size, repeats = core.group, core.group.size(), _key_repeats(k.shape[1], core.group.size())
+    group, size, repeats = core.group, core.group.size(), key_repeats(k.shape[1], core.group.size())
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     by_rank = [x.reshape(x.shape[0], size, -1, *x.shape[2:]).transpose(0, 1) for x in (q, k, v)]

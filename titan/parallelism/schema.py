@@ -43,7 +43,7 @@ class Layout:
         return self.shard * self.context
 
     @property
-    def copies(self) -> bool:
+    def only_replicated(self) -> bool:
         """Whether every rank has a replica of the whole model (DDP)."""
         return self.replicate > 1 and self.replicate == self.devices
 
@@ -53,7 +53,7 @@ class Layout:
         Replicas of tensor or pipeline parallel parts are kept by FSDP too, with a shard dimension of one.
         """
         sizes = {n: d for n, d in self.degrees().items() if n != "context"} | {"shard": self.sharded}
-        keeps_shard = self.replicate > 1 and not self.copies
+        keeps_shard = self.replicate > 1 and not self.only_replicated
         return {name: size for name, size in sizes.items() if size > 1 or (name == "shard" and keeps_shard)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -219,6 +219,11 @@ class Parallelism:
                 f"cluster.devices={layout.devices}."
             )
         return layout
+
+
+def key_repeats(heads: int, size: int) -> int:
+    """Return the least number of times that key heads must be repeated, so that `size` ranks get equally many."""
+    return size // math.gcd(heads, size)
 
 
 def _count(number: int, noun: str) -> str:

@@ -39,11 +39,11 @@ def apply(model: nn.Module, precision: Precision, taken: tuple[str, ...], sharde
         taken: names of linear layers; names that the model does not have are ignored.
         sharded: whether FSDP all-gathers weights.
     """
-    product = _product(precision.products, precision.emulate)
+    product = _product(precision.matmuls, precision.emulate)
     for name, module in model.named_modules():
         if name in taken and isinstance(module, Linear):
             module.product = product
-            if precision.products == "float8" and not sharded:
+            if precision.matmuls == "float8" and not sharded:
                 module.operand = precision.weight_dtype  # quantized before any cast, as in FSDP's float8 all-gather
 
 

@@ -36,14 +36,14 @@ HARDWARE = {
 
 
 class Selection(NamedTuple):
-    """The linear layers that compute in 8 bits (`taken`), and the reason for each of the others (`left`)."""
+    """The linear layers that compute in 8 bits (`quantized`), and the reason for each of the others (`kept`)."""
 
-    taken: tuple[str, ...]
-    left: Mapping[str, str]
+    quantized: tuple[str, ...]
+    kept: Mapping[str, str]
 
-    def left_alone(self) -> str:
+    def describe_kept(self) -> str:
         """Return the others with their reasons in one phrase; those of many blocks once."""
-        found = Counter((name.split(".", 2)[-1], why) for name, why in self.left.items())
+        found = Counter((name.split(".", 2)[-1], why) for name, why in self.kept.items())
         return ", ".join(
             f"{count} x {name} ({why})" if count > 1 else f"{name} ({why})" for (name, why), count in found.items()
         )
@@ -55,12 +55,12 @@ class WeightSharding(NamedTuple):
     Attributes:
         tensor: the tensor-parallel degree.
         sharded: ranks over which FSDP shards each tensor-parallel part.
-        again: whether gathered weights are resharded to fewer ranks, which torch supports for plain weights only.
+        resharded: whether gathered weights are resharded to fewer ranks, which torch supports for plain weights only.
     """
 
     tensor: int = 1
     sharded: int = 1
-    again: bool = False
+    resharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,21 +71,25 @@ class Precision:
         "auto", "type of matmuls and activations; auto: bf16 on devices with fast bf16, else fp32"
     )
     weights: Literal["fp32", "bf16"] = setting("fp32", "type of weights and their gradients")
-    products: Literal["compute", "float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8"] = setting(
+    matmuls: Literal["compute", "float8", "float8_rowwise", "float8_rowwise_hp", "mxfp8"] = setting(
         "compute",
         "type of the linear layers' matmuls; compute: as precision.compute; float8: per-tensor scaling; "
         "float8_rowwise: per-row scaling; float8_rowwise_hp: the same, with weight gradients in precision.compute; "
         "mxfp8: one scale per 32 elements",
+        formerly="products",
     )
     skip: tuple[str, ...] = setting(
         ("head",), "patterns of the linear layers that stay in precision.compute, such as head, *.wk or layers.0.*"
     )
-    smallest: int = setting(
-        0, "linear layers with fewer inputs or outputs on a rank stay in precision.compute", at_least=0
+    min_size: int = setting(
+        0,
+        "linear layers with fewer inputs or outputs on a rank stay in precision.compute",
+        at_least=0,
+        formerly="smallest",
     )
     float8_gather: bool = setting(
         True,
-        "with products=float8: FSDP all-gathers weights in float8 where possible, else in precision.compute",
+        "with matmuls=float8: FSDP all-gathers weights in float8 where possible, else in precision.compute",
         science=False,
     )
     emulate: bool = setting(
@@ -117,61 +121,61 @@ class Precision:
         return torch.bfloat16 if self.weights == "bf16" else torch.float32
 
     @property
-    def small(self) -> bool:
+    def eight_bit(self) -> bool:
         """Whether linear layers compute in 8 bits."""
-        return self.products != "compute"
+        return self.matmuls != "compute"
 
     def plain(self) -> Precision:
         """Return the same without 8-bit settings if they have no effect, so that they do not change ids."""
-        return self if self.small else Precision(self.compute, self.weights)
+        return self if self.eight_bit else Precision(self.compute, self.weights)
 
     def describe(self) -> str:
         """Return one phrase for the console."""
         words = [self.compute] + ["bf16 weights"] * (self.weights == "bf16")
-        words += [f"{self.products} matmuls{', emulated' * self.emulate}"] * self.small
+        words += [f"{self.matmuls} matmuls{', emulated' * self.emulate}"] * self.eight_bit
         return ", ".join(words)
 
-    def choose(self, products: Mapping[str, Matmul], tensor: int = 1) -> Selection:
+    def select(self, layers: Mapping[str, Matmul], tensor: int = 1) -> Selection:
         """Return which linear layers compute in 8 bits.
 
         Args:
-            products: a model's linear layers, by the name of their module.
+            layers: a model's linear layers, by the name of their module.
             tensor: the tensor-parallel degree.
         """
-        if not self.small:
+        if not self.eight_bit:
             return Selection((), {})
-        reasons = {name: self._why_not(name, product.part(tensor)) for name, product in products.items()}
+        reasons = {name: self._why_not(name, layer.part(tensor)) for name, layer in layers.items()}
         left = {name: why for name, why in reasons.items() if why}
-        return Selection(tuple(name for name in products if name not in left), left)
+        return Selection(tuple(name for name in layers if name not in left), left)
 
-    def gathered(self, products: Mapping[str, Matmul], cut: WeightSharding) -> tuple[str, ...]:
+    def gathered(self, layers: Mapping[str, Matmul], cut: WeightSharding) -> tuple[str, ...]:
         """Return the linear layers whose weights FSDP all-gathers in float8 instead of the compute type.
 
         Those with per-tensor float8 scaling whose weights shard evenly, except the head, which is gathered alone or is
         tied to the embedding.
         """
-        if self.products != "float8" or not self.float8_gather or cut.sharded == 1 or cut.again:
+        if self.matmuls != "float8" or not self.float8_gather or cut.sharded == 1 or cut.resharded:
             return ()
-        taken = (name for name in self.choose(products, cut.tensor).taken if name != "head")
-        return tuple(name for name in taken if products[name].part(cut.tensor).outputs % cut.sharded == 0)
+        taken = (name for name in self.select(layers, cut.tensor).quantized if name != "head")
+        return tuple(name for name in taken if layers[name].part(cut.tensor).outputs % cut.sharded == 0)
 
-    def used_bytes(self, products: Mapping[str, Matmul], cut: WeightSharding) -> int:
+    def used_bytes(self, layers: Mapping[str, Matmul], cut: WeightSharding) -> int:
         """Return the bytes of the weights as used, beside the stored ones: as FSDP gathers them, or as casts.
 
         With per-tensor float8 scaling a weight that is not gathered is quantized in the matmul, and no cast is saved.
         """
-        gathered, taken = set(self.gathered(products, cut)), set(self.choose(products, cut.tensor).taken)
+        gathered, taken = set(self.gathered(layers, cut)), set(self.select(layers, cut.tensor).quantized)
         cast = self.bytes if cut.sharded > 1 or self.bytes < self.weight_bytes else 0
-        at_once = taken if self.products == "float8" and cut.sharded == 1 else set()
-        each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in products}
-        return sum(each[name] * product.inputs * product.outputs for name, product in products.items())
+        at_once = taken if self.matmuls == "float8" and cut.sharded == 1 else set()
+        each = {name: 1 if name in gathered else 0 if name in at_once else cast for name in layers}
+        return sum(each[name] * layer.inputs * layer.outputs for name, layer in layers.items())
 
-    def _why_not(self, name: str, product: Matmul) -> str | None:
+    def _why_not(self, name: str, layer: Matmul) -> str | None:
         """Return why a linear layer stays in the compute type; None if it does not."""
         if any(fnmatchcase(name, pattern) for pattern in self.skip):
             return "precision.skip"
-        sizes, multiple = (product.inputs, product.outputs), QUANT_BLOCK[self.products]
-        if min(sizes) < self.smallest:
-            return f"{min(sizes)} is below precision.smallest"
+        sizes, multiple = (layer.inputs, layer.outputs), QUANT_BLOCK[self.matmuls]
+        if min(sizes) < self.min_size:
+            return f"{min(sizes)} is below precision.min_size"
         odd = [size for size in sizes if size % multiple]
         return f"{odd[0]} is not a multiple of {multiple}" if odd else None

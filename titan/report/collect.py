@@ -24,6 +24,7 @@ from titan.files.untrusted import parse_object, read
 from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
+from titan.run import axes
 from titan.run.directory import is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
@@ -170,9 +171,9 @@ def _enter(directory: Path, found: _Found, given: bool = False) -> None:
         return
     sweep = ledger.read(directory)
     if sweep is not None:
-        found.sweeps[directory] = sweep.asked
+        found.sweeps[directory] = sweep.spec
         found.corruption += [f"{directory.name}: {note}" for note in sweep.notes]
-        for point in sweep.points:
+        for point in sweep.trials:
             _take(Path(point.directory), found, point)
         return
     for child in _children(directory):
@@ -225,7 +226,8 @@ def _read(directory: Path, point: TrialState | None) -> Raw | Failed:
         lines = "1 line" if metrics.broken == 1 else f"{metrics.broken} lines"
         corruption.append(f"{lines} of metrics.jsonl ignored: corrupt or truncated")
     state, reason = _state(directory, documents[-1], result, point, metrics.steps)
-    overrides = point.overrides if point else tuple(documents[-1].get("overrides") or ())
+    typed = point.overrides if point else documents[-1].get("overrides") or ()
+    overrides = tuple(axes.present(typed, warn=False))
     machine = _json(directory / "env.json")
     device, host = machine.get("device"), machine.get("host")
     about = device if isinstance(device, dict) else {}

@@ -139,7 +139,7 @@ def _of_baseline(candidates: Sequence[Candidate], named: str | None, asked: Swee
 def _emulated(member: Member) -> bool:
     """Return whether a run emulated 8-bit matmuls."""
     precision = member.raw.config.get("precision") or {}
-    return bool(precision.get("emulate")) and precision.get("products", "compute") != "compute"
+    return bool(precision.get("emulate")) and precision.get("matmuls", "compute") != "compute"
 
 
 def _seeds(baseline: Sequence[Member], margin: float) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan.config.former import former_keys, rename_overrides
+from titan.config import former
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer.schema import SGD, AdamW, Muon
@@ -22,9 +22,19 @@ PLUGGABLE: dict[str, dict[str, Any]] = {
 class is the user's takes the settings that all kinds share from `/schema/dataset/base`."""
 
 
-def present(overrides: Sequence[str]) -> list[str]:
+def present(overrides: Sequence[str], *, warn: bool = True) -> list[str]:
     """Return overrides with the present names of settings; warn of former ones."""
-    return rename_overrides(overrides, _former())
+    return former.rename_overrides(overrides, _former(), warn=warn)
+
+
+def present_key(key: str) -> str:
+    """Return the present name of a setting that a file names, such as `precision.matmuls`."""
+    return former.present_key(key, _former())
+
+
+def present_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resolved configuration that a file holds with the present names of settings."""
+    return former.present_config(config, _former())
 
 
 @functools.cache
@@ -32,4 +42,4 @@ def _former() -> dict[str, str]:
     """The former keys of all axes."""
     declared = typing.get_type_hints(Recipe)
     schemas = [(axis, cls) for axis in Recipe.axes() for cls in (declared[axis], *PLUGGABLE.get(axis, {}).values())]
-    return former_keys(schemas)
+    return former.former_keys(schemas)

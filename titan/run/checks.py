@@ -52,8 +52,8 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
         )
     if run.compile.scope != "off":
         _check_compiler(run, elsewhere)
-    if run.precision.small and not elsewhere and importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"precision.products={run.precision.products}: needs torchao; pip install 'titan[float8]'.")
+    if run.precision.eight_bit and not elsewhere and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(f"precision.matmuls={run.precision.matmuls}: needs torchao; pip install 'titan[float8]'.")
     _check_checkpoint(run)
 
 
@@ -95,11 +95,11 @@ def _check_precision(run: Run) -> None:
         raise ConfigError(
             f"precision.weights=bf16: requires precision.compute=bf16, not {how.compute}; give precision=bf16_pure."
         )
-    if not how.small:
+    if not how.eight_bit:
         return
     if how.compute != "bf16":
         raise ConfigError(
-            f"precision.products={how.products}: requires precision.compute=bf16, not {how.compute}; give that type."
+            f"precision.matmuls={how.matmuls}: requires precision.compute=bf16, not {how.compute}; give that type."
         )
     _check_formats(run)
     _check_matmuls(run)
@@ -108,40 +108,40 @@ def _check_precision(run: Run) -> None:
 def _check_formats(run: Run) -> None:
     """Reject formats that the device does not support."""
     how, machine = run.precision, run.machine
-    least = CAPABILITY[how.products]
+    least = CAPABILITY[how.matmuls]
     other = machine.capability is None  # AMD's, or not known before the job has its node
     if how.emulate or (machine.device == "cuda" and (other or (machine.capability or 0) >= least)):
         return
     raise ConfigError(
-        f"precision.products={how.products}: requires {HARDWARE[least]}, and this machine has {machine.name}; give "
+        f"precision.matmuls={how.matmuls}: requires {HARDWARE[least]}, and this machine has {machine.name}; give "
         "precision.emulate=true to emulate it slowly, or precision=bf16."
     )
 
 
 def _check_matmuls(run: Run) -> None:
     """Reject sizes that no kernel supports."""
-    how, matmuls = run.precision, run.model.products()
+    how, matmuls = run.precision, run.model.linear_layers()
     for pattern in how.skip:
         if not any(fnmatchcase(name, pattern) for name in matmuls):
             raise ConfigError(
                 f"precision.skip={show(how.skip)}: no matmul of the model is named {pattern}; names are such as "
                 f"{next(iter(matmuls))} and head{nearest(pattern, matmuls)}"
             )
-    choice, multiple = how.choose(matmuls, run.layout.tensor), QUANT_BLOCK[how.products]
-    if not choice.taken:
+    choice, multiple = how.select(matmuls, run.layout.tensor), QUANT_BLOCK[how.matmuls]
+    if not choice.quantized:
         raise ConfigError(
-            f"precision.products={how.products}: applies to no matmul of the model: {choice.left_alone()}; "
+            f"precision.matmuls={how.matmuls}: applies to no matmul of the model: {choice.describe_kept()}; "
             "change these, or give precision=bf16."
         )
-    if "head" in choice.taken and run.training.loss_chunk is not None:
+    if "head" in choice.quantized and run.training.loss_chunk is not None:
         raise ConfigError(
             f"training.loss_chunk={run.training.loss_chunk}: computes the head in {how.compute}, and "
-            f"precision.products={how.products} includes the head; give precision.skip=[head], or null."
+            f"precision.matmuls={how.matmuls} includes the head; give precision.skip=[head], or null."
         )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
-    if tokens % multiple and how.products != "float8_rowwise_hp":  # whose gradients of weights are in bf16
+    if tokens % multiple and how.matmuls != "float8_rowwise_hp":  # whose gradients of weights are in bf16
         raise ConfigError(
-            f"precision.products={how.products}: a micro-batch of a rank has {tokens} tokens, and weight gradients "
+            f"precision.matmuls={how.matmuls}: a micro-batch of a rank has {tokens} tokens, and weight gradients "
             f"need a multiple of {multiple}; give another training.seq_len or training.global_batch."
         )
 
@@ -208,7 +208,7 @@ def _check_sharding(run: Run) -> None:
     """Reject FSDP settings that this layout does not support."""
     how, layout = run.parallelism, run.layout
     for name, idle in (("reshard", "auto"), ("accumulate", "auto"), ("prefetch", 0)):
-        if (value := getattr(how, name)) != idle and (layout.sharded == 1 or layout.copies):
+        if (value := getattr(how, name)) != idle and (layout.sharded == 1 or layout.only_replicated):
             raise ConfigError(
                 f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}."
             )
@@ -228,7 +228,7 @@ def _check_sharding(run: Run) -> None:
             f"parallelism.accumulate=sharded: parallelism.schedule={run.staging.schedule} computes gradients of "
             "weights and of activations in two phases, which FSDP can't reduce together; give auto or whole."
         )
-    if run.memory.offload and (layout.sharded == 1 or layout.copies):
+    if run.memory.offload and (layout.sharded == 1 or layout.only_replicated):
         raise ConfigError("memory.offload=true: only sharded weights can be in host memory; give parallelism=fsdp.")
 
 

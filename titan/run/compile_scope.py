@@ -73,8 +73,8 @@ def why_blocks(run: Run) -> str | None:
         return f"blocks, for memory={run.memory.checkpointing}"
     if run.dataset.mask_documents:
         return "blocks, for dataset.mask_documents"
-    if run.precision.small:
-        return f"blocks, for precision={run.precision.products}"
+    if run.precision.eight_bit:
+        return f"blocks, for precision={run.precision.matmuls}"
     if run.model.parameters() >= MOST_PARAMETERS:
         return "blocks, since compiling all at once is no faster for a model of this size"
     if run.model.layers > MOST_LAYERS:
@@ -84,7 +84,7 @@ def why_blocks(run: Run) -> str | None:
 
 def keeps_scales(run: Run) -> bool:
     """Return whether compiled blocks would save MXFP8's scales, for which Inductor (torch 2.13) has no CPU kernels."""
-    kept = run.memory.checkpointing == "selective" and run.precision.products == "mxfp8"
+    kept = run.memory.checkpointing == "selective" and run.precision.matmuls == "mxfp8"
     return kept and run.machine.device == "cpu" and run.compile.backend == "inductor"
 
 
@@ -92,7 +92,7 @@ def eager_seconds(run: Run) -> float:
     """Return the estimated run time on a CPU, whose cores the ranks share, if nothing is compiled."""
     how, flops = run.precision, run.training.tokens * run.model.flops_per_token(run.training.seq_len)
     pace = FAST_CORE_FLOPS if how.compute == "bf16" and run.machine.bf16_fast else CORE_FLOPS
-    return flops * (EMULATION_FACTOR if how.small and how.emulate else 1) / pace / _cores(run)
+    return flops * (EMULATION_FACTOR if how.eight_bit and how.emulate else 1) / pace / _cores(run)
 
 
 def _cores(run: Run) -> int:

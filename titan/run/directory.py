@@ -13,6 +13,7 @@ from typing import Any
 from titan.errors import ConfigError
 from titan.files import locks, untrusted
 from titan.files.former import renamed
+from titan.run import axes
 from titan.run.paths import foreign_files
 
 RUN, RESULT, METRICS, LOCK = "run.yaml", "result.json", "metrics.jsonl", ".lock"
@@ -82,7 +83,7 @@ def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
             raise _unreadable(label, f"its document {number} is not complete: it has no {error}") from error
         except ValueError as error:
             raise _unreadable(label, f"its document {number} is not complete: {error}") from error
-    return documents
+    return [document | {"config": axes.present_config(document["config"])} for document in documents]
 
 
 def _check_document(document: Any, first: Any) -> None:

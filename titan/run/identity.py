@@ -58,7 +58,7 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
         for field in dataclasses.fields(value):
             mark = field.metadata.get("science")
             setting = getattr(value, field.name)
-            if not field.metadata.get("told", True):
+            if not field.metadata.get("in_ids", True):
                 continue
             if (default if mark is None else mark) == science and setting != field.default:
                 found[f"{axis}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))

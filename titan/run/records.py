@@ -35,8 +35,8 @@ def record_attempt(run: Run, attempt: Attempt, science: Mapping[str, Any], earli
     try:
         for name, text in run.hydra.items():
             (directory / name).parent.mkdir(exist_ok=True)
-            (directory / name).write_text(text)
-        (directory / "env.json").write_text(json.dumps(redacted(_environment(run)), indent=1))
+            write_atomic(directory / name, text)
+        write_atomic(directory / "env.json", json.dumps(redacted(_environment(run)), indent=1))
         # last: what fails before it leaves the run as it was
         write_attempts(directory, [*earlier, redacted(_document(run, attempt, science))])
     except OSError as error:

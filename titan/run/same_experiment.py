@@ -12,6 +12,7 @@ from titan.config.settings import show
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
 from titan.run import identity
+from titan.run.axes import present_key
 from titan.run.directory import RUN
 from titan.run.lineage import rows_read
 from titan.run.run import Run, as_config
@@ -65,9 +66,14 @@ def _concerns_later_rows(run: Run, differ: list[str], mix: RowMixture, saved: Ma
 def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], differ: list[str]) -> None:
     """Raise ConfigError that names the settings that differ, if any do."""
     if differ:
-        before, now = {**flat(last["config"]), **last["science"]}, {**flat(as_config(run)), **new}
-        what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in differ)
+        before, now = _values(last["config"], last["science"]), _values(as_config(run), new)
+        names = [present_key(key) for key in differ]
+        what = "; ".join(f"{k} was {show(before.get(k))}, now {show(now.get(k))}" for k in names)
         raise ConfigError(f"{_setting(run)}: holds another experiment ({what}); choose another name for this one.")
+
+
+def _values(config: Mapping[str, Any], science: Mapping[str, Any]) -> dict[str, Any]:
+    return flat(config) | {present_key(key): value for key, value in science.items()}
 
 
 def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:

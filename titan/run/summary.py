@@ -51,7 +51,7 @@ def _data(run: Run, mix: RowMixture) -> dict[str, str]:
     lines = {}
     for source, read in zip(mix.sources, reads, strict=True):
         corpus, rows = source.corpus, source.split.rows(training.seq_len)
-        there = "" if corpus.complete else f" so far ({corpus.units[0]} of {corpus.units[1]} shard jobs)"
+        there = "" if corpus.complete else f" so far ({corpus.shard_jobs[0]} of {corpus.shard_jobs[1]} shard jobs)"
         epochs = f", {read / rows:.2f} epochs" if rows and corpus.complete else ""
         lines[source.name] = (
             f"{billions(corpus.train.tokens)} tokens in {rows:,} rows of {training.seq_len}{there}{epochs}, "

@@ -36,7 +36,7 @@ class JobExit:
 
     attempt: int
     code: int
-    again: bool
+    requeue: bool
     stopped: bool
     reason: str
 

@@ -27,6 +27,7 @@ import yaml
 
 from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
+from titan.run.axes import present_key
 from titan.run.directory import is_finished, is_locked
 from titan.sweep import job_exit
 
@@ -97,8 +98,8 @@ class SweepState:
     """The state of a sweep, and notes on what is wrong with its files."""
 
     directory: Path
-    asked: SweepSpec
-    points: tuple[TrialState, ...]
+    spec: SweepSpec
+    trials: tuple[TrialState, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -140,8 +141,8 @@ def _asked(directory: Path) -> SweepSpec:
     untrusted.check(content, dict[str, Any], "it")
     for name, kind in _ASKED.items():
         untrusted.check(content.get(name), kind, name)
-    axes = {k: tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
-    baseline = {k: str(v) for k, v in (content.get("baseline") or {}).items()}
+    axes = {present_key(k): tuple(map(str, v)) for k, v in (content.get("axes") or {}).items()}
+    baseline = {present_key(k): str(v) for k, v in (content.get("baseline") or {}).items()}
     margin = content.get("margin")
     return SweepSpec(content.get("question"), axes, baseline, 0.02 if margin is None else margin, content.get("target"))
 
@@ -313,7 +314,7 @@ def _with_job_state(directory: Path, trial: TrialState) -> TrialState:
     job = last_job(directory, trial)
     trial = replace(trial, job=job)
     end = job_exit.last_exit(directory / SLURM, job)
-    if end is None or end.again:
+    if end is None or end.requeue:
         running = is_locked(Path(trial.directory))
         return replace(
             trial, state="running" if running else "queued", reason=None if running or not end else end.reason

@@ -93,7 +93,7 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
 def _transform(stage: Stage, run: Run, world: World) -> None:
     """Apply the techniques to one stage, in the one order that works."""
     model, parallelism = stage.model, run.parallelism
-    quantized = run.precision.choose(run.model.products(), run.layout.tensor).taken
+    quantized = run.precision.select(run.model.linear_layers(), run.layout.tensor).quantized
     mesh, chunk = _fsdp_mesh(world), run.training.loss_chunk
     _apply_precision_and_tensor(
         model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None
@@ -111,7 +111,7 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
         keep_buffers=run.staging.splits_backward,
     )
     if mesh is not None:
-        if gathered := run.precision.gathered(run.model.products(), run.cut):
+        if gathered := run.precision.gathered(run.model.linear_layers(), run.cut):
             low_precision.use_float8_gather(model, gathered)
         data.shard(
             stage,
@@ -126,7 +126,7 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
 def _scales(stages: dict[int, Stage], run: Run, world: World) -> low_precision.Scales | None:
     """Return what updates the scales of weights that are gathered in float8; offloaded weights are scaled at use."""
     mesh = _fsdp_mesh(world)
-    if mesh is None or run.memory.offload or not run.precision.gathered(run.model.products(), run.cut):
+    if mesh is None or run.memory.offload or not run.precision.gathered(run.model.linear_layers(), run.cut):
         return None
     return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
@@ -221,14 +221,14 @@ def _describe_attention(run: Run, world: World) -> str:
 
 def _fsdp_mesh(world: World) -> Any:
     """Return the mesh that FSDP shards weights over; None where they are whole."""
-    return None if world.layout.copies else world.dimensions("replicate", "shard")
+    return None if world.layout.only_replicated else world.dimensions("replicate", "shard")
 
 
 def _log_layout(run: Run, world: World, note: Note) -> None:
     """Log what was applied, in order."""
     parallelism, layout = run.parallelism, run.layout
     note(f"precision: {run.precision.describe()}")
-    if run.precision.small:
+    if run.precision.eight_bit:
         _log_low_precision(run, world, note)
     if layout.tensor > 1:
         sequence = "with" if parallelism.sequence_parallel else "without"
@@ -245,7 +245,7 @@ def _log_layout(run: Run, world: World, note: Note) -> None:
     if (mesh := _fsdp_mesh(world)) is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
         note(f"sharded over {_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.reshards(layout))}")
-    elif layout.copies:
+    elif layout.only_replicated:
         note(f"replicated on {_ranks(layout.replicate)}")
 
 
@@ -262,10 +262,10 @@ def _describe_reshard(reshard: bool | int) -> str:
 
 def _log_low_precision(run: Run, world: World, note: Note) -> None:
     """Log which matmuls are computed in eight bits, and which weights are gathered in them."""
-    precision, matmuls = run.precision, run.model.products()
-    choice, gathered = precision.choose(matmuls, run.layout.tensor), precision.gathered(matmuls, run.cut)
-    left = f"; in {precision.compute}: {choice.left_alone()}" if choice.left else ""
-    note(f"{len(choice.taken)} of {len(matmuls)} matmuls in {precision.products}{left}")
+    precision, matmuls = run.precision, run.model.linear_layers()
+    choice, gathered = precision.select(matmuls, run.layout.tensor), precision.gathered(matmuls, run.cut)
+    left = f"; in {precision.compute}: {choice.describe_kept()}" if choice.kept else ""
+    note(f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{left}")
     if _fsdp_mesh(world) is not None:
         of = f" of {len(gathered)} matmuls" if gathered else ""
         note(f"weights{of} gathered in {'float8' if gathered else precision.compute}")
@@ -281,7 +281,7 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunne
         return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout))
     stage: nn.Module = stages[0]
     mesh = world.dimensions("replicate")
-    wrapped = data.replicate(stage, mesh) if world.layout.copies and mesh is not None else stage
+    wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage
     return GradAccumulation(stage, wrapped, run.parallelism.accumulates_whole(run.layout))
 
 

@@ -98,7 +98,7 @@ def _wait(source: Source, count: int, timeout: float, show: Callable[[str], None
     while _is_missing(source, count):
         if stopped():
             raise StopRequested
-        done, units = source.corpus.units
+        done, units = source.corpus.shard_jobs
         line = f"the evaluation set of {source.name}: {done} of {units} shard jobs are done"
         if time.monotonic() - began > timeout:
             raise RunError(f"waited {timeout:.0f} s for {line}; prepare more data first, or raise cluster.timeout.")
@@ -107,12 +107,12 @@ def _wait(source: Source, count: int, timeout: float, show: Callable[[str], None
         polls += 1
         time.sleep(_POLL_SECONDS)
         source.corpus.check_alive()
-        source.corpus = source.corpus.again()
+        source.corpus = source.corpus.reopened()
 
 
 def _is_missing(source: Source, count: int) -> bool:
     corpus = source.corpus
-    return corpus.held_out and not corpus.complete and corpus.validation.rows(source.seq_len) < count
+    return corpus.has_validation and not corpus.complete and corpus.validation.rows(source.seq_len) < count
 
 
 def _local_rows(run: Run, world: World, fields: NDArray[np.int32]) -> NDArray[np.int32]:

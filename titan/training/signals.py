@@ -20,7 +20,7 @@ class StopSignals:
 
     def __init__(self, alone: bool = False, scheduled: bool = False) -> None:
         """Take whether this is the only rank, which then prints that it stops, and whether a scheduler runs it."""
-        self.asked = self.again = False
+        self.requested = self.requeue = False
         self.alone, self.scheduled = alone, scheduled
         self.preempt = preempt_signal(os.environ) if scheduled else None
         self._handlers = ExitStack()
@@ -34,12 +34,12 @@ class StopSignals:
         self._handlers.close()
 
     def _receive(self, number: int, frame: object) -> None:
-        if is_repeat(number, self.asked):
+        if is_repeat(number, self.requested):
             return
-        if self.asked and not self.scheduled:
+        if self.requested and not self.scheduled:
             os._exit(130)
-        self.again = self.again or number == self.preempt
-        self.asked = True
+        self.requeue = self.requeue or number == self.preempt
+        self.requested = True
         if self.alone and not self.scheduled:
             output.write_stderr(STOPPING)
 

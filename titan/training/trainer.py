@@ -69,8 +69,8 @@ class StopSource(Protocol):
         again: whether to end with the exit code that asks to be started again.
     """
 
-    asked: bool
-    again: bool
+    requested: bool
+    requeue: bool
 
 
 class Trainer:
@@ -119,7 +119,7 @@ class Trainer:
             self.recorder = recording.recorder(self.run, self.attempt, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
-            self.eval_sets = eval_sets(self.run, self.world, self.mix, self._show, lambda: self.stop.asked)
+            self.eval_sets = eval_sets(self.run, self.world, self.mix, self._show, lambda: self.stop.requested)
             with _no_automatic_gc():
                 self.loop()
         self._finish(began)
@@ -204,7 +204,7 @@ class Trainer:
     def _pack_metrics(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return this rank's part of the step's vector."""
         return step_metrics.pack(
-            loss, batch, stop=self.stop.asked, requeue=self.stop.again, save=self.saving.should_save()
+            loss, batch, stop=self.stop.requested, requeue=self.stop.requeue, save=self.saving.should_save()
         )
 
     def _update(self, bad: Tensor) -> None:
@@ -440,7 +440,7 @@ class Trainer:
             read=self.world.reads_data,
             patience=run.cluster.timeout,
             tell=self._show,
-            stopped=lambda: self.stop.asked,
+            stopped=lambda: self.stop.requested,
         )
 
 

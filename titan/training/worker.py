@@ -74,11 +74,11 @@ def work(
             train_step = build(run, world, log.info)
             exit_code = _train(Trainer(run, attempt, world, train_step, stop), failed)
         except StopRequested:
-            return exit_code_of_stop(stop.again)
+            return exit_code_of_stop(stop.requeue)
         except Exception as error:
-            if stop.asked and _from_compiler(error):
+            if stop.requested and _from_compiler(error):
                 log.warning("stopped while compiling: the signal ended the compiler too")
-                return exit_code_of_stop(stop.again)
+                return exit_code_of_stop(stop.requeue)
             user_error = _user_error(run, error)
             if user_error is error:
                 raise
