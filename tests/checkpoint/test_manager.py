@@ -44,13 +44,13 @@ def stop_at(step: int) -> Any:
     """For `train`: behave as if a signal had come in that step."""
 
     class Stop:
-        again = False
+        requeue = False
 
         def __init__(self, trainer: Trainer) -> None:
             self.trainer = trainer
 
         @property
-        def asked(self) -> bool:
+        def requested(self) -> bool:
             return self.trainer.step >= step
 
     return lambda trainer: setattr(trainer, "stop", Stop(trainer))

@@ -104,7 +104,7 @@ def test_a_corpus_grows_while_it_is_prepared(tmp_path: Path) -> None:
     assert (corpus.complete, corpus.shard_jobs, corpus.train.tokens) == (False, (1, 4), 60)
     entries = [publish(folder, number, UNITS[number]) for number in (1, 3)]
     more = corpus.reopened()
-    assert (more.units, more.train.tokens) == ((2, 4), 160), "unit 3 counts once unit 2 is there"
+    assert (more.shard_jobs, more.train.tokens) == ((2, 4), 160), "unit 3 counts once unit 2 is there"
     entries = [publish(folder, number, unit) for number, unit in enumerate(UNITS)]
     finish(folder, entries)
     whole = more.reopened()

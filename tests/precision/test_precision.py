@@ -375,7 +375,7 @@ class TestCheckpoints:
         whole = tiny(tmp_path / "whole", *settings, "training.steps=4", "training.warmup=0", "training.schedule=linear")
         train(whole)
         part = tiny(tmp_path / "part", *settings, "training.steps=4", "training.warmup=0", "training.schedule=linear")
-        train(part, lambda trainer: setattr(trainer.stop, "asked", True))
+        train(part, lambda trainer: setattr(trainer.stop, "requested", True))
         assert manifest.complete(tmp_path / "part")
         train(part)
         assert learned(part) == learned(whole)
@@ -384,7 +384,7 @@ class TestCheckpoints:
     def test_checkpoints_hold_plain_weights_for_any_layout(self, tmp_path: Path) -> None:
         settings = (*SHAPE, "precision=float8", "checkpoint=sync", "training.steps=4")
         run = tiny(tmp_path / "run", *settings, *LAYOUTS["fsdp_tp"])
-        train(run, lambda trainer: setattr(trainer.stop, "asked", True))
+        train(run, lambda trainer: setattr(trainer.stop, "requested", True))
         (folder,) = manifest.complete(tmp_path / "run")
         assert not any(b"torchao" in file.read_bytes() for file in folder.iterdir())
         again = tiny(tmp_path / "run", *settings)
