@@ -275,7 +275,7 @@ PARALLELISM = (
         "titan/parallelism/grad_norm.py",
         "dist.all_reduce(total, group=pipeline)",
         "pass",
-        "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[fsdp-tp-pp]",
+        "parallelism/test_matrix.py::test_a_layout_learns_what_one_device_learns[pp-tied]",
     ),
     fault(
         "gradient norm: small ones are scaled up",
