@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan.cluster.hardware import Hardware
 from titan.config.settings import setting, show
 from titan.errors import ConfigError
 
@@ -83,6 +84,8 @@ class Cluster:
         cap=1e9,
     )
     device_name: str | None = setting(None, "name of the GPUs of another machine, such as NVIDIA H100; null: unknown")
+    hardware: Hardware = field(default=Hardware(), metadata={"in_ids": False})
+    price: float | None = _job(None, "price of a device-hour, for the planned cost of a run", above=0, cap=1e6)
     partition: str | None = _job(None, "Slurm partition")
     account: str | None = _job(None, "Slurm account")
     qos: str | None = _job(None, "Slurm quality of service")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from titan.model.schema import Decoder
     from titan.run.schema import Recipe
 
 ATTENTION = {"cuda": 0.65, "cpu": 0.5}
@@ -87,7 +88,7 @@ def step_roofline(recipe: Recipe, microbatches: int, rates: Rates) -> Roofline:
             "casts": _cast_bytes(recipe, microbatches) / rates.copy,
             "elementwise": tokens * _elementwise_bytes(recipe) / rates.copy,
             "loss": tokens * 3 * recipe.precision.bytes * recipe.model.vocab / rates.copy,
-            "clipping and optimizer": _update_bytes(recipe) / rates.copy,
+            "clipping and optimizer": update_bytes(recipe) / rates.copy,
         },
         tokens,
     )
@@ -138,21 +139,33 @@ def _cast_bytes(recipe: Recipe, microbatches: int) -> float:
 
 
 def _elementwise_bytes(recipe: Recipe) -> float:
-    """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions, forward and backward.
-
-    Forward, in elements per block: each of two norms reads D and writes D; each of two additions reads 2D and writes D;
-    RoPE reads and writes queries and keys; the gate reads 2F and writes F. Backward: a norm reads 2D and writes D, an
-    addition adds two gradients, the gate reads 3F and writes 2F.
-    """
+    """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions, forward and backward."""
     model, element = recipe.model, recipe.precision.bytes
-    rotated = 2 * model.head_size * (model.heads + model.kv_heads)
-    forward = 10 * model.dim + rotated + 3 * model.ffn
-    backward = 12 * model.dim + rotated + 5 * model.ffn
+    forward, backward = (elementwise_bytes(model, element, part) for part in ("forward", "backward"))
     ends = 5 * model.dim + 2 * model.dim * (recipe.precision.weight_bytes / element + 1)  # last norm, embedding
-    return element * (model.layers * ((1 + _recomputed(recipe)) * forward + backward) + ends)
+    return model.layers * ((1 + _recomputed(recipe)) * forward + backward) + element * ends
 
 
-def _update_bytes(recipe: Recipe) -> float:
+def elementwise_bytes(model: Decoder, element: int, part: str, tensor: int = 1, sequence: int = 1) -> float:
+    """Return bytes per token of norms, RoPE, SwiGLU's gate and residual additions of a block.
+
+    Forward, in elements: each of two norms, with the addition before it, reads 2D and writes 2D; RoPE reads and writes
+    queries and keys; the gate reads 2F and writes F. Backward: a norm reads 2D and the gradient of the sum, and writes
+    D; the gate reads 3F and writes 2F.
+
+    Args:
+        model: the shape.
+        element: bytes of an activation element.
+        part: "forward" or "backward".
+        tensor: ranks that heads and the feed-forward width are split over.
+        sequence: ranks that the residual stream is split over.
+    """
+    rotated = 2 * model.head_size * (model.heads + model.kv_heads)
+    stream, gate = (8, 3) if part == "forward" else (8, 5)
+    return element * (stream * model.dim / sequence + (rotated + gate * model.ffn) / tensor)
+
+
+def update_bytes(recipe: Recipe) -> float:
     """Return bytes per step of gradient norm, clipping and the update, which reads all and writes all but gradients."""
     weight_bytes, blocks = recipe.precision.weight_bytes, recipe.model.layers * recipe.model.block_matmul_parameters()
     state = recipe.optimizer.state_bytes(blocks, recipe.model.parameters() - blocks, weight_bytes)

@@ -309,12 +309,38 @@ def simulate(
         Deadlock: when no rank can continue.
     """
     costs = {"F": forward, "I": backward_input, "W": backward_weight, "B": backward_input + backward_weight}
-    simulation = _Simulation(actions, costs)
+    simulation = _Simulation(actions, lambda action: costs[action.kind])
     simulation.run()
     busy = [sum(costs[action.kind] for cell in row for action in actions_of(cell)) for row in actions]
     makespan = max(simulation.clocks, default=0.0)
     shares = tuple((makespan - time) / makespan if makespan else 0.0 for time in busy)
     return Timeline(makespan, shares, math.fsum(shares) / max(1, len(shares)))
+
+
+@dataclass(frozen=True)
+class Span:
+    """When a rank executes an action, in seconds from the start of the step."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+def timetable(actions: Sequence[Sequence[Cell]], cost: Callable[[Action], float], hop: float = 0.0) -> list[Span]:
+    """Return when each rank executes each of its actions.
+
+    Args:
+        actions: of each rank, in its order.
+        cost: seconds of an action.
+        hop: seconds to send a result to a stage on another rank.
+
+    Raises:
+        Deadlock: when no rank can continue.
+    """
+    simulation = _Simulation(actions, cost, hop)
+    simulation.run()
+    return simulation.spans
 
 
 def idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
@@ -334,8 +360,10 @@ def idle_share(schedule: str, ranks: int, stages_per_rank: int, microbatches: in
 class _Simulation:
     """The state of a simulation: a clock for each rank, and when the result of each action is available."""
 
-    def __init__(self, rows: Sequence[Sequence[Cell]], costs: dict[str, float]) -> None:
-        self.costs = costs
+    def __init__(self, rows: Sequence[Sequence[Cell]], cost: Callable[[Action], float], hop: float = 0.0) -> None:
+        self.cost, self.hop = cost, hop
+        self.spans: list[Span] = []
+        self.owner = {action.stage: rank for rank, row in enumerate(rows) for cell in row for action in actions_of(cell)}
         self.last = max((action.stage for row in rows for cell in row for action in actions_of(cell)), default=0)
         self.clocks = [0.0] * len(rows)
         self.todo = [deque(cell for cell in row if cell is not None) for row in rows]
@@ -355,16 +383,24 @@ class _Simulation:
 
     def _run(self, rank: int, cell: Action | Overlap) -> bool:
         """Run a rank's next entry, if its inputs are available, and advance the clock."""
-        time, actions = self.clocks[rank], actions_of(cell)
+        time, actions, spans = self.clocks[rank], actions_of(cell), list[Span]()
         for action in actions:
-            needed = [self.done.get(need) for need in self._needs(action)]
+            needed = [self._available(need, rank) for need in self._needs(action)]
             if None in needed:
                 return False
-            time = max([time, *(ready for ready in needed if ready is not None)]) + self.costs[action.kind]
+            start = max([time, *(ready for ready in needed if ready is not None)])
+            time = start + self.cost(action)
+            spans.append(Span(rank, action, start, time))
         self.clocks[rank] = time
+        self.spans += spans
         for stage, kind, m in actions:
             self.done["I" if kind == "B" else kind, stage, m] = time
         return True
+
+    def _available(self, need: tuple[str, int, int], rank: int) -> float | None:
+        """Return when a rank has a result; None if it is not computed yet."""
+        ready = self.done.get(need)
+        return ready if ready is None or self.owner[need[1]] == rank else ready + self.hop
 
     def _needs(self, action: Action) -> list[tuple[str, int, int]]:
         stage, kind, m = action

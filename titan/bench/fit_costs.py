@@ -1,0 +1,181 @@
+"""Fit the cost model's constants on published runs: `python -m titan.bench.fit_costs`.
+
+The runs are in `titan/estimate/published.csv` with their sources. A run becomes a recipe, whose predicted step time is
+compared with the published one; the constants minimise the sum of squared logarithms of the ratios. Each source is left
+out once, to see how well the others predict it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from titan.estimate import constants, operations
+from titan.estimate.constants import Constants
+from titan.estimate.step_time import step_time
+from titan.run.compose import composed
+from titan.run.run import Run
+
+PUBLISHED = Path(constants.__file__).with_name("published.csv")
+FITTED = {
+    "matmul": (0.72, 0.1), "matmul_8bit": (0.65, 0.05), "casts": (1.0, 0.7), "memory": (0.75, 0.2), "eager": (2.6, 0.3),
+    "overlapped": (0.3, 0.5), "per_doubling": (0.002, 0.5), "power": (0.33, 0.3),
+}  # fmt: skip
+"""The constants that are fitted: what is expected of each before, and the relative deviation from it that would not be
+surprising."""
+NOISE = 0.02
+"""Relative deviation of a published run that would not be surprising: one configuration differs by as much."""
+FUSED_KERNELS = "TE"
+"""In the column `compile`: Transformer Engine's kernels, with cuDNN's attention."""
+PRECISIONS = {
+    "bf16": ["precision=bf16"], "fp8": ["precision=float8"], "fp8_tensorwise": ["precision=float8"],
+    "fp8_rowwise": ["precision=float8_rowwise"], "mxfp8": ["precision=mxfp8"],
+}  # fmt: skip
+MODELS = {"llama3.1-8b": "llama8b", "llama3-8b": "llama8b", "llama3.1-70b": "llama70b", "llama3-70b": "llama70b",
+          "llama3.1-405b": "llama405b", "llama3-405b": "llama405b"}  # fmt: skip
+DEVICES = {
+    "H100-96GB-HBM2e-500W": ["cluster=h100", "cluster.hardware.watts=500", "cluster.hardware.memory_gb_per_second=2400"],
+    "H100-80GB-700W": ["cluster=h100"], "H200": ["cluster=h200"], "B200": ["cluster=b200"], "A100": ["cluster=a100"],
+}  # fmt: skip
+MEMORY = {"": "none", "none": "none", "selective-op": "selective", "selective": "selective", "full": "full"}
+
+
+def rows(file: Path = PUBLISHED) -> list[dict[str, str]]:
+    """Return the published runs."""
+    with file.open(newline="", encoding="utf-8") as text:
+        return list(csv.DictReader(text))
+
+
+def overrides(row: Mapping[str, str]) -> list[str]:
+    """Return the command line of a published run.
+
+    Megatron's distributed optimizer keeps whole weights and gradients during a step: here FSDP that reshards never and
+    accumulates whole gradients.
+    """
+    tensor, pipeline, context = (int(row[name] or 1) for name in ("tp", "pp", "cp"))
+    devices, seq_len = int(row["n_gpus"]), int(row["seq"])
+    data = devices // (tensor * pipeline * context)
+    local, micro = int(row["local_bs"] or 0), int(row["mbs"] or 1)
+    batch = local * data if local else int(row["gbs"])
+    megatron = not local
+    stages = pipeline * int(row["vp"] or 1)
+    count = max(1, batch // data // micro) if megatron else stages if pipeline > 1 else 1
+    given = [
+        f"model={MODELS[row['model']]}", *PRECISIONS[row["precision"]], *DEVICES[row["gpu"]], f"cluster.devices={devices}",
+        f"cluster.nodes={max(1, devices // 8)}", "dataset=synthetic", "checkpoint=off", "cluster.memory_gib=1e6",
+        f"parallelism={'fsdp' if data > 1 else 'single'}", f"training.seq_len={seq_len}",
+        f"training.global_batch={batch * seq_len}", f"parallelism.tensor={tensor}", f"parallelism.context={context}",
+        f"parallelism.pipeline={pipeline}", f"parallelism.microbatches={count}",
+        f"memory={MEMORY[row['ac']]}", f"compile={'off' if row['compile'] == '0' else 'block'}",
+        f"dataset.vocab={128256}",
+    ]  # fmt: skip
+    if pipeline > 1:
+        schedule = "Interleaved1F1B" if stages > pipeline else "1F1B"
+        given += [f"parallelism.schedule={schedule}", f"parallelism.stages={stages}", "parallelism.idle=0.9"]
+        given += ["parallelism.split=layers"] if megatron else []
+    if megatron:
+        given += ["parallelism.reshard=never", "parallelism.accumulate=whole", "parallelism.context_method=ring"]
+    if tensor > 1:
+        given.append(f"parallelism.async_tensor={str(row['asynctp'] == '1' or megatron).lower()}")
+    return given
+
+
+@cache
+def _run(given: tuple[str, ...]) -> Run:
+    return composed(list(given), elsewhere=True)
+
+
+def kernel(row: Mapping[str, str]) -> str:
+    """Return the attention kernel of a published run."""
+    return "cudnn" if row["compile"] in (FUSED_KERNELS, "") else "flash"
+
+
+def measured(row: Mapping[str, str]) -> float:
+    """Return the published step time in seconds."""
+    if row["step_s"]:
+        return float(row["step_s"])
+    run = _run(tuple(overrides(row)))
+    return run.training.global_batch / float(row["tok_s_gpu"]) / int(row["n_gpus"])
+
+
+def predicted(row: Mapping[str, str], known: Constants) -> Any:
+    """Return the predicted step time of a published run."""
+    run = _run(tuple(overrides(row)))
+    dtype = "bf16" if run.precision.compute == "bf16" else "fp32"
+    speeds = operations.speeds(run.cluster.hardware, 8, dtype=dtype, kernel=kernel(row), constants=known)
+    return step_time(run, run.layout, run.microbatches, speeds, merged=kernel(row) == "cudnn")
+
+
+def errors(published: Sequence[Mapping[str, str]], known: Constants) -> list[float]:
+    """Return the logarithm of predicted over published step time of each run."""
+    return [math.log(predicted(row, known).seconds / measured(row)) for row in published]
+
+
+def fit(published: Sequence[Mapping[str, str]], first: Constants | None = None) -> Constants:
+    """Return the constants with the least squared errors."""
+    from scipy.optimize import least_squares  # type: ignore[import-untyped]
+
+    start = first or Constants()
+    published = _ends(published)
+    weights = _weights(published)
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        known = dataclasses.replace(start, **dict(zip(FITTED, map(float, values), strict=True)))
+        prior = [math.log(v / expected) / spread for v, (expected, spread) in zip(values, FITTED.values(), strict=True)]
+        return [w * e / NOISE for w, e in zip(weights, errors(published, known), strict=True)] + prior
+
+    found = least_squares(
+        residuals, [expected for expected, _ in FITTED.values()], bounds=(1e-5, [1, 1, 9, 1, 9, 1, 0.1, 1]),
+        x_scale=[expected for expected, _ in FITTED.values()], diff_step=1e-3, xtol=1e-4, ftol=1e-4,
+    )  # fmt: skip
+    return dataclasses.replace(start, **dict(zip(FITTED, map(float, found.x), strict=True)))
+
+
+def _alike(row: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("source", "model", "precision", "seq", "tp", "pp", "compile", "ac", "asynctp"))
+
+
+def _ends(published: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Return, of runs that differ in the number of devices only, those on fewest and on most devices."""
+    groups: dict[tuple[str, ...], list[Mapping[str, str]]] = {}
+    for row in published:
+        groups.setdefault(_alike(row), []).append(row)
+    return [row for group in groups.values() for row in (group[:1] if len(group) == 1 else [group[0], group[-1]])]
+
+
+def _weights(published: Sequence[Mapping[str, str]]) -> list[float]:
+    """Return weights with which runs that differ in the number of devices only count like one."""
+    groups = [_alike(row) for row in published]
+    return [1 / math.sqrt(groups.count(group)) for group in groups]
+
+
+def left_out(published: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[float]]]:
+    """Yield each source, with the errors of its runs when the other sources alone determine the constants."""
+    for source in dict.fromkeys(row["source"] for row in published):
+        others = [row for row in published if row["source"] != source]
+        yield source, errors([row for row in published if row["source"] == source], fit(others))
+
+
+def main() -> None:
+    """Fit, print the errors, and write `constants.json`."""
+    published = rows()
+    known = fit(published)
+    for row, error in zip(published, errors(published, known), strict=True):
+        print(f"{error:+7.1%} {row['model']:14} {row['precision']:15} {row['n_gpus']:>5} {row['source'][:40]}")
+    found = errors(published, known)
+    print(f"median {statistics.median(map(abs, found)):.1%}, largest {max(map(abs, found)):.1%}")
+    for source, outside in left_out(published):
+        print(f"left out: {source}: median {statistics.median(map(abs, outside)):.1%}, largest {max(map(abs, outside)):.1%}")
+    print(known)
+    constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(known)}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

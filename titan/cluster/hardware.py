@@ -1,0 +1,61 @@
+"""The hardware of a cluster as the planner needs it: speeds of a device, of its memory and of its links. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from titan.config.settings import setting
+from titan.errors import ConfigError
+
+
+def _figure(help: str, cap: float = 1e9) -> float | None:
+    figure: float | None = setting(None, help, above=0, cap=cap, in_ids=False)
+    return figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """Figures of one device and its links: from data sheets, or measured by `titan.calibrate`."""
+
+    bf16_tflops: float | None = _figure("dense bf16 matmul peak of a device in TFLOP/s; null: of known devices")
+    fp8_tflops: float | None = _figure("dense 8-bit matmul peak in TFLOP/s; null: the device has none")
+    fp32_tflops: float | None = _figure("fp32 matmul peak in TFLOP/s; null: of known devices")
+    memory_gb_per_second: float | None = _figure("bandwidth of a device's memory in GB/s, reads and writes together")
+    units: int | None = setting(
+        None, "compute units (streaming multiprocessors) that share a matmul's tiles", at_least=1, in_ids=False
+    )
+    watts: float | None = _figure("power limit of a device in W; null: no limit below its reference power")
+    reference_watts: float | None = _figure("power in W at which the device reaches its peak")
+    link_gb_per_second: float | None = _figure("collective bandwidth between devices of a node, GB/s per device")
+    link_microseconds: float | None = _figure("latency of a collective within a node in microseconds")
+    network_gb_per_second: float | None = _figure("network bandwidth between nodes, GB/s per device")
+    network_microseconds: float | None = _figure("latency of a collective between nodes, per doubling of nodes")
+    launch_microseconds: float | None = _figure("host time per kernel launch in microseconds; null: 6")
+    matmul_efficiency: float | None = _figure("fraction of the peak of a large matmul; null: fitted", cap=1)
+    matmul_prologue: float | None = _figure("start-up of a tile, as additional inner size; null: fitted")
+    attention_tflops: float | None = _figure("speed of attention forward in TFLOP/s; null: fitted")
+    attention_backward_tflops: float | None = _figure("speed of attention backward in TFLOP/s; null: fitted")
+    memory_efficiency: float | None = _figure("fraction of the bandwidth of fused elementwise work", cap=1)
+    eager_factor: float | None = _figure("memory traffic of uncompiled elementwise work, relative to compiled")
+
+    def require(self, name: str, what: str) -> float:
+        """Return a figure.
+
+        Args:
+            name: the field.
+            what: what the figure is needed for.
+
+        Raises:
+            ConfigError: when it is not given.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise ConfigError(
+                f"cluster.hardware.{name}=null: {what} needs it; give the figure, choose a cluster that has it, such as "
+                "cluster=h100, or measure this machine with python -m titan.calibrate."
+            )
+        return float(value)
+
+    def given(self) -> dict[str, float]:
+        """Return the figures that are given."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not None}

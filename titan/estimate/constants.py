@@ -1,0 +1,48 @@
+"""The fitted constants of the cost model, from `constants.json`. Free of torch.
+
+`python -m titan.estimate.fit_constants` fits them on the published runs in `published.csv`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+FILE = Path(__file__).with_name("constants.json")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What data sheets do not say about GPUs.
+
+    Attributes:
+        matmul: fraction of the peak that a large bf16 matmul reaches.
+        matmul_8bit: the same for 8-bit matmuls.
+        casts: memory traffic of casts to 8 bits, relative to one pass over each operand.
+        memory: fraction of the memory's bandwidth that fused elementwise work reaches.
+        eager: memory traffic of elementwise work that is not compiled, relative to fused.
+        overlapped: fraction of tensor-parallel communication that stays exposed where matmuls overlap with it.
+        per_doubling: fraction of a step lost for each doubling of the number of nodes.
+        power: exponent with which speed follows a power limit: a third if power grows with the cube of the clock.
+        error: the 90th percentile of the relative error of step times of sources that were left out of the fit.
+        memory_error: the same of peak memory.
+    """
+
+    matmul: float = 0.75
+    matmul_8bit: float = 0.65
+    casts: float = 1.0
+    memory: float = 0.8
+    eager: float = 3.0
+    overlapped: float = 0.3
+    per_doubling: float = 0.002
+    power: float = 0.33
+    error: float = 0.15
+    memory_error: float = 0.1
+
+
+@cache
+def fitted() -> Constants:
+    """Return the fitted constants."""
+    return Constants(**json.loads(FILE.read_text())["constants"]) if FILE.is_file() else Constants()

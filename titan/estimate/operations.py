@@ -1,0 +1,198 @@
+"""What single operations cost: matmuls, attention, memory-bound work and collectives. Free of torch.
+
+Each function is pure and returns seconds. Sizes are those of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from titan.estimate.constants import Constants, fitted
+
+if TYPE_CHECKING:
+    from titan.cluster.hardware import Hardware
+
+TILES = ((128, 256, 1.0), (128, 128, 0.85), (64, 128, 0.6), (64, 64, 0.4))
+"""Rows and columns of a matmul's output tile on one compute unit, and its speed relative to the largest one: a smaller
+tile reads more for each product. The library takes the one that is fastest for a shape."""
+PROLOGUE, PROLOGUE_8BIT = 512.0, 1024.0
+"""The time in which a tile's pipeline fills, as additional inner size."""
+ATTENTION: dict[str, tuple[float, float]] = {
+    "cudnn": (560.0, 450.0), "flash": (360.0, 290.0), "efficient": (250.0, 180.0), "flex": (400.0, 300.0),
+    "math": (60.0, 60.0),
+}  # fmt: skip
+"""Forward and backward speed of attention on an H100 in TFLOP/s, causal, heads of 128, long rows: cuDNN and
+FlashAttention-3 (arXiv:2407.08608, figures 5 and 6), FlashAttention-2 on the same device, FlexAttention
+(arXiv:2412.05496, figure 5)."""
+REFERENCE_TFLOPS = 989.0
+"""bf16 peak of the device on which `ATTENTION` was measured."""
+SHORT_ROWS = 512.0
+"""Length of rows at which attention reaches half of its speed."""
+LAUNCH_SECONDS = 6e-6
+"""Host time of a kernel launch."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The speeds of a device and its links.
+
+    Attributes:
+        matmul, matmul_8bit: FLOP/s of a large matmul.
+        prologue, prologue_8bit: start-up of a tile, as additional inner size.
+        units: compute units.
+        casts: traffic of casts to 8 bits, relative to passes of their own.
+        attention, attention_backward: FLOP/s.
+        memory: bytes/s of fused elementwise work.
+        eager: traffic of uncompiled elementwise work, relative to fused.
+        launch: host seconds per kernel launch.
+        link, network: bytes/s per device within a node and between nodes.
+        link_latency, network_latency: seconds of a collective within a node; per doubling of nodes between them.
+        per_node: devices per node.
+        overlapped: fraction of overlapped tensor-parallel communication that stays exposed.
+        per_doubling: fraction of a step lost for each doubling of nodes.
+    """
+
+    matmul: float
+    matmul_8bit: float
+    prologue: float
+    prologue_8bit: float
+    units: int
+    casts: float
+    attention: float
+    attention_backward: float
+    memory: float
+    eager: float
+    launch: float
+    link: float
+    network: float
+    link_latency: float
+    network_latency: float
+    per_node: int
+    overlapped: float
+    per_doubling: float
+
+
+def speeds(
+    hardware: Hardware, per_node: int, *, dtype: Literal["bf16", "fp32"], kernel: str, constants: Constants | None = None
+) -> Speeds:
+    """Return the speeds of a device for a compute type and an attention kernel.
+
+    Args:
+        hardware: figures of data sheets, or measured ones.
+        per_node: devices per node.
+        dtype: of matmuls and activations.
+        kernel: the attention kernel: a key of `ATTENTION`.
+        constants: default: the fitted ones.
+
+    Raises:
+        ConfigError: when a figure is missing.
+    """
+    known = constants or fitted()
+    peak = 1e12 * hardware.require(f"{dtype}_tflops", f"the time of {dtype} matmuls")
+    clock = _clock(hardware, known.power)
+    efficiency = hardware.matmul_efficiency or known.matmul
+    forward, backward = (clock * rate * 1e12 * peak / (REFERENCE_TFLOPS * 1e12) for rate in ATTENTION[kernel])
+    eight = hardware.fp8_tflops
+    eight_peak = known.matmul_8bit * clock * 1e12 * eight if eight else efficiency * clock * peak
+    memory = 1e9 * hardware.require("memory_gb_per_second", "the time of memory-bound operations")
+    return Speeds(
+        matmul=efficiency * clock * peak,
+        matmul_8bit=eight_peak,
+        prologue=PROLOGUE if hardware.matmul_prologue is None else hardware.matmul_prologue,
+        prologue_8bit=PROLOGUE_8BIT,
+        units=hardware.units or 1,
+        casts=known.casts,
+        attention=1e12 * hardware.attention_tflops if hardware.attention_tflops else forward,
+        attention_backward=1e12 * hardware.attention_backward_tflops if hardware.attention_backward_tflops else backward,
+        memory=memory * (hardware.memory_efficiency or known.memory),
+        eager=hardware.eager_factor or known.eager,
+        launch=1e-6 * hardware.launch_microseconds if hardware.launch_microseconds else LAUNCH_SECONDS,
+        link=1e9 * (hardware.link_gb_per_second or 0.0),
+        network=1e9 * (hardware.network_gb_per_second or 0.0),
+        link_latency=1e-6 * (hardware.link_microseconds or 0.0),
+        network_latency=1e-6 * (hardware.network_microseconds or 0.0),
+        per_node=per_node,
+        overlapped=known.overlapped,
+        per_doubling=known.per_doubling,
+    )
+
+
+def _clock(hardware: Hardware, power: float) -> float:
+    """Return the clock at the power limit, relative to that at the reference power."""
+    if not hardware.watts or not hardware.reference_watts:
+        return 1.0
+    return float(min(1.0, hardware.watts / hardware.reference_watts) ** power)
+
+
+def matmul(m: float, n: float, k: float, speeds: Speeds, *, eight_bit: bool = False) -> float:
+    """Return the time of a matmul [m, k] x [k, n].
+
+    Its output is divided into tiles, which the compute units work off in waves; the last wave may be partly empty.
+    """
+    rate, prologue = (speeds.matmul_8bit, speeds.prologue_8bit) if eight_bit else (speeds.matmul, speeds.prologue)
+    if speeds.units == 1:  # a CPU: its library divides the work evenly
+        return m * n * 2 * (k + prologue) / rate
+    return min(_tiled(m, n, k + prologue, tile, speeds.units) for tile in TILES) / rate
+
+
+def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: int) -> float:
+    """Return the FLOPs of a matmul in so many tiles as compute units work off, as if all were busy until the end."""
+    rows, columns, speed = tile
+    tiles = math.ceil(m / rows) * math.ceil(n / columns)
+    waves = (math.ceil(tiles / units) + max(1.0, tiles / units)) / 2  # half of the last wave's loss is avoided by stream-K
+    return waves * units * rows * columns * 2 * k / speed
+
+
+def attention(tokens: float, keys: float, heads: float, size: int, speeds: Speeds) -> tuple[float, float]:
+    """Return the times of causal attention, forward and backward.
+
+    Args:
+        tokens: queries of the rank.
+        keys: length of the rows; a query attends to half of them on average.
+        heads: query heads of the rank.
+        size: width of a head.
+        speeds: of the device.
+    """
+    flops = 2 * tokens * keys * heads * size  # 2 matmuls of 2 FLOPs each, for half of the pairs
+    slower = (1 + SHORT_ROWS / keys) * (128 / min(size, 128)) ** 0.5
+    return flops * slower / speeds.attention, 2.5 * flops * slower / speeds.attention_backward
+
+
+Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
+
+
+def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: Speeds) -> float:
+    """Return the time of a collective.
+
+    A ring, or a hierarchy of rings: (n - 1) / n of the whole tensor passes each device, over the network if the group
+    spans nodes.
+
+    Args:
+        kind: all-reduce is a reduce-scatter and an all-gather.
+        size: bytes of the whole tensor.
+        ranks: n, of the group.
+        stride: distance of neighbouring ranks of the group.
+        speeds: of the links.
+    """
+    if ranks <= 1 and kind != "send":
+        return 0.0
+    if kind == "send":
+        inside = stride < speeds.per_node
+        return _over(size, inside, 2 if not inside else 1, speeds)
+    twice = 2 if kind == "all-reduce" else 1
+    near = max(1, min(ranks, speeds.per_node // stride))
+    nodes = math.ceil(ranks / near)
+    if nodes == 1:
+        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / speeds.link)
+    # devices of a node share out the traffic between nodes, each over its own network adapter
+    between = size * (nodes - 1) / nodes / (speeds.network * near)
+    within = size * (near - 1) / near / speeds.link
+    return twice * (max(between, within) + speeds.link_latency + speeds.network_latency * math.log2(nodes))
+
+
+def _over(size: float, inside: bool, nodes: int, speeds: Speeds) -> float:
+    if inside:
+        return speeds.link_latency + size / speeds.link
+    return speeds.link_latency + speeds.network_latency + size / speeds.network
