@@ -13,6 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from launchers import plugin
+from launchers.trials import Trial
 from titan.config import help as help_text
 from titan.config import modules
 from titan.config.arguments import version
@@ -40,6 +41,33 @@ def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | 
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: _command(arguments, job, ranks))
+
+
+def plan_command(argv: Sequence[str], job: Callable[[Run], int], grid: Callable[[Sequence[Trial]], list[int]]) -> int:
+    """Compose and check what a command line of titan.train would start, on the machines that it describes.
+
+    Args:
+        argv: the command line.
+        job: takes the run of a command line without -m; returns the exit code.
+        grid: takes the trials of one with -m; returns their exit codes.
+
+    Raises:
+        ConfigError: when the run can't work, or the command line asks for anything else.
+    """
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    register()
+    plugin.register()
+    args = command_line.parse(argv)
+    with HydraErrors(args.overrides):
+        command_line.check(args)
+        if args.cfg or args.info:
+            raise ConfigError("--cfg and --info are for titan.train; leave them out.")
+        cfg = None if args.multirun else _composed_as(args)
+        args.multirun = cfg is None or cfg.hydra.mode == RunMode.MULTIRUN
+        if cfg is None or args.multirun:
+            with plugin.planned(grid):
+                return _hand_to_hydra(args)
+        return job(freeze(cfg, elsewhere=True, trusted=modules.trusted(args.typed)))
 
 
 def compose_single(arguments: Sequence[str]) -> Run:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,6 +51,8 @@ class SweepLauncher(Launcher):
     """Packages that trials may import."""
     kind: ClassVar[Any] = LocalLaunch
     elsewhere: ClassVar[bool] = False
+    planned: ClassVar[Callable[[Sequence[Trial]], list[int]] | None] = None
+    """Takes the trials in place of a launch."""
 
     def __init__(self, **given: Any) -> None:
         plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in given.items()}
@@ -84,10 +86,11 @@ class SweepLauncher(Launcher):
         root = Path(os.path.abspath(self.config.hydra.sweep.dir))
         loader = self.context.config_loader
         overrides = [present(one) for one in job_overrides]
-        chosen = trials.expand_trials(loader, self.config, overrides, initial_job_idx, self.elsewhere, self.trusted)
-        codes = self.grid(root, chosen, spec_of(self.config))
+        plan, elsewhere = SweepLauncher.planned, self.elsewhere or SweepLauncher.planned is not None
+        chosen = trials.expand_trials(loader, self.config, overrides, initial_job_idx, elsewhere, self.trusted)
+        codes = plan(chosen) if plan else self.grid(root, chosen, spec_of(self.config))
         SweepLauncher.codes += codes
-        SweepLauncher.dry = getattr(self.how, "dry_run", False)
+        SweepLauncher.dry = plan is not None or getattr(self.how, "dry_run", False)
         return [
             JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=code)
             for overrides, code in zip(job_overrides, codes, strict=True)
@@ -201,6 +204,16 @@ def register() -> None:
         kind.__module__ = LAUNCHER_MODULE
         setattr(module, kind.__name__, kind)
         Plugins.instance().register(kind)
+
+
+@contextlib.contextmanager
+def planned(take: Callable[[Sequence[Trial]], list[int]]) -> Iterator[None]:
+    """Hand the trials of sweeps to `take` instead of launching them."""
+    SweepLauncher.planned = staticmethod(take)
+    try:
+        yield
+    finally:
+        SweepLauncher.planned = None
 
 
 def remove_unused() -> None:

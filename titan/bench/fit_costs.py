@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from titan.estimate import constants, operations
 from titan.estimate.constants import Constants
@@ -41,7 +41,9 @@ PRECISIONS = {
 MODELS = {"llama3.1-8b": "llama8b", "llama3-8b": "llama8b", "llama3.1-70b": "llama70b", "llama3-70b": "llama70b",
           "llama3.1-405b": "llama405b", "llama3-405b": "llama405b"}  # fmt: skip
 DEVICES = {
-    "H100-96GB-HBM2e-500W": ["cluster=h100", "cluster.hardware.watts=500", "cluster.hardware.memory_gb_per_second=2400"],
+    "H100-96GB-HBM2e-500W": [
+        "cluster=h100", "cluster.hardware.watts=500", "cluster.hardware.memory_gb_per_second=2400",
+    ],
     "H100-80GB-700W": ["cluster=h100"], "H200": ["cluster=h200"], "B200": ["cluster=b200"], "A100": ["cluster=a100"],
 }  # fmt: skip
 MEMORY = {"": "none", "none": "none", "selective-op": "selective", "selective": "selective", "full": "full"}
@@ -68,8 +70,9 @@ def overrides(row: Mapping[str, str]) -> list[str]:
     stages = pipeline * int(row["vp"] or 1)
     count = max(1, batch // data // micro) if megatron else stages if pipeline > 1 else 1
     given = [
-        f"model={MODELS[row['model']]}", *PRECISIONS[row["precision"]], *DEVICES[row["gpu"]], f"cluster.devices={devices}",
-        f"cluster.nodes={max(1, devices // 8)}", "dataset=synthetic", "checkpoint=off", "cluster.memory_gib=1e6",
+        f"model={MODELS[row['model']]}", *PRECISIONS[row["precision"]], *DEVICES[row["gpu"]],
+        f"cluster.devices={devices}", f"cluster.nodes={max(1, devices // 8)}", 
+        "dataset=synthetic", "checkpoint=off", "cluster.memory_gib=1e6",
         f"parallelism={'fsdp' if data > 1 else 'single'}", f"training.seq_len={seq_len}",
         f"training.global_batch={batch * seq_len}", f"parallelism.tensor={tensor}", f"parallelism.context={context}",
         f"parallelism.pipeline={pipeline}", f"parallelism.microbatches={count}",
@@ -108,7 +111,7 @@ def measured(row: Mapping[str, str]) -> float:
 def predicted(row: Mapping[str, str], known: Constants) -> Any:
     """Return the predicted step time of a published run."""
     run = _run(tuple(overrides(row)))
-    dtype = "bf16" if run.precision.compute == "bf16" else "fp32"
+    dtype: Literal["bf16", "fp32"] = "bf16" if run.precision.compute == "bf16" else "fp32"
     speeds = operations.speeds(run.cluster.hardware, 8, dtype=dtype, kernel=kernel(row), constants=known)
     return step_time(run, run.layout, run.microbatches, speeds, merged=kernel(row) == "cudnn")
 
@@ -120,7 +123,7 @@ def errors(published: Sequence[Mapping[str, str]], known: Constants) -> list[flo
 
 def fit(published: Sequence[Mapping[str, str]], first: Constants | None = None) -> Constants:
     """Return the constants with the least squared errors."""
-    from scipy.optimize import least_squares  # type: ignore[import-untyped]
+    from scipy.optimize import least_squares
 
     start = first or Constants()
     published = _ends(published)
@@ -169,12 +172,15 @@ def main() -> None:
     known = fit(published)
     for row, error in zip(published, errors(published, known), strict=True):
         print(f"{error:+7.1%} {row['model']:14} {row['precision']:15} {row['n_gpus']:>5} {row['source'][:40]}")
-    found = errors(published, known)
-    print(f"median {statistics.median(map(abs, found)):.1%}, largest {max(map(abs, found)):.1%}")
+    print(_summary("all", errors(published, known)))
     for source, outside in left_out(published):
-        print(f"left out: {source}: median {statistics.median(map(abs, outside)):.1%}, largest {max(map(abs, outside)):.1%}")
+        print(_summary(f"left out: {source}", outside))
     print(known)
     constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(known)}, indent=1) + "\n")
+
+
+def _summary(name: str, found: Sequence[float]) -> str:
+    return f"{name}: median {statistics.median(map(abs, found)):.1%}, largest {max(map(abs, found)):.1%}"
 
 
 if __name__ == "__main__":

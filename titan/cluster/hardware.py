@@ -1,4 +1,4 @@
-"""The hardware of a cluster as the planner needs it: speeds of a device, of its memory and of its links. Free of torch."""
+"""The hardware of a cluster, as planning needs it: speeds of a device, its memory and its links. Free of torch."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Hardware:
         value = getattr(self, name)
         if value is None:
             raise ConfigError(
-                f"cluster.hardware.{name}=null: {what} needs it; give the figure, choose a cluster that has it, such as "
-                "cluster=h100, or measure this machine with python -m titan.calibrate."
+                f"cluster.hardware.{name}=null: {what} needs it; give the figure, choose a cluster that has it, such "
+                "as cluster=h100, or measure this machine with python -m titan.calibrate."
             )
         return float(value)
 

@@ -125,6 +125,13 @@ def largest_activations(recipe: Recipe, layout: Layout, microbatches: int) -> tu
     return max(rank.head.forward, rank.head.backward) - rank.head.norm, rank.block.kept
 
 
+def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: str) -> float:
+    """Return the bytes that one block saves for backward of a micro-batch, on average."""
+    layers = recipe.model.layers
+    rank = _RankMemory(recipe, layout, microbatches, device, {0: Stage(range(layers), False, False)})
+    return rank._saved_by_blocks(range(layers)) / layers
+
+
 def state_bytes(recipe: Recipe, layout: Layout) -> float:
     """Return the bytes of weights and optimizer state on the rank that has most, on the device or offloaded."""
     ranks = [_RankMemory(recipe, layout, 1, "cpu", stages) for stages in _stages(recipe, layout)]
@@ -215,21 +222,29 @@ class _RankMemory:
         Args:
             states: which stages run forward or backward with how many micro-batches in flight.
         """
-        for state in states:
-            stage = self.stages[state.stage]
-            saved = sum(count * self._saved(self.stages[i]) for i, count in state.in_flight)
-            saved += sum(
-                count * self._saved_for_weight_grads(self.stages[i]) for i, count in state.awaiting_weight_grads
-            )
-            if state.kind == "F":
-                yield from self._forward(stage, saved, state.has_grads)
-            elif state.kind == "B":
-                yield from self._backward(stage, saved, state.has_grads)
+        for (index, kind, has_grads), saved in self._most_saved(states).items():
+            stage = self.stages[index]
+            if kind == "F":
+                yield from self._forward(stage, saved, has_grads)
+            elif kind == "B":
+                yield from self._backward(stage, saved, has_grads)
             else:
-                yield from self._split_backward(stage, saved, state)
+                yield from self._split_backward(stage, saved, kind, has_grads)
         if self.fsdp and self.reduces_once:
             yield self._reduce_scatter()
         yield self._optimizer_step()
+
+    def _most_saved(self, states: set[State]) -> dict[tuple[int, str, bool], float]:
+        """Return the most bytes saved for backward by stage, kind of action, and whether there are gradients."""
+        each = {index: self._saved(stage) for index, stage in self.stages.items()}
+        awaiting = {index: self._saved_for_weight_grads(stage) for index, stage in self.stages.items()}
+        most: dict[tuple[int, str, bool], float] = {}
+        for state in states:
+            saved = sum(count * each[i] for i, count in state.in_flight)
+            saved += sum(count * awaiting[i] for i, count in state.awaiting_weight_grads)
+            key = (state.stage, state.kind, state.has_grads)
+            most[key] = max(most.get(key, 0.0), saved)
+        return most
 
     def _always(self) -> Usage:
         """Return what is in memory in every phase: weights, optimizer state, the batch, pipeline buffers."""
@@ -334,17 +349,17 @@ class _RankMemory:
             communication=self._reduce_buffer(elements),
         )
 
-    def _split_backward(self, stage: Stage, saved: float, state: State) -> Iterator[Usage]:
+    def _split_backward(self, stage: Stage, saved: float, kind: str, has_grads: bool) -> Iterator[Usage]:
         """Yield backward for inputs ("I") or for weights ("W") of a schedule that separates them.
 
         Neither frees saved activations; blocks that "W" recomputes stay in memory until it ends.
         """
         recomputed = self._recomputed(stage.layers)
-        at_once = recomputed if state.kind == "W" else min(1, recomputed)
+        at_once = recomputed if kind == "W" else min(1, recomputed)
         again = at_once * (self.block.kept + self.casts)
         base = self._always().plus(activations=saved + again, gathered=self._gathered(2, len(stage.layers)))
-        base = base.plus(communication=self._not_freed(self.stages.values(), state.has_grads))
-        gradients = self._gradients(0.0, state.has_grads)
+        base = base.plus(communication=self._not_freed(self.stages.values(), has_grads))
+        gradients = self._gradients(0.0, has_grads)
         if stage.last:
             logits = self.head.backward - self.head.kept
             yield base.plus("backward of the head", logits=logits, gradients=gradients)

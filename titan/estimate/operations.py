@@ -75,7 +75,12 @@ class Speeds:
 
 
 def speeds(
-    hardware: Hardware, per_node: int, *, dtype: Literal["bf16", "fp32"], kernel: str, constants: Constants | None = None
+    hardware: Hardware,
+    per_node: int,
+    *,
+    dtype: Literal["bf16", "fp32"],
+    kernel: str,
+    constants: Constants | None = None,
 ) -> Speeds:
     """Return the speeds of a device for a compute type and an attention kernel.
 
@@ -105,7 +110,9 @@ def speeds(
         units=hardware.units or 1,
         casts=known.casts,
         attention=1e12 * hardware.attention_tflops if hardware.attention_tflops else forward,
-        attention_backward=1e12 * hardware.attention_backward_tflops if hardware.attention_backward_tflops else backward,
+        attention_backward=1e12 * hardware.attention_backward_tflops
+        if hardware.attention_backward_tflops
+        else backward,
         memory=memory * (hardware.memory_efficiency or known.memory),
         eager=hardware.eager_factor or known.eager,
         launch=1e-6 * hardware.launch_microseconds if hardware.launch_microseconds else LAUNCH_SECONDS,
@@ -141,7 +148,9 @@ def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: in
     """Return the FLOPs of a matmul in so many tiles as compute units work off, as if all were busy until the end."""
     rows, columns, speed = tile
     tiles = math.ceil(m / rows) * math.ceil(n / columns)
-    waves = (math.ceil(tiles / units) + max(1.0, tiles / units)) / 2  # half of the last wave's loss is avoided by stream-K
+    waves = (
+        math.ceil(tiles / units) + max(1.0, tiles / units)
+    ) / 2  # half of the last wave's loss is avoided by stream-K
     return waves * units * rows * columns * 2 * k / speed
 
 

@@ -6,6 +6,7 @@ The schedule is replayed action by action; of the states that occur only those a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -58,7 +59,7 @@ def rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list
     return schedule_states(parallelism.schedule, ranks, stages_per_rank(parallelism, ranks), microbatches)
 
 
-@lru_cache(256)
+@lru_cache(1024)
 def schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
     """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
     custom = schedule.endswith(".csv")
@@ -81,12 +82,26 @@ def _replay(actions: list[Action]) -> Iterator[State]:
 
 def _largest(states: set[State]) -> set[State]:
     """Return the states that no other state of the same stage and kind dominates in every count."""
+    groups: dict[tuple[int, str], list[tuple[tuple[int, ...], State]]] = {}
+    for state in states:
+        counts = tuple(count for _, count in (*state.in_flight, *state.awaiting_weight_grads))
+        groups.setdefault((state.stage, state.kind), []).append(((*counts, state.has_grads), state))
+    return {state for group in groups.values() for state in _maximal(group)}
 
-    def counts(state: State) -> list[int]:
-        return [count for _, count in (*state.in_flight, *state.awaiting_weight_grads)] + [state.has_grads]
 
-    def dominates(other: State, one: State) -> bool:
-        same = one[:2] == other[:2] and one != other
-        return same and all(a <= b for a, b in zip(counts(one), counts(other), strict=True))
+def _maximal(group: list[tuple[tuple[int, ...], State]]) -> Iterator[State]:
+    """Yield the states with counts that no other's equal or exceed throughout; those with the largest sums first."""
+    kept: list[tuple[int, ...]] = []
+    for counts, state in sorted(group, key=lambda entry: sum(entry[0]), reverse=True):
+        if not any(all(map(operator.le, counts, other)) for other in kept):
+            kept.append(counts)
+            yield state
 
-    return {one for one in states if not any(dominates(other, one) for other in states)}
+
+@lru_cache(1024)
+def most_in_flight(schedule: str, ranks: int, stages: int, microbatches: int) -> int:
+    """Return the most micro-batches that the stages of a rank have in flight at once, added up, on any rank."""
+    if schedule not in ALL_FORWARD:
+        microbatches = min(microbatches, STEADY_STATE * ranks)
+    states = schedule_states(schedule, ranks, stages, microbatches)
+    return max(sum(count for _, count in state.in_flight) for rank in states for state in rank)

@@ -14,23 +14,23 @@ One step is put together from its parts:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from titan.estimate import operations
 from titan.estimate.memory import rank_rows, weight_sharding
 from titan.estimate.operations import Speeds, collective
 from titan.estimate.roofline import elementwise_bytes, update_bytes
-from titan.parallelism.pipeline.arithmetic import placement, read_csv
-from titan.parallelism.pipeline.schedules import Action, Span, order, timetable
+from titan.parallelism.pipeline.arithmetic import read_csv
+from titan.parallelism.pipeline.schedules import Cell, Span, order, timetable
 from titan.parallelism.pipeline.stage_plan import stage_layers, stages_per_rank
-from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
-    from titan.model.schema import Matmul
+    from titan.model.schema import Decoder, Matmul
+    from titan.parallelism.schema import Layout
+    from titan.precision.schema import Precision
     from titan.run.schema import Recipe
 
 CONTENTION = 0.15
@@ -43,8 +43,12 @@ CAUSES = (
 )  # fmt: skip
 """What the time of a step goes to."""
 
-Parts = Counter[str]
-"""Seconds by cause."""
+
+class Parts(dict[str, float]):
+    """Seconds by cause; 0 for those that are not entered."""
+
+    def __missing__(self, cause: str) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,7 @@ class StepTime:
         return self.tokens / self.seconds / self.devices
 
 
-def step_time(
-    recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False
-) -> StepTime:
+def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False) -> StepTime:
     """Return the predicted time of a step.
 
     Args:
@@ -87,7 +89,7 @@ def step_time(
         merged: whether queries, keys and values are one matmul, and the feed-forward layer's first two another, as in
             other software.
     """
-    model = _StepModel(recipe, layout, microbatches, speeds, merged)
+    model = StepModel(recipe, layout, microbatches, speeds, merged)
     parts, spans = model.pipeline() if layout.pipeline > 1 else (model.microbatch_loop(), ())
     parts["optimizer"] += model.update()
     nodes = max(1, layout.devices // speeds.per_node)
@@ -113,12 +115,10 @@ class _Pass:
         return sum(self.work.values())
 
 
-class _StepModel:
+class StepModel:
     """The time of one rank; all sizes after tensor and context parallelism."""
 
-    def __init__(
-        self, recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False
-    ) -> None:
+    def __init__(self, recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, merged: bool = False) -> None:
         self.recipe, self.layout, self.microbatches, self.speeds = recipe, layout, microbatches, speeds
         self.model, self.precision, self.tensor = recipe.model, recipe.precision, layout.tensor
         self.rows = math.ceil(rank_rows(recipe, layout) / microbatches)
@@ -126,22 +126,17 @@ class _StepModel:
         self.compiled = recipe.compile.scope in ("block", "model")
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
-        layers = self.model.linear_layers()
-        quantized = set(self.precision.select(layers, self.tensor).quantized)
-        last = f"layers.{self.model.layers - 1}."
-        self.block_layers = {name.removeprefix(last): layer for name, layer in layers.items() if name.startswith(last)}
+        self.block_layers, self.head_layer, self.quantized = _layers_of(self.model, self.precision, self.tensor)
         self.stored_layers = self.block_layers
-        self.quantized = {name.removeprefix(last) for name in quantized}
         if merged:
             self.block_layers = _merged(self.block_layers)
-        self.head_layer = layers["head"]
 
     # ---- one block ----
 
     @cached_property
     def forward(self) -> _Pass:
         """The forward pass of a block."""
-        work: Parts = Counter()
+        work = Parts()
         work["matmuls"] = sum(self._matmul(name, layer, "forward") for name, layer in self.block_layers.items())
         work["attention"] = self._attention[0]
         work["memory-bound"] = self._elementwise("forward")
@@ -152,7 +147,7 @@ class _StepModel:
     @cached_property
     def backward(self) -> _Pass:
         """The backward pass of a block, with what is recomputed."""
-        work: Parts = Counter()
+        work = Parts()
         for part in ("input", "weight"):
             work["matmuls"] += sum(self._matmul(name, layer, part) for name, layer in self.block_layers.items())
         work["attention"] = self._attention[1]
@@ -168,7 +163,7 @@ class _StepModel:
         Recomputation ends when all saved tensors exist, so the block's last matmul is not repeated. Selective
         checkpointing saves attention, what is exchanged, and every other matmul (`titan.memory.checkpointing`).
         """
-        memory, work = self.recipe.memory, Counter[str]()
+        memory, work = self.recipe.memory, Parts()
         if memory.checkpointing == "none":
             return _Pass(work, 0)
         names = list(self.block_layers)
@@ -256,7 +251,7 @@ class _StepModel:
 
     @cached_property
     def block_bytes(self) -> tuple[float, float]:
-        """Bytes of a block's weights as they are gathered, and of its gradients as they are reduced, on a tensor rank."""
+        """Bytes of a block's weights as gathered, and of its gradients as reduced, on one tensor rank."""
         used = self.precision.used_bytes(
             {f"layers.0.{name}": layer for name, layer in self.stored_layers.items()},
             weight_sharding(self.recipe.parallelism, self.layout),
@@ -294,7 +289,7 @@ class _StepModel:
             last: whether it has the head.
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
         """
-        work: Parts = Counter()
+        work = Parts()
         if kind == "F":
             _add(work, self.forward.work, len(layers))
             _add(work, self.head("F") if last else {}, 1)
@@ -313,16 +308,14 @@ class _StepModel:
 
     def head(self, kind: str) -> Parts:
         """Return the time of final norm, head and loss of a micro-batch."""
-        inputs, outputs, _ = self.head_layer.part(self.tensor)
+        outputs = self.head_layer.part(self.tensor).outputs
         parallel = outputs if self.recipe.parallelism.loss_parallel else self.head_layer.outputs
         parts = ("forward",) if kind == "F" else ("input", "weight")
-        again = kind == "B" and self.recipe.training.loss_chunk is not None
-        work: Parts = Counter()
+        work = Parts()
         work["matmuls"] = sum(self._matmul("head", self.head_layer, part) for part in parts)
         # logits are written in the compute type, read for maximum and sum in fp32, and their gradient likewise
         size = {"F": 2 * self.precision.bytes + 4, "B": 2 * self.precision.bytes + 8}[kind]
         work["memory-bound"] = self.eager**0.5 * size * self.tokens * parallel / self.speeds.memory
-        work["recomputation"] = self._matmul("head", self.head_layer, "forward") * again * 0.0
         work["tensor parallelism"] = self._tensor_exchange()
         return work
 
@@ -331,7 +324,7 @@ class _StepModel:
     def microbatch_loop(self) -> Parts:
         """Return the time of all micro-batches, one after the other, with gathers and reductions."""
         recipe, count, layers = self.recipe, self.microbatches, range(self.model.layers)
-        total: Parts = Counter()
+        total = Parts()
         for kind in "FB":
             _add(total, self.stage(layers, True, kind), count)
         reshards = recipe.parallelism.reshards(self.layout) is not False
@@ -383,7 +376,7 @@ class _StepModel:
         hop = self._send()
         spans = timetable(self._order(), lambda action: seconds[action.stage, action.kind], hop)
         makespan = max(span.end for span in spans)
-        busy: dict[int, Parts] = {rank: Counter() for rank in range(layout.pipeline)}
+        busy = {rank: Parts() for rank in range(layout.pipeline)}
         for span in spans:
             _add(busy[span.rank], kinds[span.action.stage, span.action.kind], 1)
         owned = {rank: sum(len(layers) for owner, layers in placed if owner == rank) for rank in busy}
@@ -398,19 +391,19 @@ class _StepModel:
 
     def _with_weights(self, busy: Parts, layers: int) -> Parts:
         """Return a rank's time with gathers at the start of a step and reductions at its end."""
-        parts = Counter(busy)
+        parts = Parts(busy)
         reshards = self.recipe.parallelism.reshards(self.layout) is not False
         gathers = self.microbatches if reshards else 1
         reductions = 1 if self.recipe.parallelism.accumulates_whole(self.layout) else self.microbatches
         parts["weights and gradients"] += self._exposed(layers, gathers, reductions, reshards)
         return parts
 
-    def _order(self) -> list[list[object]]:
+    def _order(self) -> list[list[Cell]]:
         recipe, ranks = self.recipe, self.layout.pipeline
         schedule = recipe.parallelism.schedule
         if schedule.endswith(".csv"):
             return [list(row) for row in read_csv(schedule).order]
-        return order(schedule, ranks, stages_per_rank(recipe.parallelism, ranks), self.microbatches)  # type: ignore[return-value]
+        return order(schedule, ranks, stages_per_rank(recipe.parallelism, ranks), self.microbatches)
 
     def _send(self) -> float:
         """Return the time to send a micro-batch's hidden states to the next stage."""
@@ -432,6 +425,15 @@ def _add(total: Parts, parts: Mapping[str, float], times: float) -> None:
         total[cause] += times * seconds
 
 
+@lru_cache(256)
+def _layers_of(model: Decoder, precision: Precision, tensor: int) -> tuple[dict[str, Matmul], Matmul, set[str]]:
+    """Return the linear layers of the last block, the head, and the names of those that compute in 8 bits."""
+    layers, last = model.linear_layers(), f"layers.{model.layers - 1}."
+    block = {name.removeprefix(last): layer for name, layer in layers.items() if name.startswith(last)}
+    quantized = {name.removeprefix(last) for name in precision.select(layers, tensor).quantized}
+    return block, layers["head"], quantized
+
+
 def _merged(layers: Mapping[str, Matmul]) -> dict[str, Matmul]:
     """Return a block's linear layers with those merged that have the same input, under the name of the first."""
     merged = dict(layers)
@@ -445,10 +447,7 @@ def _merged(layers: Mapping[str, Matmul]) -> dict[str, Matmul]:
 
 def sum_parts(parts: Iterable[Mapping[str, float]]) -> Parts:
     """Return the sum of several times by cause."""
-    total: Parts = Counter()
+    total = Parts()
     for one in parts:
         _add(total, one, 1)
     return total
-
-
-_ = (Action, placement)

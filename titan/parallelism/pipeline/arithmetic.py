@@ -86,6 +86,11 @@ def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float =
         ValueError: on a cost that is negative or not finite.
     """
     _enough(len(costs), stages)
+    return list(_split(tuple(costs), stages, first, last))
+
+
+@functools.lru_cache(512)
+def _split(costs: tuple[float, ...], stages: int, first: float, last: float) -> tuple[range, ...]:
     ends = list(itertools.accumulate(_whole(costs, first, last), initial=0))
     most = _least_most(ends, stages)
     layers = len(costs)
@@ -98,7 +103,7 @@ def split(costs: Sequence[float], stages: int, first: float = 0.0, last: float =
     cuts = [0]
     for choice in reversed(choices):
         cuts.append(choice[cuts[-1]])
-    return _ranges(cuts)
+    return tuple(_ranges(cuts))
 
 
 def by_layers(layers: int, stages: int) -> list[range]:

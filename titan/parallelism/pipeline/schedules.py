@@ -363,7 +363,9 @@ class _Simulation:
     def __init__(self, rows: Sequence[Sequence[Cell]], cost: Callable[[Action], float], hop: float = 0.0) -> None:
         self.cost, self.hop = cost, hop
         self.spans: list[Span] = []
-        self.owner = {action.stage: rank for rank, row in enumerate(rows) for cell in row for action in actions_of(cell)}
+        self.owner = {
+            action.stage: rank for rank, row in enumerate(rows) for cell in row for action in actions_of(cell)
+        }
         self.last = max((action.stage for row in rows for cell in row for action in actions_of(cell)), default=0)
         self.clocks = [0.0] * len(rows)
         self.todo = [deque(cell for cell in row if cell is not None) for row in rows]

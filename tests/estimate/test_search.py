@@ -1,0 +1,90 @@
+"""The search for layouts: pruning loses nothing, and results can be started."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan.errors import ConfigError
+from titan.estimate import fit, memory
+from titan.estimate.plan import device_speeds, hardware_of
+from titan.estimate.search import Bounds, Candidate, best_changes, override_of, points, search
+from titan.estimate.step_time import step_time
+from titan.run.compose import composed
+from titan.run.run import Run
+
+COMMON = ("dataset=synthetic", "checkpoint=off", "cluster=h100", "compile=block", "training.seq_len=2048")
+RUNS = {
+    "8-devices": ("model=llama1b", "parallelism=fsdp", "training.global_batch=65536"),
+    "16-devices-little-memory": (
+        "model=llama3b", "parallelism=fsdp", "training.global_batch=131072", "cluster.nodes=2", "cluster.memory_gib=24",
+        "parallelism.microbatches=auto",
+    ),
+}  # fmt: skip
+
+
+def made(name: str) -> Run:
+    return composed([*COMMON, *RUNS[name]], elsewhere=True)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "8-devices" else pytest.mark.full) for n in RUNS])
+def test_pruning_finds_what_trying_all_finds(name: str) -> None:
+    run = made(name)
+    devices = run.layout.devices
+    pruned, whole = (search(run, devices, run.machine, keep=5, prune=prune) for prune in (True, False))
+    assert [r.step.seconds for r in pruned.best] == [r.step.seconds for r in whole.best]
+    assert pruned.tried == whole.tried and pruned.predicted < whole.predicted
+
+
+def test_bounds_are_never_above_what_they_bound() -> None:
+    run = made("8-devices")
+    hardware = hardware_of(run.cluster, run.machine)
+    bound = Bounds(run, lambda layout: device_speeds(run, hardware, run.machine, layout), "cuda")
+    for point in list(points(run, 8, run.machine))[::17]:
+        recipe, layout, count = vars(point.candidate(run)).values()
+        try:
+            step = step_time(recipe, layout, count, device_speeds(recipe, hardware, run.machine, layout))
+            usage = memory.peak(recipe, layout, count)
+        except ConfigError:
+            continue
+        assert bound(point) <= step.seconds * 1.000001, point
+        assert bound.gib(point) <= usage.gib * 1.000001, point
+
+
+def test_the_front_has_nothing_that_is_slower_and_larger() -> None:
+    front = search(made("8-devices"), 8, made("8-devices").machine).front
+    times, sizes = [r.step.seconds for r in front], [r.gib for r in front]
+    assert times == sorted(times) and sizes == sorted(sizes, reverse=True)
+
+
+def test_results_are_command_lines_that_compose_to_them() -> None:
+    run = made("8-devices")
+    for result in search(run, 8, run.machine, keep=3).best:
+        words = override_of(result.candidate, run, run.layout, run.microbatches)
+        again = composed([*COMMON, *RUNS["8-devices"], *words], elsewhere=True)
+        assert again.layout == result.candidate.layout and again.microbatches == result.candidate.microbatches
+        speeds = device_speeds(again, hardware_of(again.cluster, again.machine), again.machine, again.layout)
+        assert step_time(again, again.layout, again.microbatches, speeds).seconds == pytest.approx(result.step.seconds)
+
+
+def test_nothing_fits() -> None:
+    run = made("8-devices")
+    small = composed([*COMMON, *RUNS["8-devices"]], elsewhere=True)
+    with pytest.raises(ConfigError, match=r"plan.search=true: none of .* layouts on 8 devices fits"):
+        search(_with_memory(small, 2.0), 8, run.machine)
+
+
+def _with_memory(run: Run, gib: float) -> Run:
+    import dataclasses
+
+    return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, memory_gib=gib))
+
+
+def test_single_changes_fit_and_are_sorted() -> None:
+    run = composed([*COMMON, *RUNS["8-devices"], "memory=full", "compile=off"], elsewhere=True)
+    results = best_changes(run, run.layout, run.microbatches, run.machine, keep=99)
+    times = [r.step.seconds for r in results]
+    assert times == sorted(times)
+    words = {" ".join(override_of(r.candidate, run, run.layout, run.microbatches)) for r in results}
+    assert {"compile=block", "memory=none"} <= words
+    has = fit.available(run, run.layout, run.machine)
+    assert all(isinstance(r.candidate, Candidate) and r.gib <= has for r in results)

@@ -1,0 +1,156 @@
+"""The cost model: its parts, what a wrong figure changes, and the published runs that it is fitted on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.runs import TINY
+from titan.bench import fit_costs
+from titan.cluster.hardware import Hardware
+from titan.errors import ConfigError
+from titan.estimate import operations
+from titan.estimate import plan as planning
+from titan.estimate.constants import fitted
+from titan.estimate.operations import Speeds, collective
+from titan.estimate.step_time import CAUSES, StepTime, step_time
+from titan.parallelism.pipeline.schedules import SCHEDULES, order, simulate, timetable
+from titan.run.compose import composed
+from titan.run.run import Run
+
+H100 = Hardware(
+    bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67, memory_gb_per_second=3350, units=132, link_gb_per_second=340,
+    link_microseconds=12, network_gb_per_second=42.5, network_microseconds=35,
+)  # fmt: skip
+BASE = ("model=llama8b", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.memory_gib=1e6", "compile=block",
+        "training.seq_len=4096", "training.global_batch=262144")  # fmt: skip
+LAYOUTS = {
+    "fsdp": ("parallelism=fsdp", "cluster.nodes=2"),
+    "fsdp-tp": ("parallelism=fsdp_tp", "parallelism.tensor=4", "memory=full"),
+    "cp": ("parallelism=cp", "parallelism.context=4", "cluster.devices=4"),
+    "pp": ("parallelism=pp", "parallelism.pipeline=4", "cluster.devices=4", "parallelism.microbatches=16"),
+    "ddp": ("parallelism=ddp",),
+}
+
+
+def speeds(**changed: Any) -> Speeds:
+    """The speeds of an H100 in bf16, with some figures changed."""
+    return operations.speeds(dataclasses.replace(H100, **changed), 8, dtype="bf16", kernel="flash")
+
+
+def predicted(run: Run, change: Callable[[Speeds], Speeds] = lambda s: s) -> StepTime:
+    return step_time(run, run.layout, run.microbatches, change(speeds()))
+
+
+def composed_run(layout: str, *more: str) -> Run:
+    return composed([*BASE, *LAYOUTS[layout], *more], elsewhere=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_add_up_and_are_no_less_than_the_work(layout: str) -> None:
+    run = composed_run(layout)
+    step = predicted(run)
+    assert set(step.parts) <= set(CAUSES) and all(part > 0 for part in step.parts.values())
+    assert step.seconds == pytest.approx(sum(step.parts.values()))
+    flops = run.model.flops_per_token(run.training.seq_len) * run.training.global_batch / run.layout.devices
+    assert step.seconds > flops / 989e12
+    assert step.tokens_per_second_per_device * step.seconds * run.layout.devices == pytest.approx(262144)
+
+
+WRONG = [
+    pytest.param("fsdp", {"network": 0.1}, {"weights and gradients"}, id="slow-network"),
+    pytest.param("fsdp-tp", {"link": 0.5}, {"tensor parallelism", "weights and gradients", "recomputation"}, id="half-link"),
+    pytest.param("cp", {"link": 0.25}, {"context parallelism", "weights and gradients"}, id="slow-link-context"),
+    pytest.param("pp", {"link": 0.01}, {"pipeline transfers", "pipeline idle"}, id="slow-link-pipeline"),
+    pytest.param("ddp", {"memory": 0.5}, {"memory-bound", "optimizer"}, id="half-memory"),
+    pytest.param("ddp", {"attention": 0.5, "attention_backward": 0.5}, {"attention"}, id="half-attention"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "factors", "causes"), WRONG)
+def test_a_wrong_figure_shows_in_its_place_only(layout: str, factors: dict[str, float], causes: set[str]) -> None:
+    run = composed_run(layout)
+    right = predicted(run).parts
+    wrong = predicted(
+        run, lambda s: dataclasses.replace(s, **{name: getattr(s, name) * by for name, by in factors.items()})
+    ).parts
+    grown = {cause for cause in CAUSES if wrong.get(cause, 0.0) > 1.001 * right.get(cause, 0.0)}
+    assert grown and grown <= causes
+
+
+def test_recomputation_is_what_checkpointing_costs() -> None:
+    by_mode = {mode: predicted(composed_run("fsdp", f"memory={mode}")).parts for mode in ("none", "selective", "full")}
+    again = {mode: parts.get("recomputation", 0.0) for mode, parts in by_mode.items()}
+    assert again["none"] == 0 < again["selective"] < again["full"]
+    forward = (by_mode["none"]["matmuls"] + by_mode["none"]["attention"]) / 3
+    assert again["full"] == pytest.approx(forward, rel=0.25)
+
+
+def test_more_microbatches_leave_a_pipeline_less_idle() -> None:
+    idle = []
+    for count in (4, 8, 16, 32):
+        parts = predicted(composed_run("pp", f"parallelism.microbatches={count}", "parallelism.idle=0.9")).parts
+        idle.append(parts.get("pipeline idle", 0.0) / sum(parts.values()))
+    assert idle == sorted(idle, reverse=True) and idle[0] == pytest.approx(3 / 7, rel=0.15)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_timetable_without_transfers_is_the_simulation(schedule: str) -> None:
+    actions = order(schedule, 4, SCHEDULES[schedule].stages, 8)
+    costs = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+    spans = timetable(actions, lambda action: costs[action.kind])
+    assert max(span.end for span in spans) == simulate(actions).makespan
+    later = timetable(actions, lambda action: costs[action.kind], hop=0.5)
+    assert max(span.end for span in later) > simulate(actions).makespan
+
+
+def test_a_matmul_takes_whole_tiles() -> None:
+    device = speeds()
+    one = operations.matmul(4096, 4096, 4096, device)
+    assert one == pytest.approx(2 * 4096**3 / device.matmul, rel=0.3)
+    assert operations.matmul(4096, 129, 4096, device) > 1.2 * operations.matmul(4096, 128, 4096, device)
+    assert operations.matmul(8192, 8192, 8192, device, eight_bit=True) < operations.matmul(8192, 8192, 8192, device)
+
+
+def test_collectives_of_known_size() -> None:
+    device = speeds(link_microseconds=1e-6, network_microseconds=1e-6)
+    assert collective("all-gather", 340e9, 8, 1, device) == pytest.approx(7 / 8, rel=1e-3)
+    assert collective("all-reduce", 340e9, 8, 1, device) == pytest.approx(2 * 7 / 8, rel=1e-3)
+    assert collective("all-gather", 42.5e9, 4, 8, device) == pytest.approx(3 / 4, rel=1e-3)  # one device of each node
+    assert collective("all-gather", 8 * 42.5e9, 16, 1, device) == pytest.approx(max(1 / 2, 7 / 8), rel=1e-3)
+    assert collective("all-gather", 1e9, 1, 1, device) == 0
+
+
+def test_a_missing_figure_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.hardware.memory_gb_per_second=null: the time of memory-bound"):
+        operations.speeds(Hardware(bf16_tflops=100), 8, dtype="bf16", kernel="flash")
+    run = composed([*TINY, "hydra.run.dir=/x"])
+    with pytest.raises(ConfigError, match=r"titan.calibrate"):
+        planning.plan(run, run.layout, run.microbatches, run.machine)
+
+
+def test_a_power_limit_slows_a_device() -> None:
+    limited = speeds(watts=500, reference_watts=700)
+    assert limited.matmul / speeds().matmul == pytest.approx((5 / 7) ** fitted().power)
+    assert speeds(watts=900, reference_watts=700).matmul == speeds().matmul
+
+
+ROWS = fit_costs.rows()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{number}-{row['model']}-{row['precision']}-{row['n_gpus']}", marks=marks)
+        for number, row in enumerate(ROWS)
+        for marks in [() if number in (1, 2, 4) else pytest.mark.full]
+    ],
+)
+def test_published_runs_are_met(row: dict[str, str]) -> None:
+    """The stored constants are those of this model: a change of it asks for `python -m titan.bench.fit_costs`."""
+    (error,) = fit_costs.errors([row], fitted())
+    assert abs(error) < math.log(1.1)

@@ -1,0 +1,226 @@
+"""The plan of a run: predicted memory and step time with their intervals, and what follows from them. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from titan.cluster.known_devices import peak_tflops
+from titan.estimate import memory, operations, overhead
+from titan.estimate.constants import fitted
+from titan.estimate.memory import GIB, Usage
+from titan.estimate.operations import Speeds
+from titan.estimate.step_time import StepTime, step_time
+from titan.parallelism.schema import Layout
+
+if TYPE_CHECKING:
+    from titan.cluster.devices import Machine
+    from titan.cluster.hardware import Hardware
+    from titan.cluster.schema import Cluster
+    from titan.run.schema import Recipe
+
+HOPPER = 9.0
+"""The compute capability from which `training.attention=auto` takes cuDNN's kernel."""
+SECONDS_PER_DAY, SECONDS_PER_HOUR = 86400.0, 3600.0
+
+
+class Figure(NamedTuple):
+    """A predicted value with the interval in which it lies with 90 % confidence."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> Figure:
+        """Return the figure in another unit."""
+        return Figure(self.value * factor, self.low * factor, self.high * factor)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is predicted to take.
+
+    Attributes:
+        memory: of the fullest moment of each pipeline rank, in order.
+        step: the time of a step by cause.
+        error, memory_error: relative errors of time and memory that nine in ten published runs stay below.
+        memory_gib: of one device; None if unknown.
+        peak_tflops: of one device in the compute type; None if unknown.
+        flops_per_token: as model FLOPs utilisation counts them.
+        steps: of the run.
+        checkpoint_bytes: of one checkpoint.
+        price: of a device-hour; None if not given.
+    """
+
+    memory: tuple[Usage, ...]
+    step: StepTime
+    error: float
+    memory_error: float
+    memory_gib: float | None
+    peak_tflops: float | None
+    flops_per_token: float
+    steps: int
+    checkpoint_bytes: float
+    price: float | None = None
+
+    @property
+    def fullest(self) -> Usage:
+        """The memory of the rank that needs most."""
+        return max(self.memory, key=lambda usage: usage.bytes)
+
+    @property
+    def step_seconds(self) -> Figure:
+        """The time of a step."""
+        return _interval(self.step.seconds, self.error)
+
+    @property
+    def memory_gib_needed(self) -> Figure:
+        """The memory of the fullest rank in GiB."""
+        return _interval(self.fullest.gib, self.memory_error)
+
+    @property
+    def tokens_per_second_per_device(self) -> Figure:
+        """The throughput of a device."""
+        value, low, high = self.step_seconds
+        tokens = self.step.tokens / self.step.devices
+        return Figure(tokens / value, tokens / high, tokens / low)
+
+    @property
+    def tflops(self) -> Figure:
+        """Model FLOPs of a device in TFLOP/s."""
+        return self.tokens_per_second_per_device.scaled(self.flops_per_token / 1e12)
+
+    @property
+    def mfu(self) -> Figure | None:
+        """Model FLOPs utilisation; None without a known peak."""
+        return None if self.peak_tflops is None else self.tflops.scaled(1 / self.peak_tflops)
+
+    @property
+    def days(self) -> Figure:
+        """The time of the whole run in days."""
+        return self.step_seconds.scaled(self.steps / SECONDS_PER_DAY)
+
+    @property
+    def device_hours(self) -> Figure:
+        """Device-hours of the whole run."""
+        return self.step_seconds.scaled(self.steps * self.step.devices / SECONDS_PER_HOUR)
+
+    @property
+    def cost(self) -> Figure | None:
+        """The cost of the whole run; None without a price."""
+        return None if self.price is None else self.device_hours.scaled(self.price)
+
+    def fits(self) -> bool:
+        """Return whether the run fits, as far as the memory of a device is known."""
+        return self.memory_gib is None or self.fullest.gib <= self.memory_gib
+
+
+def _interval(value: float, error: float) -> Figure:
+    return Figure(value, value / (1 + error), value * (1 + error))
+
+
+def plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) -> Plan:
+    """Return the plan of a recipe.
+
+    Args:
+        recipe: the resolved configuration.
+        layout: all degrees.
+        microbatches: micro-batches of a rank in one step.
+        machine: the node that the run gets.
+
+    Raises:
+        ConfigError: when a figure of the hardware is missing.
+    """
+    hardware = hardware_of(recipe.cluster, machine)
+    speeds = device_speeds(recipe, hardware, machine, layout)
+    known = fitted()
+    usages = [
+        overhead.add_overhead(recipe, layout, microbatches, usage, machine.device)
+        for usage in memory.peaks(recipe, layout, microbatches, machine.device)
+    ]
+    dtype = recipe.precision.compute
+    return Plan(
+        memory=tuple(usages),
+        step=step_time(recipe, layout, microbatches, speeds),
+        error=known.error,
+        memory_error=known.memory_error,
+        memory_gib=_device_memory(recipe, machine, layout),
+        peak_tflops=hardware.bf16_tflops if dtype == "bf16" else hardware.fp32_tflops,
+        flops_per_token=recipe.model.flops_per_token(recipe.training.seq_len),
+        steps=recipe.training.steps,
+        checkpoint_bytes=_checkpoint_bytes(recipe),
+        price=recipe.cluster.price,
+    )
+
+
+def hardware_of(cluster: Cluster, machine: Machine) -> Hardware:
+    """Return the figures of a cluster's hardware, with peaks of known devices where it gives none."""
+    hardware = cluster.hardware
+    dtypes: tuple[Literal["bf16", "fp32"], ...] = ("bf16", "fp32")
+    for dtype in dtypes:
+        name = f"{dtype}_tflops"
+        known = cluster.peak_tflops if dtype == "bf16" else None
+        known = known or peak_tflops(machine.name, dtype)
+        if getattr(hardware, name) is None and known is not None:
+            known_peak: Any = {name: known}
+            hardware = replace(hardware, **known_peak)
+    return hardware
+
+
+def device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, layout: Layout) -> Speeds:
+    """Return the speeds of a device.
+
+    The ranks of a CPU share its cores, so each has its part of the measured speed.
+
+    Raises:
+        ConfigError: when a figure is missing.
+    """
+    per_node = recipe.cluster.devices_per_node
+    per_node = machine.count if per_node == "auto" else int(per_node)
+    if layout.devices > 1 and machine.device == "cuda":
+        hardware.require("link_gb_per_second", "communication between devices of a node")
+    if layout.devices > per_node and machine.device == "cuda":
+        hardware.require("network_gb_per_second", "communication between nodes")
+    dtype: Literal["bf16", "fp32"] = "bf16" if recipe.precision.compute == "bf16" else "fp32"
+    if machine.device == "cpu":
+        return _shared(operations.speeds(hardware, layout.devices, dtype=dtype, kernel="flash"), layout.devices)
+    return operations.speeds(hardware, per_node, dtype=dtype, kernel=attention_kernel(recipe, machine))
+
+
+def _shared(speeds: Speeds, ranks: int) -> Speeds:
+    """Return the speeds of one of several ranks on a CPU."""
+    shared: Any = {
+        name: getattr(speeds, name) / ranks
+        for name in ("matmul", "matmul_8bit", "attention", "attention_backward", "memory")
+    }
+    return replace(speeds, **shared)
+
+
+def attention_kernel(recipe: Recipe, machine: Machine) -> str:
+    """Return the attention kernel of a run on a GPU."""
+    kernel = recipe.training.attention
+    if kernel != "auto":
+        return kernel
+    return "cudnn" if (machine.capability or 0) >= HOPPER else "flash"
+
+
+def _device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> float | None:
+    """Return the GiB of one device, or of a rank's part of a CPU's memory."""
+    memory_gib = recipe.cluster.memory_gib or machine.memory_gib
+    if memory_gib is None or machine.device != "cpu":
+        return memory_gib
+    return memory_gib / layout.devices
+
+
+def _checkpoint_bytes(recipe: Recipe) -> float:
+    """Return the bytes of weights and optimizer state."""
+    model, precision = recipe.model, recipe.precision
+    matrices = model.layers * model.block_matmul_parameters()
+    state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, precision.weight_bytes)
+    return float(model.parameters() * precision.weight_bytes + state)
+
+
+def parts_of(plan: Plan) -> Mapping[str, float]:
+    """Return the bytes of the fullest rank by category, without those that are zero."""
+    return {name: size / GIB for name, size in plan.fullest.parts.items() if size > 0}

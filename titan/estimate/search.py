@@ -1,0 +1,433 @@
+"""Search for the fastest layouts that fit: all that can work on some devices, pruned by exact bounds. Free of torch.
+
+Candidates are ordered by a lower bound of their step time: the computation of their busiest rank, and in a pipeline the
+time in which the first micro-batch reaches the last stage and returns. They are predicted in this order until the bound
+of the next one is above the time of the slowest result that is kept, so the result is that of a full enumeration.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from titan.errors import ConfigError
+from titan.estimate import memory, overhead
+from titan.estimate.fit import USABLE
+from titan.estimate.pipeline_states import most_in_flight
+from titan.estimate.plan import device_speeds, hardware_of
+from titan.estimate.step_time import StepModel, StepTime, step_time
+from titan.parallelism.pipeline.schedules import SCHEDULES
+from titan.parallelism.pipeline.stage_plan import stage_layers, stages_per_rank
+from titan.parallelism.schema import Layout
+
+if TYPE_CHECKING:
+    from titan.cluster.devices import Machine
+    from titan.estimate.operations import Speeds
+    from titan.run.schema import Recipe
+
+Mode = Literal["none", "selective", "full"]
+MODES: tuple[Mode, ...] = ("none", "selective", "full")
+"""Activation checkpointing that is tried."""
+MOST_STAGES = 4
+"""Stages per rank that are tried for interleaved schedules."""
+MICROBATCHES = 8
+"""Numbers of micro-batches that are tried for each layout: powers of two from the fewest that are possible."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its schedule, micro-batches and memory mode.
+
+    Attributes:
+        recipe: with this layout in its parallelism and memory axes.
+        layout: all degrees.
+        microbatches: of a rank in one step.
+    """
+
+    recipe: Recipe
+    layout: Layout
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate that fits, with its prediction.
+
+    Attributes:
+        candidate: the layout.
+        step: its predicted time.
+        gib: its predicted memory.
+    """
+
+    candidate: Candidate
+    step: StepTime
+    gib: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome of a search.
+
+    Attributes:
+        best: the fastest layouts, the fastest first.
+        front: layouts of which no other is both faster and smaller, the fastest first.
+        tried: candidates in all.
+        predicted: those whose step time was predicted.
+    """
+
+    best: tuple[Result, ...]
+    front: tuple[Result, ...]
+    tried: int
+    predicted: int
+
+
+def search(
+    recipe: Recipe,
+    devices: int,
+    machine: Machine,
+    *,
+    keep: int = 10,
+    prune: bool = True,
+    accepts: Callable[[Candidate], bool] = lambda candidate: True,
+) -> Found:
+    """Return the fastest layouts of a recipe on so many devices.
+
+    Args:
+        recipe: the resolved configuration; its science settings stay as they are.
+        devices: in all.
+        machine: a node.
+        keep: the number of layouts to return.
+        prune: whether to skip candidates that can't be among them.
+        accepts: whether a run would be accepted with a layout.
+
+    Raises:
+        ConfigError: when a figure of the hardware is missing, or no layout fits.
+    """
+    hardware = hardware_of(recipe.cluster, machine)
+    has = (recipe.cluster.memory_gib or machine.memory_gib or math.inf) * USABLE
+    speeds: Callable[[Layout], Speeds] = cache(lambda layout: device_speeds(recipe, hardware, machine, layout))
+    found, bound = _Search(keep, has, machine.device, accepts), Bounds(recipe, speeds, machine.device)
+    ordered = sorted(
+        ((bound(p), n, p) for n, p in enumerate(points(recipe, devices, machine))), key=lambda entry: entry[:2]
+    )
+    for least, _, point in ordered:
+        if prune and least > found.worst:
+            break
+        if prune and bound.gib(point) > has:
+            continue
+        found.try_candidate(point.candidate(recipe), speeds(point.layout))
+    if not found.results:
+        raise ConfigError(
+            f"plan.search=true: none of {len(ordered):,} layouts on {devices} devices fits {has:.0f} GiB; give more "
+            "cluster.nodes, a smaller training.seq_len, or memory.offload=true."
+        )
+    best = sorted(found.results, key=lambda r: r.step.seconds)[:keep]
+    return Found(tuple(best), tuple(front(found.results)), len(ordered), found.predicted)
+
+
+class _Search:
+    """The results so far, and the time that a candidate must stay below to be among the best."""
+
+    def __init__(self, keep: float, has: float, device: str, accepts: Callable[[Candidate], bool]) -> None:
+        self.keep, self.has, self.device, self.accepts = keep, has, device, accepts
+        self.results: list[Result] = []
+        self.predicted = 0
+        self._slowest: list[float] = []  # a heap of negative times of the best results
+
+    @property
+    def worst(self) -> float:
+        return -self._slowest[0] if len(self._slowest) == self.keep else math.inf
+
+    def try_candidate(self, candidate: Candidate, speeds: Speeds) -> None:
+        """Predict a candidate, and keep it if it fits."""
+        recipe, layout, count = candidate.recipe, candidate.layout, candidate.microbatches
+        try:
+            usage = memory.peak(recipe, layout, count, self.device)
+            gib = overhead.add_overhead(recipe, layout, count, usage, self.device).gib
+            if gib > self.has:
+                return
+            step = step_time(recipe, layout, count, speeds)
+        except ConfigError:
+            return
+        self.predicted += 1
+        if not self.accepts(candidate):
+            return
+        self.results.append(Result(candidate, step, gib))
+        heapq.heappush(self._slowest, -step.seconds)
+        if len(self._slowest) > self.keep:
+            heapq.heappop(self._slowest)
+
+
+def front(results: Sequence[Result]) -> Iterator[Result]:
+    """Yield the results of which no other is both faster and smaller, the fastest first."""
+    least = math.inf
+    for result in sorted(results, key=lambda r: (r.step.seconds, r.gib)):
+        if result.gib < least:
+            least = result.gib
+            yield result
+
+
+# ---- candidates ----
+
+
+class Point(NamedTuple):
+    """A layout with its schedule, micro-batches and memory mode, without a recipe.
+
+    Attributes:
+        layout: all degrees.
+        schedule: of the pipeline; as in the recipe without one.
+        stages: in all; "auto" without a pipeline.
+        reshard: see `Parallelism.reshard`.
+        microbatches: of a rank in one step.
+        mode: activation checkpointing.
+    """
+
+    layout: Layout
+    schedule: str
+    stages: int | str
+    reshard: int | str
+    microbatches: int
+    mode: Mode
+
+    def candidate(self, recipe: Recipe) -> Candidate:
+        """Return a recipe's candidate."""
+        degrees: Any = self.layout.degrees()
+        how = replace(
+            recipe.parallelism, **degrees, schedule=self.schedule, stages=self.stages, starts=(),
+            reshard=self.reshard, async_tensor=recipe.parallelism.async_tensor and self.layout.tensor > 1,
+        )  # fmt: skip
+        changed = replace(recipe, parallelism=how, memory=replace(recipe.memory, checkpointing=self.mode))
+        return Candidate(changed, self.layout, self.microbatches)
+
+
+def points(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Point]:
+    """Yield every layout that can work on so many devices."""
+    for layout in layouts(recipe, devices, machine):
+        rows = math.ceil(recipe.training.rows / layout.data_ranks)
+        for (schedule, stages, reshard), counts in _schedules(recipe, layout, rows):
+            for mode, count in itertools.product(MODES, counts):
+                yield Point(layout, schedule, stages, reshard, count, mode)
+
+
+def layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Layout]:
+    """Yield the degrees that divide the devices, the model's heads and widths, the rows and their length."""
+    model, training = recipe.model, recipe.training
+    per_node = recipe.cluster.devices_per_node
+    per_node = machine.count if per_node == "auto" else int(per_node)
+    most = math.gcd(model.kv_heads, model.heads, model.ffn, model.vocab)
+    for tensor in _divisors(math.gcd(devices, most)):
+        if tensor > per_node:
+            continue
+        for pipeline in (p for p in _divisors(devices // tensor) if p <= model.layers):
+            for context in _divisors(devices // tensor // pipeline):
+                if training.seq_len % (2 * context * tensor) and context * tensor > 1:
+                    continue
+                data = devices // tensor // pipeline // context
+                if data > training.rows:
+                    continue
+                for shard in _divisors(data):
+                    yield Layout(
+                        replicate=data // shard, shard=shard, context=context, tensor=tensor, pipeline=pipeline
+                    )
+
+
+def _schedules(
+    recipe: Recipe, layout: Layout, rows: int
+) -> Iterator[tuple[tuple[str, int | str, int | str], list[int]]]:
+    """Yield schedule, stages and resharding, with the numbers of micro-batches to try."""
+    how = recipe.parallelism
+    if layout.pipeline == 1:
+        fsdp = layout.sharded > 1 and not layout.only_replicated
+        for reshard in ("always", "never") if fsdp else ("auto",):
+            yield (how.schedule, "auto", reshard), _counts(rows, lambda n: True)
+        return
+    for schedule in SCHEDULES.values():
+        each = range(schedule.stages, schedule.stages + 1) if schedule.fixed else range(2, MOST_STAGES + 1)
+        for stages in each:
+            if stages * layout.pipeline <= recipe.model.layers:
+                counts = _counts(rows, lambda n, s=stages, k=schedule: k.allows(layout.pipeline, s, n))  # type: ignore[misc]
+                yield (schedule.name, stages * layout.pipeline, how.reshard), counts
+
+
+def _counts(rows: int, allowed: Callable[[int], bool]) -> list[int]:
+    """Return numbers of micro-batches that divide the rows evenly, from one row each upwards."""
+    found = [count for count in _divisors(rows) if allowed(count)]
+    return found[-MICROBATCHES:]
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+# ---- bounds ----
+
+
+class Bounds:
+    """Lower bounds of time and memory of one recipe's layouts, which share those of a block."""
+
+    def __init__(self, recipe: Recipe, speeds: Callable[[Layout], Speeds], device: str) -> None:
+        self.recipe, self.speeds, self.device = recipe, speeds, device
+        self.layers = recipe.model.layers
+        self._blocks: dict[tuple[Any, ...], tuple[float, float, float]] = {}
+        self._saved: dict[tuple[Any, ...], float] = {}
+        self._stages: dict[tuple[Any, ...], tuple[tuple[int, range], ...]] = {}
+
+    def __call__(self, point: Point) -> float:
+        """Return a time that no step stays below.
+
+        Without a pipeline it is the computation of all micro-batches. With one it is the average over ranks, or what
+        the rank with the last stage takes: it waits for the first micro-batch, and the others for its last one.
+        """
+        forward, backward, again = self._block(point)
+        block, ranks = forward + backward + again, point.layout.pipeline
+        average = point.microbatches * self.layers * block / ranks
+        if ranks == 1:
+            return average
+        placed = self._placed(point)
+        owner, least = placed[-1][0], min(len(stage) for _, stage in placed)
+        if owner != ranks - 1:  # a V: one rank has the first and the last stage
+            return average
+        mine = sum(len(stage) for rank, stage in placed if rank == owner)
+        ramp = (ranks - 1) * least * (forward + backward / 2)
+        return max(average, ramp + point.microbatches * mine * block)
+
+    def gib(self, point: Point) -> float:
+        """Return GiB that the fullest rank needs at least.
+
+        That is weights and optimizer state, and their gradients or what blocks save for backward.
+        """
+        recipe, layout = self.recipe, point.layout
+        model, weight_bytes = recipe.model, recipe.precision.weight_bytes
+        matrices = self.layers * model.block_matmul_parameters()
+        state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
+        parts = layout.tensor * layout.pipeline * (1 if layout.only_replicated else layout.sharded)
+        on_device = 0.0 if recipe.memory.offload else 1.0 / parts
+        weights = on_device * (model.parameters() * weight_bytes + state)
+        gradients = on_device * model.parameters() * weight_bytes
+        return (weights + max(gradients, self._activations(point))) / memory.GIB
+
+    def _block(self, point: Point) -> tuple[float, float, float]:
+        """Return the times of forward, backward and recomputation of a block for one micro-batch."""
+        key = self._key(point)
+        if key not in self._blocks:
+            recipe, layout, count = _parts(point.candidate(self.recipe))
+            model = StepModel(recipe, layout, count, self.speeds(layout))
+            again = model.recomputed.seconds if point.mode != "none" else 0.0
+            self._blocks[key] = (model.forward.seconds, model.backward.seconds, again)
+        return self._blocks[key]
+
+    def _activations(self, point: Point) -> float:
+        """Return the bytes that the blocks of the rank with most micro-batches in flight save at least."""
+        key, ranks = self._key(point), point.layout.pipeline
+        if key not in self._saved:
+            self._saved[key] = memory.saved_by_block(*_parts(point.candidate(self.recipe)), self.device)
+        if ranks == 1:
+            return self.layers * self._saved[key]
+        flight = most_in_flight(point.schedule, ranks, int(point.stages) // ranks, point.microbatches)
+        return flight * min(len(layers) for _, layers in self._placed(point)) * self._saved[key]
+
+    def _placed(self, point: Point) -> tuple[tuple[int, range], ...]:
+        """Return the pipeline rank and the layers of each stage."""
+        key = (point.schedule, point.stages, point.layout.pipeline)
+        if key not in self._stages:
+            recipe, layout, _ = _parts(point.candidate(self.recipe))
+            self._stages[key] = stage_layers(recipe.parallelism, layout, recipe.model, recipe.training.seq_len)
+        return self._stages[key]
+
+    def _key(self, point: Point) -> tuple[Any, ...]:
+        """Return what a block depends on: rows of a micro-batch, degrees, and checkpointing."""
+        rows = math.ceil(math.ceil(self.recipe.training.rows / point.layout.data_ranks) / point.microbatches)
+        return rows, point.layout.tensor, point.layout.context, point.mode
+
+
+def _parts(candidate: Candidate) -> tuple[Recipe, Layout, int]:
+    return candidate.recipe, candidate.layout, candidate.microbatches
+
+
+# ---- single changes ----
+
+
+def changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[Candidate]:
+    """Yield the candidates that differ from a layout in one setting that is not science."""
+    how, memory_axis = recipe.parallelism, recipe.memory
+    rows = math.ceil(recipe.training.rows / layout.data_ranks)
+    for mode in MODES:
+        if mode != memory_axis.checkpointing:
+            yield Candidate(replace(recipe, memory=replace(memory_axis, checkpointing=mode)), layout, microbatches)
+    for count in _divisors(rows):
+        if count in (microbatches // 2, 2 * microbatches, 4 * microbatches) and _allowed(recipe, layout, count):
+            yield Candidate(recipe, layout, count)
+    if recipe.compile.scope == "off":
+        yield Candidate(replace(recipe, compile=replace(recipe.compile, scope="block")), layout, microbatches)
+    if layout.tensor > 1 and not how.async_tensor and recipe.compile.scope == "block":
+        yield Candidate(replace(recipe, parallelism=replace(how, async_tensor=True)), layout, microbatches)
+    if layout.pipeline > 1:
+        for (schedule, stages, reshard), counts in _schedules(recipe, layout, rows):
+            if microbatches in counts:
+                mode: Any = memory_axis.checkpointing
+                yield Point(layout, schedule, stages, reshard, microbatches, mode).candidate(recipe)
+    elif layout.sharded > 1 and not layout.only_replicated:
+        for reshard in ("always", "never"):
+            if how.reshards(layout) != (reshard == "always"):
+                yield Candidate(replace(recipe, parallelism=replace(how, reshard=reshard)), layout, microbatches)
+    for other in _neighbours(layout, rows):
+        degrees: Any = other.degrees()
+        yield Candidate(replace(recipe, parallelism=replace(how, **degrees)), other, microbatches)
+
+
+def _allowed(recipe: Recipe, layout: Layout, microbatches: int) -> bool:
+    """Return whether the schedule can have so many micro-batches."""
+    how, ranks = recipe.parallelism, layout.pipeline
+    if ranks == 1:
+        return True
+    known = SCHEDULES.get(how.schedule)
+    return known is not None and known.allows(ranks, stages_per_rank(how, ranks), microbatches)
+
+
+def _neighbours(layout: Layout, rows: int) -> Iterator[Layout]:
+    """Yield layouts in which one dimension is half and another twice as large."""
+    degrees = layout.degrees()
+    for less, more in itertools.permutations(("replicate", "shard", "tensor", "context"), 2):
+        if degrees[less] % 2 == 0:
+            yield Layout(**{**degrees, less: degrees[less] // 2, more: degrees[more] * 2})
+
+
+def best_changes(
+    recipe: Recipe,
+    layout: Layout,
+    microbatches: int,
+    machine: Machine,
+    *,
+    keep: int = 3,
+    accepts: Callable[[Candidate], bool] = lambda candidate: True,
+) -> tuple[Result, ...]:
+    """Return the single changes that make a step fastest and fit, the fastest first."""
+    hardware = hardware_of(recipe.cluster, machine)
+    has = (recipe.cluster.memory_gib or machine.memory_gib or math.inf) * USABLE
+    found = _Search(math.inf, has, machine.device, accepts)
+    for candidate in changes(recipe, layout, microbatches):
+        found.try_candidate(candidate, device_speeds(candidate.recipe, hardware, machine, candidate.layout))
+    return tuple(sorted(found.results, key=lambda r: r.step.seconds)[:keep])
+
+
+def override_of(candidate: Candidate, base: Recipe, layout: Layout, microbatches: int) -> tuple[str, ...]:
+    """Return the overrides that make a candidate of a recipe."""
+    given = [f"parallelism.{n}={d}" for n, d in candidate.layout.degrees().items() if d != layout.degrees()[n]]
+    old, new = base.parallelism, candidate.recipe.parallelism
+    for name in ("schedule", "stages", "reshard", "async_tensor"):
+        value = getattr(new, name)
+        if value != getattr(old, name) and not (name == "stages" and candidate.layout.pipeline == 1):
+            given.append(f"parallelism.{name}={str(value).lower() if isinstance(value, bool) else value}")
+    if candidate.microbatches != microbatches:
+        given.append(f"parallelism.microbatches={candidate.microbatches}")
+    if candidate.recipe.memory.checkpointing != base.memory.checkpointing:
+        given.append(f"memory={candidate.recipe.memory.checkpointing}")
+    if candidate.recipe.compile.scope != base.compile.scope:
+        given.append(f"compile={candidate.recipe.compile.scope}")
+    return tuple(given)
