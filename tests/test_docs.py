@@ -18,7 +18,7 @@ import pytest
 from launchers import start
 from launchers.command import command as launch
 from tests.support import made_weights
-from titan import compare, convert, data, generate, prepare, status
+from titan import compare, convert, data, generate, plan, prepare, status
 from titan.checkpoint import manifest
 from titan.config.arguments import arguments
 from titan.dataset.tokenizers import train
@@ -152,6 +152,8 @@ def test_command(
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         assert compare.main(words[words.index("titan.compare") + 1 :]) == 2 * command.refused
+    elif "titan.plan" in words:
+        assert plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:

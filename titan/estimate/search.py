@@ -10,14 +10,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
-from titan.estimate.fit import USABLE
+from titan.estimate.fit import available
 from titan.estimate.pipeline_states import most_in_flight
 from titan.estimate.plan import device_speeds, hardware_of
 from titan.estimate.step_time import StepModel, StepTime, step_time
@@ -35,6 +35,10 @@ MODES: tuple[Mode, ...] = ("none", "selective", "full")
 """Activation checkpointing that is tried."""
 MOST_STAGES = 4
 """Stages per rank that are tried for interleaved schedules."""
+FRONT = 6
+"""Layouts of the front of speed against memory that are shown."""
+SMALLER = 0.95
+"""Each layout of the front needs at most this fraction of the memory of the one before."""
 MICROBATCHES = 8
 """Numbers of micro-batches that are tried for each layout: powers of two from the fewest that are possible."""
 
@@ -75,7 +79,7 @@ class Found:
 
     Attributes:
         best: the fastest layouts, the fastest first.
-        front: layouts of which no other is both faster and smaller, the fastest first.
+        front: the fastest layout, and the fastest ones that need less and less memory.
         tried: candidates in all.
         predicted: those whose step time was predicted.
     """
@@ -108,26 +112,47 @@ def search(
     Raises:
         ConfigError: when a figure of the hardware is missing, or no layout fits.
     """
-    hardware = hardware_of(recipe.cluster, machine)
-    has = (recipe.cluster.memory_gib or machine.memory_gib or math.inf) * USABLE
-    speeds: Callable[[Layout], Speeds] = cache(lambda layout: device_speeds(recipe, hardware, machine, layout))
-    found, bound = _Search(keep, has, machine.device, accepts), Bounds(recipe, speeds, machine.device)
-    ordered = sorted(
-        ((bound(p), n, p) for n, p in enumerate(points(recipe, devices, machine))), key=lambda entry: entry[:2]
-    )
-    for least, _, point in ordered:
-        if prune and least > found.worst:
-            break
-        if prune and bound.gib(point) > has:
-            continue
-        found.try_candidate(point.candidate(recipe), speeds(point.layout))
+    space = _Space(recipe, devices, machine, accepts)
+    found = space.fastest(keep, space.has, prune)
     if not found.results:
         raise ConfigError(
-            f"plan.search=true: none of {len(ordered):,} layouts on {devices} devices fits {has:.0f} GiB; give more "
-            "cluster.nodes, a smaller training.seq_len, or memory.offload=true."
+            f"plan.search=true: none of {len(space.ordered):,} layouts on {devices} devices fits {space.has:.0f} GiB; "
+            "give more cluster.nodes, a smaller training.seq_len, or memory.offload=true."
         )
-    best = sorted(found.results, key=lambda r: r.step.seconds)[:keep]
-    return Found(tuple(best), tuple(front(found.results)), len(ordered), found.predicted)
+    front = [found.best(1)[0]]
+    while len(front) < FRONT and (less := space.fastest(1, front[-1].gib * SMALLER, prune)).results:
+        front.append(less.best(1)[0])
+    return Found(tuple(found.best(keep)), tuple(front), len(space.ordered), found.predicted)
+
+
+class _Space:
+    """All layouts of a recipe, in the order of the lower bounds of their time."""
+
+    def __init__(self, recipe: Recipe, devices: int, machine: Machine, accepts: Callable[[Candidate], bool]) -> None:
+        hardware = hardware_of(recipe.cluster, machine)
+        self.recipe, self.device, self.accepts = recipe, machine.device, accepts
+        self.has = available(recipe, Layout(shard=devices), machine)
+        self.speeds: Callable[[Layout], Speeds] = cache(lambda layout: device_speeds(recipe, hardware, machine, layout))
+        self.bound = Bounds(recipe, self.speeds, machine.device)
+        numbered = ((self.bound(point), number, point) for number, point in enumerate(points(recipe, devices, machine)))
+        self.ordered = sorted(numbered, key=lambda entry: entry[:2])
+        self._gib: dict[int, float] = {}
+
+    def fastest(self, keep: int, has: float, prune: bool) -> _Search:
+        """Return the results of a search for the fastest layouts that need at most `has` GiB."""
+        found = _Search(keep, has, self.device, self.accepts)
+        for least, number, point in self.ordered:
+            if prune and least > found.worst:
+                break
+            if prune and self._least_gib(number, point) > has:
+                continue
+            found.try_candidate(point.candidate(self.recipe), self.speeds(point.layout), prune)
+        return found
+
+    def _least_gib(self, number: int, point: Point) -> float:
+        if number not in self._gib:
+            self._gib[number] = self.bound.gib(point)
+        return self._gib[number]
 
 
 class _Search:
@@ -143,10 +168,12 @@ class _Search:
     def worst(self) -> float:
         return -self._slowest[0] if len(self._slowest) == self.keep else math.inf
 
-    def try_candidate(self, candidate: Candidate, speeds: Speeds) -> None:
-        """Predict a candidate, and keep it if it fits."""
+    def try_candidate(self, candidate: Candidate, speeds: Speeds, prune: bool = False) -> None:
+        """Predict a candidate, and keep it if it fits; with `prune` only one that can be among the best."""
         recipe, layout, count = candidate.recipe, candidate.layout, candidate.microbatches
         try:
+            if prune and StepModel(recipe, layout, count, speeds).least_seconds() > self.worst:
+                return
             usage = memory.peak(recipe, layout, count, self.device)
             gib = overhead.add_overhead(recipe, layout, count, usage, self.device).gib
             if gib > self.has:
@@ -162,14 +189,9 @@ class _Search:
         if len(self._slowest) > self.keep:
             heapq.heappop(self._slowest)
 
-
-def front(results: Sequence[Result]) -> Iterator[Result]:
-    """Yield the results of which no other is both faster and smaller, the fastest first."""
-    least = math.inf
-    for result in sorted(results, key=lambda r: (r.step.seconds, r.gib)):
-        if result.gib < least:
-            least = result.gib
-            yield result
+    def best(self, count: int) -> list[Result]:
+        """Return the fastest results; of equally fast ones those that need less memory."""
+        return sorted(self.results, key=lambda result: (result.step.seconds, result.gib))[:count]
 
 
 # ---- candidates ----
@@ -408,8 +430,7 @@ def best_changes(
     accepts: Callable[[Candidate], bool] = lambda candidate: True,
 ) -> tuple[Result, ...]:
     """Return the single changes that make a step fastest and fit, the fastest first."""
-    hardware = hardware_of(recipe.cluster, machine)
-    has = (recipe.cluster.memory_gib or machine.memory_gib or math.inf) * USABLE
+    hardware, has = hardware_of(recipe.cluster, machine), available(recipe, layout, machine)
     found = _Search(math.inf, has, machine.device, accepts)
     for candidate in changes(recipe, layout, microbatches):
         found.try_candidate(candidate, device_speeds(candidate.recipe, hardware, machine, candidate.layout))

@@ -362,16 +362,38 @@ class StepModel:
 
     # ---- with a pipeline ----
 
-    def pipeline(self) -> tuple[Parts, list[Span]]:
-        """Return the time of the rank that is busy longest, and when each rank executes each action."""
-        recipe, layout = self.recipe, self.layout
-        placed = stage_layers(recipe.parallelism, layout, self.model, recipe.training.seq_len)
+    def least_seconds(self) -> float:
+        """Return a time that the step does not stay below, without replaying the pipeline's schedule.
+
+        A rank is busy with all micro-batches of its stages; the last one waits until the first micro-batch has passed
+        all stages before.
+        """
+        kinds, placed = self._stage_times()
+        stages = [sum(kinds[stage, "F"].values()) + sum(kinds[stage, "B"].values()) for stage in range(len(placed))]
+        busy: dict[int, float] = {}
+        for (owner, _), seconds in zip(placed, stages, strict=True):
+            busy[owner] = busy.get(owner, 0.0) + self.microbatches * seconds
+        most = max(busy.values())
+        if placed[-1][0] == self.layout.pipeline - 1:  # not a V
+            before = min(stages) * (self.layout.pipeline - 1) / 2
+            most = max(most, busy[self.layout.pipeline - 1] + before)
+        return most + self.update()
+
+    def _stage_times(self) -> tuple[dict[tuple[int, str], Parts], tuple[tuple[int, range], ...]]:
+        """Return the time of each kind of action in each stage, and each stage's rank and layers."""
+        placed = stage_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
         last = len(placed) - 1
         kinds = {
             (stage, kind): self.stage(layers, stage == last, kind)
             for stage, (_, layers) in enumerate(placed)
             for kind in "FBIW"
         }
+        return kinds, placed
+
+    def pipeline(self) -> tuple[Parts, list[Span]]:
+        """Return the time of the rank that is busy longest, and when each rank executes each action."""
+        layout = self.layout
+        kinds, placed = self._stage_times()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
         hop = self._send()
         spans = timetable(self._order(), lambda action: seconds[action.stage, action.kind], hop)

@@ -87,7 +87,7 @@ def search_text(run: Run, plan: Plan, found: Found) -> str:
     """Return the results of a search."""
     lines = ["", f"search       {found.tried:,} layouts, {found.predicted:,} predicted; the fastest that fit"]
     lines += [_result(run, plan, number, result) for number, result in enumerate(found.best, 1)]
-    lines += ["", "front        no other layout is both faster and smaller than these"]
+    lines += ["", "front        the fastest layouts that need less and less memory"]
     lines += [_result(run, plan, number, result) for number, result in enumerate(found.front, 1)]
     return "\n".join(lines) + "\n"
 
