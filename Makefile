@@ -18,7 +18,7 @@ test: $(VENV)/.test      ## every law and every mechanism once: six minutes on t
 	$(PYTEST) $(ARGS)
 
 test-rest: $(VENV)/.test ## what `make test` leaves out, which are further cases of the same: about twenty minutes
-	$(PYTEST) -m full $(ARGS)
+	$(PYTEST) -m "full and not thorough" $(ARGS)
 
 test-all: $(VENV)/.test  ## both at once, and property tests with ten times as many examples: half an hour
 	TITAN_EXAMPLES=thorough $(PYTEST) -m "full or not full" $(ARGS)
