@@ -52,6 +52,18 @@ def test_a_sample_of_many_cases_stays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 7 in stay and 70 < len(stay) < 130
 
 
+def test_large_tables_are_sampled_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "full.txt").write_text("test_x.py::t[*\n!test_x.py::t[7]\n+2 test_x.py::t[*\n")
+    monkeypatch.setattr(tiers, "LEFT_OUT", tmp_path / "full.txt")
+    tiers.rules.cache_clear()
+    try:
+        names = [f"test_x.py::t[{number}]" for number in range(400)]
+        assert [name for name in names if not tiers.left_out(name)] == ["test_x.py::t[7]"]
+        assert 150 < sum(map(tiers.thorough, names)) < 250 and not tiers.thorough("test_x.py::t[7]")
+    finally:
+        tiers.rules.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("names", "found"),
     [

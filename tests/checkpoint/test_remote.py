@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -91,6 +92,15 @@ def test_what_is_copied_counts_and_comes_back(url: str, tmp_path: Path) -> None:
     back = transfer.fetched(there, 4, run, ALONE)
     assert manifest.read(back) == expected
     manifest.verify(back, expected.files)  # type: ignore[union-attr]
+
+
+def test_copies_of_another_run_are_not_overwritten(url: str, tmp_path: Path) -> None:
+    folder = copied(url, tmp_path / "run", 2)
+    about = manifest.read(folder)
+    assert about is not None
+    with pytest.raises(OSError, match="has checkpoints of another run of the same name"):
+        Remote(f"{url}/run").begin(dataclasses.replace(about, run_id="another", step=3))
+    assert Remote(f"{url}/run").index() == {2: 200}
 
 
 def test_those_that_are_not_kept_go(url: str, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ CHECKPOINTS = (
         "titan/checkpoint/remote.py",
         'if index.get("run_id") not in (None, about.run_id):',
         "if False:",
-        "checkpoint/test_later_attempts.py::TestRunsOfTheSameName",
+        "checkpoint/test_remote.py::test_copies_of_another_run_are_not_overwritten",
     ),
     fault(
         "remote copies: they do not count",

@@ -1,7 +1,8 @@
 """Which tests `make test` runs, and marks by what a test uses.
 
 The quick tier has every law and every mechanism once. Tests with the mark `full`, which full.txt names, are further
-cases of the same; only `make test-rest` and `make test-all` run them.
+cases of the same; only `make test-rest` and `make test-all` run them. Of large tables `make test-rest` has a sample;
+the other cases have the mark `thorough`, and only `make test-all` runs them.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ class Rule:
     Attributes:
         pattern: of tests, in which only * has a meaning.
         full: whether they are left out of the quick tier, or taken back.
-        one_in: of the tests that the pattern matches, one in so many stays in the quick tier.
+        one_in: of the tests that the pattern matches, one in so many stays: in the quick tier, or in `make test-rest`.
+        thorough: whether the others are left out of `make test-rest` too.
     """
 
     pattern: str
     full: bool
     one_in: int | None = None
+    thorough: bool = False
 
     @property
     def file(self) -> str:
@@ -64,9 +67,9 @@ def rules() -> dict[str, list[Rule]]:
     found: dict[str, list[Rule]] = {}
     for line in LEFT_OUT.read_text().splitlines():
         if line and not line.startswith("#"):
-            mark, pattern = line.split(" ", 1) if line.startswith("~") else ("", line)
+            mark, pattern = line.split(" ", 1) if line[0] in "~+" else ("", line)
             one_in = int(mark[1:]) if mark else None
-            rule = Rule(pattern.removeprefix("!"), not pattern.startswith("!"), one_in)
+            rule = Rule(pattern.removeprefix("!"), not pattern.startswith("!"), one_in, mark.startswith("+"))
             found.setdefault(rule.file, []).append(rule)
     return found
 
@@ -75,9 +78,15 @@ def left_out(test: str) -> bool:
     """Return whether the last line of full.txt that matches FILE::TEST leaves it out of the quick tier."""
     full = False
     for rule in rules().get(test.partition("::")[0], ()):
-        if rule.matches(test):
+        if not rule.thorough and rule.matches(test):
             full = rule.decide(test)
     return full
+
+
+def thorough(test: str) -> bool:
+    """Return whether a test that is left out of the quick tier is left out of `make test-rest` too."""
+    lines = [rule for rule in rules().get(test.partition("::")[0], ()) if rule.thorough and rule.matches(test)]
+    return left_out(test) and bool(lines) and lines[-1].decide(test)
 
 
 def names_no_test(items: list[pytest.Item]) -> list[str]:
@@ -100,7 +109,9 @@ def name_of(item: pytest.Item) -> str:
 
 def marks_of_item(item: pytest.Item) -> set[str]:
     """Return the marks of a test: by full.txt, and by the helpers that it or one of its fixtures reaches."""
-    tier = {"full"} if left_out(name_of(item)) else set[str]()
+    name = name_of(item)
+    tier = {"full"} if left_out(name) else set[str]()
+    tier |= {"thorough"} if thorough(name) else set()
     if not isinstance(item, pytest.Function):
         return tier
     fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]

@@ -104,7 +104,14 @@ JOBS = [
     ),
     pytest.param(["model=qwen3_8b", "parallelism=fsdp_tp", "model.layers=4", "memory=full"], 4, 9, id="qwen-fsdp-tp"),
     pytest.param(
-        ["model=llama405b", "parallelism=3d", "parallelism.pipeline=16", "parallelism.microbatches=16", "memory=full"],
+        [
+            "model=llama405b",
+            "parallelism=3d",
+            "parallelism.pipeline=16",
+            "parallelism.microbatches=16",
+            "memory=full",
+            "cluster.memory_gib=96",
+        ],
         64,
         511,
         id="405b-on-512",
