@@ -14,7 +14,7 @@ from titan.run.run import Run
 
 COMMON = ("dataset=synthetic", "checkpoint=off", "cluster=h100", "compile=block", "training.seq_len=2048")
 RUNS = {
-    "8-devices": ("model=llama1b", "parallelism=fsdp", "training.global_batch=65536"),
+    "8-devices": ("model=llama1b", "model.layers=4", "parallelism=fsdp", "training.global_batch=16384"),
     "16-devices-little-memory": (
         "model=llama3b", "parallelism=fsdp", "training.global_batch=131072", "cluster.nodes=2", "cluster.memory_gib=24",
         "parallelism.microbatches=auto",

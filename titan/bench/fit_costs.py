@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.estimate import constants, operations
+from titan.estimate import fit as fit_memory
 from titan.estimate.constants import Constants
 from titan.estimate.step_time import step_time
 from titan.run.compose import composed
@@ -173,10 +174,31 @@ def main() -> None:
     for row, error in zip(published, errors(published, known), strict=True):
         print(f"{error:+7.1%} {row['model']:14} {row['precision']:15} {row['n_gpus']:>5} {row['source'][:40]}")
     print(_summary("all", errors(published, known)))
-    for source, outside in left_out(published):
-        print(_summary(f"left out: {source}", outside))
+    outside = dict(left_out(published))
+    for source, found in outside.items():
+        print(_summary(f"left out: {source}", found))
+    memory = memory_errors(published)
+    print(_summary("memory", memory))
+    known = dataclasses.replace(known, error=max(map(_ninety, outside.values())), memory_error=_ninety(memory))
     print(known)
     constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(known)}, indent=1) + "\n")
+
+
+def memory_errors(published: Sequence[Mapping[str, str]]) -> list[float]:
+    """Return the logarithm of predicted over published peak memory of the runs of PyTorch that state it."""
+    found = []
+    for row in published:
+        if row["mem_GiB"] and kernel(row) == "flash":
+            run = _run(tuple(overrides(row)))
+            gib = fit_memory.memory_estimate(run, run.layout, run.microbatches).gib
+            found.append(math.log(gib / float(row["mem_GiB"])))
+    return found
+
+
+def _ninety(found: Sequence[float]) -> float:
+    """Return the relative error that nine in ten stay below, rounded up to a percent."""
+    ordered = sorted(map(abs, found))
+    return math.ceil(100 * (math.exp(ordered[math.ceil(0.9 * len(ordered)) - 1]) - 1)) / 100
 
 
 def _summary(name: str, found: Sequence[float]) -> str:

@@ -100,12 +100,15 @@ def peak(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda"
 
 def peaks(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> list[Usage]:
     """Return the largest phase of each pipeline rank, in order; of one rank without a pipeline."""
-    ranks = []
+    return list(iterate_peaks(recipe, layout, microbatches, device))
+
+
+def iterate_peaks(recipe: Recipe, layout: Layout, microbatches: int, device: str = "cuda") -> Iterator[Usage]:
+    """Yield the largest phase of each pipeline rank; see `peaks`."""
     states = rank_states(recipe.parallelism, layout.pipeline, microbatches)
     for rank, stages in enumerate(_stages(recipe, layout)):
         phases = _RankMemory(recipe, layout, microbatches, device, stages).phases(states[rank])
-        ranks.append(max(phases, key=lambda usage: usage.bytes))
-    return ranks
+        yield max(phases, key=lambda usage: usage.bytes)
 
 
 def rank_rows(recipe: Recipe, layout: Layout) -> int:

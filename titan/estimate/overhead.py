@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan.estimate.memory import GIB, Usage, largest_activations, state_bytes
+from titan.estimate.memory import GIB, Usage, iterate_peaks, largest_activations, state_bytes
 
 if TYPE_CHECKING:
     from titan.parallelism.schema import Layout
@@ -35,3 +35,13 @@ def add_overhead(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     return usage.plus(context=PROCESS_GIB * GIB, kernels=block, allocator=unused, checkpoint=staged)
+
+
+def gib_if_fits(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
+    """Return the GiB of the fullest rank, overhead included; None as soon as a rank needs more than `gib`."""
+    most = 0.0
+    for usage in iterate_peaks(recipe, layout, microbatches, device):
+        most = max(most, add_overhead(recipe, layout, microbatches, usage, device).gib)
+        if most > gib:
+            return None
+    return most

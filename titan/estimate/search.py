@@ -146,7 +146,9 @@ class _Space:
                 break
             if prune and self._least_gib(number, point) > has:
                 continue
-            found.try_candidate(point.candidate(self.recipe), self.speeds(point.layout), prune)
+            fits = found.try_candidate(point.candidate(self.recipe), self.speeds(point.layout), prune)
+            if not fits:  # nor into less
+                self._gib[number] = math.inf
         return found
 
     def _least_gib(self, number: int, point: Point) -> float:
@@ -168,26 +170,28 @@ class _Search:
     def worst(self) -> float:
         return -self._slowest[0] if len(self._slowest) == self.keep else math.inf
 
-    def try_candidate(self, candidate: Candidate, speeds: Speeds, prune: bool = False) -> None:
-        """Predict a candidate, and keep it if it fits; with `prune` only one that can be among the best."""
+    def try_candidate(self, candidate: Candidate, speeds: Speeds, prune: bool = False) -> bool:
+        """Predict a candidate, and keep it if it fits; with `prune` only one that can be among the best.
+
+        Returns:
+            False when it does not fit or can't be started.
+        """
         recipe, layout, count = candidate.recipe, candidate.layout, candidate.microbatches
         try:
             if prune and StepModel(recipe, layout, count, speeds).least_seconds() > self.worst:
-                return
-            usage = memory.peak(recipe, layout, count, self.device)
-            gib = overhead.add_overhead(recipe, layout, count, usage, self.device).gib
-            if gib > self.has:
-                return
+                return True
+            gib = overhead.gib_if_fits(recipe, layout, count, self.device, self.has)
+            if gib is None or not self.accepts(candidate):
+                return False
             step = step_time(recipe, layout, count, speeds)
         except ConfigError:
-            return
+            return False
         self.predicted += 1
-        if not self.accepts(candidate):
-            return
         self.results.append(Result(candidate, step, gib))
         heapq.heappush(self._slowest, -step.seconds)
         if len(self._slowest) > self.keep:
             heapq.heappop(self._slowest)
+        return True
 
     def best(self, count: int) -> list[Result]:
         """Return the fastest results; of equally fast ones those that need less memory."""
@@ -392,8 +396,8 @@ def changes(recipe: Recipe, layout: Layout, microbatches: int) -> Iterator[Candi
     if layout.pipeline > 1:
         for (schedule, stages, reshard), counts in _schedules(recipe, layout, rows):
             if microbatches in counts:
-                mode: Any = memory_axis.checkpointing
-                yield Point(layout, schedule, stages, reshard, microbatches, mode).candidate(recipe)
+                same: Any = memory_axis.checkpointing
+                yield Point(layout, schedule, stages, reshard, microbatches, same).candidate(recipe)
     elif layout.sharded > 1 and not layout.only_replicated:
         for reshard in ("always", "never"):
             if how.reshards(layout) != (reshard == "always"):

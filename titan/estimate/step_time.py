@@ -368,8 +368,10 @@ class StepModel:
         A rank is busy with all micro-batches of its stages; the last one waits until the first micro-batch has passed
         all stages before.
         """
-        kinds, placed = self._stage_times()
-        stages = [sum(kinds[stage, "F"].values()) + sum(kinds[stage, "B"].values()) for stage in range(len(placed))]
+        placed = stage_layers(self.recipe.parallelism, self.layout, self.model, self.recipe.training.seq_len)
+        block, again = self.forward.seconds + self.backward.seconds, self.recomputed.seconds
+        stages = [len(layers) * block + self._recomputed_layers(layers) * again for _, layers in placed]
+        stages[-1] += sum(self.head("F").values()) + sum(self.head("B").values())
         busy: dict[int, float] = {}
         for (owner, _), seconds in zip(placed, stages, strict=True):
             busy[owner] = busy.get(owner, 0.0) + self.microbatches * seconds
