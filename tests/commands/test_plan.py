@@ -61,7 +61,7 @@ def test_a_grid_is_planned_and_leaves_nothing(
         pytest.param(["plan.serach=true"], "there is no such setting", id="setting"),
         pytest.param(["to=plan.txt"], "give a file whose name ends in .json", id="format"),
         pytest.param([*RUN, "parallelism.tensor=3"], "parallelism", id="layout"),
-        pytest.param([*RUN, "cluster.hardware.memory_gb_per_second=null"], "memory-bound operations needs it", id="figure"),
+        pytest.param([*RUN, "cluster.hardware.memory_gb_per_second=null"], "operations needs it", id="figure"),
         pytest.param([*RUN[:3], "parallelism=single", "model=debug"], "titan.calibrate", id="this-machine"),
         pytest.param(["--cfg", "job"], "are for titan.train", id="cfg"),
     ],
@@ -72,5 +72,7 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
 
 
 def test_planning_imports_no_torch() -> None:
-    program = "import sys; from titan import plan; code = plan.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    program = (
+        "import sys; from titan import plan; code = plan.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program, *RUN], capture_output=True).returncode == 0

@@ -60,7 +60,7 @@ def test_parts_of_a_block_by_hand() -> None:
     assert parts["casts"] == 2 * (2 + 4) * (block + head)
     assert parts["clipping and optimizer"] == weights * (12 + 12 + 16)
     assert parts["8-bit matmuls"] == 0
-    per_token = 22 * 256 + 4 * 384 + 8 * 640 + 5 * 256 + 2 * 256 * 3
+    per_token = 16 * 256 + 4 * 384 + 8 * 640 + 5 * 256 + 2 * 256 * 3
     assert parts["elementwise"] == tokens * 2 * per_token
 
 

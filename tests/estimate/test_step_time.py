@@ -26,8 +26,8 @@ H100 = Hardware(
     bf16_tflops=989, fp8_tflops=1979, fp32_tflops=67, memory_gb_per_second=3350, units=132, link_gb_per_second=340,
     link_microseconds=12, network_gb_per_second=42.5, network_microseconds=35,
 )  # fmt: skip
-BASE = ("model=llama8b", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.memory_gib=1e6", "compile=block",
-        "training.seq_len=4096", "training.global_batch=262144")  # fmt: skip
+BASE = ("model=llama8b", "dataset=synthetic", "checkpoint=off", "cluster=h100", "cluster.memory_gib=1e6",
+        "compile=block", "training.seq_len=4096", "training.global_batch=262144")  # fmt: skip
 LAYOUTS = {
     "fsdp": ("parallelism=fsdp", "cluster.nodes=2"),
     "fsdp-tp": ("parallelism=fsdp_tp", "parallelism.tensor=4", "memory=full"),
@@ -63,7 +63,8 @@ def test_parts_add_up_and_are_no_less_than_the_work(layout: str) -> None:
 
 WRONG = [
     pytest.param("fsdp", {"network": 0.1}, {"weights and gradients"}, id="slow-network"),
-    pytest.param("fsdp-tp", {"link": 0.5}, {"tensor parallelism", "weights and gradients", "recomputation"}, id="half-link"),
+    pytest.param("fsdp-tp", {"link": 0.5}, 
+                 {"tensor parallelism", "weights and gradients", "recomputation"}, id="half-link"),
     pytest.param("cp", {"link": 0.25}, {"context parallelism", "weights and gradients"}, id="slow-link-context"),
     pytest.param("pp", {"link": 0.01}, {"pipeline transfers", "pipeline idle"}, id="slow-link-pipeline"),
     pytest.param("ddp", {"memory": 0.5}, {"memory-bound", "optimizer"}, id="half-memory"),

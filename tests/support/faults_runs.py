@@ -218,8 +218,8 @@ ESTIMATES = (
     fault(
         "estimate: micro-batches in flight are one",
         "titan/estimate/memory.py",
-        "(count * self._saved(self.stages[i]) for i, count in state.in_flight)",
-        "(self._saved(self.stages[i]) for i, _ in state.in_flight)",
+        "(count * each[i] for i, count in state.in_flight)",
+        "(each[i] for i, _ in state.in_flight)",
         "estimate/test_memory.py::test_the_estimate_is_the_traced_peak",
     ),
     fault(

@@ -26,8 +26,8 @@ class Constants:
         overlapped: fraction of tensor-parallel communication that stays exposed where matmuls overlap with it.
         per_doubling: fraction of a step lost for each doubling of the number of nodes.
         power: exponent with which speed follows a power limit: a third if power grows with the cube of the clock.
-        error: the 90th percentile of the relative error of step times, of the source that is predicted worst when it is left
-            out of the fit.
+        error: the 90th percentile of the relative error of step times, of the source that is predicted worst when it is
+            left out of the fit.
         memory_error: the 90th percentile of the relative error of peak memory.
     """
 
