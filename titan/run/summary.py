@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.config.settings import show
-from titan.console.numbers import billions
+from titan.console.numbers import billions, rounded
 from titan.console.progress import duration, loss_text, table
+from titan.errors import ConfigError
 from titan.estimate import fit
+from titan.estimate.plan import plan
 from titan.run.run import Run
 
 if TYPE_CHECKING:
@@ -37,9 +39,18 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
             **_dimensions(run),
             **{"applied" if i == 0 else f"  {i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank",
+            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank{_predicted(run)}",
         }
     )
+
+
+def _predicted(run: Run) -> str:
+    """Return the predicted time of a step; empty where the cluster's hardware is not described."""
+    try:
+        planned = plan(run, run.layout, run.microbatches, run.machine)
+    except ConfigError:
+        return ""
+    return f", predicted step {rounded(planned.step.seconds)} s"
 
 
 def _data(run: Run, mix: RowMixture) -> dict[str, str]:
