@@ -18,7 +18,7 @@ import pytest
 from launchers import start
 from launchers.command import command as launch
 from tests.support import made_weights
-from titan import compare, convert, data, generate, plan, prepare, status
+from titan import calibrate, compare, convert, data, generate, plan, prepare, status
 from titan.checkpoint import manifest
 from titan.config.arguments import arguments
 from titan.dataset.tokenizers import train
@@ -153,7 +153,9 @@ def test_command(
         request.getfixturevalue("compared")
         assert compare.main(words[words.index("titan.compare") + 1 :]) == 2 * command.refused
     elif "titan.plan" in words:
-        assert plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
+        assert command.elsewhere or plan.main(words[words.index("titan.plan") + 1 :]) == 2 * command.refused
+    elif "titan.calibrate" in words:
+        assert arguments(calibrate.Settings, words[words.index("titan.calibrate") + 1 :])
     elif "titan.data" in words:
         assert data.main(words[words.index("titan.data") + 1 :]) == 0
     elif command.elsewhere:

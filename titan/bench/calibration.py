@@ -1,0 +1,168 @@
+"""Measure the figures of this machine that the cost model needs: see `titan.cluster.hardware`."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan.bench.bare_loop import copy_gb_per_second, seconds
+from titan.estimate.operations import SHORT_ROWS
+
+SHAPES = {
+    "cpu": (
+        (1024, 256, 256), (1024, 640, 256), (1024, 256, 640), (1024, 1024, 1024), (256, 640, 1024), (1024, 4096, 256),
+    ),
+    "cuda": ((8192, 1024, 1024), (8192, 4096, 4096), (8192, 4096, 14336), (4096, 4096, 8192), (8192, 8192, 8192)),
+}  # fmt: skip
+"""Sizes [m, n, k] of the matmuls that are measured."""
+ROWS = {"cpu": (2, 4, 1024, 64), "cuda": (2, 32, 8192, 128)}
+"""Batch, heads, length and head size of the attention that is measured."""
+REPEATS = 7
+PROLOGUES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+SMALL, LARGE = 2**10, 2**24
+"""Bytes of the collectives that are measured: for latency, and for bandwidth."""
+
+
+def measure(device: torch.device) -> dict[str, float]:
+    """Return the figures of one device, by their names in `Hardware`."""
+    found: dict[str, float] = {"matmul_efficiency": 1.0, "memory_efficiency": 1.0}
+    rate, prologue = matmul_figures(device, torch.float32)
+    found |= {"fp32_tflops": rate / 1e12, "matmul_prologue": max(prologue, 0.5)}
+    found["bf16_tflops"] = matmul_figures(device, torch.bfloat16, prologue)[0] / 1e12
+    forward, backward = attention_figures(device)
+    found |= {"attention_tflops": forward / 1e12, "attention_backward_tflops": backward / 1e12}
+    found["memory_gb_per_second"] = copy_gb_per_second(device, 64 if device.type == "cpu" else 1024)
+    found["eager_factor"] = eager_factor(device, found["memory_gb_per_second"] * 1e9)
+    found["launch_microseconds"] = 1e6 * launch_seconds(device)
+    return found
+
+
+def matmul_figures(device: torch.device, dtype: torch.dtype, prologue: float | None = None) -> tuple[float, float]:
+    """Return the FLOP/s of large matmuls and the start-up as additional inner size that explain the measured shapes.
+
+    Args:
+        device: to measure.
+        dtype: of the matrices.
+        prologue: the start-up if it is known.
+    """
+    shapes = SHAPES[device.type]
+    times = [_best(_matmul(*shape, device, dtype), device) for shape in shapes]
+
+    def rates(start: float) -> list[float]:
+        return [2 * m * n * (k + start) / t for (m, n, k), t in zip(shapes, times, strict=True)]
+
+    def spread(start: float) -> float:
+        logs = list(map(math.log, rates(start)))
+        return max(logs) - min(logs)
+
+    best = min(PROLOGUES, key=spread) if prologue is None else prologue
+    return math.exp(sum(map(math.log, rates(best))) / len(shapes)), best
+
+
+def _matmul(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) -> Callable[[], Any]:
+    a, b = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    return lambda: F.linear(a, b)
+
+
+def attention_figures(device: torch.device) -> tuple[float, float]:
+    """Return FLOP/s of causal attention, forward and backward, for long rows and heads of 128."""
+    batch, heads, length, size = ROWS[device.type]
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(batch, heads, length, size, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+
+    def forward() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    out = forward()
+    grad = torch.randn_like(out)
+    there = _best(forward, device)
+    back = _best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
+    flops = 2 * batch * heads * size * length**2 * (1 + SHORT_ROWS / length) * (128 / min(size, 128)) ** 0.5
+    return flops / there, 2.5 * flops / back
+
+
+def eager_factor(device: torch.device, bandwidth: float) -> float:
+    """Return how many bytes at the bandwidth of a copy uncompiled elementwise work takes, for each fused byte."""
+    tokens, dim, ffn = (1024, 256, 640) if device.type == "cpu" else (16384, 4096, 14336)
+    x, y = (torch.randn(tokens, dim, device=device) for _ in range(2))
+    a, b = (torch.randn(tokens, ffn, device=device).requires_grad_() for _ in range(2))
+    weight = torch.ones(dim, device=device, requires_grad=True)
+    x.requires_grad_()
+
+    def work() -> None:
+        F.rms_norm(x + y, (dim,), weight).sum().backward()
+        (F.silu(a) * b).sum().backward()
+
+    fused = x.element_size() * tokens * (8 * dim + 8 * ffn)
+    return max(1.0, _best(work, device) * bandwidth / fused)
+
+
+def launch_seconds(device: torch.device, count: int = 300) -> float:
+    """Return the host's seconds per operation on a tensor so small that its computation takes no time."""
+    x = torch.ones(8, device=device)
+
+    def work() -> None:
+        for _ in range(count):
+            x.add_(1.0)
+
+    return _best(work, device) / count
+
+
+def _best(work: Callable[[], Any], device: torch.device) -> float:
+    work()
+    return min(seconds(work, device) for _ in range(REPEATS))
+
+
+# ---- links ----
+
+
+def link_figures(ranks: int, device: str) -> dict[str, float]:
+    """Return latency and bandwidth of all-gathers between ranks of this machine."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.Queue()
+        processes = [
+            context.Process(target=_gather, args=(rank, ranks, device, folder, results)) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        small, large = results.get(timeout=120)
+        for process in processes:
+            process.join(60)
+    moved = LARGE * (ranks - 1) / ranks
+    return {"link_microseconds": 1e6 * small, "link_gb_per_second": moved / max(1e-9, large - small) / 1e9}
+
+
+def _gather(rank: int, ranks: int, device: str, folder: str, results: Any) -> None:
+    """Measure all-gathers as one of several ranks; rank 0 reports."""
+    torch.set_num_threads(1)
+    backend = "gloo" if device == "cpu" else "nccl"
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+    times = []
+    for size in (SMALL, LARGE):
+        mine = torch.zeros(size // 4 // ranks, device=where)
+        whole = torch.empty(size // 4, device=where)
+        taken = []
+        for _ in range(REPEATS + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            gather(whole, mine)
+            taken.append(time.perf_counter() - start)
+        times.append(sorted(taken[1:])[REPEATS // 2])
+    if rank == 0:
+        results.put(tuple(times))
+    dist.destroy_process_group()
