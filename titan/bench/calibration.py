@@ -101,8 +101,8 @@ def eager_factor(device: torch.device, bandwidth: float) -> float:
     x.requires_grad_()
 
     def work() -> None:
-        F.rms_norm(x + y, (dim,), weight).sum().backward()
-        (F.silu(a) * b).sum().backward()
+        F.rms_norm(x + y, (dim,), weight).sum().backward()  # type: ignore[no-untyped-call]
+        (F.silu(a) * b).sum().backward()  # type: ignore[no-untyped-call]
 
     fused = x.element_size() * tokens * (8 * dim + 8 * ffn)
     return max(1.0, _best(work, device) * bandwidth / fused)
@@ -149,7 +149,9 @@ def _gather(rank: int, ranks: int, device: str, folder: str, results: Any) -> No
     torch.set_num_threads(1)
     backend = "gloo" if device == "cpu" else "nccl"
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    store = dist.FileStore(str(Path(folder) / "store"), ranks)
+    store = dist.FileStore(  # type: ignore[attr-defined]
+        str(Path(folder) / "store"), ranks
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
     times = []
