@@ -11,7 +11,7 @@ PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 2 --dist work
 
 .PHONY: train test test-rest test-all planted chaos lint bench modes gpu clean
 
-train: $(ENV)            ## the main job: a small Llama on real text
+train: $(ENV)            ## train a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
 
 test: $(VENV)/.test      ## every law and every mechanism once: six minutes on two cores
@@ -47,7 +47,7 @@ gpu: $(GPU_ENV)          ## the same on a GPU, for llama1b and 8B; RUN=python3 t
 modes: $(ENV)            ## peak memory and time of each way to keep activations, compiled and not
 	$(RUN) -m titan.bench --suite modes $(ARGS)
 
-clean:                   ## take the virtual environment away
+clean:                   ## remove the virtual environment
 	rm -rf $(VENV)
 
 $(VENV)/bin/python:

@@ -79,7 +79,7 @@ REFUSED: list[Any] = [
     ),
     pytest.param(
         lambda f: edit(f / "manifest.json", model={"_target_": "os.system"}),
-        "no model: model._target_=os.system",
+        "its model is of the class os.system; if you trust it, set the environment variable TITAN_MODULES=os",
         id="another-target",
     ),
 ]
@@ -170,3 +170,18 @@ def test_the_model_is_told_without_torch(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("native", "hf", "meta")]
     done = subprocess.run([sys.executable, "-c", PEEK, *folders], capture_output=True, text=True, check=True)
     assert done.stdout == "True None False\n"
+
+
+def test_a_model_of_a_trusted_package_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours_shapes.py").write_text(
+        "from dataclasses import dataclass\nfrom titan.model.schema import Llama\n\n"
+        "@dataclass(frozen=True, kw_only=True)\nclass Own(Llama):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "x"
+    native(folder, LLAMA)
+    edit(folder / "manifest.json", model={"_target_": "ours_shapes.Own", **SMALL})
+    with pytest.raises(ConfigError, match=r"TITAN_MODULES=ours_shapes"):
+        open_weights(folder, "from")
+    monkeypatch.setenv("TITAN_MODULES", "ours_shapes")
+    assert type(open_weights(folder, "from").model).__name__ == "Own"

@@ -10,16 +10,16 @@ from typing import Any
 from titan.config import former
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
-from titan.optimizer.schema import SGD, AdamW, Muon
+from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run.schema import Recipe
 
 PLUGGABLE: dict[str, dict[str, Any]] = {
     "model": {"llama": Llama, "qwen3": Qwen3},
     "dataset": {**KINDS, "base": Dataset},
-    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon},
+    "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "base": Optimizer},
 }
-"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A dataset whose
-class is the user's takes the settings that all kinds share from `/schema/dataset/base`."""
+"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. Datasets and
+optimizers of the user's take the settings that all kinds share from `/schema/AXIS/base`."""
 
 
 def present(overrides: Sequence[str], *, warn: bool = True) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from titan.compile.compiler import missing_compiler, torch_version
+from titan.console.numbers import plural
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -104,4 +105,4 @@ def _span(seconds: float) -> str:
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return plural(round(seconds), "second")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan.config.modules import VARIABLE
 from titan.config.settings import show
 from titan.console.numbers import billions, rounded
 from titan.console.progress import duration, loss_text, table
@@ -151,7 +152,9 @@ def _generate(run: Run, result: Mapping[str, Any]) -> dict[str, str]:
     """Return the command that generates text, if there is a checkpoint and a tokenizer."""
     if not result.get("checkpoint") or not result.get("sample"):
         return {}
-    return {"generate": f'python -m titan.generate from={shlex.quote(short(run.directory))} prompt="..."'}
+    package = type(run.model).__module__.partition(".")[0]
+    own = "" if package in ("titan", "experiments") else f"{VARIABLE}={package} "
+    return {"generate": f'{own}python -m titan.generate from={shlex.quote(short(run.directory))} prompt="..."'}
 
 
 def _loss(result: Mapping[str, Any]) -> str:

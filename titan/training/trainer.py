@@ -102,6 +102,7 @@ class Trainer:
         self.eval_sets: dict[str, EvalSet] = {}
         self.timeout = world.timeout
         self.loader = self._loader()
+        self.applied = train_step.notes
 
     def train(self) -> int:
         """Train to the end, or until a signal; then save, evaluate, sample and report.
@@ -115,7 +116,7 @@ class Trainer:
         began = time.monotonic()
         self._restore()
         if self.world.is_rank0:
-            summary.show_run(self.run, self.attempt, self.mix, self.train_step.notes)
+            summary.show_run(self.run, self.attempt, self.mix, self.applied)
             self.recorder = recording.recorder(self.run, self.attempt, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
@@ -140,9 +141,16 @@ class Trainer:
         coordinator = Coordinator(rank_info.rank, rank_info.world_size, self.world.exchange)
         if self.attempt.checkpoint:
             restore(self.train_step, Path(self.attempt.checkpoint), coordinator)
+            self._note(f"weights, optimizer state and data position: from {summary.short(self.attempt.checkpoint)}")
             self.saving.resume_post_save()
         elif self.attempt.weights:
             start_from_weights(self.train_step, self.attempt.weights, coordinator)
+            self._note(f"weights: from {summary.short(self.attempt.weights)}")
+
+    def _note(self, line: str) -> None:
+        """Add a line to what was applied to the model."""
+        log.info(line)
+        self.applied = (*self.applied, line)
 
     # --- the loop
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from titan.checkpoint import manifest, select
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.remote import INDEX
-from titan.config import settings
+from titan.config import modules, settings
 from titan.config.optional import optional_package
 from titan.console.text import safe
 from titan.dataset.sources.hub import hub_error
@@ -106,13 +106,20 @@ def _last(found: select.Candidate) -> str:
 
 
 def model_of(found: Manifest, label: str) -> Any:
-    """Return the model of a checkpoint.
+    """Return the model of a checkpoint, also of a class in a package that $TITAN_MODULES names.
 
     Raises:
-        ConfigError: when its manifest describes no valid model.
+        ConfigError: when its manifest describes no valid model, or one of another class.
     """
+    allowed, name = modules.trusted(()), str(found.model.get("_target_", ""))
+    package = name.partition(".")[0]
+    if settings.is_foreign(found.model) and package not in ("experiments", *allowed):
+        raise ConfigError(
+            f"{label}: its model is of the class {name}; if you trust it, set the environment variable "
+            f"{modules.VARIABLE}={package}."
+        )
     try:
-        return settings.build(Decoder, found.model, "model")
+        return settings.build(Decoder, found.model, "model", allowed)
     except ConfigError as error:
         raise ConfigError(f"{label}: its {manifest.NAME} describes no model: {error}") from None
 
