@@ -27,7 +27,7 @@ from titan.errors import ConfigError, exit_code
 from titan.run import attempts
 from titan.run.attempts import Attempt, FinishedRun, begin_attempt
 from titan.run.compose import composed
-from titan.run.directory import is_locked, read_attempts
+from titan.run.directory import is_locked, parse_attempts, read_attempts
 from titan.run.lock import locked
 from titan.run.paths import FILES
 from titan.run.run import Run
@@ -369,3 +369,13 @@ def test_what_the_machine_lacks_is_a_sentence(code: int, said: str, capsys: pyte
     assert exit_code(body) == 1
     err = capsys.readouterr().err
     assert re.search(f"^titan: runs/x/log: .*{said}.* and give the same command again", err) and err.count("\n") == 1
+
+
+def test_a_run_yaml_that_was_cut_anywhere_is_recognised() -> None:
+    run = tiny()
+    lived(run)
+    text = (Path(run.directory) / "run.yaml").read_text()
+    assert parse_attempts(text, "x")
+    for end in range(len("---\n") + 1, len(text), 37):
+        with pytest.raises(ConfigError, match=r"run.yaml can't be read"):
+            parse_attempts(text[:end], "x")

@@ -76,6 +76,8 @@ def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
         documents = [renamed(document) for document in untrusted.parse_yaml(text) if document]
     except ValueError as error:
         raise _unreadable(label, " ".join(str(error).split())[:100]) from error
+    if text and not text.endswith("\n"):
+        raise _unreadable(label, "its end is missing")
     for number, document in enumerate(documents, 1):
         try:
             _check_document(document, documents[0])

@@ -51,7 +51,6 @@ def _document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[st
         "kind": attempt.kind,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
         "name": run.name,
-        "run_id": attempt.run_id,
         "parent": attempt.parent,
         "from_step": attempt.step,
         "notes": list(attempt.notes),
@@ -61,8 +60,9 @@ def _document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[st
         "choices": dict(run.choices),
         "layout": run.layout.degrees(),
         "microbatches": run.microbatches,
-        "science": dict(science),
         "config": as_config(run),
+        "science": dict(science),
+        "run_id": attempt.run_id,  # last, because it is required: a file that was cut lacks it
     }
 
 
