@@ -75,9 +75,9 @@ def test_every_field_is_in_one_id_and_not_in_the_other_or_untold(axis: str, kind
     for field in dataclasses.fields(kind):
         name = field.name
         science = axis in SCIENCE and f"{axis}.{name}" not in EXECUTION
-        told = field.metadata.get("in_ids", True)
+        in_ids = field.metadata.get("in_ids", True)
         group = (science and name != "seed") or (axis, name) == ("dataset", "seed")
-        wanted = {"science": science, "execution": not science and told, "group": group, "code": False}
+        wanted = {"science": science, "execution": not science and in_ids, "group": group, "code": False}
         if (found := changed(axis, kind, name, base)) != wanted:
             differ[name] = found
     assert differ == {}

@@ -38,7 +38,7 @@ def measure(device: torch.device) -> dict[str, float]:
     """Return the figures of one device, by their names in `Hardware`."""
     found: dict[str, float] = {"matmul_efficiency": 1.0, "memory_efficiency": 1.0}
     rate, prologue = matmul_figures(device, torch.float32)
-    found |= {"fp32_tflops": rate / 1e12, "matmul_prologue": max(prologue, 0.5)}
+    found |= {"fp32_tflops": rate / 1e12, "matmul_prologue": prologue}
     found["bf16_tflops"] = matmul_figures(device, torch.bfloat16, prologue)[0] / 1e12
     forward, backward = attention_figures(device)
     found |= {"attention_tflops": forward / 1e12, "attention_backward_tflops": backward / 1e12}

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from titan.estimate import constants, operations
 from titan.estimate import fit as fit_memory
 from titan.estimate.constants import Constants
+from titan.estimate.plan import hardware_of
 from titan.estimate.step_time import step_time
 from titan.run.compose import composed
 from titan.run.run import Run
@@ -113,7 +114,8 @@ def predicted(row: Mapping[str, str], known: Constants) -> Any:
     """Return the predicted step time of a published run."""
     run = _run(tuple(overrides(row)))
     dtype: Literal["bf16", "fp32"] = "bf16" if run.precision.compute == "bf16" else "fp32"
-    speeds = operations.speeds(run.cluster.hardware, 8, dtype=dtype, kernel=kernel(row), constants=known)
+    hardware = hardware_of(run.cluster, run.machine)
+    speeds = operations.speeds(hardware, 8, dtype=dtype, kernel=kernel(row), constants=known)
     return step_time(run, run.layout, run.microbatches, speeds, merged=kernel(row) == "cudnn")
 
 

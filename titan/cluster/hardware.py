@@ -22,7 +22,10 @@ class Hardware:
     fp32_tflops: float | None = _figure("fp32 matmul peak in TFLOP/s; null: of known devices")
     memory_gb_per_second: float | None = _figure("bandwidth of a device's memory in GB/s, reads and writes together")
     units: int | None = setting(
-        None, "compute units (streaming multiprocessors) that share a matmul's tiles", at_least=1, in_ids=False
+        None,
+        "compute units (streaming multiprocessors) that share a matmul's tiles; null: they share its work evenly",
+        at_least=1,
+        in_ids=False,
     )
     watts: float | None = _figure("power limit of a device in W; null: no limit below its reference power")
     reference_watts: float | None = _figure("power in W at which the device reaches its peak")
@@ -32,7 +35,9 @@ class Hardware:
     network_microseconds: float | None = _figure("latency of a collective between nodes, per doubling of nodes")
     launch_microseconds: float | None = _figure("host time per kernel launch in microseconds; null: 6")
     matmul_efficiency: float | None = _figure("fraction of the peak of a large matmul; null: fitted", cap=1)
-    matmul_prologue: float | None = _figure("start-up of a tile, as additional inner size; null: fitted")
+    matmul_prologue: float | None = setting(
+        None, "start-up of a tile, as additional inner size; null: that of Hopper", at_least=0, cap=1e9, in_ids=False
+    )
     attention_tflops: float | None = _figure("speed of attention forward in TFLOP/s; null: fitted")
     attention_backward_tflops: float | None = _figure("speed of attention backward in TFLOP/s; null: fitted")
     memory_efficiency: float | None = _figure("fraction of the bandwidth of fused elementwise work", cap=1)

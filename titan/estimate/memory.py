@@ -135,6 +135,14 @@ def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: st
     return rank._saved_by_blocks(range(layers)) / layers
 
 
+def whole_state(recipe: Recipe) -> tuple[float, float]:
+    """Return the bytes of all weights and of all optimizer state, as a checkpoint holds them."""
+    model, weight_bytes = recipe.model, recipe.precision.weight_bytes
+    matrices = model.layers * model.block_matmul_parameters()
+    state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
+    return float(model.parameters() * weight_bytes), float(state)
+
+
 def state_bytes(recipe: Recipe, layout: Layout) -> float:
     """Return the bytes of weights and optimizer state on the rank that has most, on the device or offloaded."""
     ranks = [_RankMemory(recipe, layout, 1, "cpu", stages) for stages in _stages(recipe, layout)]

@@ -42,7 +42,7 @@ class Speeds:
         matmul, matmul_8bit: FLOP/s of a large matmul.
         prologue, prologue_8bit: start-up of a tile, as additional inner size.
         units: compute units.
-        casts: traffic of casts to 8 bits, relative to passes of their own.
+        casts: traffic of casts to 8 bits, relative to one pass over each operand.
         attention, attention_backward: FLOP/s.
         memory: bytes/s of fused elementwise work.
         eager: traffic of uncompiled elementwise work, relative to fused.
@@ -109,10 +109,8 @@ def speeds(
         prologue_8bit=PROLOGUE_8BIT,
         units=hardware.units or 1,
         casts=known.casts,
-        attention=1e12 * hardware.attention_tflops if hardware.attention_tflops else forward,
-        attention_backward=1e12 * hardware.attention_backward_tflops
-        if hardware.attention_backward_tflops
-        else backward,
+        attention=1e12 * (hardware.attention_tflops or 0) or forward,
+        attention_backward=1e12 * (hardware.attention_backward_tflops or 0) or backward,
         memory=memory * (hardware.memory_efficiency or known.memory),
         eager=hardware.eager_factor or known.eager,
         launch=1e-6 * hardware.launch_microseconds if hardware.launch_microseconds else LAUNCH_SECONDS,
@@ -148,9 +146,7 @@ def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: in
     """Return the FLOPs of a matmul in so many tiles as compute units work off, as if all were busy until the end."""
     rows, columns, speed = tile
     tiles = math.ceil(m / rows) * math.ceil(n / columns)
-    waves = (
-        math.ceil(tiles / units) + max(1.0, tiles / units)
-    ) / 2  # half of the last wave's loss is avoided by stream-K
+    waves = (math.ceil(tiles / units) + max(1.0, tiles / units)) / 2  # stream-K avoids half of the last wave's loss
     return waves * units * rows * columns * 2 * k / speed
 
 
@@ -188,8 +184,9 @@ def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: S
     if ranks <= 1 and kind != "send":
         return 0.0
     if kind == "send":
-        inside = stride < speeds.per_node
-        return _over(size, inside, 2 if not inside else 1, speeds)
+        if stride < speeds.per_node:
+            return speeds.link_latency + size / speeds.link
+        return speeds.link_latency + speeds.network_latency + size / speeds.network
     twice = 2 if kind == "all-reduce" else 1
     near = max(1, min(ranks, speeds.per_node // stride))
     nodes = math.ceil(ranks / near)
@@ -199,9 +196,3 @@ def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: S
     between = size * (nodes - 1) / nodes / (speeds.network * near)
     within = size * (near - 1) / near / speeds.link
     return twice * (max(between, within) + speeds.link_latency + speeds.network_latency * math.log2(nodes))
-
-
-def _over(size: float, inside: bool, nodes: int, speeds: Speeds) -> float:
-    if inside:
-        return speeds.link_latency + size / speeds.link
-    return speeds.link_latency + speeds.network_latency + size / speeds.network

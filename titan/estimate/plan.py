@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,7 +27,7 @@ SECONDS_PER_DAY, SECONDS_PER_HOUR = 86400.0, 3600.0
 
 
 class Figure(NamedTuple):
-    """A predicted value with the interval in which it lies with 90 % confidence."""
+    """A predicted value, and its interval: the error that nine in ten published runs stay below, both ways."""
 
     value: float
     low: float
@@ -111,10 +112,6 @@ class Plan:
         """The cost of the whole run; None without a price."""
         return None if self.price is None else self.device_hours.scaled(self.price)
 
-    def fits(self) -> bool:
-        """Return whether the run fits, as far as the memory of a device is known."""
-        return self.memory_gib is None or self.fullest.gib <= self.memory_gib
-
 
 def _interval(value: float, error: float) -> Figure:
     return Figure(value, value / (1 + error), value * (1 + error))
@@ -149,7 +146,7 @@ def plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) ->
         peak_tflops=hardware.bf16_tflops if dtype == "bf16" else hardware.fp32_tflops,
         flops_per_token=recipe.model.flops_per_token(recipe.training.seq_len),
         steps=recipe.training.steps,
-        checkpoint_bytes=_checkpoint_bytes(recipe),
+        checkpoint_bytes=sum(memory.whole_state(recipe)),
         price=recipe.cluster.price,
     )
 
@@ -176,16 +173,24 @@ def device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, layout: 
     Raises:
         ConfigError: when a figure is missing.
     """
-    per_node = recipe.cluster.devices_per_node
-    per_node = machine.count if per_node == "auto" else int(per_node)
-    if layout.devices > 1 and machine.device == "cuda":
+    per_node = ranks_per_node(recipe.cluster, machine, layout.devices)
+    if layout.devices > 1:
         hardware.require("link_gb_per_second", "communication between devices of a node")
-    if layout.devices > per_node and machine.device == "cuda":
+    if layout.devices > per_node:
         hardware.require("network_gb_per_second", "communication between nodes")
     dtype: Literal["bf16", "fp32"] = "bf16" if recipe.precision.compute == "bf16" else "fp32"
     if machine.device == "cpu":
-        return _shared(operations.speeds(hardware, layout.devices, dtype=dtype, kernel="flash"), layout.devices)
+        return _shared(
+            operations.speeds(hardware, per_node, dtype=dtype, kernel="flash"), min(per_node, layout.devices)
+        )
     return operations.speeds(hardware, per_node, dtype=dtype, kernel=attention_kernel(recipe, machine))
+
+
+def ranks_per_node(cluster: Cluster, machine: Machine, devices: int) -> int:
+    """Return the ranks on each node: one for each GPU; a CPU has as many as the layout needs."""
+    if cluster.devices_per_node != "auto":
+        return int(cluster.devices_per_node)
+    return machine.count if machine.device == "cuda" else math.ceil(devices / cluster.nodes)
 
 
 def _shared(speeds: Speeds, ranks: int) -> Speeds:
@@ -211,14 +216,6 @@ def _device_memory(recipe: Recipe, machine: Machine, layout: Layout) -> float | 
     if memory_gib is None or machine.device != "cpu":
         return memory_gib
     return memory_gib / layout.devices
-
-
-def _checkpoint_bytes(recipe: Recipe) -> float:
-    """Return the bytes of weights and optimizer state."""
-    model, precision = recipe.model, recipe.precision
-    matrices = model.layers * model.block_matmul_parameters()
-    state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, precision.weight_bytes)
-    return float(model.parameters() * precision.weight_bytes + state)
 
 
 def parts_of(plan: Plan) -> Mapping[str, float]:

@@ -19,7 +19,7 @@ from titan.errors import ConfigError
 from titan.estimate import memory, overhead
 from titan.estimate.fit import available
 from titan.estimate.pipeline_states import most_in_flight
-from titan.estimate.plan import device_speeds, hardware_of
+from titan.estimate.plan import device_speeds, hardware_of, ranks_per_node
 from titan.estimate.step_time import StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import stage_layers, stages_per_rank
@@ -40,7 +40,7 @@ FRONT = 6
 SMALLER = 0.95
 """Each layout of the front needs at most this fraction of the memory of the one before."""
 MICROBATCHES = 8
-"""Numbers of micro-batches that are tried for each layout: powers of two from the fewest that are possible."""
+"""Numbers of micro-batches that are tried for each layout: the largest that divide its rows."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,7 @@ def points(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Point]:
 def layouts(recipe: Recipe, devices: int, machine: Machine) -> Iterator[Layout]:
     """Yield the degrees that divide the devices, the model's heads and widths, the rows and their length."""
     model, training = recipe.model, recipe.training
-    per_node = recipe.cluster.devices_per_node
-    per_node = machine.count if per_node == "auto" else int(per_node)
+    per_node = ranks_per_node(recipe.cluster, machine, devices)
     most = math.gcd(model.kv_heads, model.heads, model.ffn, model.vocab)
     for tensor in _divisors(math.gcd(devices, most)):
         if tensor > per_node:
@@ -281,9 +280,8 @@ def _schedules(
 
 
 def _counts(rows: int, allowed: Callable[[int], bool]) -> list[int]:
-    """Return numbers of micro-batches that divide the rows evenly, from one row each upwards."""
-    found = [count for count in _divisors(rows) if allowed(count)]
-    return found[-MICROBATCHES:]
+    """Return the largest numbers of micro-batches that divide the rows evenly and are allowed."""
+    return [count for count in _divisors(rows) if allowed(count)][-MICROBATCHES:]
 
 
 @cache
@@ -300,6 +298,7 @@ class Bounds:
     def __init__(self, recipe: Recipe, speeds: Callable[[Layout], Speeds], device: str) -> None:
         self.recipe, self.speeds, self.device = recipe, speeds, device
         self.layers = recipe.model.layers
+        self.weights, self.state = memory.whole_state(recipe)
         self._blocks: dict[tuple[Any, ...], tuple[float, float, float]] = {}
         self._saved: dict[tuple[Any, ...], float] = {}
         self._stages: dict[tuple[Any, ...], tuple[tuple[int, range], ...]] = {}
@@ -328,15 +327,12 @@ class Bounds:
 
         That is weights and optimizer state, and their gradients or what blocks save for backward.
         """
-        recipe, layout = self.recipe, point.layout
-        model, weight_bytes = recipe.model, recipe.precision.weight_bytes
-        matrices = self.layers * model.block_matmul_parameters()
-        state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
+        layout = point.layout
         parts = layout.tensor * layout.pipeline * (1 if layout.only_replicated else layout.sharded)
-        on_device = 0.0 if recipe.memory.offload else 1.0 / parts
-        weights = on_device * (model.parameters() * weight_bytes + state)
-        gradients = on_device * model.parameters() * weight_bytes
-        return (weights + max(gradients, self._activations(point))) / memory.GIB
+        on_device = 0.0 if self.recipe.memory.offload else 1.0 / parts
+        gradients = on_device * self.weights  # in the weights' type
+        always = on_device * (self.weights + self.state)
+        return (always + max(gradients, self._activations(point))) / memory.GIB
 
     def _block(self, point: Point) -> tuple[float, float, float]:
         """Return the times of forward, backward and recomputation of a block for one micro-batch."""

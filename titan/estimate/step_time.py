@@ -14,7 +14,7 @@ One step is put together from its parts:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -100,7 +100,7 @@ def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds,
 
 @dataclass(frozen=True)
 class _Pass:
-    """The time of one block, forward or backward, and of the collectives on its weights beside it.
+    """The time of one block, forward or backward, without collectives on its weights.
 
     Attributes:
         work: seconds by cause, one after the other.
@@ -166,8 +166,7 @@ class StepModel:
         memory, work = self.recipe.memory, Parts()
         if memory.checkpointing == "none":
             return _Pass(work, 0)
-        names = list(self.block_layers)
-        names = [name for name in names if name != "feed_forward.w2"]
+        names = [name for name in self.block_layers if name != "feed_forward.w2"]
         whole = memory.checkpointing in ("full", "every_n")
         again = names if whole else names[1::2]
         if memory.checkpointing == "budget":
@@ -467,11 +466,3 @@ def _merged(layers: Mapping[str, Matmul]) -> dict[str, Matmul]:
         outputs = sum(merged.pop(name).outputs for name in others)
         merged[first] = merged[first]._replace(outputs=merged[first].outputs + outputs)
     return merged
-
-
-def sum_parts(parts: Iterable[Mapping[str, float]]) -> Parts:
-    """Return the sum of several times by cause."""
-    total = Parts()
-    for one in parts:
-        _add(total, one, 1)
-    return total
