@@ -284,6 +284,10 @@ LAPTOP = [  # on a CPU with 16 GiB
     ),
     ("parallelism=tp parallelism.async_tensor=true compile=off", "async_tensor=true|compile=block and a CUDA device"),
     ("parallelism.async_tensor=true", "async_tensor=true|parallelism.tensor above 1"),
+    (
+        "parallelism=pp parallelism.pipeline=4 cluster.devices=4 parallelism.microbatches=2",
+        "parallelism.microbatches=2|at least as many as stages|give 4 or more",
+    ),
     ("parallelism=cp training.seq_len=254 training.global_batch=2032", "training.seq_len=254|multiple of 4|head and"),
     ("parallelism=cp parallelism.context=8 parallelism.context_method=ulysses", "ulysses|context 8|4 heads|ring"),
     ("parallelism=cp parallelism.context_method=rings", "context_method=rings"),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from titan.errors import ConfigError
 from titan.estimate import memory, overhead
 from titan.estimate.memory import Usage, rank_rows
-from titan.parallelism.pipeline.stage_plan import default_stages_per_rank, least_microbatches
+from titan.parallelism.pipeline.stage_plan import default_stages_per_rank, least_microbatches, plan_stages
 from titan.parallelism.schema import Layout
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def _required_gib(recipe: Recipe, layout: Layout, gib: float, device: str) -> fl
     given = recipe.parallelism.microbatches
     try:
         count = choose_microbatches(recipe, layout, gib, device) if given == "auto" else int(given)
+        plan_stages(recipe.parallelism, layout, recipe.model, recipe.training.seq_len, count)
         return memory_estimate(recipe, layout, count, device).gib
     except ConfigError:
         return math.inf
