@@ -104,7 +104,7 @@ def _peak(pid: int) -> int:
 
 def main(names: list[str]) -> None:
     """Print one row per case."""
-    from tests.support.traced_memory import traced
+    from tests.estimate.test_memory import traced
 
     print(f"{'case':<28} {'live':>8} {'traced':>8} {'estimate':>8} {'measured':>9}  MiB, and the estimate's error")
     for name, overrides in CASES.items():
@@ -114,10 +114,7 @@ def main(names: list[str]) -> None:
         live = memory.peaks(run, run.layout, run.microbatches, "cpu")
         fullest = max(range(len(live)), key=lambda rank: live[rank].bytes)
         rank = fullest * (run.layout.devices // run.layout.pipeline)
-        hidden = (
-            run.layout.only_replicated or run.compile.scope != "off"
-        )  # DDP's reducer and compiled graphs can't be traced
-        trace = 0 if hidden else max(peak.bytes for peak in traced(run, rank).values())
+        trace = 0 if run.compile.scope != "off" else traced(run, rank).bytes  # compiled graphs can't be traced
         whole = fit.memory_estimate(run, run.layout, run.microbatches, "cpu").bytes
         with tempfile.TemporaryDirectory() as folder:
             measured = resident(overrides, Path(folder) / "run")

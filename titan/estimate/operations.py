@@ -142,6 +142,20 @@ def matmul(m: float, n: float, k: float, speeds: Speeds, *, eight_bit: bool = Fa
     return min(_tiled(m, n, k + prologue, tile, speeds.units) for tile in TILES) / rate
 
 
+def cast_seconds(m: float, n: float, k: float, element: int, factor: float, speeds: Speeds) -> float:
+    """Return the time to cast both factors of a matmul [m, k] x [k, n] to 8 bits.
+
+    Each is read, its scale found, and written in one byte.
+
+    Args:
+        m, n, k: see `matmul`.
+        element: bytes of an element before.
+        factor: traffic of uncompiled casts, relative to compiled ones.
+        speeds: of the device.
+    """
+    return (2 * element + 1) * (m * k + n * k) * 0.5 * factor * speeds.casts / speeds.memory
+
+
 def _tiled(m: float, n: float, k: float, tile: tuple[int, int, float], units: int) -> float:
     """Return the FLOPs of a matmul in so many tiles as compute units work off, as if all were busy until the end."""
     rows, columns, speed = tile

@@ -92,10 +92,17 @@ def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds,
     model = StepModel(recipe, layout, microbatches, speeds, merged)
     parts, spans = model.pipeline() if layout.pipeline > 1 else (model.microbatch_loop(), ())
     parts["optimizer"] += model.update()
+    return on_all_nodes(parts, recipe, layout, speeds, tuple(spans))
+
+
+def on_all_nodes(
+    parts: Parts, recipe: Recipe, layout: Layout, speeds: Speeds, spans: tuple[Span, ...] = ()
+) -> StepTime:
+    """Return the time of a step with what each doubling of nodes loses."""
     nodes = max(1, layout.devices // speeds.per_node)
     slower = 1 + speeds.per_doubling * math.log2(nodes)
-    scaled = {cause: slower * parts[cause] for cause in CAUSES if parts[cause]}
-    return StepTime(scaled, recipe.training.global_batch, layout.devices, tuple(spans))
+    slowed = {cause: slower * parts[cause] for cause in CAUSES if parts[cause]}
+    return StepTime(slowed, recipe.training.global_batch, layout.devices, spans)
 
 
 @dataclass(frozen=True)
@@ -192,13 +199,9 @@ class StepModel:
         }[part]
         eight = name in self.quantized
         seconds = operations.matmul(*sizes, self.speeds, eight_bit=eight)
-        if eight:  # each operand is read, its scale found, and written in one byte
-            seconds += self._cast_bytes(sizes) / self.speeds.memory
+        if eight:
+            seconds += operations.cast_seconds(*sizes, self.precision.bytes, self.eager, self.speeds)
         return seconds
-
-    def _cast_bytes(self, sizes: tuple[float, float, float]) -> float:
-        m, n, k = sizes
-        return (2 * self.precision.bytes + 1) * (m * k + n * k) * 0.5 * self.eager * self.speeds.casts
 
     @cached_property
     def _attention(self) -> tuple[float, float]:
@@ -396,8 +399,8 @@ class StepModel:
         layout = self.layout
         kinds, placed = self._stage_times()
         seconds = {key: sum(parts.values()) for key, parts in kinds.items()}
-        hop = self._send()
-        spans = timetable(self._order(), lambda action: seconds[action.stage, action.kind], hop)
+        hop = self.send()
+        spans = timetable(self.order(), lambda action: seconds[action.stage, action.kind], hop)
         makespan = max(span.end for span in spans)
         busy = {rank: Parts() for rank in range(layout.pipeline)}
         for span in spans:
@@ -421,14 +424,15 @@ class StepModel:
         parts["weights and gradients"] += self._exposed(layers, gathers, reductions, reshards)
         return parts
 
-    def _order(self) -> list[list[Cell]]:
+    def order(self) -> list[list[Cell]]:
+        """Return the actions of each pipeline rank."""
         recipe, ranks = self.recipe, self.layout.pipeline
         schedule = recipe.parallelism.schedule
         if schedule.endswith(".csv"):
             return [list(row) for row in read_csv(schedule).order]
         return order(schedule, ranks, stages_per_rank(recipe.parallelism, ranks), self.microbatches)
 
-    def _send(self) -> float:
+    def send(self) -> float:
         """Return the time to send a micro-batch's hidden states to the next stage."""
         size = self.tokens * self.model.dim * self.precision.bytes / self._sequence_parallel()
         stride = self.layout.devices // self.layout.pipeline

@@ -1,0 +1,96 @@
+"""Traces of a rank's real step: composed from a few blocks and whole; their time; that nothing is left behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+from tests.support.ranks import run_ranks
+from titan.estimate.operations import Speeds
+from titan.estimate.plan import device_speeds, hardware_of
+from titan.estimate.traced import result
+from titan.estimate.traced.result import RankResult
+from titan.run.compose import composed
+from titan.run.run import Run
+from titan.training.trace.ranks import rank_trace, traced
+
+MODEL = [
+    "model=debug", "model.dim=512", "model.heads=8", "model.ffn=1536", "model.vocab=512", "training.seq_len=512",
+    "dataset=synthetic", "checkpoint=off", "precision=bf16", "cluster=h100", "compile=off", "cluster.memory_gib=1e6",
+]  # fmt: skip
+LAYOUTS = {
+    "fsdp": "parallelism=fsdp model.layers=9 training.global_batch=8192 memory=full",
+    "fsdp-accumulating": "parallelism=fsdp model.layers=8 training.global_batch=24576 parallelism.microbatches=6",
+    "hsdp-every-second-block": "parallelism=hsdp cluster.devices=4 model.layers=13 training.global_batch=8192 "
+    "memory=every_n parallelism.microbatches=2",
+    "ddp": "parallelism=ddp model.layers=9 training.global_batch=8192",
+    "tp-selective": "parallelism=tp cluster.devices=2 model.layers=9 training.global_batch=8192 memory=selective",
+    "cp-ring": "parallelism=cp parallelism.context_method=ring model.layers=9 training.global_batch=8192",
+    "1f1b": "parallelism=pp parallelism.pipeline=2 cluster.devices=2 "
+    "model.layers=17 training.global_batch=8192 parallelism.microbatches=4",
+    "interleaved": "parallelism=3d model.layers=27 training.global_batch=8192 parallelism.schedule=Interleaved1F1B",
+    "zbv": "parallelism=pp parallelism.pipeline=2 cluster.devices=2 parallelism.schedule=ZBVZeroBubble "
+    "model.layers=26 training.global_batch=8192",
+}
+QUICK = ("fsdp", "1f1b")
+
+
+def run(layout: str, *more: str) -> Run:
+    """A composed run on H100s."""
+    return composed([*MODEL, *LAYOUTS[layout].split(), *more], elsewhere=True)
+
+
+def speeds(one: Run) -> Speeds:
+    return device_speeds(one, hardware_of(one.cluster, one.machine), one.machine, one.layout)
+
+
+def results(one: Run, rank: int, *whole: bool) -> list[RankResult]:
+    """The result of a rank, each in a process of its own."""
+    return [run_ranks(_result, 1, one, rank, each, joined=False, timeout=300)[0] for each in whole]
+
+
+def _result(_: int, __: int, one: Run, rank: int, whole: bool) -> RankResult:
+    return result.rank_result(one, one.layout, speeds(one), rank_trace(one, rank, whole=whole))
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in LAYOUTS]
+)
+def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
+    one = run(layout)
+    last = one.layout.devices - one.layout.devices // one.layout.pipeline
+    short, whole = results(one, last, False, True)
+    assert short.live.bytes == pytest.approx(whole.live.bytes, rel=0.01)
+    assert short.reserved.reserved == pytest.approx(whole.reserved.reserved, rel=0.01)
+    assert sum(short.time.parts.values()) == pytest.approx(sum(whole.time.parts.values()), rel=0.01)
+    assert short.time.actions == pytest.approx(whole.time.actions, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("more", "moved"),
+    [
+        pytest.param(["cluster.hardware.link_gb_per_second=5"], "weights and gradients", id="slower-links"),
+        pytest.param(["memory=none"], "recomputation", id="nothing-recomputed"),
+        pytest.param(["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory"),
+    ],
+)
+def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) -> None:
+    (before,), (after,) = (results(run("fsdp", *extra), 0, False) for extra in ([], more))
+    ratio = {cause: after.time.parts[cause] / before.time.parts[cause] for cause in ("matmuls", "attention", moved)}
+    assert ratio["matmuls"] == ratio["attention"] == pytest.approx(1.0)
+    assert abs(ratio[moved] - 1) > 0.3
+
+
+def test_a_pipeline_is_traced_on_one_rank_of_each_stage() -> None:
+    one = run("1f1b")
+    found = traced(one, speeds(one))
+    assert [rank.rank for rank in found.ranks] == [0, 1]
+    assert found.step.spans
+    parts = Counter(found.step.parts)
+    assert parts["pipeline idle"] > 0
+    assert found.step.seconds == pytest.approx(parts.total())
+    assert not dist.is_initialized()
+    assert _fsdp_collectives._get_device_handle.__module__ == "torch.distributed.device_mesh"

@@ -1,0 +1,203 @@
+"""The time of a traced step: each operation has its price, and streams wait for each other as recorded. Free of torch.
+
+The host issues operations one after another and takes a launch for each; an operation starts when the host has issued
+it, its stream is free, and what the stream waits for is done. Collectives run on streams of their own and slow the
+computation beside them a little. In a pipeline each action's time on its rank goes into the schedule's timetable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from titan.estimate import operations
+from titan.estimate.operations import Speeds
+from titan.estimate.step_time import CONTENTION, LAUNCHES, Parts, StepModel, StepTime, on_all_nodes
+from titan.estimate.traced.events import COMPUTE, Event, Trace
+from titan.parallelism.pipeline.schedules import Action, timetable
+
+if TYPE_CHECKING:
+    from titan.parallelism.schema import Layout
+    from titan.run.schema import Recipe
+
+STREAMS = {
+    "tensor": "tensor parallelism", "context": "context parallelism", "pipeline": "pipeline transfers",
+}  # fmt: skip
+"""What a wait for a stream's collective goes to; all others are weights and gradients."""
+
+
+MATMUL = 3
+"""Sizes in the shape of a matmul; that of attention has four."""
+
+
+@dataclass
+class Replay:
+    """The state of a rank's streams, in seconds.
+
+    Attributes:
+        pricing: the time of operations.
+        clocks: when each stream is free.
+        host: when the host has issued what it has issued so far.
+        parts: time of the computation's stream by cause, waits included.
+        actions: time of each action (stage, kind, micro-batch).
+        markers: when each was reached, and its stream.
+    """
+
+    pricing: Pricing
+    clocks: dict[str, float] = field(default_factory=dict)
+    host: float = 0.0
+    parts: Parts = field(default_factory=Parts)
+    actions: dict[tuple[int, str, int], float] = field(default_factory=dict)
+    markers: dict[int, tuple[float, str]] = field(default_factory=dict)
+
+    def run(self, events: Sequence[Event]) -> None:
+        """Replay events."""
+        for event in events:
+            if event.kind == "op":
+                self._operation(event)
+            elif event.kind == "collective":
+                self._collective(event)
+            elif event.kind == "record":
+                self.markers[event.key] = (self.clocks.get(event.stream, 0.0), event.stream)
+            elif event.kind == "wait":
+                self._wait(event)
+
+    def _operation(self, event: Event) -> None:
+        self.host += self.pricing.launch
+        start = self.clocks.get(event.stream, 0.0)
+        seconds = self.pricing.operation(event)
+        if event.stream == COMPUTE:
+            self._spend(event, "host", max(0.0, self.host - start))
+            self._spend(event, self.pricing.cause(event), seconds)
+        self.clocks[event.stream] = max(start, self.host) + seconds
+
+    def _collective(self, event: Event) -> None:
+        seconds = self.pricing.collective(event)
+        self.host += self.pricing.launch
+        self.clocks[event.stream] = max(self.clocks.get(event.stream, 0.0), self.host) + seconds
+        if event.stream not in STREAMS:
+            slower = CONTENTION * seconds
+            self._spend(event, "weights and gradients", slower)
+            self.clocks[COMPUTE] = self.clocks.get(COMPUTE, 0.0) + slower
+
+    def _wait(self, event: Event) -> None:
+        ready, stream = self.markers.get(event.key, (0.0, event.stream))
+        now = self.clocks.get(event.stream, 0.0)
+        if ready > now:
+            if event.stream == COMPUTE:
+                self._spend(event, STREAMS.get(stream, "weights and gradients"), ready - now)
+            self.clocks[event.stream] = ready
+
+    def _spend(self, event: Event, cause: str, seconds: float) -> None:
+        self.parts[cause] += seconds
+        region = event.region
+        if region.microbatch >= 0:
+            key = (region.stage, region.action, region.microbatch)
+            self.actions[key] = self.actions.get(key, 0.0) + seconds
+
+
+class Pricing:
+    """The time of single operations and collectives."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, speeds: Speeds) -> None:
+        self.recipe, self.speeds = recipe, speeds
+        self.compiled = recipe.compile.scope in ("block", "model")
+        self.launch = speeds.launch * (LAUNCHES[True] / LAUNCHES[False] if self.compiled else 1.0)
+        self.fused = speeds.eager if self.compiled else 1.0
+        self.exposed = speeds.overlapped if recipe.parallelism.async_tensor else 1.0
+        self.eight_bit = _eight_bit(recipe, layout)
+        self.known: dict[tuple[str, tuple[int, ...]], float] = {}
+
+    def operation(self, event: Event) -> float:
+        """Return the seconds of an operation."""
+        if not event.shape:
+            return event.size / self.fused / self.speeds.memory
+        key = (event.name, event.shape)
+        if key not in self.known:
+            self.known[key] = self._computation(event)
+        return self.known[key]
+
+    def _computation(self, event: Event) -> float:
+        if len(event.shape) == MATMUL:
+            eight_bit = any(sides <= set(event.shape) for sides in self.eight_bit)
+            m, n, k = event.shape
+            seconds = operations.matmul(m, n, k, self.speeds, eight_bit=eight_bit)
+            if eight_bit:
+                factor = 1.0 if self.compiled else self.speeds.eager
+                seconds += operations.cast_seconds(m, n, k, self.recipe.precision.bytes, factor, self.speeds)
+            return seconds
+        queries, keys, heads, size = event.shape
+        forward, backward = operations.attention(queries, keys, heads, size, self.speeds)
+        return backward if "backward" in event.name else forward
+
+    def collective(self, event: Event) -> float:
+        """Return the seconds of a collective; a pipeline's messages are part of its timetable."""
+        if event.name == "send":
+            return 0.0
+        ranks, stride = event.shape
+        kind: Any = event.name
+        seconds = operations.collective(kind, event.size, ranks, stride, self.speeds)
+        return seconds * (self.exposed if event.stream == "tensor" else 1.0)
+
+    def cause(self, event: Event) -> str:
+        """Return what the time of an operation goes to."""
+        if event.region.action == "U":
+            return "optimizer"
+        if event.recomputed:
+            return "recomputation"
+        if not event.shape:
+            return "memory-bound"
+        return "matmuls" if len(event.shape) == MATMUL else "attention"
+
+
+def _eight_bit(recipe: Recipe, layout: Layout) -> list[set[int]]:
+    """Return inputs and outputs of each linear layer whose matmuls are in eight bits, on one tensor rank."""
+    layers = recipe.model.linear_layers()
+    parts = (layers[name].part(layout.tensor) for name in recipe.precision.select(layers, layout.tensor).quantized)
+    return [{int(part.inputs), int(part.outputs)} for part in parts]
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """The time of a rank's step, if it never waits for other stages of a pipeline.
+
+    Attributes:
+        parts: seconds by cause.
+        actions: seconds of each action (stage, kind, micro-batch).
+        stages: of the rank.
+    """
+
+    parts: Parts
+    actions: Mapping[tuple[int, str, int], float]
+    stages: tuple[int, ...]
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all actions."""
+        return sum(self.actions.values())
+
+
+def rank_time(recipe: Recipe, layout: Layout, speeds: Speeds, trace: Trace) -> RankTime:
+    """Return the time of a traced rank."""
+    replay = Replay(Pricing(recipe, layout, speeds))
+    replay.run(trace.events)
+    return RankTime(replay.parts, dict(replay.actions), tuple(trace.blocks))
+
+
+def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds, ranks: Sequence[RankTime]) -> StepTime:
+    """Return the time of a step from that of one rank of each pipeline rank, in order."""
+    if len(ranks) == 1:
+        return on_all_nodes(ranks[0].parts, recipe, layout, speeds)
+    owner = {stage: rank for rank in ranks for stage in rank.stages}
+
+    def seconds(action: Action) -> float:
+        return owner[action.stage].actions.get((action.stage, action.kind, action.microbatch), 0.0)
+
+    model = StepModel(recipe, layout, microbatches, speeds)
+    spans = timetable(model.order(), seconds, model.send())
+    end = max(span.end for span in spans)
+    rank = max(ranks, key=lambda one: sum(one.parts.values()) - one.busy)
+    parts = Parts(rank.parts)
+    parts["pipeline idle"] += end - rank.busy
+    return on_all_nodes(parts, recipe, layout, speeds, tuple(spans))

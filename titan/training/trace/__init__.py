@@ -1,0 +1,1 @@
+"""Traces the step of a rank on tensors without values."""

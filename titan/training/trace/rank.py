@@ -1,0 +1,192 @@
+"""Traces one step of one rank of a run, in this process.
+
+A fake process group replaces the other ranks, and fake tensors have shapes only: the real build, forward, backward and
+update run, so that jobs of hundreds of GPUs are traced on a laptop.
+
+Not traced: what happens inside of kernels, and the compiler's fusion: operations are those of the uncompiled model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan.cluster.rank_info import RankInfo
+from titan.estimate.traced.events import NONE, Region, Trace
+from titan.parallelism import data, mesh
+from titan.parallelism.microbatches import Microbatches
+from titan.run.run import Run
+from titan.training.build import build
+from titan.training.trace.recorder import Recorder
+from titan.training.trace.regions import followed
+from titan.training.trace.streams import recorded
+from titan.training.train_step import TrainStep
+
+UPDATE = Region("U", 0, -1, NONE)
+BUCKET = 25 * 2**20
+"""Bytes of gradients that DDP sums at once (torch's default)."""
+
+
+def trace(run: Run, rank: int, device: str) -> Trace:
+    """Trace the step of a rank after the first one, when the optimizer's state exists.
+
+    Args:
+        run: on any number of ranks; without compilation.
+        rank: among all.
+        device: "cuda" for norms as GPUs' kernel computes them, all else being as on a CPU.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    world = dataclasses.replace(_world(run, rank), memory=lambda: fake)
+    recorder = Recorder(_streams(world))
+    try:
+        with ExitStack() as stack:
+            if device == "cuda":
+                stack.enter_context(mock.patch.object(F, "rms_norm", _fused_norm))
+            stack.enter_context(mock.patch.object(data, "replicate", lambda stage, mesh: stage))
+            block_of: dict[int, int] = {}
+            stack.enter_context(recorded(recorder, block_of))
+            train_step = build(run, world)
+            block_of.update(_blocks(train_step))
+            _step(run, train_step, recorder, fake, rank)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    numbers = run.staging.stages_of(world.coordinate("pipeline"))
+    return Trace(rank, recorder.finished(), {number: run.staging.layers[number] for number in numbers})
+
+
+def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorMode, rank: int) -> None:
+    """Run the update once for the optimizer's state, then record a whole step."""
+    numbers = run.staging.stages_of(train_step.world.coordinate("pipeline"))
+    stages = dict(zip(numbers, train_step.stages, strict=True))
+    with fake:
+        _create_states(train_step)
+    with ExitStack() as stack:
+        gc.collect()
+        gc.disable()  # it would free what is in reference cycles at any moment
+        stack.callback(gc.enable)
+        stack.enter_context(followed(recorder, stages, run.staging.splits_backward))
+        stack.enter_context(fake)
+        stack.enter_context(recorder)
+        recorder.active = True
+        _hold(train_step, recorder)
+        if train_step.world.layout.only_replicated and train_step.world.layout.devices > 1:
+            _sum_replicas(train_step, recorder)
+        shape = (run.microbatches, run.microbatch_rows, run.training.seq_len)
+        tokens, targets = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        documents = torch.zeros(shape, dtype=torch.int64) if run.dataset.mask_documents else None
+        train_step.backward(Microbatches(tokens, targets, documents=documents), 1.0)
+        for parameter in train_step.parameters():
+            if parameter.grad is not None:
+                recorder.label(parameter.grad, "gradients")
+        recorder.region = UPDATE
+        train_step.norm()
+        train_step.optimizer.step()
+        train_step.optimizer.zero_grad(set_to_none=True)
+        recorder.active = False
+
+
+def _create_states(train_step: TrainStep) -> None:
+    for parameter in train_step.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    train_step.optimizer.step()
+    train_step.optimizer.zero_grad(set_to_none=True)
+
+
+def _hold(train_step: TrainStep, recorder: Recorder) -> None:
+    """Record weights and optimizer state as what is in memory before the step."""
+    named = list(train_step.named_parameters())
+    blocks = {id(parameter): _block(name) for name, parameter in named}
+    recorder.hold(((parameter, blocks[id(parameter)]) for _, parameter in named), "weights")
+    for parameter, state in train_step.optimizer.state.items():
+        tensors = [value for value in state.values() if isinstance(value, Tensor)]
+        recorder.hold(((value, blocks.get(id(parameter), NONE)) for value in tensors), "optimizer")
+
+
+def _block(name: str) -> int:
+    """Return the block of a parameter by its name in the whole model."""
+    first, _, rest = name.partition(".")
+    return int(rest.partition(".")[0]) if first == "layers" else NONE
+
+
+def _blocks(train_step: TrainStep) -> dict[int, int]:
+    """Return the block of each module, by the module's id."""
+    return {
+        id(module): int(name)
+        for stage in train_step.stages
+        for name, block in stage.model.layers.items()
+        for module in block.modules()
+    }
+
+
+def _sum_replicas(train_step: TrainStep, recorder: Recorder) -> None:
+    """Do what DDP, which is not Python, does: keep gradients in buckets, and sum each while backward continues."""
+    group = train_step.world.group("replicate")
+    ranks = dist.get_process_group_ranks(group)
+    waiting: list[float] = []
+
+    def ready(parameter: Tensor) -> None:
+        waiting.append(parameter.numel() * parameter.element_size())
+        if sum(waiting) >= BUCKET or parameter is last:
+            issued = recorder.next_key()
+            recorder.add("record", key=issued)
+            recorder.add("wait", key=issued, stream="reduce-scatter")
+            shape = (len(ranks), ranks[1] - ranks[0])
+            recorder.add("collective", name="all-reduce", size=sum(waiting), shape=shape, stream="reduce-scatter")
+            waiting.clear()
+        if parameter is last:
+            done = recorder.next_key()
+            recorder.add("record", key=done, stream="reduce-scatter")
+            recorder.add("wait", key=done)
+
+    parameters = [p for p in train_step.parameters() if p.requires_grad]
+    last = parameters[0]  # the embedding, whose gradient is computed last
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+        recorder.label(parameter.grad, "gradients")
+        parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+
+
+def _streams(world: mesh.World) -> dict[str, str]:
+    """Return the stream of each dimension's group, by the list of its ranks as text."""
+    groups = {name: world.group(name) for name in ("pipeline", "replicate", "shard", "tensor")}
+    groups["context"] = world.context
+    return {str(dist.get_process_group_ranks(group)): name for name, group in groups.items() if group is not None}
+
+
+def _world(run: Run, rank: int) -> mesh.World:
+    size = run.layout.devices
+    rank_info, device = RankInfo(rank, size, rank % 8, ""), torch.device("cpu")
+    if size == 1:
+        return mesh.World(rank_info, run.layout, device)
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    return mesh.build_world(rank_info, run.layout, device)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """The tensors that the GPU kernel of RMSNorm saves and returns, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        _, weight, _ = ctx.saved_tensors
+        return grads[0] * 1.0, weight * 1.0
+
+
+def _fused_norm(x: Tensor, shape: Any, weight: Tensor, eps: float) -> Tensor:
+    out: Tensor = _FusedNorm.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out

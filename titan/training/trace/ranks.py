@@ -1,0 +1,88 @@
+"""Traces one rank of each pipeline rank of a run, each in a process of its own, from a short version of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import time
+
+import torch
+
+from titan.estimate.operations import Speeds
+from titan.estimate.traced.compose import MICROBATCHES, UNITS, composed
+from titan.estimate.traced.events import Trace
+from titan.estimate.traced.result import RankResult, Traced, rank_result, result
+from titan.run.run import Run
+from titan.training.trace.rank import trace
+
+
+def traced(run: Run, speeds: Speeds, *, whole: bool = False) -> Traced:
+    """Trace a step of the first rank of each pipeline rank.
+
+    Args:
+        run: on any number of ranks.
+        speeds: of its devices.
+        whole: trace all blocks and micro-batches instead of composing them from a few.
+    """
+    start = time.perf_counter()
+    ranks = [number * run.layout.devices // run.layout.pipeline for number in range(run.layout.pipeline)]
+    context, workers = multiprocessing.get_context("fork"), min(len(ranks), os.cpu_count() or 1)
+    # one task for each process: process groups of a second trace would have other names, which DTensor's caches lack
+    with context.Pool(workers, torch.set_num_threads, (1,), maxtasksperchild=1) as pool:
+        found = pool.starmap(_result, [(run, speeds, rank, whole) for rank in ranks], chunksize=1)
+    return result(run, run.layout, run.microbatches, speeds, found, time.perf_counter() - start)
+
+
+def _result(run: Run, speeds: Speeds, rank: int, whole: bool) -> RankResult:
+    return rank_result(run, run.layout, speeds, rank_trace(run, rank, whole=whole))
+
+
+def rank_trace(run: Run, rank: int, *, whole: bool = False) -> Trace:
+    """Return the trace of a rank, composed from a short one where its blocks allow it; see `traced`."""
+    given, device = eager(run), run.machine.device
+    if whole or not _repeats(run):
+        return trace(given, rank, device)
+    short = trace(shortened(given), rank, device)
+    blocks = {stage: run.staging.layers[stage] for stage in short.blocks}
+    return composed(short, blocks, _period(run), run.microbatches)
+
+
+def _repeats(run: Run) -> bool:
+    """Whether blocks do the same one after another.
+
+    They do not where weights are gathered further ahead than the next block's, where DDP sums buckets of several
+    blocks' gradients, and where a schedule separates backward for weights, which torch computes for one after another.
+    """
+    return not (run.parallelism.prefetch > 1 or run.layout.only_replicated or run.staging.splits_backward)
+
+
+def eager(run: Run) -> Run:
+    """Return the run without what a trace can't execute: compilation, and matmuls in eight bits."""
+    how = dataclasses.replace(run.parallelism, async_tensor=False)
+    precision = dataclasses.replace(run.precision, matmuls="compute").plain()
+    compiling = dataclasses.replace(run.compile, scope="off")
+    return dataclasses.replace(run, compile=compiling, parallelism=how, precision=precision)
+
+
+def shortened(run: Run) -> Run:
+    """Return the run with as few blocks and micro-batches as their composition needs."""
+    layers, start = [], 0
+    for first, end in run.staging.layers:
+        count = end - first
+        if count // _period(run) > UNITS:
+            count = UNITS * _period(run) + count % _period(run)
+        layers.append((start, start + count))
+        start += count
+    staging = dataclasses.replace(run.staging, layers=tuple(layers))
+    short = dataclasses.replace(run, staging=staging, model=dataclasses.replace(run.model, layers=start))
+    if run.layout.pipeline > 1 or run.microbatches <= MICROBATCHES:
+        return short
+    tokens = MICROBATCHES * run.microbatch_rows * run.layout.data_ranks * run.training.seq_len
+    training = dataclasses.replace(run.training, global_batch=tokens)
+    return dataclasses.replace(short, microbatches=MICROBATCHES, training=training)
+
+
+def _period(run: Run) -> int:
+    """Return the number of blocks after which what a block does repeats."""
+    return run.memory.every if run.memory.checkpointing == "every_n" else 1

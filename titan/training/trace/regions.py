@@ -1,0 +1,145 @@
+"""Sets the region of a trace by hooks on the blocks of a model and on the actions of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils import checkpoint
+
+from titan.estimate.traced.events import AFTER, BEFORE, NONE, Region
+from titan.parallelism.pipeline import runtime
+from titan.training.trace.recorder import OUTSIDE, Recorder
+from titan.training.train_step import GradAccumulation, Stage
+
+
+class Regions:
+    """Follows one stage through its micro-batches."""
+
+    def __init__(self, recorder: Recorder, stage: Stage, number: int, split: bool) -> None:
+        """Set hooks on a stage.
+
+        Args:
+            recorder: whose region is set.
+            stage: of this rank.
+            number: of the stage.
+            split: whether the schedule separates backward for inputs and for weights.
+        """
+        self.recorder, self.number, self.split = recorder, number, split
+        self.microbatch = -1
+        first = int(next(iter(stage.model.layers)))
+        stage.register_forward_pre_hook(self._begins)
+        for index, block in enumerate(stage.model.blocks(), first):
+            block.register_forward_pre_hook(self._enters(index, first))
+            block.register_forward_hook(self._leaves(index))
+        if stage.model.head is not None:
+            stage.model.head.register_forward_pre_hook(self._head)
+        stage.register_forward_hook(self._ends)
+
+    def _set(self, action: str, microbatch: int, block: int) -> None:
+        self.recorder.region = Region(action, self.number, microbatch, block)
+
+    def _backward(self, microbatch: int, block: int) -> Callable[[Tensor], None]:
+        def reached(grad: Tensor) -> None:
+            if not self.split:
+                self._set("B", microbatch, block)
+
+        return reached
+
+    def _begins(self, *_: Any) -> None:
+        self.microbatch += 1
+        self._set("F", self.microbatch, BEFORE)
+
+    def _enters(self, index: int, first: int) -> Callable[..., None]:
+        def enter(_: Any, args: Any) -> None:
+            self._set("F", self.microbatch, index)
+            if index == first and args[0].requires_grad:
+                _on_gradient(args[0], self._backward(self.microbatch, BEFORE))
+
+        return enter
+
+    def _leaves(self, index: int) -> Callable[..., None]:
+        def leave(_: Any, __: Any, hidden: Tensor) -> None:
+            if hidden.requires_grad:
+                _on_gradient(hidden, self._backward(self.microbatch, index))
+
+        return leave
+
+    def _head(self, *_: Any) -> None:
+        self._set("F", self.microbatch, AFTER)
+
+    def _ends(self, _: Any, __: Any, out: Tensor) -> None:
+        if out.requires_grad and out.dim() == 0:
+            _on_gradient(out, self._backward(self.microbatch, AFTER))
+
+
+def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call a hook when the gradient of a tensor has been computed."""
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def followed(recorder: Recorder, stages: dict[int, Stage], split: bool) -> Iterator[None]:
+    """Set the region while a step runs.
+
+    Args:
+        recorder: whose region is set.
+        stages: of this rank, by their number.
+        split: see `Regions`.
+    """
+    for number, stage in stages.items():
+        Regions(recorder, stage, number, split)
+
+    def action(kind: Callable[[dict[str, Any]], str], function: Any) -> Any:
+        def run(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            recorder.region = Region(kind(kwargs), stage.stage_index, chunk, NONE)
+            try:
+                return function(stage, chunk, *args, **kwargs)
+            finally:
+                recorder.region = OUTSIDE
+
+        return run
+
+    kinds: dict[str, Callable[[dict[str, Any]], str]] = {
+        "forward_one_chunk": lambda given: "F",
+        "backward_one_chunk": lambda given: "B" if given.get("full_backward", True) else "I",
+        "backward_weight_one_chunk": lambda given: "W",
+    }
+    with ExitStack() as stack:
+        runner = GradAccumulation.backward
+        stack.enter_context(mock.patch.object(GradAccumulation, "backward", _then_outside(recorder, runner)))
+        stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", _recomputing(recorder)))
+        for name, kind in kinds.items():
+            original = getattr(runtime._Stage, name)
+            stack.enter_context(mock.patch.object(runtime._Stage, name, action(kind, original)))
+        yield
+
+
+def _then_outside(recorder: Recorder, function: Any) -> Any:
+    """Return a function after which the region is that of no block: gradients of all blocks are summed then."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        recorder.region = OUTSIDE
+        return result
+
+    return run
+
+
+def _recomputing(recorder: Recorder) -> type:
+    """Return the context in which torch computes a checkpointed block again, which says so to the recorder."""
+    original: Any = checkpoint._recomputation_hook
+
+    class Recomputing(original):  # type: ignore[misc]
+        def __enter__(self) -> Any:
+            recorder.recomputing = True
+            return super().__enter__()
+
+        def __exit__(self, *args: Any) -> Any:
+            recorder.recomputing = False
+            return super().__exit__(*args)
+
+    return Recomputing
