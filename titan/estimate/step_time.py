@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -95,7 +95,8 @@ def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds,
     nodes = max(1, layout.devices // speeds.per_node)
     slower = 1 + speeds.per_doubling * math.log2(nodes)
     scaled = {cause: slower * parts[cause] for cause in CAUSES if parts[cause]}
-    return StepTime(scaled, recipe.training.global_batch, layout.devices, tuple(spans))
+    timed = tuple(replace(span, start=slower * span.start, end=slower * span.end) for span in spans)
+    return StepTime(scaled, recipe.training.global_batch, layout.devices, timed)
 
 
 @dataclass(frozen=True)
