@@ -9,7 +9,8 @@ import pytest
 
 from tests.support import shown_report
 from titan.report.findings import Comparison
-from titan.report.render.html import POLICY, page
+from titan.report.render.html import page
+from titan.report.render.template import POLICY
 
 VOID = {"meta", "rect", "path", "br", "link", "img"}
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
