@@ -17,6 +17,7 @@ from launchers.command import plan_command
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import setting
 from titan.console import output
+from titan.console.text import redact
 from titan.errors import ConfigError, RunError, exit_code
 from titan.estimate import overhead, search
 from titan.estimate import plan as estimate
@@ -86,10 +87,10 @@ def _main(given: list[str]) -> int:
     files = arguments(Output, [text for text in given if text.startswith(TO)]).files()
     _check_files(files)
     rest = [text for text in given if not text.startswith((PREFIX, TO))]
-    made = f"{datetime.now():%Y-%m-%d %H:%M}: {shlex.join(['python', '-m', 'titan.plan', *given])}"
+    made = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *given]))}"
     return plan_command(
         rest,
-        lambda run: _plan(run, settings, files, tuple(rest), made),
+        lambda run: _plan(run, settings, files, tuple(map(redact, rest)), made),
         lambda trials: _plan_trials(trials, files, made),
     )
 

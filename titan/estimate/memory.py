@@ -266,6 +266,8 @@ class _RankMemory:
         stage = self.stages[state.stage]
         if state.kind == "F":
             yield self._before_forward(stage, state, saved - self._saved(stage))
+            if stage.last:
+                yield self._blocks_done(stage, saved, state.has_grads)
         yield from self._phases_of(state.kind, stage, saved, state.has_grads)
 
     def end_of_step(self) -> Iterator[Usage]:
@@ -319,6 +321,16 @@ class _RankMemory:
             gradients=self._gradients(0.0, state.has_grads),
             communication=self._not_freed(self.stages.values(), state.has_grads),
             gathered=gathered,
+        )
+
+    def _blocks_done(self, stage: Stage, saved: float, has_grads: bool) -> Usage:
+        """Return what is in memory between the forward passes of the last block and of the head."""
+        return self._always().plus(
+            "forward of the blocks",
+            activations=saved - self.head.kept - self.head_cast,
+            gradients=self._gradients(0.0, has_grads),
+            communication=self._not_freed(self.stages.values(), has_grads),
+            gathered=self._gathered(1, len(stage.layers)),
         )
 
     def _forward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:

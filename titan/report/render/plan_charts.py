@@ -101,7 +101,8 @@ def _time_axis(frame: Frame, unit: str) -> str:
 def _fall(frame: Frame, row: int, cause: str, start: float, end: float, total: float) -> str:
     colour = next(colour for colour, causes in GROUPS.values() if cause in causes)
     top, left, right = TOP + ROW * row, frame.x.at(start), frame.x.at(end)
-    words = f"{rounded(end - start)} ({(end - start) / total:.0%})"
+    share = (end - start) / total
+    words = f"{rounded(end - start)} ({f'{share:.0%}' if share >= 0.005 else '<1%'})"
     return (
         svg.text(frame.x.start - 10, top + 17, cause, "end", "name")
         + f'<rect class="bar {colour}" x="{left:.2f}" y="{top + 4:.1f}" width="{max(1.0, right - left):.2f}" '
@@ -144,13 +145,14 @@ def timetable(step: StepTime) -> Chart | None:
     used = {span.action.kind for span in step.spans}
     keys = [Key(colour, name) for kind, (colour, name) in KINDS.items() if kind in used] + [Key("idle", "idle")]
     drawing = svg.picture(frame, "Timetable of the pipeline", _time_axis(frame, unit) + rows)
-    return Chart("Timetable of the pipeline", _timetable_caption(step, ranks, many), legend(keys) + drawing)
+    numbered = 'class="inside"' in drawing
+    return Chart("Timetable of the pipeline", _timetable_caption(step, ranks, numbered), legend(keys) + drawing)
 
 
-def _timetable_caption(step: StepTime, ranks: int, many: bool) -> str:
+def _timetable_caption(step: StepTime, ranks: int, numbered: bool) -> str:
     busy = sum(span.end - span.start for span in step.spans)
     idle = 1 - busy / ranks / max(span.end for span in step.spans)
-    numbers = "" if many else " Numbers are micro-batches."
+    numbers = " Numbers are micro-batches." if numbered else ""
     return (
         f"When each of {plural(ranks, 'pipeline rank')} computes; on average a rank is idle {idle:.0%} of this time. "
         f"Gathers of weights, reductions of gradients and the optimizer come on top.{numbers}"

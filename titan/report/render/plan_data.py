@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from titan.console.numbers import plural, rounded
-from titan.console.progress import duration
 from titan.estimate.memory import GIB
 from titan.estimate.plan import SECONDS_PER_DAY, Figure, Plan
 from titan.estimate.search import Found, Result, override_of
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
 
 INTERVALS = "nine in ten published runs that the fit has not seen lie within"
 """What the interval of a figure is."""
+UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
+"""Units of a run's time, and how many days they have."""
 TRAIN = "python -m titan.train"
 
 
@@ -90,12 +91,11 @@ def shown(name: str, figure: Figure, unit: str = "", note: str = "") -> Shown:
 
 
 def run_time(plan: Plan) -> Shown:
-    """Return the time of the whole run: in days from one day on."""
-    days = plan.days
-    if days.value >= 1:
-        return shown("run", days, "days")
-    value, low, high = (duration(SECONDS_PER_DAY * part) for part in days)
-    return Shown("run", value, "", f"{low} to {high}")
+    """Return the time of the whole run, in the largest unit of which it takes one."""
+    unit, days = next(
+        ((unit, days) for unit, days in UNITS.items() if plan.days.value >= days), ("s", 1 / SECONDS_PER_DAY)
+    )
+    return shown("run", plan.days.scaled(1 / days), unit)
 
 
 def memory(plan: Plan) -> Shown:

@@ -36,15 +36,16 @@ CATEGORIES = {
     "allocator": ("rest", "allocator: reserved, not usable"),
 }
 """The colour and the name of each category, in the order of the stack."""
-POINTS = 900
+POINTS = 700
 """Most points of the chart over a step."""
 FAR = 2.5
 """A limit this many times as large as the peak is beyond the scale."""
 SMALL = 0.005
 """GiB below which a category is not listed."""
 WEIGHT = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
-"""The width of an action in a chart that is not to scale; the end of the step takes `END`."""
-END = 0.35
+"""The width of an action in a chart that is not to scale."""
+END, HEAD = 0.35, 0.08
+"""The width of the end of a step, and the part of a forward pass that is the head's."""
 
 
 class Moment(NamedTuple):
@@ -129,14 +130,22 @@ def _in_order(steps: Steps) -> Course:
 
 
 def _placed(phases: Sequence[Usage], start: float, end: float, flat: bool) -> Iterator[Moment]:
-    """Yield phases evenly from start to end; `flat` ones and single ones have the same memory until the next."""
-    flat = flat or len(phases) == 1
-    wide = (end - start) / (len(phases) if flat else len(phases) - 1)
-    for k, usage in enumerate(phases):
+    """Yield phases from start to end; `flat` ones have the same memory until the next."""
+    places = _places(phases, flat)
+    for usage, place, after in zip(phases, places, [*places[1:], 1.0], strict=True):
         gib = {name: max(0.0, size) / GIB for name, size in usage.parts.items()}
-        yield Moment(start + k * wide, gib, usage.phase)
+        yield Moment(start + place * (end - start), gib, usage.phase)
         if flat:
-            yield Moment(start + (k + 1) * wide, gib, usage.phase)
+            yield Moment(start + after * (end - start), gib, usage.phase)
+
+
+def _places(phases: Sequence[Usage], flat: bool) -> list[float]:
+    """Return where phases are between the start and the end of an action: evenly, but for the head's forward."""
+    if flat or len(phases) == 1:
+        return [k / len(phases) for k in range(len(phases))]
+    if len(phases) == 3 and phases[0].phase == "start of forward":
+        return [0.0, 1 - HEAD, 1.0]
+    return [k / (len(phases) - 1) for k in range(len(phases))]
 
 
 def _thinned(moments: list[Moment]) -> list[Moment]:
