@@ -91,7 +91,7 @@ def _main(given: list[str]) -> int:
     return plan_command(
         rest,
         lambda run: _plan(run, settings, files, tuple(map(redact, rest)), made),
-        lambda trials: _plan_trials(trials, files, made),
+        lambda trials: _plan_trials(trials, settings, files, made),
     )
 
 
@@ -122,8 +122,10 @@ def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str,
     return 0
 
 
-def _plan_trials(trials: Sequence[Any], files: Sequence[Path], made: str) -> list[int]:
+def _plan_trials(trials: Sequence[Any], settings: Settings, files: Sequence[Path], made: str) -> list[int]:
     """Print one line per trial of a sweep, and write their figures."""
+    if settings.search:
+        raise ConfigError("plan.search=true: searches layouts of one run; leave out -m.")
     plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
     labels = [t.label for t in trials]
     print(plan_text.grid_text(labels, plans), end="")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support.page_reader import Reader
+from titan.console.numbers import rounded
 from titan.estimate import overhead, search
 from titan.estimate.plan import Plan, plan
 from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
@@ -156,7 +157,7 @@ def test_memory_over_the_step_has_the_peak_and_the_limit(name: str) -> None:
     (peak,) = re.findall(r'<circle class="peak"[^>]* cy="([\d.]+)"', html)
     (limit,) = re.findall(r'<path class="level" d="M[\d.]+ ([\d.]+)H', html)
     assert (340 - float(limit)) / (340 - float(peak)) == pytest.approx(1.5, rel=0.01)
-    assert f"peak {planned.fullest.gib:.1f} GiB: {planned.fullest.phase}" in html
+    assert f"peak {rounded(planned.fullest.gib)} GiB: {planned.fullest.phase}" in html
     areas = re.findall(r'<path class="bar \w+" d="M([^"]*)z"', html)
     tops = [min(float(point.split(",")[1]) for point in re.split("L", area)) for area in areas]
     assert min(tops) == pytest.approx(float(peak), abs=0.11) and len(areas) >= 6

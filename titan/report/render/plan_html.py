@@ -124,7 +124,7 @@ def _change(outcome: Outcome, result: Result) -> list[str]:
         " ".join(outcome.overrides(result)),
         f"{rounded(result.step.seconds)} s",
         f"{1 + outcome.gain(result):.2f}x",
-        f"{result.gib:.1f} GiB",
+        f"{rounded(result.gib)} GiB",
     ]
 
 
@@ -147,7 +147,7 @@ def _result(outcome: Outcome, name: str, result: Result) -> list[str]:
         name,
         f"{rounded(result.step.seconds)} s",
         f"{1 + outcome.gain(result):.2f}x",
-        f"{result.gib:.1f} GiB",
+        f"{rounded(result.gib)} GiB",
         largest_loss(result.step),
         outcome.command(result),
     ]

@@ -77,7 +77,7 @@ def over_step(plan: Plan, rank: int, steps: Steps) -> Chart:
     course = _in_seconds(plan, rank, steps) if plan.step.spans else _in_order(steps)
     moments = _thinned(course.moments)
     peak = max(moments, key=lambda moment: moment.total)
-    limit = plan.memory_gib if plan.memory_gib and plan.memory_gib <= FAR * peak.total else None
+    limit = _near_limit(plan)
     top = 1.08 * max(peak.total, limit or 0.0)
     frame = Frame(Scale(moments[0].x, moments[-1].x, 78, WIDTH - 20), Scale(0, top, 340, 40), WIDTH, HEIGHT)
     body = _axes(frame, course) + "".join(_layers(frame, moments)) + _limit(frame, limit, peak) + _peak(frame, peak)
@@ -92,6 +92,11 @@ def _over_caption(plan: Plan, rank: int, limit: float | None, course: Course) ->
     more = "; later micro-batches repeat the second" if len(course.bands) > 4 else ""
     far = "" if limit or plan.memory_gib is None else f" A device has {plan.memory_gib:.1f} GiB, beyond the scale."
     return f"{which}, GiB by category over one step ({scale}{more}).{far}"
+
+
+def _near_limit(plan: Plan) -> float | None:
+    """Return the GiB of a device; None where unknown or so large that the rest would be too small to see."""
+    return plan.memory_gib if plan.memory_gib and plan.memory_gib <= FAR * plan.fullest.gib else None
 
 
 def _in_seconds(plan: Plan, rank: int, steps: Steps) -> Course:
@@ -210,7 +215,7 @@ def _peak(frame: Frame, peak: Moment) -> str:
     """Return the mark of the peak, with its phase."""
     x, y = frame.x.at(peak.x), frame.y.at(peak.total)
     right = _is_right(frame, peak)
-    words = f"peak {peak.total:.1f} GiB: {peak.phase}"
+    words = f"peak {rounded(peak.total)} GiB: {peak.phase}"
     label = svg.text(x - 8 if right else x + 8, y - 7, words, "end" if right else "start", "halo")
     return f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4"/>{label}'
 
@@ -240,9 +245,10 @@ def by_rank(plan: Plan) -> Chart | None:
     """Return the peak of each pipeline rank by category; None without a pipeline."""
     if len(plan.memory) == 1:
         return None
-    most = max([usage.gib for usage in plan.memory] + ([plan.memory_gib] if plan.memory_gib else []))
-    rows = "".join(_rank_row(rank, usage, most, plan.memory_gib) for rank, usage in enumerate(plan.memory))
-    of = "" if plan.memory_gib is None else " The line is the memory of a device."
+    limit = _near_limit(plan)
+    most = max(plan.fullest.gib, limit or 0.0)
+    rows = "".join(_rank_row(rank, usage, most, limit) for rank, usage in enumerate(plan.memory))
+    of = "" if limit is None else " The line is the memory of a device."
     return Chart(
         "Memory by pipeline rank",
         f"The peak of each rank by category, in GiB.{of}",
@@ -258,7 +264,7 @@ def _rank_row(rank: int, usage: Usage, most: float, limit: float | None) -> str:
         shapes += _rect(start, end, colour) if end > start else ""
         start = end
     shapes += f'<path d="M{100 * limit / most:.2f} 0v16"/>' if limit else ""
-    return _row(f"rank {rank}", shapes, f"{usage.gib:.1f} GiB", usage.phase)
+    return _row(f"rank {rank}", shapes, f"{rounded(usage.gib)} GiB", usage.phase)
 
 
 def _rect(start: float, end: float, colour: str) -> str:
@@ -311,7 +317,7 @@ def _device_line(frame: Frame, limit: float | None) -> str:
 
 
 def _dot(frame: Frame, spot: Spot, kind: str) -> str:
-    title = f"{rounded(spot.x)} tokens/s per device, {spot.y:.1f} GiB"
+    title = f"{rounded(spot.x)} tokens/s per device, {rounded(spot.y)} GiB"
     x, y = frame.x.at(spot.x), frame.y.at(spot.y)
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="6"><title>{title}</title></circle>'
 

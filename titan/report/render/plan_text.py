@@ -40,11 +40,11 @@ def text(outcome: Outcome) -> str:
 def _memory(plan: Plan) -> list[str]:
     lines = [f"memory       {memory(plan).line()} at the peak of the fullest rank ({plan.fullest.phase})"]
     lines += _bars(parts_of(plan), "GiB")
-    each = [f"{usage.gib:.1f}" for usage in plan.memory]
+    each = [usage.gib for usage in plan.memory]
     if len(each) > STAGES:
-        lines.append(f"  by stage   {min(each, key=float)} to {max(each, key=float)} GiB")
+        lines.append(f"  by stage   {rounded(min(each))} to {rounded(max(each))} GiB")
     elif len(each) > 1:
-        lines.append(f"  by stage   {', '.join(each)} GiB")
+        lines.append(f"  by stage   {', '.join(map(rounded, each))} GiB")
     return lines
 
 
@@ -69,7 +69,7 @@ def _speed(outcome: Outcome) -> list[str]:
     cost = "" if plan.cost is None else f", cost {shown('', plan.cost).line()}"
     hours = shown("", plan.device_hours, "device-hours")
     return [
-        f"speed        {per_device.line()}, {plan.tflops.value:.0f} TFLOP/s{mfu}",
+        f"speed        {per_device.line()}, {rounded(plan.tflops.value)} TFLOP/s{mfu}",
         f"run          {plan.steps:,} steps, {tokens} tokens: {run_time(plan).line()}, {hours.line()}{cost}",
         f"checkpoint   {rounded(plan.checkpoint_bytes / GIB)} GiB",
         f"intervals    (low to high): {INTERVALS}",
@@ -78,7 +78,7 @@ def _speed(outcome: Outcome) -> list[str]:
 
 def _changes(outcome: Outcome) -> list[str]:
     return [
-        f"{' '.join(outcome.overrides(result)):<60} {outcome.gain(result):+.0%}, {result.gib:.1f} GiB"
+        f"{' '.join(outcome.overrides(result)):<60} {outcome.gain(result):+.0%}, {rounded(result.gib)} GiB"
         for result in outcome.faster
     ] or ["no single change"]
 
