@@ -54,8 +54,8 @@ def test_a_script_composes_with_the_api(site: Path, tmp_path: Path) -> None:
     assert done.stdout == "6\n", done.stderr
 
 
-def test_the_page_of_a_comparison_has_its_styles(site: Path, tmp_path: Path) -> None:
-    files = "('page.css', 'page.js', 'page.html.jinja')"
-    read = f"from titan.report.render import html; print(*(len(html._file(file)) for file in {files}))"
+def test_pages_have_their_templates_and_styles(site: Path, tmp_path: Path) -> None:
+    files = "('page.css', 'page.js', 'page.html.jinja', 'parts.html.jinja', 'plan.css', 'plan.html.jinja')"
+    read = f"from titan.report.render.template import content; print(*(len(content(file)) for file in {files}))"
     done = python(site, tmp_path, "-c", read)
     assert done.returncode == 0 and all(int(size) > 500 for size in done.stdout.split()), done.stderr

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +17,13 @@ from launchers.command import plan_command
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import setting
 from titan.console import output
+from titan.console.text import redact
 from titan.errors import ConfigError, RunError, exit_code
+from titan.estimate import overhead, search
 from titan.estimate import plan as estimate
-from titan.estimate import search
 from titan.files.atomic import write_atomic
 from titan.report.render import plan_text
+from titan.report.render.plan_data import Outcome
 from titan.run.resolve import resolve
 
 if TYPE_CHECKING:
@@ -30,7 +35,7 @@ Predict memory, speed and cost of a run: python -m titan.plan [OVERRIDES OF tita
   python -m titan.plan model=llama8b parallelism=fsdp cluster=h100         one run on eight H100
   python -m titan.plan recipe=bench_405b_512 plan.search=true              a faster layout on the same devices
   python -m titan.plan -m model=llama1b parallelism=ddp,fsdp cluster=h100  a sweep, one line per trial
-  python -m titan.plan recipe=train_8b to=plan.json                        all figures
+  python -m titan.plan recipe=train_8b to=[plan.html,plan.json]            charts as a page, and all figures
 
 Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and starts nothing.
 
@@ -40,8 +45,10 @@ Settings and their defaults:
 
 Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
 """
-PREFIX = "plan."
-"""Begins the settings of this command."""
+PREFIX, TO = "plan.", "to="
+"""Begin the settings of this command."""
+FORMATS = (".html", ".json")
+"""Of files that it writes."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,20 @@ class Settings:
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
 
 
+@dataclass(frozen=True)
+class Output:
+    """Where `python -m titan.plan` writes to."""
+
+    to: str | tuple[str, ...] | None = setting(
+        None, "files to write: .html (charts) or .json (all figures); null: none"
+    )
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files to write."""
+        names = [self.to] if isinstance(self.to, str) else self.to or ()
+        return tuple(Path(name).expanduser() for name in names)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
@@ -59,49 +80,74 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(given: list[str]) -> int:
-    if shows([g for g in given if g in ("-h", "--help", "--version")], HELP.format(settings=_settings_help())):
+    help_text = HELP.format(settings=f"{describe(Settings, PREFIX)}\n{describe(Output)}")
+    if shows([g for g in given if g in ("-h", "--help", "--version")], help_text):
         return 0
-    own = [text.removeprefix(PREFIX) for text in given if text.startswith(PREFIX)]
-    files = [Path(text.removeprefix("to=")) for text in given if text.startswith("to=")]
-    settings = arguments(Settings, own)
+    settings = arguments(Settings, [text.removeprefix(PREFIX) for text in given if text.startswith(PREFIX)])
+    files = arguments(Output, [text for text in given if text.startswith(TO)]).files()
     _check_files(files)
-    rest = [text for text in given if not text.startswith((PREFIX, "to="))]
-    return plan_command(rest, lambda run: _plan(run, settings, files), _plan_trials)
-
-
-def _settings_help() -> str:
-    lines = describe(Settings).splitlines()
-    return "\n".join([*(f"  {PREFIX}{line.strip()}" for line in lines), "  to=                  a file: .json"])
+    rest = [text for text in given if not text.startswith((PREFIX, TO))]
+    made = f"{datetime.now():%Y-%m-%d %H:%M}: {redact(shlex.join(['python', '-m', 'titan.plan', *given]))}"
+    return plan_command(
+        rest,
+        lambda run: _plan(run, settings, files, tuple(map(redact, rest)), made),
+        lambda trials: _plan_trials(trials, settings, files, made),
+    )
 
 
 def _check_files(files: Sequence[Path]) -> None:
+    """Raise ConfigError when a file can't be written, before any work."""
     for file in files:
-        if file.suffix != ".json":
-            raise ConfigError(f"to={file}: the format is not known; give a file whose name ends in .json.")
-        if not file.parent.is_dir():
-            raise ConfigError(f"to={file}: there is no directory {file.parent}; give another file.")
+        if file.suffix not in FORMATS:
+            raise ConfigError(f"to={file}: unknown file format; use one of {', '.join(FORMATS)}.")
+        if file.is_dir() or not file.parent.is_dir():
+            what = "is a directory" if file.is_dir() else f"there is no directory {file.parent}"
+            raise ConfigError(f"to={file}: {what}; give another file.")
+        if file.suffix == ".html" and importlib.util.find_spec("jinja2") is None:
+            raise ConfigError(f"to={file}: needs jinja2, which is not installed: pip install 'titan[compare]'.")
 
 
-def _plan(run: Run, settings: Settings, files: Sequence[Path]) -> int:
+def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str, ...], made: str) -> int:
+    def accepts(candidate: search.Candidate) -> bool:
+        return _accepted(run, candidate)
+
     planned = estimate.plan(run, run.layout, run.microbatches, run.machine)
-    changes = search.best_changes(run, run.layout, run.microbatches, run.machine, accepts=lambda c: _accepted(run, c))
-    print(plan_text.text(run, planned, changes), end="")
+    changes = search.best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts)
     found = None
     if settings.search:
-        found = search.search(
-            run, run.layout.devices, run.machine, keep=settings.keep, accepts=lambda c: _accepted(run, c)
-        )
-        print(plan_text.search_text(run, planned, found), end="")
-    for file in files:
-        _write(file, plan_text.as_json(planned, found))
+        found = search.search(run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts)
+    outcome = Outcome(run, planned, changes, found, given)
+    print(plan_text.text(outcome), end="")
+    _write_all(files, {".json": lambda: plan_text.as_json(outcome), ".html": lambda: _page(outcome, made)})
     return 0
 
 
-def _plan_trials(trials: Sequence[Any]) -> list[int]:
-    """Print one line per trial of a sweep."""
+def _plan_trials(trials: Sequence[Any], settings: Settings, files: Sequence[Path], made: str) -> list[int]:
+    """Print one line per trial of a sweep, and write their figures."""
+    if settings.search:
+        raise ConfigError("plan.search=true: searches layouts of one run; leave out -m.")
     plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
-    print(plan_text.grid_text([t.label for t in trials], plans), end="")
+    labels = [t.label for t in trials]
+    print(plan_text.grid_text(labels, plans), end="")
+    _write_all(
+        files, {".json": lambda: plan_text.grid_json(labels, plans), ".html": lambda: _grid_page(labels, plans, made)}
+    )
     return [0] * len(trials)
+
+
+def _page(outcome: Outcome, made: str) -> str:
+    from titan.report.render.plan_html import page
+
+    run = outcome.run
+    rank = max(range(len(outcome.plan.memory)), key=lambda rank: outcome.plan.memory[rank].bytes)
+    steps = overhead.memory_over_step(run, run.layout, run.microbatches, rank, run.machine.device)
+    return page(outcome, rank, steps, made)
+
+
+def _grid_page(labels: Sequence[str], plans: Sequence[estimate.Plan], made: str) -> str:
+    from titan.report.render.plan_html import grid_page
+
+    return grid_page(labels, plans, made)
 
 
 def _accepted(run: Run, candidate: search.Candidate) -> bool:
@@ -115,12 +161,16 @@ def _accepted(run: Run, candidate: search.Candidate) -> bool:
     return True
 
 
-def _write(file: Path, content: dict[str, Any]) -> None:
-    try:
-        write_atomic(file, json.dumps(content, indent=1) + os.linesep)
-    except OSError as error:
-        raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
-    print(f"written: {file}")
+def _write_all(files: Sequence[Path], contents: Mapping[str, Callable[[], Any]]) -> None:
+    """Write each file with what its format takes: text, or plain data as JSON."""
+    for file in files:
+        content = contents[file.suffix]()
+        text = content if isinstance(content, str) else json.dumps(content, indent=1) + os.linesep
+        try:
+            write_atomic(file, text)
+        except OSError as error:
+            raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
+        print(f"written: {file}")
 
 
 def cli() -> None:

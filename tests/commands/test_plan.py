@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -48,24 +50,32 @@ def test_a_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert len(json.loads(file.read_text())["search"]["best"]) == 3
 
 
-def test_a_grid_is_planned_and_leaves_nothing(
+def test_a_grid_is_planned_and_leaves_nothing_but_its_files(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert plan.main(["-m", *RUN[:3], *RUN[4:], "parallelism=ddp,fsdp", "name=grid"]) == 0
+    assert plan.main(["-m", *RUN[:3], *RUN[4:], "parallelism=ddp,fsdp", "name=grid", "to=[g.html,g.json]"]) == 0
     out = capsys.readouterr().out
     assert "parallelism=ddp" in out and "parallelism=fsdp" in out and "2 trials" in out
-    assert not list(tmp_path.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["g.html", "g.json"]
+    found = json.loads(Path("g.json").read_text())
+    assert [trial["trial"] for trial in found["trials"]] == ["parallelism=ddp", "parallelism=fsdp"]
+    hours = [trial["device_hours"]["value"] for trial in found["trials"]]
+    assert found["device_hours"] == pytest.approx(sum(hours)) and min(hours) > 0
+    assert "Plan of 2 trials" in Path("g.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         pytest.param(["plan.serach=true"], "there is no such setting", id="setting"),
-        pytest.param(["to=plan.txt"], "give a file whose name ends in .json", id="format"),
+        pytest.param(["to=plan.txt"], "unknown file format; use one of .html, .json", id="format"),
+        pytest.param(["to=nowhere/plan.html"], "there is no directory nowhere", id="directory"),
+        pytest.param(["to=a.html", "to=b.json"], "to is given twice", id="twice"),
         pytest.param([*RUN, "parallelism.tensor=3"], "parallelism", id="layout"),
         pytest.param([*RUN, "cluster.hardware.memory_gb_per_second=null"], "operations needs it", id="figure"),
         pytest.param([*RUN[:3], "parallelism=single", "model=debug"], "titan.calibrate", id="this-machine"),
+        pytest.param(["-m", *RUN, "training.seed=0,1", "plan.search=true"], "leave out -m", id="grid"),
         pytest.param(["--cfg", "job"], "are for titan.train", id="cfg"),
     ],
 )  # fmt: skip
@@ -74,11 +84,69 @@ def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFix
     assert message in capsys.readouterr().err
 
 
-def test_planning_imports_no_torch() -> None:
+def test_the_command_lines_of_a_page_plan_to_its_figures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [
+        *RUN,
+        "model.layers=4",
+        "training.seq_len=2048",
+        "training.global_batch=16384",
+        "memory.checkpointing=full",
+    ]
+    assert plan.main([*given, "plan.search=true", "plan.keep=2", "to=[a.html,a.json]"]) == 0
+    page, found = Path("a.html").read_text(), json.loads(Path("a.json").read_text())
+    train = "python -m titan.train "
+    lines = [html.unescape(line) for line in re.findall(rf'<code class="command">({train}[^<]*)', page)]
+    first, best = lines[0], lines[1]
+    assert shlex.split(first.removeprefix(train)) == given
+    assert plan.main([*shlex.split(best.removeprefix(train)), "to=b.json"]) == 0
+    again = json.loads(Path("b.json").read_text())
+    assert again["step_seconds"]["value"] == pytest.approx(found["search"]["best"][0]["step_seconds"])
+    assert again["memory_gib"]["value"] == pytest.approx(found["search"]["best"][0]["memory_gib"])
+    assert "written: a.html" in capsys.readouterr().out
+
+
+def test_secrets_are_not_written(tmp_path: Path) -> None:
+    file = tmp_path / "a.html"
+    assert plan.main([*RUN, "name=https://me:hush@host/x", f"to={file}"]) == 0
+    assert "hush" not in file.read_text() and "@host/x" in file.read_text()
+
+
+def test_a_large_run_fits_one_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["recipe=bench_405b_512"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 45 and max(map(len, lines)) <= 120
+    assert any(re.search(r"tokens: [\d.]+ days \(.* device-hours \(", line) for line in lines)
+
+
+EXAMPLES = re.findall(r"^  python -m titan.plan (.*?)  ", plan.HELP, re.M)
+
+
+@pytest.mark.parametrize(
+    "example", [pytest.param(e, marks=[pytest.mark.full] if "search" in e else []) for e in EXAMPLES]
+)
+def test_the_examples_of_the_help(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan.main(shlex.split(example)) == 0
+
+
+def test_the_help_lists_settings_in_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["--help"]) == 0
+    lines = capsys.readouterr().out.partition("defaults:\n\n")[2].partition("\n\n")[0].splitlines()
+    assert {re.split(r"[=]", line.strip())[0] for line in lines} >= {"plan.search", "plan.keep", "to"}
+    assert len({re.match(r"  \S+ +", line).end() for line in lines if re.match(r"  \S+ +", line)}) == 1  # type: ignore[union-attr]
+
+
+def test_planning_imports_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys; from titan import plan; code = plan.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program, *RUN], capture_output=True).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", program, *RUN, f"to={tmp_path}/a.html"], capture_output=True).returncode
+        == 0
+    )
 
 
 def test_the_start_of_a_run_names_the_predicted_step_where_the_hardware_is_known() -> None:

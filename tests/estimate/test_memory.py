@@ -132,3 +132,27 @@ def test_some_microbatches_lead_a_schedule_through_all_its_states(schedule: str,
         return schedule_states(schedule, ranks, each, microbatches)
 
     assert counts(STEADY_STATE * ranks) == counts(2 * STEADY_STATE * ranks)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism=fsdp parallelism.microbatches=4 parallelism.accumulate=whole",
+        "parallelism=pp parallelism.microbatches=8",
+        "parallelism=3d parallelism.microbatches=8 parallelism.schedule=InterleavedZeroBubble",
+        "parallelism=pp cluster.devices=4 model.layers=8 parallelism.schedule=ZBVZeroBubble parallelism.microbatches=8",
+        "parallelism=pp parallelism.schedule=GPipe parallelism.microbatches=16",
+    ],
+    ids=["fsdp", "1f1b", "zero-bubble", "v", "gpipe"],
+)
+def test_the_phases_of_a_step_have_its_peak(layout: str) -> None:
+    one = run("blocks", "single", *layout.split())
+    peaks = memory.peaks(one, one.layout, one.microbatches)
+    for rank, most in enumerate(peaks):
+        steps = list(memory.step_phases(one, one.layout, one.microbatches, rank))
+        assert max(usage.bytes for _, phases in steps for usage in phases) == pytest.approx(most.bytes)
+        assert [phases[-1].phase for _, phases in steps][-1] == "optimizer step"
+        assert all(phases[0].phase == "start of forward" for action, phases in steps if action and action.kind == "F")
+        first, last = steps[0][1][0], steps[-1][1][-1]
+        assert first.bytes == min(usage.bytes for _, phases in steps for usage in phases)
+        assert first.parts["weights"] == last.parts["weights"] and len(steps) > one.microbatches / 2

@@ -85,6 +85,6 @@ def test_single_changes_fit_and_are_sorted() -> None:
     times = [r.step.seconds for r in results]
     assert times == sorted(times)
     words = {" ".join(override_of(r.candidate, run, run.layout, run.microbatches)) for r in results}
-    assert {"compile=block", "memory=none"} <= words
+    assert {"compile.scope=block", "memory.checkpointing=none"} <= words
     has = fit.available(run, run.layout, run.machine)
     assert all(isinstance(r.candidate, Candidate) and r.gib <= has for r in results)

@@ -155,3 +155,10 @@ def test_published_runs_are_met(row: dict[str, str]) -> None:
     """The stored constants are those of this model: a change of it asks for `python -m titan.bench.fit_costs`."""
     (error,) = fit_costs.errors([row], fitted())
     assert abs(error) < math.log(1.1)
+
+
+def test_the_makespan_of_the_timetable_is_the_step_without_what_follows_it() -> None:
+    step = predicted(composed_run("pp", "cluster.devices=auto", "cluster.nodes=2", "parallelism.shard=4"))
+    assert min(span.start for span in step.spans) == 0
+    after = step.parts.get("weights and gradients", 0.0) + step.parts["optimizer"]
+    assert max(span.end for span in step.spans) == pytest.approx(step.seconds - after)

@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 
 from tests.support import shown_report
+from tests.support.page_reader import Reader
 from titan.report.findings import Comparison
-from titan.report.render.html import POLICY, page
+from titan.report.render.html import page
+from titan.report.render.template import POLICY
 
-VOID = {"meta", "rect", "path", "br", "link", "img"}
 COMPARISONS = [pytest.param(make(), id=name) for name, make in shown_report.ALL.items() if name != "many"]
 COMPARISONS.append(pytest.param(shown_report.many(12, 50), id="twelve"))
-
-
-class Reader(HTMLParser):
-    """What a page has: elements that are open, all attributes, and its text without styles and script."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "script"} & set(self.open):
-            self.text += data
-
-    def of(self, name: str) -> list[str]:
-        return [value for key, value in self.attributes if key == name]
 
 
 @pytest.mark.parametrize("comparison", COMPARISONS)

@@ -72,12 +72,12 @@ def version() -> str:
         return f"titan {titan.__version__} (without torch)"
 
 
-def describe(cls: type) -> str:
-    """Return one line per setting for `--help`: its key, its default and its meaning."""
+def describe(cls: type, prefix: str = "") -> str:
+    """Return one line per setting for `--help`: its key, which begins with `prefix`, its default and its meaning."""
     lines = []
     for field in dataclasses.fields(cls):
         default = "" if field.default in (MISSING, dataclasses.MISSING) else settings.show(field.default)
-        lines.append(f"  {f'{_key(field.name)}={default}':<20} {field.metadata.get('help', '')}")
+        lines.append(f"  {f'{prefix}{_key(field.name)}={default}':<20} {field.metadata.get('help', '')}")
     return "\n".join(lines)
 
 

@@ -69,6 +69,6 @@ def bounds(low: float | None, high: float | None, show: Callable[[float], str] =
     return "" if low is None or high is None else f"[{show(low)}, {show(high)}]"
 
 
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: 1 pair, 3 pairs."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def plural(count: int, noun: str, several: str = "") -> str:
+    """Return a count with its noun: 1 pair, 3 pairs; 2 batches where `several` is given."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {several or noun + 's'}"

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from titan.estimate.pipeline_states import State, rank_states
+from titan.estimate.pipeline_states import State, action_states, rank_states
 from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart
 from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers
 from titan.parallelism.schema import key_repeats
@@ -32,6 +32,7 @@ from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
     from titan.model.schema import Decoder
+    from titan.parallelism.pipeline.schedules import Action
     from titan.parallelism.schema import Layout, Parallelism
     from titan.precision.schema import Precision
     from titan.run.schema import Recipe
@@ -111,6 +112,21 @@ def iterate_peaks(recipe: Recipe, layout: Layout, microbatches: int, device: str
         yield max(phases, key=lambda usage: usage.bytes)
 
 
+def step_phases(
+    recipe: Recipe, layout: Layout, microbatches: int, rank: int, device: str = "cuda"
+) -> Iterator[tuple[Action | None, list[Usage]]]:
+    """Yield what a pipeline rank does in a step, in order: each action, and None for the end of the step, with phases.
+
+    An action's phases begin with the moment before a forward pass; without a pipeline, backward has those of every
+    block. The largest phase is that of `peaks`.
+    """
+    stages = _stages(recipe, layout)[rank]
+    memory = _RankMemory(recipe, layout, microbatches, device, stages, each_block=layout.pipeline == 1)
+    for action, state in action_states(recipe.parallelism, layout.pipeline, rank, microbatches):
+        yield action, list(memory.action(state))
+    yield None, list(memory.end_of_step())
+
+
 def rank_rows(recipe: Recipe, layout: Layout) -> int:
     """Return the rows of a global batch that the rank with most rows reads."""
     return math.ceil(recipe.training.rows / layout.data_ranks)
@@ -168,8 +184,15 @@ class _RankMemory:
     """
 
     def __init__(
-        self, recipe: Recipe, layout: Layout, microbatches: int, device: str, stages: Mapping[int, Stage]
+        self,
+        recipe: Recipe,
+        layout: Layout,
+        microbatches: int,
+        device: str,
+        stages: Mapping[int, Stage],
+        each_block: bool = False,
     ) -> None:
+        self.each_block = each_block
         self.recipe, self.layout, self.stages, self.microbatches = recipe, layout, stages, microbatches
         model, precision = recipe.model, recipe.precision
         rows = math.ceil(rank_rows(recipe, layout) / microbatches)
@@ -234,16 +257,32 @@ class _RankMemory:
             states: which stages run forward or backward with how many micro-batches in flight.
         """
         for (index, kind, has_grads), saved in self._most_saved(states).items():
-            stage = self.stages[index]
-            if kind == "F":
-                yield from self._forward(stage, saved, has_grads)
-            elif kind == "B":
-                yield from self._backward(stage, saved, has_grads)
-            else:
-                yield from self._split_backward(stage, saved, kind, has_grads)
+            yield from self._phases_of(kind, self.stages[index], saved, has_grads)
+        yield from self.end_of_step()
+
+    def action(self, state: State) -> Iterator[Usage]:
+        """Yield the phases of one action, in order; before a forward pass, without its activations."""
+        (saved,) = self._most_saved({state}).values()
+        stage = self.stages[state.stage]
+        if state.kind == "F":
+            yield self._before_forward(stage, state, saved - self._saved(stage))
+            if stage.last:
+                yield self._blocks_done(stage, saved, state.has_grads)
+        yield from self._phases_of(state.kind, stage, saved, state.has_grads)
+
+    def end_of_step(self) -> Iterator[Usage]:
+        """Yield the phases after the last micro-batch."""
         if self.fsdp and self.reduces_once:
             yield self._reduce_scatter()
         yield self._optimizer_step()
+
+    def _phases_of(self, kind: str, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
+        if kind == "F":
+            yield from self._forward(stage, saved, has_grads)
+        elif kind == "B":
+            yield from self._backward(stage, saved, has_grads)
+        else:
+            yield from self._split_backward(stage, saved, kind, has_grads)
 
     def _most_saved(self, states: set[State]) -> dict[tuple[int, str, bool], float]:
         """Return the most bytes saved for backward by stage, kind of action, and whether there are gradients."""
@@ -271,6 +310,28 @@ class _RankMemory:
         )
         base = Usage("", {"weights": self.weights, "optimizer": self.optimizer})
         return base.plus(activations=batch, communication=buffers)
+
+    def _before_forward(self, stage: Stage, state: State, saved: float) -> Usage:
+        """Return what is in memory when a forward pass starts; in the first one of a step no weights are gathered."""
+        others = sum(count for _, count in state.in_flight) > 1
+        gathered = self._gathered(0, len(stage.layers) * others) if others or state.has_grads else 0.0
+        return self._always().plus(
+            "start of forward",
+            activations=saved,
+            gradients=self._gradients(0.0, state.has_grads),
+            communication=self._not_freed(self.stages.values(), state.has_grads),
+            gathered=gathered,
+        )
+
+    def _blocks_done(self, stage: Stage, saved: float, has_grads: bool) -> Usage:
+        """Return what is in memory between the forward passes of the last block and of the head."""
+        return self._always().plus(
+            "forward of the blocks",
+            activations=saved - self.head.kept - self.head_cast,
+            gradients=self._gradients(0.0, has_grads),
+            communication=self._not_freed(self.stages.values(), has_grads),
+            gathered=self._gathered(1, len(stage.layers)),
+        )
 
     def _forward(self, stage: Stage, saved: float, has_grads: bool) -> Iterator[Usage]:
         base = self._always().plus(activations=saved, gradients=self._gradients(0.0, has_grads))
@@ -319,9 +380,12 @@ class _RankMemory:
         yield after.plus("backward of the final norm", gradients=self._gradients(head, has_grads))
 
     def _backward_of_blocks(self, base: Usage, stage: Stage, head: float, has_grads: bool) -> Iterator[Usage]:
-        """Yield the first two and the last two blocks of backward: during backward, and while gradients are reduced."""
+        """Yield the first two and the last two blocks of backward: during backward, and while gradients are reduced.
+
+        Those between them need no more; `each_block` yields them too.
+        """
         one, count, saved = self.block_elements, len(stage.layers), self._saved_by_blocks(stage.layers)
-        for done in sorted({0, 1, count - 2, count - 1} & set(range(count))):
+        for done in range(count) if self.each_block else sorted({0, 1, count - 2, count - 1} & set(range(count))):
             left = stage.layers[: count - done]
             gradients = self._gradients(head + done * one, has_grads)
             previous = self._reduce_buffer(one if done else head) or self._not_freed([stage], has_grads)

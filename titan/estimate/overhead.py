@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan.estimate.memory import GIB, Usage, iterate_peaks, largest_activations, state_bytes
+from titan.estimate.memory import GIB, Usage, iterate_peaks, largest_activations, state_bytes, step_phases
 
 if TYPE_CHECKING:
+    from titan.parallelism.pipeline.schedules import Action
     from titan.parallelism.schema import Layout
     from titan.run.schema import Recipe
 
@@ -35,6 +36,16 @@ def add_overhead(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
     return usage.plus(context=PROCESS_GIB * GIB, kernels=block, allocator=unused, checkpoint=staged)
+
+
+def memory_over_step(
+    recipe: Recipe, layout: Layout, microbatches: int, rank: int, device: str
+) -> list[tuple[Action | None, list[Usage]]]:
+    """Return the phases of a pipeline rank in the order of a step, with overhead; see `titan.estimate.memory`."""
+    return [
+        (action, [add_overhead(recipe, layout, microbatches, usage, device) for usage in phases])
+        for action, phases in step_phases(recipe, layout, microbatches, rank, device)
+    ]
 
 
 def gib_if_fits(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:

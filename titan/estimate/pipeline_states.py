@@ -62,9 +62,26 @@ def rank_states(parallelism: Parallelism, ranks: int, microbatches: int) -> list
 @lru_cache(1024)
 def schedule_states(schedule: str, ranks: int, stages: int, microbatches: int) -> list[set[State]]:
     """Return the largest states of each rank under a schedule, given by its name or as the path of a CSV file."""
+    return [_largest(set(_replay(actions))) for actions in _actions(schedule, ranks, stages, microbatches)]
+
+
+def action_states(parallelism: Parallelism, ranks: int, rank: int, microbatches: int) -> list[tuple[Action, State]]:
+    """Return all actions of a pipeline rank in a step, in order, each with the rank's state during it.
+
+    Without a pipeline these are the first two micro-batches; later ones repeat the second.
+    """
+    if ranks == 1:
+        actions = [Action(0, kind, microbatch) for microbatch in range(min(2, microbatches)) for kind in "FB"]
+    else:
+        actions = _actions(parallelism.schedule, ranks, stages_per_rank(parallelism, ranks), microbatches)[rank]
+    return list(zip(actions, _replay(actions), strict=True))
+
+
+def _actions(schedule: str, ranks: int, stages: int, microbatches: int) -> list[list[Action]]:
+    """Return the actions of each rank in its order."""
     custom = schedule.endswith(".csv")
     rows = [list(row) for row in read_csv(schedule).order] if custom else order(schedule, ranks, stages, microbatches)
-    return [_largest(set(_replay([action for cell in row for action in actions_of(cell)]))) for row in rows]
+    return [[action for cell in row for action in actions_of(cell)] for row in rows]
 
 
 def _replay(actions: list[Action]) -> Iterator[State]:

@@ -448,7 +448,7 @@ def override_of(candidate: Candidate, base: Recipe, layout: Layout, microbatches
     if candidate.microbatches != microbatches:
         given.append(f"parallelism.microbatches={candidate.microbatches}")
     if candidate.recipe.memory.checkpointing != base.memory.checkpointing:
-        given.append(f"memory={candidate.recipe.memory.checkpointing}")
+        given.append(f"memory.checkpointing={candidate.recipe.memory.checkpointing}")
     if candidate.recipe.compile.scope != base.compile.scope:
-        given.append(f"compile={candidate.recipe.compile.scope}")
+        given.append(f"compile.scope={candidate.recipe.compile.scope}")
     return tuple(given)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
@@ -102,7 +102,8 @@ def on_all_nodes(
     nodes = max(1, layout.devices // speeds.per_node)
     slower = 1 + speeds.per_doubling * math.log2(nodes)
     slowed = {cause: slower * parts[cause] for cause in CAUSES if parts[cause]}
-    return StepTime(slowed, recipe.training.global_batch, layout.devices, spans)
+    timed = tuple(replace(span, start=slower * span.start, end=slower * span.end) for span in spans)
+    return StepTime(slowed, recipe.training.global_batch, layout.devices, timed)
 
 
 @dataclass(frozen=True)

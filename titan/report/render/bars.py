@@ -13,9 +13,10 @@ from titan.report.render.table_data import memory, step_ms
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: index of its variant, length, and the text beside it."""
+    """One bar: its label and attributes, its length, the text beside it, and the ends of a line through it."""
 
-    index: int
+    label: str
+    marks: str
     value: float
     words: str
     more: str = ""
@@ -35,37 +36,40 @@ def throughput(comparison: Comparison) -> Chart | None:
                 else f"{variant.speed_ratio.estimate:.2f} of baseline"
             )
             whisker = (value * middle / slow, value * middle / fast)
-            bars.append(Bar(i, value, rounded(value), ratio, whisker))
+            bars.append(Bar(variant.label, marks(comparison, i), value, rounded(value), ratio, whisker))
     doubts = dict.fromkeys(variant.speed_doubt for variant in comparison.variants if variant.speed_doubt)
     caption = "Tokens/s per device at the median step. The line spans the middle 80% of the steps."
     caption += f" Speeds are not ranked: {'; '.join(doubts)}." if doubts else ""
-    return _bars(comparison, bars, "Throughput", caption)
+    return bar_chart(bars, "Throughput", caption)
 
 
 def memory_bars(comparison: Comparison) -> Chart | None:
     """Return bars of the peak memory of rank 0."""
     most = [(i, memory(variant)) for i, variant in enumerate(comparison.variants)]
-    bars = [Bar(i, value, f"{value:.2f} GiB") for i, value in most if value is not None]
-    return _bars(comparison, bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
+    bars = [
+        Bar(comparison.variants[i].label, marks(comparison, i), value, f"{value:.2f} GiB")
+        for i, value in most
+        if value is not None
+    ]
+    return bar_chart(bars, "Memory", "Peak memory of rank 0 over all runs of the variant, in GiB.", rising=True)
 
 
-def _bars(comparison: Comparison, bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
+def bar_chart(bars: list[Bar], title: str, caption: str, rising: bool = False) -> Chart | None:
     """Return a table of bars, the best first: labels wrap, and many variants scroll."""
     if not bars:
         return None
     bars.sort(key=lambda bar: bar.value if rising else -bar.value)
     most = max(max(bar.value, bar.whisker[1] if bar.whisker else 0.0) for bar in bars) or 1.0
-    rows = "".join(_bar(comparison, bar, most) for bar in bars)
+    rows = "".join(_bar(bar, most) for bar in bars)
     return Chart(title, caption, f'<div class="bars"><table>{rows}</table></div>', wide=False)
 
 
-def _bar(comparison: Comparison, bar: Bar, most: float) -> str:
-    label = escape(comparison.variants[bar.index].label)
+def _bar(bar: Bar, most: float) -> str:
     more = f" <small>{escape(bar.more)}</small>" if bar.more else ""
     shape = f'<rect x="0" y="2" width="{100 * bar.value / most:.2f}" height="12"/>'
     if bar.whisker:
         low, high = (100 * end / most for end in bar.whisker)
         shape += f'<path d="M{low:.2f} 8H{high:.2f}M{low:.2f} 5v6M{high:.2f} 5v6"/>'
     drawn = f'<svg viewBox="0 0 100 16" preserveAspectRatio="none" aria-hidden="true">{shape}</svg>'
-    head = f'<th scope="row">{label}</th>'
-    return f"<tr {marks(comparison, bar.index)}>{head}<td>{drawn}</td><td>{escape(bar.words)}{more}</td></tr>"
+    head = f'<th scope="row">{escape(bar.label)}</th>'
+    return f"<tr {bar.marks}>{head}<td>{drawn}</td><td>{escape(bar.words)}{more}</td></tr>"

@@ -6,12 +6,9 @@ settings and runs. This module fills it. The template escapes all text; the char
 
 from __future__ import annotations
 
-import importlib.resources
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
-from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from titan.console.numbers import fixed, rounded
@@ -24,10 +21,9 @@ from titan.report.render.markdown import by_source
 from titan.report.render.pareto import pareto
 from titan.report.render.sentences import answers, lead, missing, notes, question
 from titan.report.render.table_data import Cell, Column, answer, columns
+from titan.report.render.template import POLICY, content, template
 from titan.report.render.varied import settings
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""The page may load nothing."""
 MANY = 12
 """More answers than these scroll in a box."""
 CHARTS: tuple[Callable[[Comparison], Chart | None], ...] = (
@@ -70,10 +66,10 @@ def page(comparison: Comparison, made: str = "") -> str:
         comparison: the results.
         made: date and command, for the last line.
     """
-    return _template().render(
+    return template("page.html.jinja").render(
         policy=Markup(POLICY),
-        css=Markup(_file("page.css")),
-        script=Markup(_file("page.js")),
+        css=Markup(content("page.css")),
+        script=Markup(content("page.js")),
         title=comparison.title,
         question=question(comparison),
         lead=" ".join(lead(comparison)),
@@ -91,16 +87,6 @@ def page(comparison: Comparison, made: str = "") -> str:
         runs=[_run(run) for variant in comparison.variants for run in variant.runs],
         made=made,
     )
-
-
-@cache
-def _template() -> Template:
-    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(_file("page.html.jinja"))
-
-
-def _file(name: str) -> str:
-    return importlib.resources.files("titan.report.render").joinpath(name).read_text(encoding="utf-8")
 
 
 def _answers(comparison: Comparison) -> list[Item]:

@@ -39,11 +39,13 @@ def pareto(comparison: Comparison) -> Chart | None:
     if len(spots) < 2:
         return None
     frame = Frame(
-        _wider([spot.x for spot in spots], 78, WIDTH - 30), _wider([spot.y for spot in spots], 340, 40), WIDTH, HEIGHT
+        wider([spot.x for spot in spots], 78, WIDTH - 30), wider([spot.y for spot in spots], 340, 40), WIDTH, HEIGHT
     )
     best = front(spots)
     axes = frame.axes("tokens/s per device (right is faster)", "peak memory, GiB", tick, tick)
-    body = axes + _front(frame, best) + "".join(_spot(comparison, frame, spot) for spot in _beneath(comparison, spots))
+    body = (
+        axes + front_line(frame, best) + "".join(_spot(comparison, frame, spot) for spot in _beneath(comparison, spots))
+    )
     named = [*best, *(spot for spot in spots if len(spots) <= LABELS or spot.index in coloured(comparison))]
     body += _names(comparison, frame, spots, list(dict.fromkeys(named)))
     outside = " Hollow: does not learn the same, so it is not on the Pareto front." if any(s.out for s in spots) else ""
@@ -60,14 +62,15 @@ def front(spots: Iterable[Spot]) -> list[Spot]:
     return best
 
 
-def _wider(values: Sequence[float], start: float, end: float) -> Scale:
+def wider(values: Sequence[float], start: float, end: float) -> Scale:
     """Return a scale with room around the values, of at least a fifth of them: small differences look small."""
     low, high = min(values), max(values)
     pad = max(0.1 * (high - low), (0.2 * high - (high - low)) / 2) or 1.0
     return Scale(max(0.0, low - pad), high + pad, start, end)
 
 
-def _front(frame: Frame, best: Sequence[Spot]) -> str:
+def front_line(frame: Frame, best: Sequence[Spot]) -> str:
+    """Return the line of the front; empty for a single spot."""
     if len(best) < 2:
         return ""
     xs, ys = frame.x([spot.x for spot in best]), frame.y([spot.y for spot in best])
@@ -91,19 +94,19 @@ def _spot(comparison: Comparison, frame: Frame, spot: Spot) -> str:
 
 def _names(comparison: Comparison, frame: Frame, spots: Sequence[Spot], named: Sequence[Spot]) -> str:
     """Return labels beside the spots where there is room; the others have a tooltip."""
-    taken: list[Box] = [_around(frame, spot) for spot in spots]
+    taken: list[Box] = [around(frame, spot) for spot in spots]
     out = []
     for spot in named:
         words = comparison.variants[spot.index].label
         for letters in (34, 20):  # a shorter label may find room where a longer one does not
-            label = _name(frame, spot, words if len(words) <= letters else words[: letters - 1] + "\u2026", taken)
+            label = place_label(frame, spot, words if len(words) <= letters else words[: letters - 1] + "\u2026", taken)
             if label:
                 out.append(f"<g {marks(comparison, spot.index)}>{label}</g>")
                 break
     return "".join(out)
 
 
-def _name(frame: Frame, spot: Spot, words: str, taken: list[Box]) -> str:
+def place_label(frame: Frame, spot: Spot, words: str, taken: list[Box]) -> str:
     """Return the label at the first free position, which is then taken; empty where none is free."""
     for anchor, box in _places(frame, spot, len(words)):
         if _inside(frame, box) and not any(_overlap(box, other) for other in taken):
@@ -113,7 +116,8 @@ def _name(frame: Frame, spot: Spot, words: str, taken: list[Box]) -> str:
     return ""
 
 
-def _around(frame: Frame, spot: Spot) -> Box:
+def around(frame: Frame, spot: Spot) -> Box:
+    """Return the place that a spot takes."""
     x, y = frame.x.at(spot.x), frame.y.at(spot.y)
     return x - 7, y - 7, x + 7, y + 7
 

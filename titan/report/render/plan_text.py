@@ -3,45 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from titan.console.numbers import billions, rounded
-from titan.console.progress import duration
+from titan.console.numbers import billions, plural, rounded
 from titan.estimate.memory import GIB
 from titan.estimate.plan import Figure, Plan, parts_of
-from titan.estimate.search import Found, Result, override_of
-
-if TYPE_CHECKING:
-    from titan.run.run import Run
+from titan.estimate.search import Result
+from titan.report.render.plan_data import (
+    INTERVALS,
+    Outcome,
+    largest_loss,
+    memory,
+    run_time,
+    shown,
+    total_hours,
+)
 
 WIDTH = 30
 """Characters of the longest bar."""
+STAGES = 16
+"""Most pipeline ranks whose memory is shown one by one."""
 
 
-def text(run: Run, plan: Plan, changes: Sequence[Result] = ()) -> str:
-    """Return the plan of one run, which fits one screen."""
-    lines = [
-        f"{run.describe()}: {billions(run.model.parameters())} parameters on {plan.step.devices} x {run.machine.name}"
-    ]
-    lines += [f"layout       {run.layout}; {run.microbatches} micro-batches of {run.microbatch_rows} rows"]
-    lines += ["", *_memory(plan), "", *_step(plan), "", *_speed(run, plan)]
-    if changes:
-        lines += ["", "faster with", *(f"  {line}" for line in _changes(run, plan, changes))]
+def text(outcome: Outcome) -> str:
+    """Return the plan of one run, which fits one screen, and the results of a search."""
+    run, plan = outcome.run, outcome.plan
+    size = billions(run.model.parameters())
+    lines = [f"{run.describe()}: {size} parameters on {plan.step.devices} x {run.machine.name}"]
+    lines += [f"layout       {outcome.layout}", "", *_memory(plan), "", *_step(plan), "", *_speed(outcome)]
+    if outcome.changes:
+        lines += ["", "faster with", *(f"  {line}" for line in _changes(outcome))]
+    lines += _search(outcome)
     return "\n".join(lines) + "\n"
 
 
 def _memory(plan: Plan) -> list[str]:
-    needed = plan.memory_gib_needed
-    of = "" if plan.memory_gib is None else f" of {plan.memory_gib:.1f}"
-    lines = [f"memory       {_interval(needed, 'GiB')}{of} at the peak of the fullest rank ({plan.fullest.phase})"]
+    lines = [f"memory       {memory(plan).line()} at the peak of the fullest rank ({plan.fullest.phase})"]
     lines += _bars(parts_of(plan), "GiB")
-    if len(plan.memory) > 1:
-        lines.append("  by stage   " + ", ".join(f"{usage.gib:.1f}" for usage in plan.memory) + " GiB")
+    each = [usage.gib for usage in plan.memory]
+    if len(each) > STAGES:
+        lines.append(f"  by stage   {rounded(min(each))} to {rounded(max(each))} GiB")
+    elif len(each) > 1:
+        lines.append(f"  by stage   {', '.join(map(rounded, each))} GiB")
     return lines
 
 
 def _step(plan: Plan) -> list[str]:
-    lines = [f"step         {_interval(plan.step_seconds, 's')}, of which"]
+    lines = [f"step         {shown('', plan.step_seconds, 's').line()}, of which"]
     return lines + _bars(plan.step.parts, "s")
 
 
@@ -54,52 +62,42 @@ def _bars(parts: Any, unit: str) -> list[str]:
     ]
 
 
-def _speed(run: Run, plan: Plan) -> list[str]:
+def _speed(outcome: Outcome) -> list[str]:
+    plan, tokens = outcome.plan, billions(outcome.run.training.tokens)
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu.value:.1%}"
-    lines = [
-        f"speed        {_interval(plan.tokens_per_second_per_device, 'tokens/s per device')}, "
-        f"{plan.tflops.value:.0f} TFLOP/s{mfu}"
-    ]
-    seconds = plan.step_seconds.value * plan.steps
-    cost = "" if plan.cost is None else f", cost {_interval(plan.cost, '')}"
-    lines.append(
-        f"run          {plan.steps:,} steps, {billions(run.training.tokens)} tokens: {duration(seconds)}, "
-        f"{_interval(plan.device_hours, 'device-hours')}{cost}"
-    )
-    lines.append(f"checkpoint   {plan.checkpoint_bytes / GIB:.1f} GiB")
-    return lines
-
-
-def _changes(run: Run, plan: Plan, changes: Sequence[Result]) -> list[str]:
+    per_device = shown("", plan.tokens_per_second_per_device, "tokens/s per device")
+    cost = "" if plan.cost is None else f", cost {shown('', plan.cost).line()}"
+    hours = shown("", plan.device_hours, "device-hours")
     return [
-        f"{' '.join(override_of(r.candidate, run, run.layout, run.microbatches)):<60} "
-        f"{plan.step.seconds / r.step.seconds - 1:+.0%}, {r.gib:.1f} GiB"
-        for r in changes
-        if r.step.seconds < plan.step.seconds
+        f"speed        {per_device.line()}, {rounded(plan.tflops.value)} TFLOP/s{mfu}",
+        f"run          {plan.steps:,} steps, {tokens} tokens: {run_time(plan).line()}, {hours.line()}{cost}",
+        f"checkpoint   {rounded(plan.checkpoint_bytes / GIB)} GiB",
+        f"intervals    (low to high): {INTERVALS}",
+    ]
+
+
+def _changes(outcome: Outcome) -> list[str]:
+    return [
+        f"{' '.join(outcome.overrides(result)):<60} {outcome.gain(result):+.0%}, {rounded(result.gib)} GiB"
+        for result in outcome.faster
     ] or ["no single change"]
 
 
-def _interval(figure: Figure, unit: str) -> str:
-    return f"{rounded(figure.value)} {unit}".rstrip() + f" ({rounded(figure.low)} to {rounded(figure.high)})"
-
-
-def search_text(run: Run, plan: Plan, found: Found) -> str:
-    """Return the results of a search."""
+def _search(outcome: Outcome) -> list[str]:
+    found = outcome.found
+    if found is None:
+        return []
     lines = ["", f"search       {found.tried:,} layouts, {found.predicted:,} predicted; the fastest that fit"]
-    lines += [_result(run, plan, number, result) for number, result in enumerate(found.best, 1)]
+    lines += [_result(outcome, number, result) for number, result in enumerate(found.best, 1)]
+    lines += [f"  beside matmuls, most of the fastest one's step is {largest_loss(found.best[0].step)}"]
     lines += ["", "front        the fastest layouts that need less and less memory"]
-    lines += [_result(run, plan, number, result) for number, result in enumerate(found.front, 1)]
-    return "\n".join(lines) + "\n"
+    return lines + [_result(outcome, number, result) for number, result in enumerate(found.front, 1)]
 
 
-def _result(run: Run, plan: Plan, number: int, result: Result) -> str:
-    words = " ".join(override_of(result.candidate, run, run.layout, run.microbatches)) or "(as given)"
-    ratio = plan.step.seconds / result.step.seconds
-    limit = max(result.step.parts, key=lambda cause: 0 if cause == "matmuls" else result.step.parts[cause])
-    return (
-        f"  {number:>2} {result.step.seconds:>7.3g} s  x{ratio:.2f}  {result.gib:>5.1f} GiB  "
-        f"{limit} {result.step.parts[limit] / result.step.seconds:.0%}  {words}"
-    )
+def _result(outcome: Outcome, number: int, result: Result) -> str:
+    words = " ".join(outcome.overrides(result)) or "(as given)"
+    ratio = 1 + outcome.gain(result)
+    return f"  {number:>2} {result.step.seconds:>7.3g} s  x{ratio:.2f}  {result.gib:>5.1f} GiB  {words}"
 
 
 def grid_text(labels: Sequence[str], plans: Sequence[Plan]) -> str:
@@ -109,15 +107,32 @@ def grid_text(labels: Sequence[str], plans: Sequence[Plan]) -> str:
     for label, plan in zip(labels, plans, strict=True):
         lines.append(
             f"{label:<{width}}  {plan.step.seconds:>6.3g} s  {plan.tokens_per_second_per_device.value:>9,.0f}  "
-            f"{plan.fullest.gib:>6.1f}  {plan.device_hours.value:.3g}"
+            f"{plan.fullest.gib:>6.1f}  {rounded(plan.device_hours.value)}"
         )
-    total = sum(plan.device_hours.value for plan in plans)
-    return "\n".join([*lines, f"{len(plans)} trials, {total:.3g} device-hours"]) + "\n"
+    total = f"{plural(len(plans), 'trial')}, {rounded(total_hours(plans))} device-hours"
+    return "\n".join([*lines, total]) + "\n"
 
 
-def as_json(plan: Plan, found: Found | None = None) -> dict[str, Any]:
-    """Return the figures of a plan as plain data, each with its interval."""
-    content: dict[str, Any] = {
+def grid_json(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, Any]:
+    """Return the figures of all trials of a sweep as plain data."""
+    trials = [{"trial": label, **_figures(plan)} for label, plan in zip(labels, plans, strict=True)]
+    return {"trials": trials, "device_hours": total_hours(plans)}
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Return the figures of a plan, each with its interval, and the results of a search as plain data."""
+    content, found = _figures(outcome.plan), outcome.found
+    if found is not None:
+        content["search"] = {
+            "tried": found.tried,
+            "best": [_plain_result(result) for result in found.best],
+            "front": [_plain_result(result) for result in found.front],
+        }
+    return content
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {
         "step_seconds": _plain(plan.step_seconds),
         "tokens_per_second_per_device": _plain(plan.tokens_per_second_per_device),
         "memory_gib": _plain(plan.memory_gib_needed),
@@ -131,13 +146,6 @@ def as_json(plan: Plan, found: Found | None = None) -> dict[str, Any]:
         "parts": {"step_seconds": dict(plan.step.parts), "memory_gib": dict(parts_of(plan))},
         "memory_gib_by_stage": [usage.gib for usage in plan.memory],
     }
-    if found is not None:
-        content["search"] = {
-            "tried": found.tried,
-            "best": [_plain_result(result) for result in found.best],
-            "front": [_plain_result(result) for result in found.front],
-        }
-    return content
 
 
 def _plain(figure: Figure) -> dict[str, float]:

@@ -1,0 +1,206 @@
+"""The page and the text of a plan: whole, offline, safe, and with the plan's figures."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.support.page_reader import Reader
+from titan.console.numbers import rounded
+from titan.estimate import overhead, search
+from titan.estimate.plan import Plan, plan
+from titan.report.render import plan_charts, plan_html, plan_memory, plan_text
+from titan.report.render.plan_data import Outcome, figures
+from titan.report.render.plan_memory import Steps
+from titan.report.render.template import POLICY
+from titan.run.compose import composed
+
+NASTY = '<script>alert("x")</script>'
+COMMON = (
+    "model=llama1b",
+    "model.layers=8",
+    "training.seq_len=2048",
+    "dataset=synthetic",
+    "checkpoint=off",
+    "cluster=h100",
+    "compile=block",
+)
+RUNS = {
+    "fsdp": ("parallelism=fsdp", "training.global_batch=32768", "parallelism.microbatches=2", "cluster.price=2.5"),
+    "1f1b": ("parallelism=pp", "parallelism.pipeline=8", "training.global_batch=16384", "parallelism.microbatches=8"),
+    "zero-bubble": (
+        "parallelism=pp", "parallelism.pipeline=4", "parallelism.shard=2", "parallelism.schedule=ZBVZeroBubble",
+        "memory=full", "training.global_batch=32768", "parallelism.microbatches=8",
+    ),
+    "few-steps-of-one-row": ("parallelism=fsdp", "training.global_batch=16384", "training.steps=20"),
+}  # fmt: skip
+
+
+@cache
+def made(name: str, *more: str) -> tuple[Outcome, int, Steps]:
+    given = (*COMMON, *RUNS[name], *more)
+    run = composed([*given], elsewhere=True)
+    planned = plan(run, run.layout, run.microbatches, run.machine)
+    changes = search.best_changes(run, run.layout, run.microbatches, run.machine)
+    rank = planned.memory.index(planned.fullest)
+    steps = overhead.memory_over_step(run, run.layout, run.microbatches, rank, run.machine.device)
+    return Outcome(run, planned, changes, None, given), rank, steps
+
+
+@cache
+def searched() -> tuple[Outcome, int, Steps]:
+    outcome, rank, steps = made("fsdp")
+    found = search.search(outcome.run, 8, outcome.run.machine, keep=3)
+    return replace(outcome, found=found), rank, steps
+
+
+def page(name: str) -> str:
+    return plan_html.page(*(searched() if name == "search" else made(name)), made="made today")
+
+
+def grid() -> str:
+    return plan_html.grid_page([*RUNS], [made(name)[0].plan for name in RUNS], "made today")
+
+
+PAGES = [*RUNS, "search", "grid"]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_whole_and_needs_nothing(name: str) -> None:
+    text = grid() if name == "grid" else page(name)
+    read = Reader(text)
+    assert read.open == [] and POLICY in read.of("content") and "made today" in read.text
+    assert not read.of("src") and not read.of("href") and not re.search(r"https?:|@import|//[a-z]|url\(", text)
+    drawings = re.findall(r"<svg.*?</svg>", text, flags=re.S)
+    assert len(drawings) >= 2 and all(ElementTree.fromstring(drawing) is not None for drawing in drawings)
+    assert "nan" not in " ".join(read.of("d") + read.of("width") + read.of("x")).lower()
+    charts = [drawing for drawing in drawings if 'class="chart"' in drawing]
+    assert all(re.search(r'class="name"[^>]*>[^<]*(GiB|, m?s|in their order)', chart) for chart in charts)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "1f1b"])
+def test_a_page_has_the_figures_of_the_plan(name: str) -> None:
+    outcome, _, _ = made(name)
+    text = Reader(page(name)).text
+    for figure in figures(outcome.plan):
+        assert figure.value in text and figure.interval in text and figure.unit in text, figure
+    assert outcome.command() in text
+    assert all(" ".join(outcome.overrides(result)) in text for result in outcome.faster)
+    parts = re.findall(r">([\d.]+) GiB <small>\d+%", plan_memory.at_peak(outcome.plan).html)
+    assert sum(map(float, parts[:-1])) == pytest.approx(outcome.plan.fullest.gib, rel=0.01)
+
+
+def test_a_search_is_shown_with_its_command_lines_and_its_front() -> None:
+    outcome, _, _ = searched()
+    assert outcome.found is not None
+    text = Reader(page("search")).text
+    for result in (*outcome.found.best, *outcome.found.front):
+        assert outcome.command(result) in text
+    assert "as given" in text
+    chart = plan_memory.speed_and_memory(outcome)
+    assert chart is not None and chart.html.count('class="dot c1"') == len(outcome.found.front)
+
+
+def test_a_command_line_gives_each_setting_once() -> None:
+    outcome, _, _ = made("fsdp")
+    (result,) = [r for r in outcome.changes if outcome.overrides(r) == ("parallelism.microbatches=1",)]
+    assert outcome.command().count("parallelism.microbatches=2") == 1
+    assert outcome.command(result).count("parallelism.microbatches=") == 1
+    assert outcome.command(result).endswith(" parallelism.microbatches=1")
+
+
+def bars(html: str) -> list[tuple[float, float]]:
+    """Where each bar of a chart begins and how long it is."""
+    return [
+        (float(x), float(w)) for x, w in re.findall(r'<rect class="bar \w+" x="([\d.]+)"[^>]* width="([\d.]+)"', html)
+    ]
+
+
+@pytest.mark.parametrize("name", ["fsdp", "1f1b"])
+def test_each_bar_of_the_waterfall_begins_where_the_one_before_ended(name: str) -> None:
+    planned = made(name)[0].plan
+    *falls, (start, total) = bars(plan_charts.waterfall(planned).html)
+    assert len(falls) == len(planned.step.parts)
+    unit, at = total / planned.step.seconds, start
+    for (left, width), seconds in zip(falls, planned.step.parts.values(), strict=True):
+        assert left == pytest.approx(at, abs=0.02)
+        assert width == pytest.approx(max(1.0, unit * seconds), abs=0.02)
+        at += unit * seconds
+    assert at == pytest.approx(start + total, abs=0.05)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero-bubble"])
+def test_the_timetable_has_every_action_and_what_is_idle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = made(name)[0].plan.step
+    ranks, end = 1 + max(span.rank for span in step.spans), max(span.end for span in step.spans)
+    chart = plan_charts.timetable(step)
+    assert chart is not None and chart.html.count('class="bar idle"') == ranks
+    assert len(bars(chart.html)) == len(step.spans) + ranks
+    busy = sum(span.end - span.start for span in step.spans if span.rank == 0)
+    assert f">{1 - busy / end:.0%} idle<" in chart.html
+    monkeypatch.setattr(plan_charts, "MANY", 4)
+    few = plan_charts.timetable(step)
+    assert few is not None and few.html.count("<path") <= 1 + ranks * len({span.action.kind for span in step.spans})
+    assert len(re.findall(r"M[\d.]+ [\d.]+h", few.html)) == len(step.spans)
+    assert plan_charts.timetable(made("fsdp")[0].plan.step) is None
+
+
+@pytest.mark.parametrize("name", ["fsdp", "1f1b", "zero-bubble"])
+def test_memory_over_the_step_has_the_peak_and_the_limit(name: str) -> None:
+    outcome, rank, steps = made(name)
+    planned = replace(outcome.plan, memory_gib=1.5 * outcome.plan.fullest.gib)
+    html = plan_memory.over_step(planned, rank, steps).html
+    (peak,) = re.findall(r'<circle class="peak"[^>]* cy="([\d.]+)"', html)
+    (limit,) = re.findall(r'<path class="level" d="M[\d.]+ ([\d.]+)H', html)
+    assert (340 - float(limit)) / (340 - float(peak)) == pytest.approx(1.5, rel=0.01)
+    assert f"peak {rounded(planned.fullest.gib)} GiB: {planned.fullest.phase}" in html
+    areas = re.findall(r'<path class="bar \w+" d="M([^"]*)z"', html)
+    tops = [min(float(point.split(",")[1]) for point in re.split("L", area)) for area in areas]
+    assert min(tops) == pytest.approx(float(peak), abs=0.11) and len(areas) >= 6
+    assert "beyond the scale" in plan_memory.over_step(replace(planned, memory_gib=1e3), rank, steps).caption
+
+
+def test_a_long_step_stays_small() -> None:
+    outcome, rank, steps = made("1f1b")
+    few = plan_memory.over_step(outcome.plan, rank, steps)
+    in_order = replace(outcome.plan, step=replace(outcome.plan.step, spans=()))
+    many = plan_memory.over_step(in_order, 0, [*steps] * 60)
+    assert len(many.html) < 250_000
+    assert re.findall(r"peak [\d.]+", many.html) == re.findall(r"peak [\d.]+", few.html)
+
+
+def test_names_can_not_break_out() -> None:
+    outcome, rank, steps = made("fsdp")
+    run = replace(outcome.run, machine=replace(outcome.run.machine, name=NASTY), choices={"model": NASTY})
+    hostile = replace(outcome, run=run, given=(*outcome.given, f"name={NASTY}"))
+    for text in (plan_html.page(hostile, rank, steps, NASTY), plan_html.grid_page([NASTY], [outcome.plan], NASTY)):
+        read = Reader(text)
+        assert "script" not in read.tags and NASTY in read.text
+
+
+def test_a_grid_has_every_trial() -> None:
+    text = Reader(grid()).text
+    for name in RUNS:
+        planned: Plan = made(name)[0].plan
+        assert text.count(name) >= 3  # in the table and both charts
+        assert all(figure.interval in text for figure in figures(planned)[:2])
+    assert f"Plan of {len(RUNS)} trials" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "words"),
+    [
+        pytest.param("few-steps-of-one-row", (), "; 1 micro-batch of 1 row\n", id="singular"),
+        pytest.param("fsdp", (), "; 2 micro-batches of 1 row\n", id="plural"),
+        pytest.param("few-steps-of-one-row", (), r"tokens: [\d.]+ s \([\d.]+ to [\d.]+\), ", id="seconds"),
+        pytest.param("fsdp", ("training.steps=100000",), r"tokens: [\d.]+ hours \(", id="hours"),
+        pytest.param("fsdp", ("training.steps=9000000",), r"tokens: [\d.]+ days \(", id="days"),
+        pytest.param("fsdp", (), r"intervals    \(low to high\): nine in ten published runs", id="interval"),
+    ],
+)  # fmt: skip
+def test_the_text_in_words(name: str, more: tuple[str, ...], words: str) -> None:
+    assert re.search(words, plan_text.text(made(name, *more)[0]))

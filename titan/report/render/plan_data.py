@@ -1,0 +1,144 @@
+"""What the text, the page and the JSON file of a plan show. Free of torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from titan.console.numbers import plural, rounded
+from titan.estimate.memory import GIB
+from titan.estimate.plan import SECONDS_PER_DAY, Figure, Plan
+from titan.estimate.search import Found, Result, override_of
+from titan.estimate.step_time import StepTime
+
+if TYPE_CHECKING:
+    from titan.run.run import Run
+
+INTERVALS = "nine in ten published runs that the fit has not seen lie within"
+"""What the interval of a figure is."""
+UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
+"""Units of a run's time, and how many days they have."""
+TRAIN = "python -m titan.train"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The plan of one run.
+
+    Attributes:
+        run: what is planned.
+        plan: its figures.
+        changes: the single changes that help most, the fastest first.
+        found: the result of a search; None without one.
+        given: options and overrides of the command line, without those of titan.plan itself.
+    """
+
+    run: Run
+    plan: Plan
+    changes: tuple[Result, ...] = ()
+    found: Found | None = None
+    given: tuple[str, ...] = ()
+
+    @property
+    def layout(self) -> str:
+        """The layout and its micro-batches."""
+        run = self.run
+        batches = plural(run.microbatches, "micro-batch", "micro-batches")
+        return f"{run.layout}; {batches} of {plural(run.microbatch_rows, 'row')}"
+
+    @property
+    def faster(self) -> list[Result]:
+        """The single changes that make a step visibly faster."""
+        return [result for result in self.changes if self.gain(result) >= 0.005]
+
+    def gain(self, result: Result) -> float:
+        """Return by what fraction a result is faster than the plan."""
+        return self.plan.step.seconds / result.step.seconds - 1
+
+    def overrides(self, result: Result) -> tuple[str, ...]:
+        """Return what changes the planned run into a result."""
+        return override_of(result.candidate, self.run, self.run.layout, self.run.microbatches)
+
+    def command(self, result: Result | None = None) -> str:
+        """Return the command line that trains a result, or the planned run."""
+        more = () if result is None else self.overrides(result)
+        replaced = {word.partition("=")[0] for word in more}
+        kept = [word for word in self.given if word.lstrip("+").partition("=")[0] not in replaced]
+        return f"{TRAIN} {shlex.join([*kept, *more])}".rstrip()
+
+
+class Shown(NamedTuple):
+    """A figure as text: its name, its value, the unit, its interval, and what it is compared with."""
+
+    name: str
+    value: str
+    unit: str = ""
+    interval: str = ""
+    note: str = ""
+
+    def line(self) -> str:
+        """Return the figure in one line, without its name."""
+        interval = f"({self.interval})" if self.interval else ""
+        return " ".join(filter(None, (self.value, self.unit, interval, self.note)))
+
+
+def shown(name: str, figure: Figure, unit: str = "", note: str = "") -> Shown:
+    """Return a figure as text."""
+    low, high = rounded(figure.low), rounded(figure.high)
+    return Shown(name, rounded(figure.value), unit, f"{low} to {high}", note)
+
+
+def run_time(plan: Plan) -> Shown:
+    """Return the time of the whole run, in the largest unit of which it takes one."""
+    unit, days = next(
+        ((unit, days) for unit, days in UNITS.items() if plan.days.value >= days), ("s", 1 / SECONDS_PER_DAY)
+    )
+    return shown("run", plan.days.scaled(1 / days), unit)
+
+
+def memory(plan: Plan) -> Shown:
+    """Return the memory of the fullest rank, of what a device has."""
+    return shown(
+        "memory", plan.memory_gib_needed, "GiB", "" if plan.memory_gib is None else f"of {plan.memory_gib:.1f}"
+    )
+
+
+def figures(plan: Plan) -> list[Shown]:
+    """Return the figures of a plan in the order of the page."""
+    flops = shown("model FLOPs", plan.tflops, "TFLOP/s per device")
+    use = flops if plan.mfu is None else shown("MFU", plan.mfu.scaled(100), "%")
+    cost = [] if plan.cost is None else [shown("cost", plan.cost)]
+    return [
+        shown("step", plan.step_seconds, "s"),
+        shown("throughput", plan.tokens_per_second_per_device, "tokens/s per device"),
+        use,
+        memory(plan),
+        run_time(plan),
+        shown("device-hours", plan.device_hours),
+        *cost,
+        Shown("checkpoint", rounded(plan.checkpoint_bytes / GIB), "GiB"),
+    ]
+
+
+def largest_loss(step: StepTime) -> str:
+    """Return what takes most of a step beside matmuls, with its share."""
+    cause = max(step.parts, key=lambda cause: 0.0 if cause == "matmuls" else step.parts[cause])
+    return f"{cause} ({step.parts[cause] / step.seconds:.0%})"
+
+
+def fit_of(plan: Plan) -> tuple[str, str]:
+    """Return whether the memory suffices, in words, and its mood on the page."""
+    if plan.memory_gib is None:
+        return "", ""
+    if plan.memory_gib_needed.high <= plan.memory_gib:
+        return "fits", "good"
+    if plan.fullest.gib <= plan.memory_gib:
+        return "fits closely: the interval reaches beyond the device", "open"
+    return "does not fit", "bad"
+
+
+def total_hours(plans: Sequence[Plan]) -> float:
+    """Return the device-hours of several runs."""
+    return sum(plan.device_hours.value for plan in plans)
