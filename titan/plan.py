@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launchers.command import plan_command
+from titan.cluster.environment import before_torch
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import setting
 from titan.console import output
@@ -27,6 +28,7 @@ from titan.report.render.plan_data import Outcome
 from titan.run.resolve import resolve
 
 if TYPE_CHECKING:
+    from titan.estimate.traced.result import Traced
     from titan.run.run import Run
 
 HELP = """\
@@ -34,6 +36,7 @@ Predict memory, speed and cost of a run: python -m titan.plan [OVERRIDES OF tita
 
   python -m titan.plan model=llama8b parallelism=fsdp cluster=h100         one run on eight H100
   python -m titan.plan recipe=bench_405b_512 plan.search=true              a faster layout on the same devices
+  python -m titan.plan recipe=bench_8b_8 plan.trace=true                   other figures, from a trace of the step
   python -m titan.plan -m model=llama1b parallelism=ddp,fsdp cluster=h100  a sweep, one line per trial
   python -m titan.plan recipe=train_8b to=[plan.html,plan.json]            charts as a page, and all figures
 
@@ -57,6 +60,8 @@ class Settings:
 
     search: bool = setting(False, "search all layouts on the same devices for faster ones")
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
+    trace: bool = setting(False, "trace a real step of a rank of each pipeline rank on tensors without values")
+    whole: bool = setting(False, "with plan.trace: trace all blocks, instead of a few that are repeated")
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str,
     found = None
     if settings.search:
         found = search.search(run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts)
-    outcome = Outcome(run, planned, changes, found, given)
+    traced = _trace(run, settings) if settings.trace else None
+    outcome = Outcome(run, planned, changes, found, given, traced)
     print(plan_text.text(outcome), end="")
     _write_all(files, {".json": lambda: plan_text.as_json(outcome), ".html": lambda: _page(outcome, made)})
     return 0
@@ -124,8 +130,8 @@ def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str,
 
 def _plan_trials(trials: Sequence[Any], settings: Settings, files: Sequence[Path], made: str) -> list[int]:
     """Print one line per trial of a sweep, and write their figures."""
-    if settings.search:
-        raise ConfigError("plan.search=true: searches layouts of one run; leave out -m.")
+    if settings.search or settings.trace:
+        raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
     plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
     labels = [t.label for t in trials]
     print(plan_text.grid_text(labels, plans), end="")
@@ -133,6 +139,14 @@ def _plan_trials(trials: Sequence[Any], settings: Settings, files: Sequence[Path
         files, {".json": lambda: plan_text.grid_json(labels, plans), ".html": lambda: _grid_page(labels, plans, made)}
     )
     return [0] * len(trials)
+
+
+def _trace(run: Run, settings: Settings) -> Traced:
+    before_torch(os.environ)
+    from titan.training.trace.ranks import traced  # only now: no other plan needs torch
+
+    speeds = estimate.device_speeds(run, estimate.hardware_of(run.cluster, run.machine), run.machine, run.layout)
+    return traced(run, speeds, whole=settings.whole)
 
 
 def _page(outcome: Outcome, made: str) -> str:

@@ -17,6 +17,13 @@ BEFORE, AFTER, NONE = -1, 10**9, -2
 """Instead of a block's index: what comes before the first block or after the last one, and what belongs to none."""
 
 
+ACTIONS = {
+    "F": "forward", "B": "backward", "I": "backward for inputs", "W": "backward for weights", "U": "optimizer step",
+    "S": "exchanges between actions",
+}  # fmt: skip
+"""Actions in words."""
+
+
 class Region(NamedTuple):
     """What a step does.
 
@@ -58,6 +65,15 @@ class Event(NamedTuple):
     stream: str = COMPUTE
     shape: tuple[int, ...] = ()
     recomputed: bool = False
+
+
+def describe(region: Region) -> str:
+    """Return a region in words."""
+    action = ACTIONS[region.action]
+    if region.microbatch < 0:
+        return action
+    places = {BEFORE: " of the embedding", AFTER: " of the head", NONE: ""}
+    return f"{action}{places.get(region.block, f' of block {region.block}')}, micro-batch {region.microbatch}"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ STREAMS = {
 """What a wait for a stream's collective goes to; all others are weights and gradients."""
 
 
+OUTSIDE = "US"
+"""Actions that are not compiled."""
+COPIES = ("all_gather_copy_in", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat")
+"""Copies of FSDP, which the compiler does not fuse with anything."""
 MATMUL = 3
 """Sizes in the shape of a matmul; that of attention has four."""
 
@@ -112,7 +116,8 @@ class Pricing:
     def operation(self, event: Event) -> float:
         """Return the seconds of an operation."""
         if not event.shape:
-            return event.size / self.fused / self.speeds.memory
+            fused = 1.0 if event.region.action in OUTSIDE or event.name in COPIES else self.fused
+            return event.size / fused / self.speeds.memory
         key = (event.name, event.shape)
         if key not in self.known:
             self.known[key] = self._computation(event)

@@ -14,6 +14,7 @@ from titan.estimate.search import Found, Result, override_of
 from titan.estimate.step_time import StepTime
 
 if TYPE_CHECKING:
+    from titan.estimate.traced.result import Traced
     from titan.run.run import Run
 
 INTERVALS = "nine in ten published runs that the fit has not seen lie within"
@@ -33,6 +34,7 @@ class Outcome:
         changes: the single changes that help most, the fastest first.
         found: the result of a search; None without one.
         given: options and overrides of the command line, without those of titan.plan itself.
+        traced: a traced step; None without one.
     """
 
     run: Run
@@ -40,6 +42,7 @@ class Outcome:
     changes: tuple[Result, ...] = ()
     found: Found | None = None
     given: tuple[str, ...] = ()
+    traced: Traced | None = None
 
     @property
     def layout(self) -> str:

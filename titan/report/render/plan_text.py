@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titan.console.numbers import billions, plural, rounded
 from titan.estimate.memory import GIB
 from titan.estimate.plan import Figure, Plan, parts_of
 from titan.estimate.search import Result
+from titan.estimate.traced.events import describe
+from titan.estimate.traced.result import RankResult, Traced
 from titan.report.render.plan_data import (
     INTERVALS,
     Outcome,
@@ -33,7 +35,7 @@ def text(outcome: Outcome) -> str:
     lines += [f"layout       {outcome.layout}", "", *_memory(plan), "", *_step(plan), "", *_speed(outcome)]
     if outcome.changes:
         lines += ["", "faster with", *(f"  {line}" for line in _changes(outcome))]
-    lines += _search(outcome)
+    lines += [*_trace(outcome), *_search(outcome)]
     return "\n".join(lines) + "\n"
 
 
@@ -83,6 +85,28 @@ def _changes(outcome: Outcome) -> list[str]:
     ] or ["no single change"]
 
 
+def _trace(outcome: Outcome) -> list[str]:
+    traced = outcome.traced
+    if traced is None:
+        return []
+    fullest = traced.fullest
+    of = f"{plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
+    lines = ["", f"trace        {of}"]
+    lines += [f"  memory     {rounded(fullest.gib)} GiB reserved on rank {fullest.rank}: {_traced_memory(fullest)}"]
+    if len(traced.ranks) > 1:
+        lines.append(f"  by stage   {', '.join(rounded(rank.gib) for rank in traced.ranks)} GiB")
+    lines.append(f"  step       {rounded(traced.step.seconds)} s, of which")
+    return lines + _bars(traced.step.parts, "s")
+
+
+def _traced_memory(rank: RankResult) -> str:
+    """Return what is live at the peak of a rank, and when that is."""
+    live, where = rank.live, describe(rank.live.region)
+    largest = sorted(live.parts.items(), key=lambda part: -part[1])
+    parts = ", ".join(f"{name} {rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
+    return f"{rounded(live.bytes / GIB)} live in {where} ({parts})"
+
+
 def _search(outcome: Outcome) -> list[str]:
     found = outcome.found
     if found is None:
@@ -122,6 +146,8 @@ def grid_json(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, Any]:
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return the figures of a plan, each with its interval, and the results of a search as plain data."""
     content, found = _figures(outcome.plan), outcome.found
+    if outcome.traced is not None:
+        content["trace"] = _plain_trace(outcome.traced)
     if found is not None:
         content["search"] = {
             "tried": found.tried,
@@ -146,6 +172,30 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "parts": {"step_seconds": dict(plan.step.parts), "memory_gib": dict(parts_of(plan))},
         "memory_gib_by_stage": [usage.gib for usage in plan.memory],
     }
+
+
+def _plain_trace(traced: Traced) -> dict[str, Any]:
+    return {
+        "step_seconds": traced.step.seconds,
+        "memory_gib": traced.fullest.gib,
+        "parts": {"step_seconds": dict(traced.step.parts), "memory_gib": _gib(traced.fullest.live.parts)},
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "live_gib": rank.live.bytes / GIB,
+                "reserved_gib": rank.reserved.reserved / GIB,
+                "memory_gib": rank.gib,
+                "peak": describe(rank.live.region),
+                "parts": _gib(rank.live.parts),
+            }
+            for rank in traced.ranks
+        ],
+        "seconds": traced.seconds,
+    }
+
+
+def _gib(parts: Mapping[str, float]) -> dict[str, float]:
+    return {name: size / GIB for name, size in parts.items()}
 
 
 def _plain(figure: Figure) -> dict[str, float]:

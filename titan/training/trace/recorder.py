@@ -177,6 +177,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if library in NO_KERNEL or short == "wait_tensor":
             return
         moved = sum(t.numel() * t.element_size() for t in [*inputs, *outputs])
+        moved *= 2 if short.endswith("_") and not outputs else 1  # read and written in place
         self.add("op", name=short, size=moved, shape=_shape(name, args))
 
     def _await(self, inputs: list[Tensor]) -> None:
