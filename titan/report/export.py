@@ -12,13 +12,11 @@ from typing import Any
 
 from titan.report.findings import Comparison, Curves, Failed, RunFound, Variant
 
-_KEYS = {"variants": "arms"}
-"""Keys of the JSON that are not the names of the fields: readers of earlier files know these."""
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON; rises when a key changes its meaning or is removed."""
 
 COLUMNS = (
-    "arm", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
+    "variant", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
     "execution_id", "code_id", "devices", "hardware", "step", "steps", "tokens", "decayed", "loss", "validation_loss",
     "bits_per_byte", "step_seconds", "step_seconds_p10", "step_seconds_p90", "tokens_per_second_per_device",
     "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "attempts",
@@ -52,7 +50,7 @@ def json_text(comparison: Comparison) -> str:
 
 def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
     return {
-        "arm": variant.label,
+        "variant": variant.label,
         "baseline": variant.baseline,
         "same_science": variant.same_science,
         "run": run.label,
@@ -96,7 +94,7 @@ def _plain(value: Any) -> Any:
     """Return results as JSON values, without curves."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {_KEYS.get(name, name): _plain(each) for name, each in fields.items() if not isinstance(each, Curves)}
+        return {name: _plain(each) for name, each in fields.items() if not isinstance(each, Curves)}
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
