@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from titan import plan
-from titan.run import summary
-from titan.run.compose import composed
 
 RUN = ["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=fsdp", "cluster=h100", "compile=block"]
 
@@ -79,9 +76,3 @@ def test_planning_imports_no_torch() -> None:
         "import sys; from titan import plan; code = plan.main(sys.argv[1:]); sys.exit(code or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program, *RUN], capture_output=True).returncode == 0
-
-
-def test_the_start_of_a_run_names_the_predicted_step_where_the_hardware_is_known() -> None:
-    known = composed([*RUN, "hydra.run.dir=/x"], elsewhere=True)
-    assert re.fullmatch(r", predicted step [\d.]+ s", summary._predicted(known))
-    assert summary._predicted(composed(["model=debug", "cluster=cpu", "hydra.run.dir=/x"])) == ""
