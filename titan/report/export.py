@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from titan.report.findings import Comparison, Curves, Failed, RunFound, Variant
+from titan.report.findings import Comparison, Curves, Failed, Predicted, RunFound, Variant
 
 FORMAT = 2
 """Version of the JSON; rises when a key changes its meaning or is removed."""
@@ -22,7 +22,7 @@ COLUMNS = (
     "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "attempts",
     "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again", "diverged", "outlier",
 )  # fmt: skip
-"""Columns of every CSV, in this order; `setting/NAME` and `bits_per_byte/SOURCE` follow."""
+"""Columns of every CSV, in this order; `setting/NAME`, `bits_per_byte/SOURCE` and `predicted/NAME` follow."""
 
 _SAME = ("directory", "state", "reason", "seed", "science_id", "group_id", "execution_id", "code_id", "devices",
          "hardware", "step", "steps", "tokens", "decayed", "loss")  # fmt: skip
@@ -63,6 +63,7 @@ def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
         **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
         **{f"setting/{name}": value for name, value in variant.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
+        **_predicted(run.predicted),
     }
 
 
@@ -77,6 +78,18 @@ def _speed(run: RunFound) -> dict[str, Any]:
         **{name: getattr(run.speed, name) for name in _SPEED},
         "steps_timed": run.speed.steps,
     }
+
+
+def _predicted(found: Predicted | None) -> dict[str, Any]:
+    """Return the columns of a prediction, which a file has only if any run has one."""
+    if found is None:
+        return {}
+    values: dict[str, Any] = {"constants": found.constants}
+    for name, interval in (("step_seconds", found.step_seconds), ("memory_gib", found.memory_gib)):
+        values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    for name in ("step_error", "memory_error", "work_seconds", "evaluation_seconds"):
+        values[name] = getattr(found, name)
+    return {f"predicted/{name}": value for name, value in (values | dict(found.step_parts)).items()}
 
 
 def _failed(failed: Failed) -> dict[str, Any]:

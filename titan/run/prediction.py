@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.errors import ConfigError
 from titan.estimate.constants import fitted
-from titan.estimate.memory import GIB, Usage
+from titan.estimate.memory import Usage
 from titan.estimate.plan import Figure, Plan, parts_of, plan
 from titan.files import untrusted
 
