@@ -22,6 +22,7 @@ from titan.report.render import plan_text
 from titan.run.resolve import resolve
 
 if TYPE_CHECKING:
+    from launchers.trials import Trial
     from titan.run.run import Run
 
 HELP = """\
@@ -102,6 +103,27 @@ def _plan_trials(trials: Sequence[Any]) -> list[int]:
     plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
     print(plan_text.grid_text([t.label for t in trials], plans), end="")
     return [0] * len(trials)
+
+
+def describe_trials(trials: Sequence[Trial]) -> str:
+    """Return the plan of a trial, or one line per trial of a sweep; else a line that says what is missing."""
+    planned: list[tuple[Trial, estimate.Plan]] = []
+    missing = dict[str, None]()
+    for trial in trials:
+        try:
+            run = trial.run
+            planned.append((trial, estimate.plan(run, run.layout, run.microbatches, run.machine)))
+        except ConfigError as error:
+            missing[f"no plan: {error}"] = None
+    return "\n".join([_short(planned, alone=len(trials) == 1), *missing]).strip() + "\n"
+
+
+def _short(planned: Sequence[tuple[Trial, estimate.Plan]], alone: bool) -> str:
+    if not planned:
+        return ""
+    if alone:
+        return plan_text.text(planned[0][0].run, planned[0][1])
+    return plan_text.grid_text([trial.label for trial, _ in planned], [plan for _, plan in planned])
 
 
 def _accepted(run: Run, candidate: search.Candidate) -> bool:
