@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from titan.console import output
 from titan.errors import ConfigError, RunError, exit_code
 from titan.estimate import plan as estimate
 from titan.estimate import search
+from titan.estimate.refine import UNCHANGED, Refinement
 from titan.files.atomic import write_atomic
 from titan.report.render import plan_text
 from titan.run.resolve import resolve
@@ -32,6 +33,7 @@ Predict memory, speed and cost of a run: python -m titan.plan [OVERRIDES OF tita
   python -m titan.plan recipe=bench_405b_512 plan.search=true              a faster layout on the same devices
   python -m titan.plan -m model=llama1b parallelism=ddp,fsdp cluster=h100  a sweep, one line per trial
   python -m titan.plan recipe=train_8b to=plan.json                        all figures
+  python -m titan.plan recipe=train_8b cluster=h100 plan.fit=runs          refined with your own runs
 
 Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and starts nothing.
 
@@ -51,6 +53,7 @@ class Settings:
 
     search: bool = setting(False, "search all layouts on the same devices for faster ones")
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
+    fit: str | None = setting(None, "a run, or a folder of runs, whose measured speed and memory refine the prediction")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +70,9 @@ def _main(given: list[str]) -> int:
     settings = arguments(Settings, own)
     _check_files(files)
     rest = [text for text in given if not text.startswith((PREFIX, "to="))]
-    return plan_command(rest, lambda run: _plan(run, settings, files), _plan_trials)
+    return plan_command(
+        rest, lambda run: _plan(run, settings, files), lambda trials: _plan_trials(trials, settings.fit)
+    )
 
 
 def _settings_help() -> str:
@@ -85,24 +90,50 @@ def _check_files(files: Sequence[Path]) -> None:
 
 def _plan(run: Run, settings: Settings, files: Sequence[Path]) -> int:
     planned = estimate.plan(run, run.layout, run.microbatches, run.machine)
-    changes = search.best_changes(run, run.layout, run.microbatches, run.machine, accepts=lambda c: _accepted(run, c))
+    fitted = _fit(run, settings.fit) if settings.fit else None
+    planned, factors = (fitted.plan(planned), fitted.factors) if fitted else (planned, UNCHANGED)
+    how: dict[str, Any] = {"accepts": lambda candidate: _accepted(run, candidate), "factors": factors}
+    changes = search.best_changes(run, run.layout, run.microbatches, run.machine, **how)
     print(plan_text.text(run, planned, changes), end="")
     found = None
     if settings.search:
-        found = search.search(
-            run, run.layout.devices, run.machine, keep=settings.keep, accepts=lambda c: _accepted(run, c)
-        )
+        found = search.search(run, run.layout.devices, run.machine, keep=settings.keep, **how)
         print(plan_text.search_text(run, planned, found), end="")
     for file in files:
-        _write(file, plan_text.as_json(planned, found))
+        _write(file, plan_text.as_json(planned, found) | ({"fit": asdict(fitted)} if fitted else {}))
     return 0
 
 
-def _plan_trials(trials: Sequence[Any]) -> list[int]:
+def _fit(run: Run, source: str) -> Refinement:
+    """Return what the user's own runs ask for, and print it.
+
+    Raises:
+        ConfigError: when no run can be used.
+    """
+    from titan.report import own_runs  # only now: a plan without it need not wait for numpy
+
+    runs = own_runs.read(source, run)
+    fitted = runs.refinement()
+    print(own_runs.text(runs, fitted))
+    return fitted
+
+
+def _plan_trials(trials: Sequence[Trial], source: str | None) -> list[int]:
     """Print one line per trial of a sweep."""
     plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
+    if source:
+        fits: dict[tuple[str, ...], Refinement] = {}
+        for trial in trials:
+            if _kind(trial.run) not in fits:
+                fits[_kind(trial.run)] = _fit(trial.run, source)
+        plans = [fits[_kind(trial.run)].plan(planned) for trial, planned in zip(trials, plans, strict=True)]
     print(plan_text.grid_text([t.label for t in trials], plans), end="")
     return [0] * len(trials)
+
+
+def _kind(run: Run) -> tuple[str, ...]:
+    """Return what decides which runs refine a prediction, and their own: device, compute type and its hardware."""
+    return run.machine.name, run.precision.compute, repr(run.cluster.hardware)
 
 
 def describe_trials(trials: Sequence[Trial]) -> str:
