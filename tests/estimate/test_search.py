@@ -31,7 +31,7 @@ def made(name: str) -> Run:
     ("name", "factors"),
     [
         pytest.param("8-devices", UNCHANGED, id="8-devices"),
-        pytest.param("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined"),
+        pytest.param("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined", marks=pytest.mark.full),
         pytest.param("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory", marks=pytest.mark.full),
     ],
 )
