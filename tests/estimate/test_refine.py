@@ -93,14 +93,14 @@ def test_errors_are_of_runs_that_are_left_out() -> None:
     errors = refine.fit(runs).time
     assert errors.ninety == pytest.approx(math.expm1(0.3))  # the third, by the first two
     assert errors.after == pytest.approx(math.expm1(0.15))
-    assert refine.fit(runs[1:]).time.ninety is None
+    assert not refine.fit(runs[1:]).time.left_out
 
 
 def test_a_plan_takes_the_factors_and_the_interval() -> None:
     run = composed(["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=pp", "cluster=h100",
                     "compile=block", "hydra.run.dir=/x"], elsewhere=True)  # fmt: skip
     planned = planning.plan(run, run.layout, run.microbatches, run.machine)
-    errors = refine.Errors(0.3, 0.02, 0.03)
+    errors = refine.Errors(0.3, 0.02, 0.03, left_out=True)
     found = Refinement(Factors(2.0, 0.5, 1.1), 4, planned.step.devices, errors, None)
     refined = found.plan(planned)
     before, after = grouped(planned.step.parts), grouped(refined.step.parts)
@@ -111,5 +111,8 @@ def test_a_plan_takes_the_factors_and_the_interval() -> None:
     last = [max(span.end for span in each.step.spans) for each in (planned, refined)]
     assert last[1] / last[0] == pytest.approx(refined.step.seconds / planned.step.seconds)
     assert replace(found, devices=1).plan(planned).error == planned.error  # more devices than any run had
+    few = replace(found, time=replace(errors, left_out=False))
+    assert few.plan(planned).error == planned.error
+    assert replace(few, time=replace(few.time, ninety=0.5)).plan(planned).error == 0.5
     same = replace(found, factors=refine.UNCHANGED).plan(planned)
     assert same.step == planned.step

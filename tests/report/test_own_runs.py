@@ -159,7 +159,7 @@ def test_a_trained_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     train_ranks(run)
     runs = own_runs.read(str(tmp_path / "run"), run)
     found = runs.refinement()
-    assert found.time.after == pytest.approx(0, abs=1e-6) and found.time.ninety is None
+    assert found.time.after == pytest.approx(0, abs=1e-6) and not found.time.left_out
     assert plan.main([*TINY, *HARDWARE, f"plan.fit={tmp_path}/run"]) == 0
     (sample,) = runs.samples
     assert f"step         {sample.seconds:.3g} s" in capsys.readouterr().out

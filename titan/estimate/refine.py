@@ -92,12 +92,18 @@ UNCHANGED = Factors()
 
 @dataclass(frozen=True)
 class Errors:
-    """The relative errors of one figure over the runs: its median before and after, and the one that nine in ten stay
-    below after; from `LEFT_OUT` runs on each run is predicted from the others, else `ninety` is None."""
+    """The relative errors of one figure over the runs.
+
+    Attributes:
+        before, after: the median without and with the factors.
+        ninety: what nine in ten stay below with the factors.
+        left_out: whether each run was predicted from the others: so it is from `LEFT_OUT` runs on.
+    """
 
     before: float
     after: float
-    ninety: float | None
+    ninety: float
+    left_out: bool
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,8 @@ class Refinement:
     def plan(self, planned: Plan) -> Plan:
         """Return a plan with the factors and intervals of the runs.
 
-        A plan for more devices than any of the runs keeps its own interval where that is wider.
+        The plan keeps its own interval where that is wider and the runs do not show more: for more devices than any of
+        them had, and where they are too few to leave one out.
         """
         beyond = planned.step.devices > self.devices
         return replace(
@@ -133,9 +140,9 @@ class Refinement:
 
 
 def _interval(own: float, found: Errors | None, beyond: bool) -> float:
-    if found is None or found.ninety is None:
+    if found is None:
         return own
-    return max(own, found.ninety) if beyond else found.ninety
+    return found.ninety if found.left_out and not beyond else max(own, found.ninety)
 
 
 def sample(planned: Plan, memory: float, seconds: float, measured_memory: float | None) -> Sample:
@@ -245,12 +252,11 @@ def _squares(samples: Sequence[Sample], fitted: Fit) -> float:
 
 
 def _errors(samples: Sequence[Sample], fitted: Fit, error: Error) -> Errors:
-    before = [_relative(error(s, UNCHANGED)) for s in samples]
-    if len(samples) < LEFT_OUT:
-        factors = fitted(samples)
-        return Errors(median(before), median(_relative(error(s, factors)) for s in samples), None)
-    after = sorted(map(_relative, _left_out(samples, fitted, error)))
-    return Errors(median(before), median(after), max(NOISE, after[math.ceil(SHARE * len(after)) - 1]))
+    left_out, factors = len(samples) >= LEFT_OUT, fitted(samples)
+    logs = _left_out(samples, fitted, error) if left_out else [error(s, factors) for s in samples]
+    before, after = [_relative(error(s, UNCHANGED)) for s in samples], sorted(map(_relative, logs))
+    ninety = max(NOISE, after[math.ceil(SHARE * len(after)) - 1])
+    return Errors(median(before), median(after), ninety, left_out)
 
 
 def _relative(log: float) -> float:

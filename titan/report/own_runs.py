@@ -161,7 +161,7 @@ def text(runs: OwnRuns, found: Refinement) -> str:
         f"{factors.computation:.3g}, communication x{factors.communication:.3g}, memory x{factors.memory:.3g}"
     ]
     parts = [("step time", found.time), *([("memory", found.memory)] if found.memory else [])]
-    how = ", each run left out" if found.time.ninety is not None else ""
+    how = ", each run left out" if found.time.left_out else ""
     lines.append("  error      " + "; ".join(_change(name, errors) for name, errors in parts) + f"{how}")
     lines += [f"  not used   {name}: {reason}" for name, reason in runs.unused]
     return "\n".join(lines) + "\n"
