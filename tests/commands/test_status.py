@@ -26,7 +26,7 @@ def columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, st
         pytest.param(None, "0.5 s", id="finished"),
         pytest.param((Attempt(0, 20),), "0.5 s", id="unfinished"),
         pytest.param((Attempt(0, 3),), "", id="warm-up-only"),
-        pytest.param((Attempt(0, 20), Attempt(20, 20)), "", id="resumed-without-a-step"),
+        pytest.param((Attempt(0, 20), Attempt(10, 10)), "", id="resumed-without-a-step"),
     ],
 )
 def test_step_time_beside_its_prediction(

@@ -68,6 +68,8 @@ def test_measured_causes(tmp_path: Path) -> None:
 def test_the_last_attempt_is_compared(tmp_path: Path) -> None:
     attempts = (Attempt(0, 20, ("parallelism=single",)), Attempt(20, 40, ("parallelism=fsdp",)))
     made(tmp_path / "run", Story(predicted=0.5, attempts=attempts, **STILL))
+    file = tmp_path / "run" / "run.yaml"
+    file.write_text(file.read_text().replace("value: 0.5", "value: 9.0", 1))  # of the first attempt
     assert prediction(compare([tmp_path / "run"]), "run").step_error == pytest.approx(0)
 
 
