@@ -33,7 +33,6 @@ Predict memory, speed and cost of a run: python -m titan.plan [OVERRIDES OF tita
   python -m titan.plan recipe=bench_405b_512 plan.search=true              a faster layout on the same devices
   python -m titan.plan -m model=llama1b parallelism=ddp,fsdp cluster=h100  a sweep, one line per trial
   python -m titan.plan recipe=train_8b to=plan.json                        all figures
-  python -m titan.plan recipe=train_8b cluster=h100 plan.fit=runs          refined with your own runs
 
 Needs no GPU: the cluster axis describes the devices. It computes on what titan.train would compose, and starts nothing.
 
