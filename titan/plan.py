@@ -89,7 +89,7 @@ def _check_files(files: Sequence[Path]) -> None:
 
 def _plan(run: Run, settings: Settings, files: Sequence[Path]) -> int:
     planned = estimate.plan(run, run.layout, run.microbatches, run.machine)
-    fitted = _fit(run, settings.fit) if settings.fit else None
+    fitted = _fit(run, settings.fit) if settings.fit is not None else None
     planned, factors = (fitted.plan(planned), fitted.factors) if fitted else (planned, UNCHANGED)
     how: dict[str, Any] = {"accepts": lambda candidate: _accepted(run, candidate), "factors": factors}
     changes = search.best_changes(run, run.layout, run.microbatches, run.machine, **how)
@@ -120,7 +120,7 @@ def _fit(run: Run, source: str) -> Refinement:
 def _plan_trials(trials: Sequence[Trial], source: str | None) -> list[int]:
     """Print one line per trial of a sweep."""
     plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
-    if source:
+    if source is not None:
         fits: dict[tuple[str, ...], Refinement] = {}
         for trial in trials:
             if _kind(trial.run) not in fits:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +30,8 @@ from titan.sweep.ledger import ENDED, State, SweepSpec, SweepState, TrialState
 
 CLEAR = "\x1b[H\x1b[J"
 """Move to the terminal's first line, and clear what is below."""
+RECENT = 40
+"""Steps of which the median is shown."""
 HEADING = ("trial", "state", "step", "loss", "tokens/s", "step time", "predicted", "job", "attempts")
 MEASURED, PREDICTED = HEADING.index("step time"), HEADING.index("predicted")
 HEAD = """\
@@ -127,13 +130,12 @@ def lines(sweep: SweepState, width: int) -> list[str]:
 
 def _row(trial: TrialState) -> tuple[str, ...]:
     directory = Path(trial.directory)
-    records = list(read_last_steps(directory))
-    last: Mapping[str, Any] = records[0] if records else {}
+    last: Mapping[str, Any] = next(read_last_steps(directory), {})
     step = f"{last.get('step') or 0:,}/{trial.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
     attempts = str(last.get("attempt", "")) if last else ""
-    return _name(trial), trial.state, step, loss, rate, *_step_times(directory, records), trial.job or "", attempts
+    return _name(trial), trial.state, step, loss, rate, *_step_times(directory), trial.job or "", attempts
 
 
 def _without_empty(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -141,14 +143,15 @@ def _without_empty(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [row if any(r[PREDICTED] for r in rows[1:]) else row[:MEASURED] + row[PREDICTED + 1 :] for row in rows]
 
 
-def _step_times(directory: Path, records: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return the measured and the predicted time of a step; empty where the run has no prediction."""
+def _step_times(directory: Path) -> tuple[str, str]:
+    """Return the median of the last steps and the predicted time of a step; empty where the run has no prediction."""
     try:
         predicted, attempt, first = _last_attempt(directory, (directory / RUN).stat().st_mtime_ns)
     except (OSError, ConfigError):
         return "", ""
     if predicted is None:
         return "", ""
+    records = islice(read_last_steps(directory), RECENT)
     own = [r for r in records if r.get("attempt") == attempt and (r.get("step") or 0) > first + WARM]
     times = [r["step_seconds"] for r in own if r.get("step_seconds")]
     return f"{rounded(median(times))} s" if times else "", f"{rounded(predicted)} s"
