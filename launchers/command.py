@@ -28,19 +28,26 @@ from titan.run.run import Run
 from titan.run.schema import Recipe
 
 
-def command(argv: Sequence[str] | None, job: Callable[[Run], int], ranks: int | None = None) -> int:
+def command(
+    argv: Sequence[str] | None,
+    job: Callable[[Run], int],
+    ranks: int | None = None,
+    describe: Callable[[Sequence[Trial]], str] = lambda trials: "",
+) -> int:
     """Carry out a command line: compose, check, then `job`.
 
     Args:
         argv: the arguments; None: those of this process.
         job: runs one checked Run and returns its exit code.
         ranks: how many ranks a launcher has started already; None when titan is to start them.
+        describe: returns what a dry run prints about its trials beside the scripts.
 
     Returns:
         The exit code: 0 done, 1 a failed run, 2 a ConfigError, 130 interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _command(arguments, job, ranks))
+    with plugin.described(describe):
+        return exit_code(lambda: _command(arguments, job, ranks))
 
 
 def plan_command(argv: Sequence[str], job: Callable[[Run], int], grid: Callable[[Sequence[Trial]], list[int]]) -> int:

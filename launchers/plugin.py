@@ -53,6 +53,8 @@ class SweepLauncher(Launcher):
     elsewhere: ClassVar[bool] = False
     planned: ClassVar[Callable[[Sequence[Trial]], list[int]] | None] = None
     """Takes the trials in place of a launch."""
+    describe: ClassVar[Callable[[Sequence[Trial]], str]] = staticmethod(lambda trials: "")
+    """Returns what a dry run prints about trials beside their scripts."""
 
     def __init__(self, **given: Any) -> None:
         plain = {key: OmegaConf.to_container(v) if OmegaConf.is_config(v) else v for key, v in given.items()}
@@ -126,7 +128,7 @@ class SlurmLauncher(SweepLauncher):
 
     def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
         """Launch checked trials; return their exit codes."""
-        return slurm.SlurmSweep(root, chosen, self.how, asked).launch()
+        return slurm.SlurmSweep(root, chosen, self.how, asked, SweepLauncher.describe).launch()
 
 
 def _sweeper() -> Any:
@@ -214,6 +216,17 @@ def planned(take: Callable[[Sequence[Trial]], list[int]]) -> Iterator[None]:
         yield
     finally:
         SweepLauncher.planned = None
+
+
+@contextlib.contextmanager
+def described(describe: Callable[[Sequence[Trial]], str]) -> Iterator[None]:
+    """Let a dry run print what `describe` returns about its trials."""
+    before = SweepLauncher.describe
+    SweepLauncher.describe = staticmethod(describe)
+    try:
+        yield
+    finally:
+        SweepLauncher.describe = staticmethod(before)
 
 
 def remove_unused() -> None:

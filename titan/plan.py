@@ -22,12 +22,14 @@ from titan.console.text import redact
 from titan.errors import ConfigError, RunError, exit_code
 from titan.estimate import overhead, search
 from titan.estimate import plan as estimate
+from titan.estimate.refine import UNCHANGED, Refinement
 from titan.files.atomic import write_atomic
 from titan.report.render import plan_text
 from titan.report.render.plan_data import Outcome
 from titan.run.resolve import resolve
 
 if TYPE_CHECKING:
+    from launchers.trials import Trial
     from titan.estimate.traced.result import Traced
     from titan.run.run import Run
 
@@ -62,6 +64,7 @@ class Settings:
     keep: int = setting(10, "layouts that a search shows", at_least=1, cap=1000)
     trace: bool = setting(False, "trace a real step of a rank of each pipeline rank on tensors without values")
     whole: bool = setting(False, "with plan.trace: trace all blocks, instead of a few that are repeated")
+    fit: str | None = setting(None, "a run, or a folder of runs, whose measured speed and memory refine the prediction")
 
 
 @dataclass(frozen=True)
@@ -117,28 +120,83 @@ def _plan(run: Run, settings: Settings, files: Sequence[Path], given: tuple[str,
         return _accepted(run, candidate)
 
     planned = estimate.plan(run, run.layout, run.microbatches, run.machine)
-    changes = search.best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts)
+    fitted = _fit(run, settings.fit) if settings.fit is not None else None
+    planned, factors = (fitted.plan(planned), fitted.factors) if fitted else (planned, UNCHANGED)
+    changes = search.best_changes(run, run.layout, run.microbatches, run.machine, accepts=accepts, factors=factors)
     found = None
     if settings.search:
-        found = search.search(run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts)
+        found = search.search(
+            run, run.layout.devices, run.machine, keep=settings.keep, accepts=accepts, factors=factors
+        )
     traced = _trace(run, settings) if settings.trace else None
-    outcome = Outcome(run, planned, changes, found, given, traced)
+    outcome = Outcome(run, planned, changes, found, given, traced, fitted)
     print(plan_text.text(outcome), end="")
     _write_all(files, {".json": lambda: plan_text.as_json(outcome), ".html": lambda: _page(outcome, made)})
     return 0
 
 
-def _plan_trials(trials: Sequence[Any], settings: Settings, files: Sequence[Path], made: str) -> list[int]:
+def _fit(run: Run, source: str) -> Refinement:
+    """Return what the user's own runs ask for, and print it.
+
+    Raises:
+        ConfigError: when no run can be used.
+    """
+    from titan.report import own_runs  # only now: a plan without it need not wait for numpy
+
+    runs = own_runs.read(source, run)
+    fitted = runs.refinement()
+    print(own_runs.text(runs, fitted))
+    return fitted
+
+
+def _plan_trials(trials: Sequence[Trial], settings: Settings, files: Sequence[Path], made: str) -> list[int]:
     """Print one line per trial of a sweep, and write their figures."""
     if settings.search or settings.trace:
         raise ConfigError(f"plan.{'search' if settings.search else 'trace'}=true: takes one run; leave out -m.")
     plans = [estimate.plan(t.run, t.run.layout, t.run.microbatches, t.run.machine) for t in trials]
+    if settings.fit is not None:
+        plans = _refined(trials, plans, settings.fit)
     labels = [t.label for t in trials]
     print(plan_text.grid_text(labels, plans), end="")
     _write_all(
         files, {".json": lambda: plan_text.grid_json(labels, plans), ".html": lambda: _grid_page(labels, plans, made)}
     )
     return [0] * len(trials)
+
+
+def _refined(trials: Sequence[Trial], plans: Sequence[estimate.Plan], source: str) -> list[estimate.Plan]:
+    """Return the plans of trials, refined by the user's own runs of the same kind."""
+    fits: dict[tuple[str, ...], Refinement] = {}
+    for trial in trials:
+        if _kind(trial.run) not in fits:
+            fits[_kind(trial.run)] = _fit(trial.run, source)
+    return [fits[_kind(trial.run)].plan(planned) for trial, planned in zip(trials, plans, strict=True)]
+
+
+def _kind(run: Run) -> tuple[str, ...]:
+    """Return what decides which runs refine a prediction, and their own: device, compute type and its hardware."""
+    return run.machine.name, run.precision.compute, repr(run.cluster.hardware)
+
+
+def describe_trials(trials: Sequence[Trial]) -> str:
+    """Return the plan of a trial, or one line per trial of a sweep; else a line that says what is missing."""
+    planned: list[tuple[Trial, estimate.Plan]] = []
+    missing = dict[str, None]()
+    for trial in trials:
+        try:
+            run = trial.run
+            planned.append((trial, estimate.plan(run, run.layout, run.microbatches, run.machine)))
+        except ConfigError as error:
+            missing[f"no plan: {error}"] = None
+    return "\n".join([_short(planned, alone=len(trials) == 1), *missing]).strip() + "\n"
+
+
+def _short(planned: Sequence[tuple[Trial, estimate.Plan]], alone: bool) -> str:
+    if not planned:
+        return ""
+    if alone:
+        return plan_text.text(Outcome(planned[0][0].run, planned[0][1]))
+    return plan_text.grid_text([trial.label for trial, _ in planned], [plan for _, plan in planned])
 
 
 def _trace(run: Run, settings: Settings) -> Traced:

@@ -8,21 +8,32 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from launchers.slurm.state import read_state
 from titan.config.arguments import arguments, describe, shows
 from titan.config.settings import setting
 from titan.console import output
+from titan.console.numbers import rounded
 from titan.console.text import safe
 from titan.errors import ConfigError, exit_code
-from titan.run.directory import is_finished, is_locked, read_attempts, read_last_step
+from titan.metrics.schema import WARM
+from titan.run.directory import RUN, is_finished, is_locked, read_attempts, read_last_steps
+from titan.run.prediction import of_document
 from titan.sweep.ledger import ENDED, State, SweepSpec, SweepState, TrialState
 
 CLEAR = "\x1b[H\x1b[J"
 """Move to the terminal's first line, and clear what is below."""
+RECENT = 40
+"""Steps of which the median is shown."""
+HEADING = ("trial", "state", "step", "loss", "tokens/s", "step time", "predicted", "job", "attempts")
+MEASURED, PREDICTED = HEADING.index("step time"), HEADING.index("predicted")
 HEAD = """\
 Show the state of a sweep's trials, or of a run: python -m titan.status DIRECTORY [KEY=VALUE ...]
 
@@ -101,7 +112,7 @@ def lines(sweep: SweepState, width: int) -> list[str]:
     states = ", ".join(f"{counts[state]} {state}" for state in order)
     what = "run" if [p.directory for p in sweep.trials] == [str(sweep.directory)] else "trial"
     head = [f"{sweep.directory}: {len(sweep.trials)} {what}{'s' * (len(sweep.trials) != 1)}: {states}"]
-    rows = [("trial", "state", "step", "loss", "tokens/s", "job", "attempts"), *(_row(trial) for trial in sweep.trials)]
+    rows = _without_empty([HEADING, *(_row(trial) for trial in sweep.trials)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -118,12 +129,45 @@ def lines(sweep: SweepState, width: int) -> list[str]:
 
 
 def _row(trial: TrialState) -> tuple[str, ...]:
-    last = read_last_step(Path(trial.directory))
+    directory = Path(trial.directory)
+    last: Mapping[str, Any] = next(read_last_steps(directory), {})
     step = f"{last.get('step') or 0:,}/{trial.steps:,}"
     loss = "" if last.get("loss") is None else f"{last['loss']:.4f}"
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
     attempts = str(last.get("attempt", "")) if last else ""
-    return _name(trial), trial.state, step, loss, rate, trial.job or "", attempts
+    return _name(trial), trial.state, step, loss, rate, *_step_times(directory), trial.job or "", attempts
+
+
+def _without_empty(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows without step times where no trial has a prediction."""
+    return [row if any(r[PREDICTED] for r in rows[1:]) else row[:MEASURED] + row[PREDICTED + 1 :] for row in rows]
+
+
+def _step_times(directory: Path) -> tuple[str, str]:
+    """Return the median of the last steps and the predicted time of a step; empty where the run has no prediction."""
+    try:
+        predicted, attempt, first = _last_attempt(directory, (directory / RUN).stat().st_mtime_ns)
+    except (OSError, ConfigError):
+        return "", ""
+    if predicted is None:
+        return "", ""
+    records = islice(read_last_steps(directory), RECENT)
+    own = [r for r in records if r.get("attempt") == attempt and (r.get("step") or 0) > first + WARM]
+    times = [r["step_seconds"] for r in own if r.get("step_seconds")]
+    return f"{rounded(median(times))} s" if times else "", f"{rounded(predicted)} s"
+
+
+@lru_cache(4096)
+def _last_attempt(directory: Path, changed: int) -> tuple[float | None, int, int]:
+    """Return the predicted step time of a run's last attempt, its number, and the step after which it began.
+
+    Args:
+        directory: the run's.
+        changed: when its run.yaml was changed, so that it is read once only.
+    """
+    document = read_attempts(directory)[-1]
+    found, first = of_document(document), int(document.get("from_step") or 0)
+    return None if found is None else found.step_seconds.value, int(document["attempt"]), first
 
 
 def _name(trial: TrialState) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from launchers.command import command
+from launchers.trials import Trial
 from titan.cluster import rank_info
 from titan.cluster.environment import before_torch
 from titan.cluster.rank_process import leave
@@ -20,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     before_torch(os.environ)
     mine = rank_info.from_environment(os.environ)
     if mine is None:
-        return command(argv, _train)
+        return command(argv, _train, describe=_plan)
     if mine.rank > 0:
         from launchers import start
 
@@ -32,6 +33,12 @@ def _train(run: Run) -> int:
     from titan import api  # only now: --help and rejected command lines need not wait for numpy
 
     return api.launch(run)
+
+
+def _plan(trials: Sequence[Trial]) -> str:
+    from titan import plan  # only now: it is needed by a dry run alone
+
+    return plan.describe_trials(trials)
 
 
 def _lead(argv: Sequence[str] | None, mine: rank_info.RankInfo) -> int:

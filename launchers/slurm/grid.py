@@ -12,7 +12,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,7 @@ class SlurmSweep:
         trials: what is to run.
         how: the launcher's settings.
         spec: what the sweep is for.
+        describe: returns what a dry run prints about trials beside their scripts.
         printed: the last state of each trial that was printed.
         shapes: the resources of each trial, by its id.
     """
@@ -69,6 +70,7 @@ class SlurmSweep:
     trials: Sequence[Trial]
     how: SlurmLaunch
     spec: SweepSpec
+    describe: Callable[[Sequence[Trial]], str] = lambda trials: ""
     printed: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -303,7 +305,7 @@ class SlurmSweep:
         return f"python -m titan.status {shown} shows their state{cancel}."
 
     def _show(self) -> list[int]:
-        """Print the scripts that would be submitted now, and the device-hours that they may use."""
+        """Print the scripts that would be submitted now, the trials' plan, and the device-hours that they may use."""
         hours: float | None = 0.0
         todo = self._to_do()
         lanes = Lanes(self.how.at_once, self._now().values()) if self.how.at_once else None
@@ -315,6 +317,8 @@ class SlurmSweep:
             if lanes and lane is not None:
                 lanes.put(lane, [f"JOB_OF_{chunk[0].id}"])
             hours = None if hours is None or one.hours() is None else hours + len(chunk) * float(one.hours() or 0)
+        if todo:
+            print(self.describe(todo))
         cost = "unknown without cluster.time" if hours is None else f"at most {hours:,.1f}"
         print(
             f"{len(todo)} trials; device-hours: {cost} for each attempt of a job. Nothing was submitted.",

@@ -67,7 +67,7 @@ def test_several_files(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (place / "out" / "a.html").read_text().startswith("<!doctype html>")
     assert (place / "out" / "a.md").read_text().startswith("# layouts\n")
     assert len(list(csv.DictReader((place / "out" / "a.csv").open()))) == 14
-    assert len(json.loads((place / "out" / "a.json").read_text())["arms"]) == 6
+    assert len(json.loads((place / "out" / "a.json").read_text())["variants"]) == 6
     assert not (place / "runs" / "grid" / "compare.html").exists()
 
 

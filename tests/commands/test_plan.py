@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 
 from titan import plan
-from titan.run import summary
-from titan.run.compose import composed
 
 RUN = ["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=fsdp", "cluster=h100", "compile=block"]
 
@@ -147,9 +145,3 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", program, *RUN, f"to={tmp_path}/a.html"], capture_output=True).returncode
         == 0
     )
-
-
-def test_the_start_of_a_run_names_the_predicted_step_where_the_hardware_is_known() -> None:
-    known = composed([*RUN, "hydra.run.dir=/x"], elsewhere=True)
-    assert re.fullmatch(r", predicted step [\d.]+ s", summary._predicted(known))
-    assert summary._predicted(composed(["model=debug", "cluster=cpu", "hydra.run.dir=/x"])) == ""

@@ -7,6 +7,7 @@ import pytest
 from titan.errors import ConfigError
 from titan.estimate import fit, memory
 from titan.estimate.plan import device_speeds, hardware_of
+from titan.estimate.refine import UNCHANGED, Factors
 from titan.estimate.search import Bounds, Candidate, best_changes, override_of, points, search
 from titan.estimate.step_time import step_time
 from titan.run.compose import composed
@@ -26,11 +27,18 @@ def made(name: str) -> Run:
     return composed([*COMMON, *RUNS[name]], elsewhere=True)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "8-devices" else pytest.mark.full) for n in RUNS])
-def test_pruning_finds_what_trying_all_finds(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        pytest.param("8-devices", UNCHANGED, id="8-devices"),
+        pytest.param("8-devices", Factors(0.3, 0.2, 3.0), id="8-devices-refined", marks=pytest.mark.full),
+        pytest.param("16-devices-little-memory", UNCHANGED, id="16-devices-little-memory", marks=pytest.mark.full),
+    ],
+)
+def test_pruning_finds_what_trying_all_finds(name: str, factors: Factors) -> None:
     run = made(name)
     devices = run.layout.devices
-    pruned, whole = (search(run, devices, run.machine, keep=5, prune=prune) for prune in (True, False))
+    pruned, whole = (search(run, devices, run.machine, keep=5, prune=prune, factors=factors) for prune in (True, False))
     assert [r.step.seconds for r in pruned.best] == [r.step.seconds for r in whole.best]
     assert pruned.tried == whole.tried and pruned.predicted < whole.predicted
 

@@ -230,7 +230,7 @@ def test_csv_has_a_row_a_run() -> None:
     assert list(rows[0])[: len(export.COLUMNS)] == list(export.COLUMNS)
     assert len(rows) == len(runs) + len(comparison.failed)
     for row, (variant, run) in zip(rows, runs, strict=False):
-        assert (row["arm"], row["run"], row["directory"]) == (variant.label, run.label, run.directory)
+        assert (row["variant"], row["run"], row["directory"]) == (variant.label, run.label, run.directory)
         assert run.speed is not None and float(row["step_seconds"]) == run.speed.step_seconds.median
         assert float(row["loss"]) == run.loss and row["baseline"] == str(variant.baseline).lower()
         assert float(row["device_hours"]) == run.cost.device_hours and row["bits_per_byte/code"] == "0.9"
@@ -259,10 +259,10 @@ def refuse(constant: str) -> None:
 @pytest.mark.parametrize("comparison", COMPARISONS)
 def test_json_is_strict_and_full(comparison: Comparison) -> None:
     found = json.loads(export.json_text(comparison), parse_constant=refuse)
-    assert found["format"] == 1 and found["title"] == comparison.title
-    assert [variant["label"] for variant in found["arms"]] == [variant.label for variant in comparison.variants]
+    assert found["format"] == 2 and found["title"] == comparison.title
+    assert [variant["label"] for variant in found["variants"]] == [variant.label for variant in comparison.variants]
     assert [failed["reason"] for failed in found["failed"]] == [failed.reason for failed in comparison.failed]
-    for variant, told in zip(comparison.variants, found["arms"], strict=True):
+    for variant, told in zip(comparison.variants, found["variants"], strict=True):
         assert [run["validation"] for run in told["runs"]] == [run.validation for run in variant.runs]
         assert all("curves" not in run for run in told["runs"])
 
@@ -271,5 +271,7 @@ def test_json_has_null_for_what_is_not_finite() -> None:
     variant = replace(
         shown_report.variant("base"), runs=(shown_report.run("base", loss=float("nan"), validation=float("inf")),)
     )
-    (run,) = json.loads(export.json_text(shown_report.comparison(variant)), parse_constant=refuse)["arms"][0]["runs"]
+    (run,) = json.loads(export.json_text(shown_report.comparison(variant)), parse_constant=refuse)["variants"][0][
+        "runs"
+    ]
     assert run["loss"] is None and run["validation"] is None

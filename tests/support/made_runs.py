@@ -16,8 +16,10 @@ import numpy as np
 import yaml
 
 from tests.support.runs import TINY
-from titan.run import identity
+from titan.estimate.plan import Figure
+from titan.run import identity, prediction
 from titan.run.compose import composed
+from titan.run.prediction import Prediction
 from titan.run.run import Run, as_config
 from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec
@@ -70,6 +72,7 @@ class Story:
         bad: the step from which on no loss is finite, so that the run gives up; None: all are.
         rises: added to the loss of steps, by their number.
         host, began: of env.json, and when its first attempt began after the usual time.
+        predicted: seconds of a step that each attempt was predicted to take; None: its hardware was not described.
     """
 
     seed: int = 0
@@ -97,6 +100,7 @@ class Story:
     rises: Mapping[int, float] = field(default_factory=dict)
     host: str = ""
     began: float = 0.0
+    predicted: float | None = None
 
 
 @lru_cache(maxsize=256)
@@ -194,7 +198,15 @@ def _document(
         "microbatches": run.microbatches,
         "science": dict(science),
         "config": as_config(run),
+        **({} if story.predicted is None else {prediction.KEY: prediction.as_document(predicted(story.predicted))}),
     }
+
+
+def predicted(seconds: float, gib: float = 10.0) -> Prediction:
+    """A prediction of so many seconds a step and GiB; ten per cent of the time is communication."""
+    parts = {"matmuls": 0.9 * seconds, "weights and gradients": 0.1 * seconds}
+    step, memory = Figure(seconds, seconds / 1.1, seconds * 1.1), Figure(gib, gib / 1.1, gib * 1.1)
+    return Prediction(step, memory, memory, parts, {"weights": gib}, "c0575a27")
 
 
 def _lines(run: Run, story: Story, number: int, attempt: Attempt, clock: float) -> Iterator[dict[str, Any]]:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
@@ -41,6 +42,11 @@ class Constants:
     power: float = 0.33
     error: float = 0.15
     memory_error: float = 0.1
+
+    @property
+    def version(self) -> str:
+        """Eight hexadecimal digits of a hash of all constants, by which a recorded prediction names them."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
 
 
 @cache

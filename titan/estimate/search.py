@@ -20,6 +20,7 @@ from titan.estimate import memory, overhead
 from titan.estimate.fit import available
 from titan.estimate.pipeline_states import most_in_flight
 from titan.estimate.plan import device_speeds, hardware_of, ranks_per_node
+from titan.estimate.refine import UNCHANGED, Factors
 from titan.estimate.step_time import StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES
 from titan.parallelism.pipeline.stage_plan import stage_layers, stages_per_rank
@@ -98,6 +99,7 @@ def search(
     keep: int = 10,
     prune: bool = True,
     accepts: Callable[[Candidate], bool] = lambda candidate: True,
+    factors: Factors = UNCHANGED,
 ) -> Found:
     """Return the fastest layouts of a recipe on so many devices.
 
@@ -108,11 +110,12 @@ def search(
         keep: the number of layouts to return.
         prune: whether to skip candidates that can't be among them.
         accepts: whether a run would be accepted with a layout.
+        factors: what predictions are multiplied by.
 
     Raises:
         ConfigError: when a figure of the hardware is missing, or no layout fits.
     """
-    space = _Space(recipe, devices, machine, accepts)
+    space = _Space(recipe, devices, machine, accepts, factors)
     found = space.fastest(keep, space.has, prune)
     if not found.results:
         raise ConfigError(
@@ -128,9 +131,16 @@ def search(
 class _Space:
     """All layouts of a recipe, in the order of the lower bounds of their time."""
 
-    def __init__(self, recipe: Recipe, devices: int, machine: Machine, accepts: Callable[[Candidate], bool]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        devices: int,
+        machine: Machine,
+        accepts: Callable[[Candidate], bool],
+        factors: Factors,
+    ) -> None:
         hardware = hardware_of(recipe.cluster, machine)
-        self.recipe, self.device, self.accepts = recipe, machine.device, accepts
+        self.recipe, self.device, self.accepts, self.factors = recipe, machine.device, accepts, factors
         self.has = available(recipe, Layout(shard=devices), machine)
         self.speeds: Callable[[Layout], Speeds] = cache(lambda layout: device_speeds(recipe, hardware, machine, layout))
         self.bound = Bounds(recipe, self.speeds, machine.device)
@@ -140,11 +150,11 @@ class _Space:
 
     def fastest(self, keep: int, has: float, prune: bool) -> _Search:
         """Return the results of a search for the fastest layouts that need at most `has` GiB."""
-        found = _Search(keep, has, self.device, self.accepts)
+        found = _Search(keep, has, self.device, self.accepts, self.factors)
         for least, number, point in self.ordered:
-            if prune and least > found.worst:
+            if prune and self.factors.least * least > found.worst:
                 break
-            if prune and self._least_gib(number, point) > has:
+            if prune and self.factors.memory * self._least_gib(number, point) > has:
                 continue
             fits = found.try_candidate(point.candidate(self.recipe), self.speeds(point.layout), prune)
             if not fits:  # nor into less
@@ -160,8 +170,10 @@ class _Space:
 class _Search:
     """The results so far, and the time that a candidate must stay below to be among the best."""
 
-    def __init__(self, keep: float, has: float, device: str, accepts: Callable[[Candidate], bool]) -> None:
-        self.keep, self.has, self.device, self.accepts = keep, has, device, accepts
+    def __init__(
+        self, keep: float, has: float, device: str, accepts: Callable[[Candidate], bool], factors: Factors
+    ) -> None:
+        self.keep, self.has, self.device, self.accepts, self.factors = keep, has, device, accepts, factors
         self.results: list[Result] = []
         self.predicted = 0
         self._slowest: list[float] = []  # a heap of negative times of the best results
@@ -178,16 +190,17 @@ class _Search:
         """
         recipe, layout, count = candidate.recipe, candidate.layout, candidate.microbatches
         try:
-            if prune and StepModel(recipe, layout, count, speeds).least_seconds() > self.worst:
+            least = self.factors.least * StepModel(recipe, layout, count, speeds).least_seconds() if prune else 0.0
+            if least > self.worst:
                 return True
-            gib = overhead.gib_if_fits(recipe, layout, count, self.device, self.has)
+            gib = overhead.gib_if_fits(recipe, layout, count, self.device, self.has / self.factors.memory)
             if gib is None or not self.accepts(candidate):
                 return False
-            step = step_time(recipe, layout, count, speeds)
+            step = self.factors.step(step_time(recipe, layout, count, speeds))
         except ConfigError:
             return False
         self.predicted += 1
-        self.results.append(Result(candidate, step, gib))
+        self.results.append(Result(candidate, step, self.factors.memory * gib))
         heapq.heappush(self._slowest, -step.seconds)
         if len(self._slowest) > self.keep:
             heapq.heappop(self._slowest)
@@ -428,10 +441,11 @@ def best_changes(
     *,
     keep: int = 3,
     accepts: Callable[[Candidate], bool] = lambda candidate: True,
+    factors: Factors = UNCHANGED,
 ) -> tuple[Result, ...]:
     """Return the single changes that make a step fastest and fit, the fastest first."""
     hardware, has = hardware_of(recipe.cluster, machine), available(recipe, layout, machine)
-    found = _Search(math.inf, has, machine.device, accepts)
+    found = _Search(math.inf, has, machine.device, accepts, factors)
     for candidate in changes(recipe, layout, microbatches):
         found.try_candidate(candidate, device_speeds(candidate.recipe, hardware, machine, candidate.layout))
     return tuple(sorted(found.results, key=lambda r: r.step.seconds)[:keep])

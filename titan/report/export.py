@@ -10,21 +10,19 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from titan.report.findings import Comparison, Curves, Failed, RunFound, Variant
+from titan.report.findings import Comparison, Curves, Failed, Predicted, RunFound, Variant
 
-_KEYS = {"variants": "arms"}
-"""Keys of the JSON that are not the names of the fields: readers of earlier files know these."""
-FORMAT = 1
+FORMAT = 2
 """Version of the JSON; rises when a key changes its meaning or is removed."""
 
 COLUMNS = (
-    "arm", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
+    "variant", "baseline", "same_science", "run", "directory", "state", "reason", "seed", "science_id", "group_id",
     "execution_id", "code_id", "devices", "hardware", "step", "steps", "tokens", "decayed", "loss", "validation_loss",
     "bits_per_byte", "step_seconds", "step_seconds_p10", "step_seconds_p90", "tokens_per_second_per_device",
     "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "attempts",
     "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again", "diverged", "outlier",
 )  # fmt: skip
-"""Columns of every CSV, in this order; `setting/NAME` and `bits_per_byte/SOURCE` follow."""
+"""Columns of every CSV, in this order; `setting/NAME`, `bits_per_byte/SOURCE` and `predicted/NAME` follow."""
 
 _SAME = ("directory", "state", "reason", "seed", "science_id", "group_id", "execution_id", "code_id", "devices",
          "hardware", "step", "steps", "tokens", "decayed", "loss")  # fmt: skip
@@ -52,7 +50,7 @@ def json_text(comparison: Comparison) -> str:
 
 def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
     return {
-        "arm": variant.label,
+        "variant": variant.label,
         "baseline": variant.baseline,
         "same_science": variant.same_science,
         "run": run.label,
@@ -65,6 +63,7 @@ def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
         **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
         **{f"setting/{name}": value for name, value in variant.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
+        **_predicted(run.predicted),
     }
 
 
@@ -79,6 +78,18 @@ def _speed(run: RunFound) -> dict[str, Any]:
         **{name: getattr(run.speed, name) for name in _SPEED},
         "steps_timed": run.speed.steps,
     }
+
+
+def _predicted(found: Predicted | None) -> dict[str, Any]:
+    """Return the columns of a prediction, which a file has only if any run has one."""
+    if found is None:
+        return {}
+    values: dict[str, Any] = {"constants": found.constants}
+    for name, interval in (("step_seconds", found.step_seconds), ("memory_gib", found.memory_gib)):
+        values |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    for name in ("step_error", "memory_error", "work_seconds", "evaluation_seconds"):
+        values[name] = getattr(found, name)
+    return {f"predicted/{name}": value for name, value in (values | dict(found.step_parts)).items()}
 
 
 def _failed(failed: Failed) -> dict[str, Any]:
@@ -96,7 +107,7 @@ def _plain(value: Any) -> Any:
     """Return results as JSON values, without curves."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {_KEYS.get(name, name): _plain(each) for name, each in fields.items() if not isinstance(each, Curves)}
+        return {name: _plain(each) for name, each in fields.items() if not isinstance(each, Curves)}
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -107,6 +107,35 @@ class Curves:
 
 
 @dataclass(frozen=True)
+class Predicted:
+    """What the last attempt of a run was predicted to take, beside what was measured.
+
+    Attributes:
+        step_seconds: of a step; nine in ten published runs lie within the interval.
+        memory_gib: of rank 0, as metrics.jsonl measures it.
+        step_parts: predicted seconds of a step by cause.
+        memory_parts: predicted GiB of the fullest rank by category.
+        constants: version of the cost model's constants.
+        step_error, memory_error: predicted over measured value, minus 1; None where it was not measured.
+        work_seconds: measured step time without waiting for data, of the median step.
+        data_seconds: measured time that a step waited for data, on average.
+        evaluation_seconds, checkpoint_seconds: measured time between steps, per step; None where there was none.
+    """
+
+    step_seconds: Interval
+    memory_gib: Interval
+    step_parts: Mapping[str, float]
+    memory_parts: Mapping[str, float]
+    constants: str
+    step_error: float | None = None
+    memory_error: float | None = None
+    work_seconds: float | None = None
+    data_seconds: float | None = None
+    evaluation_seconds: float | None = None
+    checkpoint_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class Spike:
     """A loss spike: the step of its maximum, the loss there, and the usual loss before it."""
 
@@ -142,6 +171,7 @@ class RunFound:
         outlier: whether its final validation loss is finite and far from those of its variant's other seeds.
         spikes: of the training loss, in the order of steps.
         shared: whether another run of the comparison used the same machine while its steps were timed.
+        predicted: what it was predicted to take; None where its hardware was not described.
     """
 
     label: str
@@ -172,6 +202,7 @@ class RunFound:
     outlier: bool = False
     spikes: tuple[Spike, ...] = ()
     shared: bool = False
+    predicted: Predicted | None = None
 
 
 @dataclass(frozen=True)

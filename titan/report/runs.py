@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from titan.report import divergence, speed
+from titan.report import divergence, predicted, speed
 from titan.report.collect import Raw
 from titan.report.findings import RunFound
 from titan.report.history import History
@@ -37,7 +37,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
     """
     history = History(raw)
     done = int(history.steps.step[-1]) if len(history.steps) else 0
-    final = final_validation(raw, history)
+    final, timed = final_validation(raw, history), speed.of_run(raw)
     run = RunFound(
         label=label,
         directory=str(raw.directory),
@@ -58,7 +58,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
         validation=_number(final.get("validation_loss")),
         bits=_number(final.get("bits_per_byte")),
         bits_by_source=by_source(final, "bits_per_byte/"),
-        speed=speed.of_run(raw),
+        speed=timed,
         speed_by_attempt=speed.of_attempts(raw),
         cost=history.cost(),
         curves=history.curves(),
@@ -66,6 +66,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
         diverged=divergence.diverged(raw, history, final),
         spikes=divergence.spikes(history),
         shared=shared,
+        predicted=predicted.of_run(raw, timed),
     )
     return Member(raw, history, run)
 

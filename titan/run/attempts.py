@@ -25,6 +25,7 @@ from titan.run import identity, records
 from titan.run.directory import has_records, is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
+from titan.run.prediction import Prediction, predict
 from titan.run.run import Run
 from titan.run.same_experiment import check_same, check_same_without_data
 
@@ -45,6 +46,7 @@ class Attempt:
         parent: "science_id@step" of the checkpoint of a fork, or "weights:digest" of initial weights.
         weights: the folder of initial weights that replace those of the seed.
         notes: messages about it, for example about checkpoints that can't be used.
+        prediction: of its step time and memory; None where the hardware is not described.
     """
 
     number: int
@@ -58,6 +60,7 @@ class Attempt:
     parent: str | None = None
     weights: str | None = None
     notes: tuple[str, ...] = ()
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,10 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
             return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
         notes += (*_missing_steps(earlier[-1], result, last), *([wrong] if wrong else []))
-    attempt = replace(_attempt(run, earlier, identity.ids(run, science), mix, folders, begins, last), notes=notes)
+    prediction, wrong = predict(run)
+    notes += (wrong,) if wrong else ()
+    attempt = _attempt(run, earlier, identity.ids(run, science), mix, folders, begins, last)
+    attempt = replace(attempt, notes=notes, prediction=prediction)
     records.record_attempt(run, attempt, science, earlier)
     return attempt
 

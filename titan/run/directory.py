@@ -5,7 +5,7 @@ Whatever is in them is compared with the types that titan writes, and former nam
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,9 @@ _RESULT: dict[str, Any] = {
     "sample": dict[str, str] | None,
 }
 """The optional values of result.json by their types; names go up to a slash."""
-_STEP: dict[str, Any] = {"step": int, "loss": float, "tokens_per_second": float, "attempt": int}
+_STEP: dict[str, Any] = {
+    "step": int, "loss": float, "tokens_per_second": float, "attempt": int, "step_seconds": float,
+}  # fmt: skip
 
 
 def read_attempts(directory: Path) -> list[dict[str, Any]]:
@@ -153,18 +155,22 @@ def _parse_result(text: bytes) -> dict[str, Any]:
 
 def read_last_step(directory: Path) -> dict[str, Any]:
     """Return the last record of a step in `metrics.jsonl`; empty where there is none."""
+    return next(read_last_steps(directory), {})
+
+
+def read_last_steps(directory: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of steps at the end of `metrics.jsonl`, the last one first."""
     try:
         text = untrusted.read(directory / METRICS, TAIL_BYTES).decode(errors="replace")
     except (OSError, ValueError):
-        return {}
+        return
     for line in reversed(text.splitlines()):
         with suppress(ValueError):
             record = renamed(untrusted.parse_object(line))
             for name, kind in _STEP.items():
                 untrusted.check(record.get(name), kind | None, name)
             if "loss" in record:
-                return record
-    return {}
+                yield record
 
 
 def has_records(directory: Path, attempt: int) -> bool:

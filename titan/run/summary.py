@@ -11,9 +11,7 @@ from titan.config.modules import VARIABLE
 from titan.config.settings import show
 from titan.console.numbers import billions, rounded
 from titan.console.progress import duration, loss_text, table
-from titan.errors import ConfigError
 from titan.estimate import fit
-from titan.estimate.plan import plan
 from titan.run.run import Run
 
 if TYPE_CHECKING:
@@ -40,18 +38,15 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
             **_dimensions(run),
             **{"applied" if i == 0 else f"  {i + 1}": step for i, step in enumerate(applied)},
-            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank{_predicted(run)}",
+            "devices": f"{run.machine.describe()}; estimated memory {memory:.1f} GiB per rank{_predicted(attempt)}",
         }
     )
 
 
-def _predicted(run: Run) -> str:
+def _predicted(attempt: Attempt) -> str:
     """Return the predicted time of a step; empty where the cluster's hardware is not described."""
-    try:
-        planned = plan(run, run.layout, run.microbatches, run.machine)
-    except ConfigError:
-        return ""
-    return f", predicted step {rounded(planned.step.seconds)} s"
+    found = attempt.prediction
+    return "" if found is None else f", predicted step {rounded(found.step_seconds.value)} s"
 
 
 def _data(run: Run, mix: RowMixture) -> dict[str, str]:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from titan.console.numbers import fixed, rounded
 from titan.report import ranking
 from titan.report.findings import Comparison, RunFound
+from titan.report.render import predicted
 from titan.report.render.bars import memory_bars, throughput
 from titan.report.render.charts import Chart, marks
 from titan.report.render.curves import differences, training, validation
@@ -78,6 +79,10 @@ def page(comparison: Comparison, made: str = "") -> str:
         columns=columns(comparison),
         results=_results(comparison),
         sources=by_source(comparison),
+        predicted_title=predicted.TITLE,
+        predicted_columns=predicted.columns(comparison),
+        predictions=_predictions(comparison),
+        predicted_summary=predicted.summary(comparison),
         charts=[chart for chart in (make(comparison) for make in CHARTS) if chart is not None],
         missing=missing(comparison),
         failures=[[failed.label, failed.reason, failed.state, failed.directory] for failed in comparison.failed],
@@ -102,6 +107,14 @@ def _results(comparison: Comparison) -> list[Row]:
     return [
         Row(Markup(marks(comparison, i)), comparison.variants[i].label, [(column, column.cells[i]) for column in shown])
         for i in ranking.order(comparison.variants)
+    ]
+
+
+def _predictions(comparison: Comparison) -> list[Row]:
+    shown = predicted.columns(comparison)
+    return [
+        Row(Markup(marks(comparison, i)), comparison.variants[i].label, [(column, column.cells[k]) for column in shown])
+        for k, i in enumerate(predicted.variants(comparison))
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from titan.report import ranking
 from titan.report.findings import Comparison
+from titan.report.render import predicted
 from titan.report.render.sentences import answers, lead, missing, notes, question
 from titan.report.render.table_data import between, columns
 
@@ -20,6 +21,7 @@ def text(comparison: Comparison) -> str:
         ),
         _section("Results", _figures(comparison)),
         _section("By source", _sources(comparison)),
+        _section(predicted.TITLE, _predictions(comparison)),
         _section(missing(comparison), _failures(comparison)),
         _section("Notes", [f"- {_plain(note)}" for note in notes(comparison)]),
         _section("Settings", _settings(comparison)),
@@ -39,6 +41,16 @@ def _figures(comparison: Comparison) -> list[str]:
     order = ranking.order(comparison.variants)
     rows = [[comparison.variants[i].label, *(column.cells[i].line() for column in shown)] for i in order]
     return _table(head, rows, figures=len(shown))
+
+
+def _predictions(comparison: Comparison) -> list[str]:
+    shown, indices = predicted.columns(comparison), predicted.variants(comparison)
+    head = ["variant", *(f"{column.name} {column.unit}" for column in shown)]
+    rows = [
+        [comparison.variants[index].label, *(column.cells[place].line() for column in shown)]
+        for place, index in enumerate(indices)
+    ]
+    return [*_table(head, rows, figures=len(shown)), "", predicted.summary(comparison)] if rows else []
 
 
 def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:

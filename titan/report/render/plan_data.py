@@ -14,6 +14,7 @@ from titan.estimate.search import Found, Result, override_of
 from titan.estimate.step_time import StepTime
 
 if TYPE_CHECKING:
+    from titan.estimate.refine import Refinement
     from titan.estimate.traced.result import Traced
     from titan.run.run import Run
 
@@ -35,6 +36,7 @@ class Outcome:
         found: the result of a search; None without one.
         given: options and overrides of the command line, without those of titan.plan itself.
         traced: a traced step; None without one.
+        refinement: what the user's own runs ask for; None without them.
     """
 
     run: Run
@@ -43,6 +45,7 @@ class Outcome:
     found: Found | None = None
     given: tuple[str, ...] = ()
     traced: Traced | None = None
+    refinement: Refinement | None = None
 
     @property
     def layout(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from titan.console.numbers import billions, plural, rounded
@@ -146,6 +147,8 @@ def grid_json(labels: Sequence[str], plans: Sequence[Plan]) -> dict[str, Any]:
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return the figures of a plan, each with its interval, and the results of a search as plain data."""
     content, found = _figures(outcome.plan), outcome.found
+    if outcome.refinement is not None:
+        content["fit"] = asdict(outcome.refinement)
     if outcome.traced is not None:
         content["trace"] = _plain_trace(outcome.traced)
     if found is not None:

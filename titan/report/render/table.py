@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from titan.report import ranking
 from titan.report.findings import Comparison
+from titan.report.render import predicted
 from titan.report.render.sentences import answers, lead, missing, notes, question
 from titan.report.render.table_data import Cell, Column, Mood, columns
 
@@ -30,6 +31,7 @@ def text(comparison: Comparison, width: int, colour: bool = False) -> str:
     parts = [
         _head(comparison, width, colour),
         _variants(comparison, width, colour),
+        _predictions(comparison, width, colour),
         _answers(comparison, width, colour),
         _failed(comparison, width, colour),
         _list("Notes", notes(comparison), width, colour),
@@ -57,9 +59,22 @@ def _some(values: Sequence[str]) -> str:
 
 
 def _variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
-    """Return the table, the best first: one line each, else intervals below, else fewer columns, else blocks."""
-    order = ranking.order(comparison.variants)
-    labels, shown = [variant.label for variant in comparison.variants], columns(comparison)
+    """Return the table, the best first."""
+    labels = [variant.label for variant in comparison.variants]
+    return _table(labels, columns(comparison), ranking.order(comparison.variants), width, colour)
+
+
+def _predictions(comparison: Comparison, width: int, colour: bool) -> list[str]:
+    """Return the table of predicted and measured values; empty where no run has a prediction."""
+    indices = predicted.variants(comparison)
+    labels = [comparison.variants[i].label for i in indices]
+    table = _table(labels, predicted.columns(comparison), range(len(labels)), width, colour)
+    summary = _wrapped(predicted.summary(comparison), width) if predicted.summary(comparison) else []
+    return [_style(predicted.TITLE, "head", colour), *table, *summary] if table else []
+
+
+def _table(labels: Sequence[str], shown: Sequence[Column], order: Sequence[int], width: int, colour: bool) -> list[str]:
+    """Return a table in `order`: one line each, else intervals below, else fewer columns, else blocks."""
     if not labels:
         return []
     if _fits(labels, shown, width, stacked=False):
@@ -67,7 +82,7 @@ def _variants(comparison: Comparison, width: int, colour: bool) -> list[str]:
     kept = _kept(labels, shown, width)
     if not _fits(labels, kept, width, stacked=True):
         return _blocks(labels, shown, order, width, colour)
-    left_out = ", ".join(column.name for column in shown if column not in kept)
+    left_out = ", ".join(dict.fromkeys(column.name for column in shown if column not in kept))
     note = _wrapped(f"Columns left out, as the terminal is too narrow: {left_out}.", width) if left_out else []
     return [*_grid(labels, kept, order, width, True, colour), *note]
 

@@ -1,0 +1,52 @@
+"""`python -m titan.status`: measured and predicted step times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.made_runs import Attempt, Story, made, read_lines, write_lines
+from titan import status
+
+
+def columns(directory: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """The table of a single run; its cells have no two blanks."""
+    status.main([str(directory), "watch=false"])
+    head, row = capsys.readouterr().out.splitlines()[2:4]
+    starts = [head.index(name) for name in head.split("  ") if name]
+    names = [name.strip() for name in head.split("  ") if name]
+    ends = [*starts[1:], None]
+    return {name: row[start:end].strip() for name, start, end in zip(names, starts, ends, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("attempts", "measured"),
+    [
+        pytest.param(None, "0.5 s", id="finished"),
+        pytest.param((Attempt(0, 20),), "0.5 s", id="unfinished"),
+        pytest.param((Attempt(0, 3),), "", id="warm-up-only"),
+        pytest.param((Attempt(0, 20), Attempt(10, 10)), "", id="resumed-without-a-step"),
+    ],
+)
+def test_step_time_beside_its_prediction(
+    attempts: tuple[Attempt, ...] | None, measured: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path / "run", Story(predicted=0.42, jitter=0.0, attempts=attempts))
+    found = columns(tmp_path / "run", capsys)
+    assert (found["step time"], found["predicted"]) == (measured, "0.42 s")
+
+
+def test_warm_up_steps_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "run", Story(predicted=0.42, jitter=0.0, steps=6))
+    lines = read_lines(tmp_path / "run")
+    for line in lines[:3]:
+        line["step_seconds"] = 9.0
+    write_lines(tmp_path / "run", lines)
+    assert columns(tmp_path / "run", capsys)["step time"] == "0.5 s"
+
+
+def test_without_a_prediction_the_columns_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "run", Story())
+    found = columns(tmp_path / "run", capsys)
+    assert "predicted" not in found and "step time" not in found and found["attempts"] == "1"

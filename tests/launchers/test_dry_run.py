@@ -1,0 +1,49 @@
+"""A dry run of Slurm shows the plan of what would be submitted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from titan import plan, train
+
+RUN = ["model=debug", "dataset=synthetic", "checkpoint=off", "compile=off", "cluster.time=60"]
+DRY = ["hydra/launcher=slurm", "hydra.launcher.dry_run=true"]
+LINE = r"^{} +[\d.]+ s +[\d,]+ +[\d.]+ +[\d.e+]+$"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TITAN_CACHE", str(tmp_path / "cache"))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    assert train.main([*given, *RUN, *DRY]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_shows_its_plan_on_the_nodes_of_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = ["parallelism=fsdp", "cluster=h100", "cluster.nodes=2"]
+    out = shown(capsys, *nodes)
+    assert plan.main([*nodes, *RUN]) == 0
+    text = capsys.readouterr().out.partition("\nfaster with")[0].rstrip()
+    assert "16 x NVIDIA H100" in text and text in out and "#SBATCH" in out
+
+
+def test_a_sweep_shows_a_line_per_trial_and_the_total(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "-m", "name=grid", "parallelism=ddp,fsdp", "cluster=h100")
+    for trial in ("ddp", "fsdp"):
+        assert re.search(LINE.format(f"parallelism={trial}"), out, flags=re.M), trial
+    assert re.search(r"^2 trials, [\d.]+ device-hours$", out, flags=re.M)
+
+
+def test_unknown_hardware_names_the_figure_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = "cluster.hardware.memory_gb_per_second=null"
+    out = shown(capsys, "parallelism=fsdp", "cluster=h100", missing)
+    (line,) = [line for line in out.splitlines() if line.startswith("no plan:")]
+    assert missing in line and "give the figure" in line
+    out = shown(capsys, "-m", "name=grid", "parallelism=fsdp", "cluster=h100,cpu")
+    assert out.count("no plan:") == 1 and re.search(LINE.format("cluster=h100"), out, flags=re.M)

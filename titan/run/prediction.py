@@ -1,0 +1,103 @@
+"""What an attempt is predicted to take: made at its start, kept in its document of run.yaml. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan.errors import ConfigError
+from titan.estimate.constants import fitted
+from titan.estimate.memory import Usage
+from titan.estimate.plan import Figure, Plan, parts_of, plan
+from titan.files import untrusted
+
+if TYPE_CHECKING:
+    from titan.run.run import Run
+
+KEY = "predicted"
+"""Of a document in run.yaml."""
+NOT_MEASURED = ("context", "allocator")
+"""Memory of a GPU that metrics.jsonl does not count: it lies outside of the allocator, or is reserved and not used."""
+_FIGURE = dict[str, float]
+_KINDS: dict[str, Any] = {
+    "step_seconds": _FIGURE, "memory_gib": _FIGURE, "rank0_memory_gib": _FIGURE, "parts": dict[str, _FIGURE],
+    "constants": str,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The figures of a plan that a run can test.
+
+    Attributes:
+        step_seconds: of a step.
+        memory_gib: of the fullest rank.
+        rank0_memory_gib: of rank 0 as metrics.jsonl measures it: on GPUs without `NOT_MEASURED`.
+        step_parts, memory_parts: step time by cause, memory of the fullest rank by category.
+        constants: version of the cost model's constants.
+    """
+
+    step_seconds: Figure
+    memory_gib: Figure
+    rank0_memory_gib: Figure
+    step_parts: Mapping[str, float]
+    memory_parts: Mapping[str, float]
+    constants: str
+
+
+def predict(run: Run) -> tuple[Prediction | None, str]:
+    """Return the prediction of a run, None where its hardware is not described; and why an error prevented it.
+
+    No error of the planner may stop a run.
+    """
+    try:
+        return _prediction(plan(run, run.layout, run.microbatches, run.machine), run.machine.device), ""
+    except ConfigError:
+        return None, ""
+    except Exception as error:
+        return None, f"step time and memory are not predicted: {type(error).__name__}: {error}"
+
+
+def _prediction(planned: Plan, device: str) -> Prediction:
+    return Prediction(
+        step_seconds=planned.step_seconds,
+        memory_gib=planned.memory_gib_needed,
+        rank0_memory_gib=planned.memory_gib_needed.scaled(
+            measured_bytes(planned.memory[0], device) / planned.fullest.bytes
+        ),
+        step_parts=dict(planned.step.parts),
+        memory_parts=parts_of(planned),
+        constants=fitted().version,
+    )
+
+
+def measured_bytes(usage: Usage, device: str) -> float:
+    """Return the part of a rank's memory that metrics.jsonl measures."""
+    unseen = NOT_MEASURED if device == "cuda" else ()
+    return sum(size for name, size in usage.parts.items() if name not in unseen)
+
+
+def as_document(prediction: Prediction) -> dict[str, Any]:
+    """Return a prediction as plain data, under the names that titan.plan writes."""
+    return {
+        "step_seconds": prediction.step_seconds._asdict(),
+        "memory_gib": prediction.memory_gib._asdict(),
+        "rank0_memory_gib": prediction.rank0_memory_gib._asdict(),
+        "parts": {"step_seconds": dict(prediction.step_parts), "memory_gib": dict(prediction.memory_parts)},
+        "constants": prediction.constants,
+    }
+
+
+def of_document(document: Mapping[str, Any]) -> Prediction | None:
+    """Return the prediction in a document of run.yaml; None where it has none, or a corrupt one."""
+    found = document.get(KEY)
+    content = found if isinstance(found, dict) else {}
+    try:
+        for name, kind in _KINDS.items():
+            untrusted.check(content[name], kind, name)
+        step, memory, rank0 = (Figure(**content[name]) for name in ("step_seconds", "memory_gib", "rank0_memory_gib"))
+        parts = content["parts"]
+        return Prediction(step, memory, rank0, parts["step_seconds"], parts["memory_gib"], content["constants"])
+    except (ValueError, KeyError, TypeError):
+        return None
