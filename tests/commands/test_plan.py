@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from titan import plan
+from titan.console.numbers import rounded
 
 RUN = ["model=llama1b", "dataset=synthetic", "checkpoint=off", "parallelism=fsdp", "cluster=h100", "compile=block"]
 
@@ -145,3 +146,27 @@ def test_planning_imports_no_torch(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", program, *RUN, f"to={tmp_path}/a.html"], capture_output=True).returncode
         == 0
     )
+
+
+def test_a_trace_agrees_with_the_model_and_is_in_every_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two independent figures: the closed form, and the real step's operations one by one."""
+    monkeypatch.chdir(tmp_path)
+    given = ["model=llama1b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic", "compile=off", "checkpoint=off"]
+    assert plan.main([*given, "training.global_batch=131072", "plan.trace=true", "to=[a.json,a.html]"]) == 0
+    out, found, page = capsys.readouterr().out, json.loads(Path("a.json").read_text()), Path("a.html").read_text()
+    trace, parts = found["trace"], found["parts"]["memory_gib"]
+    live = sum(gib for name, gib in parts.items() if name not in ("context", "allocator"))
+    assert trace["step_seconds"] == pytest.approx(found["step_seconds"]["value"], rel=0.1)
+    assert trace["ranks"][0]["live_gib"] == pytest.approx(live, rel=0.05)
+    assert trace["ranks"][0]["live_gib"] < trace["ranks"][0]["reserved_gib"] < trace["memory_gib"]
+    assert sum(trace["parts"]["step_seconds"].values()) == pytest.approx(trace["step_seconds"])
+    assert f"step       {rounded(trace['step_seconds'])} s, of which" in out
+    assert "Memory over the traced step" in page
+    assert f"peak {rounded(trace['ranks'][0]['live_gib'])} GiB: backward of the head" in page
+
+
+def test_a_trace_takes_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["-m", *RUN, "training.seed=1,2", "plan.trace=true"]) == 2
+    assert "plan.trace=true: takes one run; leave out -m." in capsys.readouterr().err

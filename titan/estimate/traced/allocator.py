@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from titan.estimate.traced.events import Event
+from titan.estimate.traced.events import Event, events_before_step
 
 MIB = 2**20
 ROUND = 512
@@ -21,8 +21,6 @@ SMALL, SMALL_SEGMENT = MIB, 2 * MIB
 LARGE, LARGE_SEGMENT = 10 * MIB, 20 * MIB
 PAGE = 2 * MIB
 """Granularity of segments of their own."""
-HELD = ("weights", "optimizer")
-"""Categories of what is in memory before a step."""
 FAR = 2**48
 """Distance of the addresses of expandable segments."""
 
@@ -187,7 +185,7 @@ def simulate(events: Sequence[Event], steps: int = 2, expandable: bool = True) -
     """
     allocator = Allocator(expandable)
     blocks: dict[int, Block] = {}
-    before = _leading(events)
+    before = events_before_step(events)
     for step in range(steps):
         for event in events if step == 0 else events[before:]:
             if event.kind == "alloc":
@@ -195,8 +193,3 @@ def simulate(events: Sequence[Event], steps: int = 2, expandable: bool = True) -
             elif event.kind == "free" and event.key in blocks:
                 allocator.free(blocks.pop(event.key))
     return Reserved(allocator.most_reserved, allocator.most_allocated, allocator.segments)
-
-
-def _leading(events: Sequence[Event]) -> int:
-    """Return the number of events that are the allocations of what is in memory before the step."""
-    return next((i for i, e in enumerate(events) if e.kind != "alloc" or e.name not in HELD), len(events))

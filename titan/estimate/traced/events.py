@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 Kind = Literal["alloc", "free", "op", "collective", "record", "wait"]
 COMPUTE = "compute"
 """The stream of the model's computation."""
+HELD = ("weights", "optimizer")
+"""Categories of what is in memory before a step."""
 BEFORE, AFTER, NONE = -1, 10**9, -2
 """Instead of a block's index: what comes before the first block or after the last one, and what belongs to none."""
 
@@ -89,3 +91,8 @@ class Trace:
     rank: int
     events: Sequence[Event]
     blocks: Mapping[int, tuple[int, int]]
+
+
+def events_before_step(events: Sequence[Event]) -> int:
+    """Return the number of events at the start that are the allocations of what is in memory before the step."""
+    return next((i for i, e in enumerate(events) if e.kind != "alloc" or e.name not in HELD), len(events))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from titan.estimate.traced.events import Event, Region
+from titan.estimate.traced.events import Event, Region, events_before_step
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,13 @@ def totals(events: Sequence[Event]) -> Iterator[float]:
 
 def course(events: Sequence[Event], points: int) -> list[Live]:
     """Return live tensors over the step: the fullest moment of each of at most `points` equal parts of its events."""
-    every = max(1, -(-len(events) // points))
+    before = events_before_step(events)
+    every = max(1, -(-(len(events) - before) // points))
     moments: list[Live] = []
     sizes: dict[int, Event] = {}
     parts: Counter[str] = Counter()
     fullest, most = Counter[str](), -1.0
-    for index, event in enumerate(events, 1):
+    for index, event in enumerate(events, 1 - before):
         if event.kind == "alloc":
             sizes[event.key] = event
             parts[event.name] += int(event.size)
@@ -65,7 +66,7 @@ def course(events: Sequence[Event], points: int) -> list[Live]:
             parts[gone.name] -= int(gone.size)
         if (now := parts.total()) > most:
             fullest, most = parts.copy(), now
-        if index % every == 0 or index == len(events):
+        if index > 0 and (index % every == 0 or index == len(events) - before):
             moments.append(Live(event.region, dict(fullest)))
             fullest, most = parts.copy(), -1.0
     return moments

@@ -35,6 +35,8 @@ KINDS = {
     "W": ("c3", "backward for weights"),
 }
 """The colour and the name of each kind of a pipeline's actions."""
+VISIBLE = 0.0005
+"""Share of a step from which a cause is shown."""
 MANY = 2000
 """From so many actions on, the timetable has one shape per rank and kind, without their numbers."""
 NUMBER = 16.0
@@ -64,20 +66,34 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 def waterfall(plan: Plan) -> Chart:
     """Return the step by cause: each bar begins where the one before ended; the last one is the step."""
-    factor, unit = time_unit(plan.step.seconds)
-    parts = {cause: factor * plan.step.parts[cause] for cause in CAUSES if plan.step.parts.get(cause)}
-    end = TOP + ROW * (len(parts) + 1)
-    x = Scale(0.0, factor * plan.step_seconds.high, 176, WIDTH - 130)
-    frame = Frame(x, Scale(0, 1, end, TOP), WIDTH, end + 44)
-    bars = "".join(_fall(frame, k, cause, *span) for k, (cause, span) in enumerate(_spans_of(parts).items()))
-    total = _total(frame, len(parts), [factor * value for value in plan.step_seconds], unit)
-    used = [Key(colour, name) for name, (colour, causes) in GROUPS.items() if set(causes) & set(parts)]
-    drawing = svg.picture(frame, "The step by cause", _time_axis(frame, unit) + bars + total)
     caption = (
-        f"What the time of a step goes to on the rank that is busy longest, in {unit}. "
+        f"What the time of a step goes to on the rank that is busy longest, in {time_unit(plan.step.seconds)[1]}. "
         "The line through the step is its interval."
     )
-    return Chart("The step by cause", caption, legend(used) + drawing)
+    return _waterfall("The step by cause", caption, plan.step, plan.step_seconds)
+
+
+def traced_waterfall(step: StepTime) -> Chart:
+    """Return the traced step by cause; see `waterfall`."""
+    unit = time_unit(step.seconds)[1]
+    caption = f"The time of the traced operations, one by one, on the rank that is busy longest, in {unit}."
+    return _waterfall("The traced step by cause", caption, step, (step.seconds,) * 3)
+
+
+def _waterfall(name: str, caption: str, step: StepTime, interval: tuple[float, float, float]) -> Chart:
+    """Return a step by cause, with the interval (value, low, high) of the whole in seconds."""
+    factor, unit = time_unit(step.seconds)
+    parts = {
+        cause: factor * step.parts[cause] for cause in CAUSES if step.parts.get(cause, 0.0) > VISIBLE * step.seconds
+    }
+    end = TOP + ROW * (len(parts) + 1)
+    x = Scale(0.0, factor * interval[2], 176, WIDTH - 130)
+    frame = Frame(x, Scale(0, 1, end, TOP), WIDTH, end + 44)
+    bars = "".join(_fall(frame, k, cause, *span) for k, (cause, span) in enumerate(_spans_of(parts).items()))
+    total = _total(frame, len(parts), [factor * value for value in interval], unit)
+    used = [Key(colour, name) for name, (colour, causes) in GROUPS.items() if set(causes) & set(parts)]
+    drawing = svg.picture(frame, name, _time_axis(frame, unit) + bars + total)
+    return Chart(name, caption, legend(used) + drawing)
 
 
 def _spans_of(parts: dict[str, float]) -> dict[str, tuple[float, float, float]]:

@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from titan.console.numbers import billions, plural, rounded
+from titan.estimate.memory import GIB
 from titan.estimate.plan import Figure, Plan
 from titan.estimate.search import Result
 from titan.report.render import plan_charts, plan_memory
@@ -65,6 +66,7 @@ def page(outcome: Outcome, rank: int, steps: Steps, made: str = "") -> str:
         results=_results(outcome),
         front_charts=_drawn([plan_memory.speed_and_memory(outcome)]),
         settings=_settings(outcome),
+        **_traced(outcome),
         made=made,
     )
 
@@ -99,6 +101,22 @@ def _drawn(charts: Sequence[Chart | None]) -> list[Chart]:
 
 
 # ---- one run ----
+
+
+def _traced(outcome: Outcome) -> dict[str, Any]:
+    """Return what the page shows of a traced step: sentences and charts."""
+    traced = outcome.traced
+    if traced is None:
+        return {}
+    ranks = f"one rank of each of {len(traced.ranks)} pipeline ranks" if len(traced.ranks) > 1 else "one rank"
+    charts = [plan_charts.traced_waterfall(traced.step), plan_memory.over_traced_step(traced.fullest)]
+    return {
+        "trace_lead": f"The real step of {ranks} on tensors without values, with the operations of the uncompiled "
+        f"model: {rounded(traced.step.seconds)} s (predicted {rounded(outcome.plan.step.seconds)} s) and "
+        f"{rounded(traced.fullest.gib)} GiB (predicted {rounded(outcome.plan.fullest.gib)} GiB), of which "
+        f"{rounded(traced.fullest.live.bytes / GIB)} GiB are live tensors at the peak.",
+        "trace_charts": charts,
+    }
 
 
 def _lead(outcome: Outcome) -> str:

@@ -10,6 +10,8 @@ from titan.console.numbers import rounded, tick
 from titan.estimate.memory import GIB, Usage
 from titan.estimate.plan import Plan
 from titan.estimate.search import Result
+from titan.estimate.traced.events import describe
+from titan.estimate.traced.result import RankResult
 from titan.report.render import pareto, svg
 from titan.report.render.charts import HEIGHT, WIDTH, Chart
 from titan.report.render.pareto import Spot
@@ -84,6 +86,23 @@ def over_step(plan: Plan, rank: int, steps: Steps) -> Chart:
     name = "Memory over the step"
     drawing = svg.picture(frame, name, body)
     return Chart(name, _over_caption(plan, rank, limit, course), legend(_keys(moments)) + drawing)
+
+
+def over_traced_step(rank: RankResult) -> Chart:
+    """Return the live tensors of a traced rank over its step, stacked by category."""
+    moments = [
+        Moment(float(k), {name: size / GIB for name, size in live.parts.items()}, describe(live.region))
+        for k, live in enumerate(rank.course)
+    ]
+    peak = max(moments, key=lambda moment: moment.total)
+    frame = Frame(
+        Scale(0.0, float(len(moments) - 1), 78, WIDTH - 20), Scale(0, 1.08 * peak.total, 340, 40), WIDTH, HEIGHT
+    )
+    axes = frame.axes("events of the step in their order", "GiB", lambda value: "", tick)
+    body = axes + "".join(_layers(frame, moments)) + _peak(frame, peak)
+    name = "Memory over the traced step"
+    caption = f"Live tensors on rank {rank.rank} after each of {rank.events:,} events, GiB by category."
+    return Chart(name, caption, legend(_keys(moments)) + svg.picture(frame, name, body))
 
 
 def _over_caption(plan: Plan, rank: int, limit: float | None, course: Course) -> str:
