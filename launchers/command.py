@@ -62,11 +62,7 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], grid: Callable[
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    register()
-    plugin.register()
-    args = command_line.parse(argv)
-    with HydraErrors(args.overrides):
-        command_line.check(args)
+    with _parsed(argv) as args:
         if args.cfg or args.info:
             raise ConfigError("--cfg and --info are for titan.train; leave them out.")
         cfg = None if args.multirun else _composed_as(args)
@@ -75,6 +71,17 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], grid: Callable[
             with plugin.planned(grid):
                 return _hand_to_hydra(args)
         return job(freeze(cfg, elsewhere=True, trusted=modules.trusted(args.typed)))
+
+
+@contextlib.contextmanager
+def _parsed(arguments: Sequence[str]) -> Iterator[argparse.Namespace]:
+    """Yield the parsed and checked arguments of a command line; what Hydra raises meanwhile becomes ConfigError."""
+    register()
+    plugin.register()
+    args = command_line.parse(arguments)
+    with HydraErrors(args.overrides):
+        command_line.check(args)
+        yield args
 
 
 def compose_single(arguments: Sequence[str]) -> Run:
@@ -86,11 +93,7 @@ def compose_single(arguments: Sequence[str]) -> Run:
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
-    register()
-    plugin.register()
-    args = command_line.parse(arguments)
-    with HydraErrors(args.overrides):
-        command_line.check(args)
+    with _parsed(arguments) as args:
         if args.help or args.version or command_line.asks_to_show(args):
             raise ConfigError("-m, --help, --cfg, --info and the like are for titan.train; leave them out.")
         cfg = _composed_as(args)
@@ -111,11 +114,7 @@ def _check_single(cfg: DictConfig) -> None:
 
 def _command(arguments: list[str], job: Callable[[Run], int], ranks: int | None) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing and exiting with 1
-    register()
-    plugin.register()
-    args = command_line.parse(arguments)
-    with HydraErrors(args.overrides):
-        command_line.check(args)
+    with _parsed(arguments) as args:
         if args.version:
             print(version())
             return 0
