@@ -17,7 +17,7 @@ from titan.estimate import operations
 from titan.estimate import plan as planning
 from titan.estimate.constants import fitted
 from titan.estimate.operations import Speeds, collective
-from titan.estimate.step_time import CAUSES, StepTime, step_time
+from titan.estimate.step_time import CAUSES, StepModel, StepTime, step_time
 from titan.parallelism.pipeline.schedules import SCHEDULES, order, simulate, timetable
 from titan.run.compose import composed
 from titan.run.run import Run
@@ -162,3 +162,13 @@ def test_the_makespan_of_the_timetable_is_the_step_without_what_follows_it() -> 
     assert min(span.start for span in step.spans) == 0
     after = step.parts.get("weights and gradients", 0.0) + step.parts["optimizer"]
     assert max(span.end for span in step.spans) == pytest.approx(step.seconds - after)
+
+
+def test_a_pipelines_gradients_are_reduced_with_nothing_beside() -> None:
+    """torch's schedules reduce what is accumulated whole after the last action."""
+    pipeline = ("parallelism.pipeline=2", "parallelism.microbatches=8", "training.global_batch=1048576")
+    run = composed_run("fsdp", *pipeline, "parallelism.accumulate=whole")
+    model = StepModel(run, run.layout, run.microbatches, speeds())
+    reduced = run.model.layers / 2 * model.reduce(model.block_bytes[1])
+    others = step_time(run, run.layout, run.microbatches, speeds(), merged=True)
+    assert predicted(run).parts["weights and gradients"] >= reduced > others.parts["weights and gradients"]

@@ -131,12 +131,13 @@ class StepModel:
         self.model, self.precision, self.tensor = recipe.model, recipe.precision, layout.tensor
         self.rows = math.ceil(rank_rows(recipe, layout) / microbatches)
         self.tokens = self.rows * recipe.training.seq_len / layout.context
+        self.merged = merged
         self.compiled = recipe.compile.scope in ("block", "model")
         self.eager = 1.0 if self.compiled else speeds.eager
         self.fsdp = not layout.only_replicated and layout.sharded * layout.replicate > 1
         self.block_layers, self.head_layer, self.quantized = _layers_of(self.model, self.precision, self.tensor)
         self.stored_layers = self.block_layers
-        if merged:
+        if self.merged:
             self.block_layers = _merged(self.block_layers)
 
     # ---- one block ----
@@ -417,12 +418,18 @@ class StepModel:
         return parts, spans
 
     def _with_weights(self, busy: Parts, layers: int) -> Parts:
-        """Return a rank's time with gathers at the start of a step and reductions at its end."""
+        """Return a rank's time with gathers at the start of a step and reductions at its end.
+
+        torch's schedules reduce gradients that are accumulated whole after the last action, with nothing beside.
+        """
         parts = Parts(busy)
         reshards = self.recipe.parallelism.reshards(self.layout) is not False
         gathers = self.microbatches if reshards else 1
-        reductions = 1 if self.recipe.parallelism.accumulates_whole(self.layout) else self.microbatches
-        parts["weights and gradients"] += self._exposed(layers, gathers, reductions, reshards)
+        at_end = self.recipe.parallelism.accumulates_whole(self.layout)
+        beside = 0 if at_end and not self.merged else 1 if at_end else self.microbatches
+        parts["weights and gradients"] += self._exposed(layers, gathers, beside, reshards)
+        if at_end and not self.merged:
+            parts["weights and gradients"] += layers * self.reduce(self.block_bytes[1])
         return parts
 
     def order(self) -> list[list[Cell]]:
