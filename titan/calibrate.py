@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +32,23 @@ Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to chan
 """
 
 
+CPU_RANKS = 2
+"""Ranks that measure communication on a CPU."""
+NO_LINK = "a layout of several devices needs link_gb_per_second and link_microseconds as well."
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of `python -m titan.calibrate`."""
 
     to: str = setting(MISSING, "the file to write, such as mine/cluster/here.yaml")
-    ranks: int = setting(2, "ranks that communicate; 1: do not measure communication", at_least=1, at_most=64)
+    ranks: int | str = setting(
+        "auto",
+        "ranks that communicate; auto: 2 on a CPU, all GPUs of this machine; 1: do not measure communication",
+        at_least=1,
+        at_most=64,
+        words=("auto",),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,32 +62,68 @@ def _main(given: list[str]) -> int:
     if shows(given, HELP.format(settings=describe(Settings))):
         return 0
     settings = arguments(Settings, given)
-    file = Path(settings.to).expanduser()
+    file = _file(settings.to)
+    machine = devices.detect("auto")
+    ranks = ranks_of(settings.ranks, machine)
+    print(f"measuring {machine.describe()}", flush=True)
+    text = cluster_text(machine, _measured(machine, ranks), ranks)
+    _write(file, text)
+    print(text, end="")
+    print(f"written: {file}")
+    return 0
+
+
+def _file(to: str) -> Path:
+    file = Path(to).expanduser()
     if file.suffix != ".yaml":
         raise ConfigError(f"to={file}: is not a YAML file; give a name that ends in .yaml.")
-    machine = devices.detect("auto")
+    return file
 
+
+def ranks_of(given: int | str, machine: devices.Machine) -> int:
+    """Return the number of ranks that measure communication.
+
+    Raises:
+        ConfigError: for more ranks than GPUs.
+    """
+    if given == "auto":
+        return CPU_RANKS if machine.device == "cpu" else machine.count
+    if machine.device == "cuda" and int(given) > machine.count:
+        raise ConfigError(
+            f"ranks={given}: this machine has {machine.count} x {machine.name}, and each rank needs one; give "
+            f"ranks={machine.count} or ranks=auto."
+        )
+    return int(given)
+
+
+def _measured(machine: devices.Machine, ranks: int) -> dict[str, float]:
+    """Return the figures by their names in `Hardware`."""
     import torch  # only now: --help and rejected command lines need not wait for it
 
     from titan.bench import calibration
 
     torch.set_num_threads(machine.cores)
-    print(f"measuring {machine.describe()}", flush=True)
     found = calibration.measure(torch.device(machine.device))
-    if settings.ranks > 1:
-        found |= calibration.link_figures(settings.ranks, machine.device)
+    return found | (calibration.link_figures(ranks, machine.device) if ranks > 1 else {})
+
+
+def cluster_text(machine: devices.Machine, figures: Mapping[str, float], ranks: int) -> str:
+    """Return the file of a cluster with these figures."""
     lines = [f"# {machine.name}, measured by titan.calibrate.", f"device: {machine.device}"]
+    if ranks == 1:
+        lines.insert(1, "# No link was measured: " + NO_LINK)
     if machine.device == "cuda":
         lines += [f"devices_per_node: {machine.count}", f"device_name: {machine.name}"]
-    lines += ["hardware:", *(f"  {name}: {value:.4g}" for name, value in found.items())]
+    lines += ["hardware:", *(f"  {name}: {value:.4g}" for name, value in figures.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _write(file: Path, text: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, "\n".join(lines) + "\n")
+        write_atomic(file, text)
     except OSError as error:
         raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
-    print("\n".join(lines[1:]))
-    print(f"written: {file}")
-    return 0
 
 
 def cli() -> None:

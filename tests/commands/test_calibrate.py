@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from titan import calibrate, plan
-from titan.bench import calibration
+from titan.bench import calibration, ranks
+from titan.cluster.devices import Machine
+from titan.errors import ConfigError, RunError
+
+GPUS = Machine("cuda", "NVIDIA H100", 2, 8, 80.0, bf16_fast=True)
+CPU = Machine("cpu", "CPU", 1, 2, 8.0, bf16_fast=True)
 
 
 def test_what_is_measured_can_be_planned_with(
@@ -47,3 +55,48 @@ def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(calibration, "_best", times)
     rate, prologue = calibration.matmul_figures(torch.device("cpu"), torch.float32)
     assert prologue == 64 and rate == pytest.approx(1e12)
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "expected"),
+    [
+        pytest.param("auto", CPU, 2, id="cpu"),
+        pytest.param("auto", GPUS, 2, id="all GPUs"),
+        pytest.param("auto", replace(GPUS, count=1), 1, id="one GPU"),
+        pytest.param(4, CPU, 4, id="given"),
+    ],
+)
+def test_ranks(given: int | str, machine: Machine, expected: int) -> None:
+    assert calibrate.ranks_of(given, machine) == expected
+
+
+def test_no_more_ranks_than_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"ranks=3: this machine has 2 x NVIDIA H100.* give ranks=2"):
+        calibrate.ranks_of(3, GPUS)
+
+
+def test_a_machine_without_links_is_described_as_such() -> None:
+    figures = {"bf16_tflops": 1.0}
+    assert "No link was measured" in calibrate.cluster_text(GPUS, figures, ranks=1)
+    assert "No link was measured" not in calibrate.cluster_text(GPUS, figures, ranks=2)
+
+
+def fails(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
+    if rank == 1:
+        raise ValueError("no such interface")
+    time.sleep(600)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        pytest.param(60, "rank 1 failed: ValueError: no such interface", id="failed"),
+        pytest.param(0.1, "did not finish within 0.1 seconds", id="silent"),
+    ],
+)
+def test_ranks_that_fail_are_ended(seconds: float, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        ranks.run_together(fails, 2, "cpu", seconds)
+    command = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    assert not [line for line in command if "spawn_main" in line]

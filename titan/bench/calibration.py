@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import tempfile
-import time
+import statistics
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.bench.bare_loop import copy_gb_per_second, seconds
+from titan.bench.ranks import run_together
 from titan.estimate.operations import SHORT_ROWS
 
 SHAPES = {
@@ -32,6 +29,8 @@ REPEATS = 7
 PROLOGUES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 SMALL, LARGE = 2**10, 2**24
 """Bytes of the collectives that are measured: for latency, and for bandwidth."""
+LINK_SECONDS = 120.0
+"""Time that ranks have to measure their communication."""
 
 
 def measure(device: torch.device) -> dict[str, float]:
@@ -128,43 +127,31 @@ def _best(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def link_figures(ranks: int, device: str) -> dict[str, float]:
-    """Return latency and bandwidth of all-gathers between ranks of this machine."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        processes = [
-            context.Process(target=_gather, args=(rank, ranks, device, folder, results)) for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        small, large = results.get(timeout=120)
-        for process in processes:
-            process.join(60)
-    moved = LARGE * (ranks - 1) / ranks
+    """Return latency and bandwidth of all-gathers between ranks of this machine.
+
+    Raises:
+        RunError: when a rank fails or does not answer.
+    """
+    times = run_together(gather_seconds, ranks, device, LINK_SECONDS)
+    moved, small, large = LARGE * (ranks - 1) / ranks, times["small"], times["large"]
     return {"link_microseconds": 1e6 * small, "link_gb_per_second": moved / max(1e-9, large - small) / 1e9}
 
 
-def _gather(rank: int, ranks: int, device: str, folder: str, results: Any) -> None:
-    """Measure all-gathers as one of several ranks; rank 0 reports."""
-    torch.set_num_threads(1)
-    backend = "gloo" if device == "cpu" else "nccl"
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    store = dist.FileStore(  # type: ignore[attr-defined]
-        str(Path(folder) / "store"), ranks
-    )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+def gather_seconds(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
+    """Return the median times of a small and a large all-gather, as one of several ranks."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
-    times = []
-    for size in (SMALL, LARGE):
-        mine = torch.zeros(size // 4 // ranks, device=where)
-        whole = torch.empty(size // 4, device=where)
-        taken = []
-        for _ in range(REPEATS + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            gather(whole, mine)
-            taken.append(time.perf_counter() - start)
-        times.append(sorted(taken[1:])[REPEATS // 2])
-    if rank == 0:
-        results.put(tuple(times))
-    dist.destroy_process_group()
+    found = {}
+    for name, size in (("small", SMALL), ("large", LARGE)):
+        mine = torch.zeros(size // 4 // ranks, device=device)
+        whole = torch.empty(mine.numel() * ranks, device=device)
+        found[name] = _median(lambda mine=mine, whole=whole: gather(whole, mine), device)  # type: ignore[misc]
+    return found
+
+
+def _median(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the median seconds of what all ranks do together."""
+    taken = []
+    for _ in range(REPEATS + 1):
+        dist.barrier()
+        taken.append(seconds(work, device))
+    return statistics.median(taken[1:])

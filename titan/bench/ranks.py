@@ -1,0 +1,117 @@
+"""Processes that measure together: start them, wait for the result of rank 0, and end all of them in any case."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+from titan.cluster.environment import divide_cores, use_loopback, within
+from titan.cluster.rank_process import die_with
+from titan.errors import RunError
+
+COLLECTIVE_SECONDS = 60
+"""Timeout of a collective between the ranks."""
+Measurement = Callable[[int, int, torch.device], "dict[str, float]"]
+"""Takes rank, number of ranks and device; what rank 0 returns is the result. A function of a module, for `spawn`."""
+
+
+def run_together(measure: Measurement, ranks: int, device: str, seconds: float) -> dict[str, float]:
+    """Return what rank 0 measures in a process group of so many ranks of this machine.
+
+    Args:
+        measure: runs in each rank.
+        ranks: processes.
+        device: "cpu" or "cuda".
+        seconds: after which ranks that have not finished are ended.
+
+    Raises:
+        RunError: when a rank fails or does not finish in time; no rank is left behind.
+    """
+    with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
+        arguments = (measure, ranks, device, folder, os.getpid())
+        with within(_environment(ranks)):
+            context = start_processes(  # type: ignore[no-untyped-call]
+                _rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
+            )
+        try:
+            _wait(context, ranks, seconds)
+        finally:
+            _end(context)
+        found: dict[str, float] = json.loads((Path(folder) / "result.json").read_text())
+        return found
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Return the variables with which titan's launcher would start so many ranks: their threads, gloo's interface."""
+    found: dict[str, str] = {}
+    divide_cores(found, ranks)
+    use_loopback(found)
+    return {**found, **{name: os.environ[name] for name in found if name in os.environ}}
+
+
+def _wait(context: ProcessContext, ranks: int, seconds: float) -> None:
+    """Wait until all ranks have finished; raise RunError for the first that fails."""
+    until = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > until:
+                raise RunError(
+                    f"ranks={ranks}: the ranks did not finish within {seconds:g} seconds; give ranks=1 to measure no "
+                    "communication, or end what else runs on this machine."
+                )
+    except ProcessRaisedException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RunError(f"ranks={ranks}: rank {error.error_index} failed: {reason}") from error
+    except ProcessExitedException as error:
+        how = error.signal_name or f"exit code {error.exit_code}"
+        raise RunError(f"ranks={ranks}: rank {error.error_index} ended with {how}.") from error
+
+
+def _end(context: ProcessContext) -> None:
+    for process in context.processes:
+        if process.is_alive():
+            process.kill()
+    for process in context.processes:
+        process.join()
+
+
+def _rank(rank: int, measure: Measurement, ranks: int, device: str, folder: str, parent: int) -> None:
+    """Run the measurement in one of the ranks; rank 0 writes the result."""
+    die_with(parent)
+    with _group(rank, ranks, device, folder) as where:
+        found = measure(rank, ranks, where)
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(found))
+
+
+@contextmanager
+def _group(rank: int, ranks: int, device: str, folder: str) -> Iterator[torch.device]:
+    """Yield this rank's device within a process group."""
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    store = dist.FileStore(  # type: ignore[attr-defined]
+        str(Path(folder) / "store"), ranks
+    )
+    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    try:
+        yield where
+    finally:
+        dist.destroy_process_group()
