@@ -100,11 +100,16 @@ def _measured(machine: devices.Machine, ranks: int) -> dict[str, float]:
     """Return the figures by their names in `Hardware`."""
     import torch  # only now: --help and rejected command lines need not wait for it
 
-    from titan.bench import calibration
+    from titan.bench import calibration, step_figures
 
     torch.set_num_threads(machine.cores)
     found = calibration.measure(torch.device(machine.device))
-    return found | (calibration.link_figures(ranks, machine.device) if ranks > 1 else {})
+    if ranks > 1:
+        found |= calibration.link_figures(ranks, machine.device)
+    if machine.device == "cpu":
+        found |= step_figures.step_figures(found, machine.cores, min(ranks, machine.cores))
+        found |= step_figures.layout_figures(found) if ranks > 1 else {}
+    return found
 
 
 def cluster_text(machine: devices.Machine, figures: Mapping[str, float], ranks: int) -> str:

@@ -81,7 +81,7 @@ def test_a_machine_without_links_is_described_as_such() -> None:
     assert "No link was measured" not in calibrate.cluster_text(GPUS, figures, ranks=2)
 
 
-def fails(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
+def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:
     if rank == 1:
         raise ValueError("no such interface")
     time.sleep(600)
@@ -97,6 +97,6 @@ def fails(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
 )
 def test_ranks_that_fail_are_ended(seconds: float, message: str) -> None:
     with pytest.raises(RunError, match=message):
-        ranks.run_together(fails, 2, "cpu", seconds)
+        ranks.run_together(fails, 2, seconds)
     command = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert not [line for line in command if "spawn_main" in line]

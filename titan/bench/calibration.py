@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.bench.bare_loop import copy_gb_per_second, seconds
-from titan.bench.ranks import run_together
+from titan.bench.ranks import group, run_together
 from titan.estimate.operations import SHORT_ROWS
 
 SHAPES = {
@@ -29,6 +31,12 @@ REPEATS = 7
 PROLOGUES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 SMALL, LARGE = 2**10, 2**24
 """Bytes of the collectives that are measured: for latency, and for bandwidth."""
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {  # their names since torch 2.13, and before
+    "gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    "reduce": lambda whole, part: (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
+        part, whole
+    ),
+}
 LINK_SECONDS = 120.0
 """Time that ranks have to measure their communication."""
 
@@ -127,24 +135,29 @@ def _best(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def link_figures(ranks: int, device: str) -> dict[str, float]:
-    """Return latency and bandwidth of all-gathers between ranks of this machine.
+    """Return latency and bandwidth of collectives between ranks of this machine.
 
     Raises:
         RunError: when a rank fails or does not answer.
     """
-    times = run_together(gather_seconds, ranks, device, LINK_SECONDS)
-    moved, small, large = LARGE * (ranks - 1) / ranks, times["small"], times["large"]
-    return {"link_microseconds": 1e6 * small, "link_gb_per_second": moved / max(1e-9, large - small) / 1e9}
+    times = run_together(partial(collective_seconds, device), ranks, LINK_SECONDS)
+    moved = LARGE * (ranks - 1) / ranks / 1e9
+    rates = {name: moved / max(1e-9, times[f"{name} {LARGE}"] - times[f"{name} {SMALL}"]) for name in COLLECTIVES}
+    return {
+        "link_microseconds": 1e6 * times[f"gather {SMALL}"],
+        "link_gb_per_second": rates["gather"],
+        "reduce_gb_per_second": rates["reduce"],
+    }
 
 
-def gather_seconds(rank: int, ranks: int, device: torch.device) -> dict[str, float]:
-    """Return the median times of a small and a large all-gather, as one of several ranks."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
+def collective_seconds(device: str, rank: int, ranks: int, meeting: str) -> dict[str, float]:
+    """Return the median times of small and large collectives, as one of several ranks."""
     found = {}
-    for name, size in (("small", SMALL), ("large", LARGE)):
-        mine = torch.zeros(size // 4 // ranks, device=device)
-        whole = torch.empty(mine.numel() * ranks, device=device)
-        found[name] = _median(lambda mine=mine, whole=whole: gather(whole, mine), device)  # type: ignore[misc]
+    with group(rank, ranks, meeting, device) as where:
+        for (name, collective), size in itertools.product(COLLECTIVES.items(), (SMALL, LARGE)):
+            part = torch.zeros(size // 4 // ranks, device=where)
+            whole = torch.empty(part.numel() * ranks, device=where)
+            found[f"{name} {size}"] = _median(lambda: collective(whole, part), where)  # noqa: B023
     return found
 
 

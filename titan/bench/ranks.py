@@ -21,29 +21,28 @@ from torch.multiprocessing.spawn import (
 )
 
 from titan.cluster.environment import divide_cores, use_loopback, within
-from titan.cluster.rank_process import die_with
+from titan.cluster.rank_process import die_with, leave
 from titan.errors import RunError
 
 COLLECTIVE_SECONDS = 60
 """Timeout of a collective between the ranks."""
-Measurement = Callable[[int, int, torch.device], "dict[str, float]"]
-"""Takes rank, number of ranks and device; what rank 0 returns is the result. A function of a module, for `spawn`."""
+Measurement = Callable[[int, int, str], "dict[str, float]"]
+"""Takes rank, number of ranks and the URL of their rendezvous; what rank 0 returns is the result. It can be pickled."""
 
 
-def run_together(measure: Measurement, ranks: int, device: str, seconds: float) -> dict[str, float]:
-    """Return what rank 0 measures in a process group of so many ranks of this machine.
+def run_together(measure: Measurement, ranks: int, seconds: float) -> dict[str, float]:
+    """Return what rank 0 measures with so many ranks on this machine.
 
     Args:
         measure: runs in each rank.
         ranks: processes.
-        device: "cpu" or "cuda".
         seconds: after which ranks that have not finished are ended.
 
     Raises:
         RunError: when a rank fails or does not finish in time; no rank is left behind.
     """
     with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
-        arguments = (measure, ranks, device, folder, os.getpid())
+        arguments = (measure, ranks, folder, os.getpid())
         with within(_environment(ranks)):
             context = start_processes(  # type: ignore[no-untyped-call]
                 _rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
@@ -90,27 +89,33 @@ def _end(context: ProcessContext) -> None:
         process.join()
 
 
-def _rank(rank: int, measure: Measurement, ranks: int, device: str, folder: str, parent: int) -> None:
+def _rank(rank: int, measure: Measurement, ranks: int, folder: str, parent: int) -> None:
     """Run the measurement in one of the ranks; rank 0 writes the result."""
     die_with(parent)
-    with _group(rank, ranks, device, folder) as where:
-        found = measure(rank, ranks, where)
+    log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)  # what libraries print does not belong between the results; errors come as exceptions
+    os.dup2(log, 2)
+    found = measure(rank, ranks, f"file://{folder}/rendezvous")
     if rank == 0:
         (Path(folder) / "result.json").write_text(json.dumps(found))
+    leave(0)  # threads of a pipeline's groups would abort the process
 
 
 @contextmanager
-def _group(rank: int, ranks: int, device: str, folder: str) -> Iterator[torch.device]:
-    """Yield this rank's device within a process group."""
+def group(rank: int, ranks: int, meeting: str, device: str) -> Iterator[torch.device]:
+    """Yield this rank's device within a process group.
+
+    Args:
+        rank, ranks: this rank, and the number of ranks.
+        meeting: the URL of their rendezvous.
+        device: "cpu" or "cuda".
+    """
     where = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(where)
-    store = dist.FileStore(  # type: ignore[attr-defined]
-        str(Path(folder) / "store"), ranks
-    )
     timeout = timedelta(seconds=COLLECTIVE_SECONDS)
     backend = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
     try:
         yield where
     finally:

@@ -6,7 +6,8 @@ Each function is pure and returns seconds. Sizes are those of one rank.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from titan.estimate.constants import Constants, fitted
@@ -30,6 +31,10 @@ REFERENCE_TFLOPS = 989.0
 """bf16 peak of the device on which `ATTENTION` was measured."""
 SHORT_ROWS = 512.0
 """Length of rows at which attention reaches half of its speed."""
+HOST_UNITS = {
+    "replicate": "block", "shard": "block", "tensor": "block", "context": "block", "pipeline": "action",
+}  # fmt: skip
+"""What a dimension of the layout adds host time to, beside the step."""
 LAUNCH_SECONDS = 6e-6
 """Host time of a kernel launch."""
 
@@ -72,6 +77,12 @@ class Speeds:
     per_node: int
     overlapped: float
     per_doubling: float
+    synchronous: bool = False
+    loss: float = 0.0
+    update: float = 1.0
+    reduce: float = 0.0
+    host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    step: float = 0.0
 
 
 def speeds(
@@ -121,7 +132,19 @@ def speeds(
         per_node=per_node,
         overlapped=known.overlapped,
         per_doubling=known.per_doubling,
+        synchronous=hardware.cores is not None,
+        loss=hardware.loss_factor or 0.0,
+        update=hardware.update_factor or 1.0,
+        reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
+        host={name: _host_seconds(hardware, name) for name in HOST_UNITS},
+        step=1e-6 * (hardware.step_microseconds or 0.0),
     )
+
+
+def _host_seconds(hardware: Hardware, dimension: str) -> tuple[float, float]:
+    """Return the host seconds that a dimension adds to a block or action, and to a step."""
+    each, once = (getattr(hardware, f"{dimension}_{unit}_microseconds") for unit in (HOST_UNITS[dimension], "step"))
+    return 1e-6 * (each or 0.0), 1e-6 * (once or 0.0)
 
 
 def _clock(hardware: Hardware, power: float) -> float:
@@ -190,6 +213,8 @@ def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: S
     twice = 2 if kind == "all-reduce" else 1
     near = max(1, min(ranks, speeds.per_node // stride))
     nodes = math.ceil(ranks / near)
+    if nodes == 1 and speeds.reduce and kind in ("reduce-scatter", "all-reduce"):
+        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / speeds.reduce)
     if nodes == 1:
         return twice * (speeds.link_latency + size * (ranks - 1) / ranks / speeds.link)
     # devices of a node share out the traffic between nodes, each over its own network adapter
