@@ -21,8 +21,9 @@ Measure this machine for planning: python -m titan.calibrate to=FILE.yaml
 
   python -m titan.calibrate to=mine/cluster/here.yaml    then: python -m titan.plan --config-dir mine cluster=here ...
 
-Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; it takes
-less than five minutes. Let nothing else run meanwhile. The file is an option of the cluster axis.
+Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; on a CPU
+also steps of small models in each layout. It takes less than five minutes. Let nothing else run meanwhile. The file is
+an option of the cluster axis.
 
 Settings and their defaults:
 
@@ -34,6 +35,8 @@ Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to chan
 
 CPU_RANKS = 2
 """Ranks that measure communication on a CPU."""
+BUSY = 0.25
+"""Load average above which measurements of a CPU are disturbed."""
 NO_LINK = "a layout of several devices needs link_gb_per_second and link_microseconds as well."
 
 
@@ -66,11 +69,19 @@ def _main(given: list[str]) -> int:
     machine = devices.detect("auto")
     ranks = ranks_of(settings.ranks, machine)
     print(f"measuring {machine.describe()}", flush=True)
+    if busy := busy_cores():
+        print(f"{busy:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
     text = cluster_text(machine, _measured(machine, ranks), ranks)
     _write(file, text)
     print(text, end="")
     print(f"written: {file}")
     return 0
+
+
+def busy_cores() -> float:
+    """Return how many cores other processes have kept busy in the last minute; 0 below a quarter of one."""
+    load = os.getloadavg()[0]
+    return load if load > BUSY else 0.0
 
 
 def _file(to: str) -> Path:

@@ -9,9 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 
 from titan import calibrate, plan
-from titan.bench import calibration, ranks
+from titan.bench import calibration, ranks, trials
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError, RunError
 
@@ -25,9 +26,14 @@ def test_what_is_measured_can_be_planned_with(
     monkeypatch.setattr(calibration, "REPEATS", 1)
     monkeypatch.setattr(calibration, "ROWS", {"cpu": (1, 2, 128, 32)})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(trials, "step_seconds", lambda runs: [0.1] * len(runs))
+    monkeypatch.setattr(trials, "crowded_step_seconds", lambda runs, ranks: [0.2] * len(runs))
+    monkeypatch.setattr(trials, "process_gib", lambda run: 0.3)
     file = tmp_path / "mine" / "cluster" / "here.yaml"
     assert calibrate.main([f"to={file}"]) == 0
-    assert "link_gb_per_second" in file.read_text()
+    assert {"link_gb_per_second", "process_gib", "shard_block_microseconds"} <= yaml.safe_load(file.read_text())[
+        "hardware"
+    ].keys()
     given = ["--config-dir", str(tmp_path / "mine"), "cluster=here", "model=debug", "dataset=synthetic"]
     assert plan.main([*given, "parallelism=ddp"]) == 0
     assert "tokens/s per device" in capsys.readouterr().out

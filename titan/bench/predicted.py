@@ -196,11 +196,11 @@ def predict(run: Run) -> Figures:
 def measure(run: Run, steps: int) -> tuple[Figures, tuple[float, ...]]:
     """Train a run for some steps in new processes; return what it took, and the seconds of the steps that count."""
     from titan.bench.ranks import run_together
+    from titan.bench.trials import prepared
 
     with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
         run = replace(run, directory=folder)
-        attempt = attempts.begin_attempt(run)
-        assert isinstance(attempt, attempts.Attempt)  # the folder is empty
+        run, attempt = prepared(run)
         found = run_together(partial(_train, run, attempt, steps), run.layout.devices, RANK_SECONDS)
         seconds = _step_seconds(Path(folder))
     return Figures(statistics.median(seconds), **found), seconds
@@ -208,16 +208,12 @@ def measure(run: Run, steps: int) -> tuple[Figures, tuple[float, ...]]:
 
 def _train(run: Run, attempt: attempts.Attempt, steps: int, rank: int, ranks: int, meeting: str) -> dict[str, float]:
     """Train as one of the ranks and return the memory of the fullest one."""
-    from titan.cluster.rank_info import RankInfo
+    from titan.bench import trials
     from titan.metrics.recorder import peak_resident_gib
-    from titan.parallelism import mesh
     from titan.training import recording
-    from titan.training.build import build
-    from titan.training.signals import StopSignals
-    from titan.training.trainer import Trainer
 
-    world = mesh.connect(RankInfo(rank, ranks, rank, meeting), run.layout, run.machine.device, run.cluster.timeout)
-    trainer = Trainer(run, attempt, world, build(run, world), StopSignals())
+    world = trials.connect(run, rank, ranks, meeting)
+    trainer = trials.trainer((run, attempt), world)
     with trainer.loader, recording.recorder(run, attempt, print) as recorder:
         trainer.recorder = recorder if rank == 0 else None
         trainer.loop(steps)
@@ -234,20 +230,26 @@ def _step_seconds(folder: Path) -> tuple[float, ...]:
 
 
 def _live_bytes(trainer: Any) -> float:
-    """Return the most bytes of tensors that are alive at once in a step: those before it, and what it allocates."""
+    """Return the most bytes of tensors that are alive at once in a step: those before it, and what it allocates.
+
+    Weights, optimizer state and DDP's buckets of gradients are there before; a profiler sees each allocation within.
+    """
     import torch
+    from torch.nn.parallel import DistributedDataParallel
     from torch.profiler import ProfilerActivity, profile
 
     step = trainer.train_step
     kept = [*step.parameters(), *itertools.chain.from_iterable(s.values() for s in step.optimizer.state.values())]
     local = (getattr(tensor, "_local_tensor", tensor) for tensor in kept if isinstance(tensor, torch.Tensor))
+    wrapped = getattr(step.runner, "wrapped", None)
+    buckets = sum(p.nbytes for p in step.parameters()) if isinstance(wrapped, DistributedDataParallel) else 0
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         trainer.loop(1)
     results: Any = profiled.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
-    return sum(storages.values()) + max(itertools.accumulate(changes), default=0)
+    return buckets + sum(storages.values()) + max(itertools.accumulate(changes), default=0)
 
 
 # ---- summary ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import time
@@ -41,6 +42,7 @@ def run_together(measure: Measurement, ranks: int, seconds: float) -> dict[str, 
     Raises:
         RunError: when a rank fails or does not finish in time; no rank is left behind.
     """
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the error says which rank failed
     with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
         arguments = (measure, ranks, folder, os.getpid())
         with within(_environment(ranks)):

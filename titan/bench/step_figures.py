@@ -37,6 +37,8 @@ SHAPES = (  # dim, layers, heads, ffn, vocab, length, tokens
     (256, 4, 4, 1024, 8192, 128, 2048),
 )
 """Models and batches that are measured on one device."""
+TINY = (32, 1, 2, 64, 256, 64, 256)
+"""A model whose tensors take no memory to speak of."""
 FEW = (0, 1, 3)
 """Those that are measured in each layout."""
 DIMENSIONS = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
@@ -71,8 +73,8 @@ def step_figures(figures: Mapping[str, float], cores: int, ranks: int) -> Prices
 
 
 def layout_figures(figures: Mapping[str, float]) -> Prices:
-    """Return the host time that each dimension of a layout adds."""
-    found: Prices = {}
+    """Return the memory of a rank's process, and the host time that each dimension of a layout adds."""
+    found: Prices = {"process_gib": trials.process_gib(_run(TINY, "fsdp"))}
     for layout, dimension in DIMENSIONS.items():
         runs = [_run(SHAPES[i], layout) for i in FEW]
         timed = [Timed(r, s) for r, s in zip(runs, trials.step_seconds(runs), strict=True)]

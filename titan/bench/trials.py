@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from titan.bench.ranks import group, run_together
 from titan.cluster.rank_info import RankInfo
+from titan.metrics.recorder import peak_resident_gib
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.run import attempts
@@ -38,6 +39,11 @@ def step_seconds(runs: Sequence[Run]) -> list[float]:
 def crowded_step_seconds(runs: Sequence[Run], ranks: int) -> list[float]:
     """Return the median step time of each run on one device, while as many processes as `ranks` do the same."""
     return _together(runs, _time_alone, ranks)
+
+
+def process_gib(run: Run) -> float:
+    """Return the peak resident set of the ranks of a run: that of their processes, where its model is tiny."""
+    return _together([run], _resident, run.layout.devices)[0]
 
 
 def _together(runs: Sequence[Run], measure: Callable[..., dict[str, float]], ranks: int) -> list[float]:
@@ -83,6 +89,13 @@ def _time_alone(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) ->
             dist.barrier()
             found[str(i)] = _seconds(one, world)
     return found
+
+
+def _resident(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> dict[str, float]:
+    """Train some steps and return the peak resident set of the fullest rank."""
+    world = connect(trials[0][0], rank, ranks, meeting)
+    _seconds(trainer(trials[0], world), world)
+    return {"0": max(world.gather(peak_resident_gib()))}
 
 
 def _seconds(one: Trainer, world: World) -> float:

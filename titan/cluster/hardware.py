@@ -56,6 +56,7 @@ class Hardware:
         at_least=1,
         in_ids=False,
     )
+    process_gib: float | None = _figure("memory of a CPU rank before it has tensors in GiB; null: 0.42")
     rank_speed: float | None = _figure("speed of one of several ranks on a CPU, relative to its equal part; null: 1")
     step_microseconds: float | None = _host("a step takes")
     replicate_block_microseconds: float | None = _host("DDP adds to a block")
