@@ -114,7 +114,7 @@ def _measured(machine: devices.Machine, ranks: int) -> dict[str, float]:
     from titan.bench import calibration, step_figures
 
     torch.set_num_threads(machine.cores)
-    found = calibration.measure(torch.device(machine.device))
+    found = calibration.measure(torch.device(machine.device), machine.bf16_fast)
     if ranks > 1:
         found |= calibration.link_figures(ranks, machine.device)
     if machine.device == "cpu":

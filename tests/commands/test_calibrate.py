@@ -15,6 +15,7 @@ from titan import calibrate, plan
 from titan.bench import calibration, ranks, trials
 from titan.cluster.devices import Machine
 from titan.errors import ConfigError, RunError
+from titan.estimate.operations import slower
 
 GPUS = Machine("cuda", "NVIDIA H100", 2, 8, 80.0, bf16_fast=True)
 CPU = Machine("cpu", "CPU", 1, 2, 8.0, bf16_fast=True)
@@ -24,7 +25,7 @@ def test_what_is_measured_can_be_planned_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "REPEATS", 1)
-    monkeypatch.setattr(calibration, "ROWS", {"cpu": (1, 2, 128, 32)})
+    monkeypatch.setattr(calibration, "ATTENTION", {"cpu": ((1, 2, 128, 32),)})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(trials, "step_seconds", lambda runs: [0.1] * len(runs))
     monkeypatch.setattr(trials, "crowded_step_seconds", lambda runs, ranks: [0.2] * len(runs))
@@ -106,3 +107,14 @@ def test_ranks_that_fail_are_ended(seconds: float, message: str) -> None:
         ranks.run_together(fails, 2, seconds)
     command = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert not [line for line in command if "spawn_main" in line]
+
+
+def test_attention_of_short_rows_and_narrow_heads_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(shape: tuple[int, int, int, int], *_: object) -> tuple[float, float]:
+        b, h, t, d = shape
+        there, back = (slower(t, d, short, 0.75) for short in (128, 1024))
+        return 2 * b * h * t * t * d * there / 2e12, 5 * b * h * t * t * d * back / 1e12
+
+    monkeypatch.setattr(calibration, "_attention_seconds", times)
+    found = calibration.attention_figures(torch.device("cpu"), torch.float32)
+    assert list(found.values()) == pytest.approx([2.0, 1.0, 128, 1024, 0.75])

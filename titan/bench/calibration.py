@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titan.bench.bare_loop import copy_gb_per_second, seconds
 from titan.bench.ranks import group, run_together
-from titan.estimate.operations import SHORT_ROWS
+from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, slower
 
 SHAPES = {
     "cpu": (
@@ -25,8 +25,13 @@ SHAPES = {
     "cuda": ((8192, 1024, 1024), (8192, 4096, 4096), (8192, 4096, 14336), (4096, 4096, 8192), (8192, 8192, 8192)),
 }  # fmt: skip
 """Sizes [m, n, k] of the matmuls that are measured."""
-ROWS = {"cpu": (2, 4, 1024, 64), "cuda": (2, 32, 8192, 128)}
+ATTENTION = {
+    "cpu": tuple((2048 // length, 4, length, size) for length in (128, 256, 512, 1024) for size in (32, 64)),
+    "cuda": ((2, 32, 8192, 128),),
+}
 """Batch, heads, length and head size of the attention that is measured."""
+SHORT, HEAD_POWERS = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0), (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Lengths at which attention may reach half of its speed, and powers of the head size that it may follow."""
 REPEATS = 7
 PROLOGUES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 SMALL, LARGE = 2**10, 2**24
@@ -41,14 +46,18 @@ LINK_SECONDS = 120.0
 """Time that ranks have to measure their communication."""
 
 
-def measure(device: torch.device) -> dict[str, float]:
-    """Return the figures of one device, by their names in `Hardware`."""
+def measure(device: torch.device, bf16: bool) -> dict[str, float]:
+    """Return the figures of one device, by their names in `Hardware`.
+
+    Args:
+        device: to measure.
+        bf16: whether runs compute in bf16 by default, which decides the type of attention.
+    """
     found: dict[str, float] = {"matmul_efficiency": 1.0, "memory_efficiency": 1.0}
     rate, prologue = matmul_figures(device, torch.float32)
     found |= {"fp32_tflops": rate / 1e12, "matmul_prologue": prologue}
     found["bf16_tflops"] = matmul_figures(device, torch.bfloat16, prologue)[0] / 1e12
-    forward, backward = attention_figures(device)
-    found |= {"attention_tflops": forward / 1e12, "attention_backward_tflops": backward / 1e12}
+    found |= attention_figures(device, torch.bfloat16 if bf16 else torch.float32)
     found["memory_gb_per_second"] = copy_gb_per_second(device, 64 if device.type == "cpu" else 1024)
     found["eager_factor"] = eager_factor(device, found["memory_gb_per_second"] * 1e9)
     found["launch_microseconds"] = 1e6 * launch_seconds(device)
@@ -82,21 +91,46 @@ def _matmul(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) ->
     return lambda: F.linear(a, b)
 
 
-def attention_figures(device: torch.device) -> tuple[float, float]:
-    """Return FLOP/s of causal attention, forward and backward, for long rows and heads of 128."""
-    batch, heads, length, size = ROWS[device.type]
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    q, k, v = (torch.randn(batch, heads, length, size, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+def attention_figures(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Return what explains the speed of causal attention, forward and backward, over lengths and head sizes."""
+    shapes = ATTENTION[device.type]
+    times = [_attention_seconds(shape, device, dtype) for shape in shapes]
+    powers, rows = (HEAD_POWERS, SHORT) if len(shapes) > 1 else ((HEAD_POWER,), (SHORT_ROWS,))
+
+    def rates(way: int, power: float, short: float) -> list[float]:
+        work = [(1, 2.5)[way] * 2 * b * h * t * t * d * slower(t, d, short, power) for b, h, t, d in shapes]
+        return [flops / time[way] for flops, time in zip(work, times, strict=True)]
+
+    def spread(way: int, power: float, short: float) -> float:
+        return statistics.pstdev(map(math.log, rates(way, power, short)))
+
+    def best(way: int, power: float) -> float:
+        return min(rows, key=lambda short: spread(way, power, short))
+
+    power = min(powers, key=lambda each: sum(spread(way, each, best(way, each)) for way in (0, 1)))
+    there, back = (statistics.geometric_mean(rates(way, power, best(way, power))) for way in (0, 1))
+    return {
+        "attention_tflops": there / 1e12,
+        "attention_backward_tflops": back / 1e12,
+        "attention_short_rows": best(0, power),
+        "attention_backward_short_rows": best(1, power),
+        "attention_head_power": power,
+    }
+
+
+def _attention_seconds(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Return the times of attention forward and backward for batch, heads, length and head size."""
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     out = forward()
     grad = torch.randn_like(out)
-    there = _best(forward, device)
     back = _best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
-    flops = 2 * batch * heads * size * length**2 * (1 + SHORT_ROWS / length) * (128 / min(size, 128)) ** 0.5
-    return flops / there, 2.5 * flops / back
+    return _best(forward, device), back
 
 
 def eager_factor(device: torch.device, bandwidth: float) -> float:

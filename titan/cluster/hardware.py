@@ -45,6 +45,23 @@ class Hardware:
     )
     attention_tflops: float | None = _figure("speed of attention forward in TFLOP/s; null: fitted")
     attention_backward_tflops: float | None = _figure("speed of attention backward in TFLOP/s; null: fitted")
+    attention_short_rows: float | None = setting(
+        None,
+        "length of rows at which attention reaches half of its speed; null: 512",
+        at_least=0,
+        cap=1e9,
+        in_ids=False,
+    )
+    attention_backward_short_rows: float | None = setting(
+        None, "the same for its backward pass; null: 512", at_least=0, cap=1e9, in_ids=False
+    )
+    attention_head_power: float | None = setting(
+        None,
+        "power of the head size that attention's speed follows below 128; null: 0.5",
+        at_least=0,
+        cap=9,
+        in_ids=False,
+    )
     memory_efficiency: float | None = _figure("fraction of the bandwidth of fused elementwise work", cap=1)
     eager_factor: float | None = _figure("memory traffic of uncompiled elementwise work, relative to compiled")
     loss_factor: float | None = _figure("memory traffic of the loss, relative to compiled; null: by eager_factor")

@@ -29,8 +29,8 @@ FlashAttention-3 (arXiv:2407.08608, figures 5 and 6), FlashAttention-2 on the sa
 (arXiv:2412.05496, figure 5)."""
 REFERENCE_TFLOPS = 989.0
 """bf16 peak of the device on which `ATTENTION` was measured."""
-SHORT_ROWS = 512.0
-"""Length of rows at which attention reaches half of its speed."""
+SHORT_ROWS, HEAD_POWER = 512.0, 0.5
+"""Length of rows at which attention reaches half of its speed; the power of the head size that its speed follows."""
 HOST_UNITS = {
     "replicate": "block", "shard": "block", "tensor": "block", "context": "block", "pipeline": "action",
 }  # fmt: skip
@@ -83,6 +83,8 @@ class Speeds:
     reduce: float = 0.0
     host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     step: float = 0.0
+    short_rows: tuple[float, float] = (SHORT_ROWS, SHORT_ROWS)
+    head_power: float = HEAD_POWER
 
 
 def speeds(
@@ -116,7 +118,7 @@ def speeds(
     return Speeds(
         matmul=efficiency * clock * peak,
         matmul_8bit=eight_peak,
-        prologue=PROLOGUE if hardware.matmul_prologue is None else hardware.matmul_prologue,
+        prologue=_given(hardware.matmul_prologue, PROLOGUE),
         prologue_8bit=PROLOGUE_8BIT,
         units=hardware.units or 1,
         casts=known.casts,
@@ -138,7 +140,16 @@ def speeds(
         reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
         host={name: _host_seconds(hardware, name) for name in HOST_UNITS},
         step=1e-6 * (hardware.step_microseconds or 0.0),
+        short_rows=(
+            _given(hardware.attention_short_rows, SHORT_ROWS),
+            _given(hardware.attention_backward_short_rows, SHORT_ROWS),
+        ),
+        head_power=_given(hardware.attention_head_power, HEAD_POWER),
     )
+
+
+def _given(figure: float | None, otherwise: float) -> float:
+    return otherwise if figure is None else figure
 
 
 def _host_seconds(hardware: Hardware, dimension: str) -> tuple[float, float]:
@@ -184,8 +195,13 @@ def attention(tokens: float, keys: float, heads: float, size: int, speeds: Speed
         speeds: of the device.
     """
     flops = 2 * tokens * keys * heads * size  # 2 matmuls of 2 FLOPs each, for half of the pairs
-    slower = (1 + SHORT_ROWS / keys) * (128 / min(size, 128)) ** 0.5
-    return flops * slower / speeds.attention, 2.5 * flops * slower / speeds.attention_backward
+    there, back = (slower(keys, size, short, speeds.head_power) for short in speeds.short_rows)
+    return flops * there / speeds.attention, 2.5 * flops * back / speeds.attention_backward
+
+
+def slower(keys: float, size: int, short_rows: float, head_power: float) -> float:
+    """Return how much longer attention takes for short rows and narrow heads than for long rows and heads of 128."""
+    return float((1 + short_rows / keys) * (128 / min(size, 128)) ** head_power)
 
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
