@@ -98,8 +98,8 @@ def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("seconds", "message"),
     [
-        pytest.param(60, "rank 1 failed: ValueError: no such interface", id="failed"),
-        pytest.param(0.1, "did not finish within 0.1 seconds", id="silent"),
+        pytest.param(60, "rank 1 of 2 failed while it measured: ValueError: no such interface", id="failed"),
+        pytest.param(0.1, "2 ranks did not finish their measurements within 0.1 seconds", id="silent"),
     ],
 )
 def test_ranks_that_fail_are_ended(seconds: float, message: str) -> None:

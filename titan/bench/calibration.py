@@ -41,6 +41,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {  # their names since
     "reduce": lambda whole, part: (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
         part, whole
     ),
+    "sum": lambda whole, part: dist.all_reduce(whole),
 }
 LINK_SECONDS = 120.0
 """Time that ranks have to measure their communication."""
@@ -181,6 +182,7 @@ def link_figures(ranks: int, device: str) -> dict[str, float]:
         "link_microseconds": 1e6 * times[f"gather {SMALL}"],
         "link_gb_per_second": rates["gather"],
         "reduce_gb_per_second": rates["reduce"],
+        "sum_gb_per_second": 2 * rates["sum"],
     }
 
 

@@ -72,15 +72,15 @@ def _wait(context: ProcessContext, ranks: int, seconds: float) -> None:
         while not context.join(timeout=1):
             if time.monotonic() > until:
                 raise RunError(
-                    f"ranks={ranks}: the ranks did not finish within {seconds:g} seconds; give ranks=1 to measure no "
-                    "communication, or end what else runs on this machine."
+                    f"{ranks} ranks did not finish their measurements within {seconds:g} seconds; end what else runs on "
+                    "this machine, and give the same command again."
                 )
     except ProcessRaisedException as error:
         reason = str(error).strip().splitlines()[-1]
-        raise RunError(f"ranks={ranks}: rank {error.error_index} failed: {reason}") from error
+        raise RunError(f"rank {error.error_index} of {ranks} failed while it measured: {reason}") from error
     except ProcessExitedException as error:
         how = error.signal_name or f"exit code {error.exit_code}"
-        raise RunError(f"ranks={ranks}: rank {error.error_index} ended with {how}.") from error
+        raise RunError(f"rank {error.error_index} of {ranks} ended with {how} while it measured.") from error
 
 
 def _end(context: ProcessContext) -> None:

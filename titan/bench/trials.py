@@ -26,7 +26,7 @@ from titan.training.trainer import Trainer
 Trial = tuple[Run, attempts.Attempt]
 WARM, ROUNDS = 2, 7
 """Steps before those that count, and steps that count."""
-SECONDS = 120.0
+SECONDS = 200.0
 """Time that the ranks have for all runs."""
 
 

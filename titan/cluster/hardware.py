@@ -67,6 +67,9 @@ class Hardware:
     loss_factor: float | None = _figure("memory traffic of the loss, relative to compiled; null: by eager_factor")
     update_factor: float | None = _figure("memory traffic of clipping and update, relative to one pass; null: 1")
     reduce_gb_per_second: float | None = _figure("bandwidth of a reduce-scatter within a node; null: that of the link")
+    sum_gb_per_second: float | None = _figure(
+        "bandwidth of an all-reduce within a node; null: that of a reduce-scatter"
+    )
     cores: int | None = setting(
         None,
         "cores that compute, launch and communicate, one after the other; null: the device computes beside its host",

@@ -81,6 +81,7 @@ class Speeds:
     loss: float = 0.0
     update: float = 1.0
     reduce: float = 0.0
+    sum: float = 0.0
     host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     step: float = 0.0
     short_rows: tuple[float, float] = (SHORT_ROWS, SHORT_ROWS)
@@ -138,6 +139,7 @@ def speeds(
         loss=hardware.loss_factor or 0.0,
         update=hardware.update_factor or 1.0,
         reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
+        sum=1e9 * (hardware.sum_gb_per_second or hardware.reduce_gb_per_second or 0.0),
         host={name: _host_seconds(hardware, name) for name in HOST_UNITS},
         step=1e-6 * (hardware.step_microseconds or 0.0),
         short_rows=(
@@ -229,10 +231,9 @@ def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: S
     twice = 2 if kind == "all-reduce" else 1
     near = max(1, min(ranks, speeds.per_node // stride))
     nodes = math.ceil(ranks / near)
-    if nodes == 1 and speeds.reduce and kind in ("reduce-scatter", "all-reduce"):
-        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / speeds.reduce)
     if nodes == 1:
-        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / speeds.link)
+        rate = {"reduce-scatter": speeds.reduce, "all-reduce": speeds.sum}.get(kind, 0.0) or speeds.link
+        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / rate)
     # devices of a node share out the traffic between nodes, each over its own network adapter
     between = size * (nodes - 1) / nodes / (speeds.network * near)
     within = size * (near - 1) / near / speeds.link

@@ -201,7 +201,7 @@ def _shared(speeds: Speeds, ranks: int, hardware: Hardware) -> Speeds:
         name: part * getattr(speeds, name)
         for name in ("matmul", "matmul_8bit", "attention", "attention_backward", "memory")
     }
-    shared |= {name: getattr(speeds, name) / waiting for name in ("link", "reduce")}
+    shared |= {name: getattr(speeds, name) / waiting for name in ("link", "reduce", "sum")}
     shared |= {name: waiting * getattr(speeds, name) for name in ("launch", "link_latency", "step")}
     shared["host"] = {name: (waiting * each, waiting * once) for name, (each, once) in speeds.host.items()}
     return replace(speeds, **shared)
