@@ -72,8 +72,8 @@ def _wait(context: ProcessContext, ranks: int, seconds: float) -> None:
         while not context.join(timeout=1):
             if time.monotonic() > until:
                 raise RunError(
-                    f"{ranks} ranks did not finish their measurements within {seconds:g} seconds; end what else runs on "
-                    "this machine, and give the same command again."
+                    f"{ranks} ranks did not finish their measurements within {seconds:g} seconds; end what else runs "
+                    "on this machine, and give the same command again."
                 )
     except ProcessRaisedException as error:
         reason = str(error).strip().splitlines()[-1]
