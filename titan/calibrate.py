@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,9 @@ Measure this machine for planning: python -m titan.calibrate to=FILE.yaml
 
   python -m titan.calibrate to=mine/cluster/here.yaml    then: python -m titan.plan --config-dir mine cluster=here ...
 
-Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; it takes
-less than five minutes. Let nothing else run meanwhile. The file is an option of the cluster axis.
+Measures matmuls, attention, memory, uncompiled work, launches and, with several ranks, their communication; on a CPU
+also steps of small models in each layout. It takes less than five minutes. Let nothing else run meanwhile. The file is
+an option of the cluster axis.
 
 Settings and their defaults:
 
@@ -32,12 +33,25 @@ Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to chan
 """
 
 
+CPU_RANKS = 2
+"""Ranks that measure communication on a CPU."""
+BUSY = 0.25
+"""Load average above which measurements of a CPU are disturbed."""
+NO_LINK = "a layout of several devices needs link_gb_per_second and link_microseconds as well."
+
+
 @dataclass(frozen=True)
 class Settings:
     """The settings of `python -m titan.calibrate`."""
 
     to: str = setting(MISSING, "the file to write, such as mine/cluster/here.yaml")
-    ranks: int = setting(2, "ranks that communicate; 1: do not measure communication", at_least=1, at_most=64)
+    ranks: int | str = setting(
+        "auto",
+        "ranks that communicate; auto: 2 on a CPU, all GPUs of this machine; 1: do not measure communication",
+        at_least=1,
+        at_most=64,
+        words=("auto",),
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,32 +65,81 @@ def _main(given: list[str]) -> int:
     if shows(given, HELP.format(settings=describe(Settings))):
         return 0
     settings = arguments(Settings, given)
-    file = Path(settings.to).expanduser()
-    if file.suffix != ".yaml":
-        raise ConfigError(f"to={file}: is not a YAML file; give a name that ends in .yaml.")
+    file = _file(settings.to)
     machine = devices.detect("auto")
-
-    import torch  # only now: --help and rejected command lines need not wait for it
-
-    from titan.bench import calibration
-
-    torch.set_num_threads(machine.cores)
+    ranks = ranks_of(settings.ranks, machine)
     print(f"measuring {machine.describe()}", flush=True)
-    found = calibration.measure(torch.device(machine.device))
-    if settings.ranks > 1:
-        found |= calibration.link_figures(settings.ranks, machine.device)
-    lines = [f"# {machine.name}, measured by titan.calibrate.", f"device: {machine.device}"]
-    if machine.device == "cuda":
-        lines += [f"devices_per_node: {machine.count}", f"device_name: {machine.name}"]
-    lines += ["hardware:", *(f"  {name}: {value:.4g}" for name, value in found.items())]
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(file, "\n".join(lines) + "\n")
-    except OSError as error:
-        raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
-    print("\n".join(lines[1:]))
+    if busy := busy_cores():
+        print(f"{busy:.1f} cores are busy with something else; end it and measure again, or the figures are too low.")
+    text = cluster_text(machine, _measured(machine, ranks), ranks)
+    _write(file, text)
+    print(text, end="")
     print(f"written: {file}")
     return 0
+
+
+def busy_cores() -> float:
+    """Return how many cores other processes have kept busy in the last minute; 0 below a quarter of one."""
+    load = os.getloadavg()[0]
+    return load if load > BUSY else 0.0
+
+
+def _file(to: str) -> Path:
+    file = Path(to).expanduser()
+    if file.suffix != ".yaml":
+        raise ConfigError(f"to={file}: is not a YAML file; give a name that ends in .yaml.")
+    return file
+
+
+def ranks_of(given: int | str, machine: devices.Machine) -> int:
+    """Return the number of ranks that measure communication.
+
+    Raises:
+        ConfigError: for more ranks than GPUs.
+    """
+    if given == "auto":
+        return CPU_RANKS if machine.device == "cpu" else machine.count
+    if machine.device == "cuda" and int(given) > machine.count:
+        raise ConfigError(
+            f"ranks={given}: this machine has {machine.count} x {machine.name}, and each rank needs one; give "
+            f"ranks={machine.count} or ranks=auto."
+        )
+    return int(given)
+
+
+def _measured(machine: devices.Machine, ranks: int) -> dict[str, float]:
+    """Return the figures by their names in `Hardware`."""
+    import torch  # only now: --help and rejected command lines need not wait for it
+
+    from titan.bench import calibration, step_figures
+
+    torch.set_num_threads(machine.cores)
+    found = calibration.measure(torch.device(machine.device), machine.bf16_fast)
+    if ranks > 1:
+        found |= calibration.link_figures(ranks, machine.device)
+    if machine.device == "cpu":
+        found |= step_figures.step_figures(found, machine.cores, min(ranks, machine.cores))
+        found |= step_figures.layout_figures(found) if ranks > 1 else {}
+    return found
+
+
+def cluster_text(machine: devices.Machine, figures: Mapping[str, float], ranks: int) -> str:
+    """Return the file of a cluster with these figures."""
+    lines = [f"# {machine.name}, measured by titan.calibrate.", f"device: {machine.device}"]
+    if ranks == 1:
+        lines.insert(1, "# No link was measured: " + NO_LINK)
+    if machine.device == "cuda":
+        lines += [f"devices_per_node: {machine.count}", f"device_name: {machine.name}"]
+    lines += ["hardware:", *(f"  {name}: {value:.4g}" for name, value in figures.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, text)
+    except OSError as error:
+        raise RunError(f"to={file}: can't be written ({error.strerror}).") from error
 
 
 def cli() -> None:

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import yaml
 
 from titan import calibrate, plan
-from titan.bench import calibration
+from titan.bench import calibration, ranks, trials
+from titan.cluster.devices import Machine
+from titan.errors import ConfigError, RunError
+from titan.estimate.operations import slower
+
+GPUS = Machine("cuda", "NVIDIA H100", 2, 8, 80.0, bf16_fast=True)
+CPU = Machine("cpu", "CPU", 1, 2, 8.0, bf16_fast=True)
 
 
 def test_what_is_measured_can_be_planned_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "REPEATS", 1)
-    monkeypatch.setattr(calibration, "ROWS", {"cpu": (1, 2, 128, 32)})
+    monkeypatch.setattr(calibration, "ATTENTION", {"cpu": ((1, 2, 128, 32),)})
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(trials, "step_seconds", lambda runs: [0.1] * len(runs))
+    monkeypatch.setattr(trials, "crowded_step_seconds", lambda runs, ranks: [0.2] * len(runs))
+    monkeypatch.setattr(trials, "process_gib", lambda run: 0.3)
     file = tmp_path / "mine" / "cluster" / "here.yaml"
     assert calibrate.main([f"to={file}"]) == 0
-    assert "link_gb_per_second" in file.read_text()
+    assert {"link_gb_per_second", "process_gib", "shard_block_microseconds"} <= yaml.safe_load(file.read_text())[
+        "hardware"
+    ].keys()
     given = ["--config-dir", str(tmp_path / "mine"), "cluster=here", "model=debug", "dataset=synthetic"]
     assert plan.main([*given, "parallelism=ddp"]) == 0
     assert "tokens/s per device" in capsys.readouterr().out
@@ -47,3 +62,59 @@ def test_matmuls_with_a_start_up_are_explained(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(calibration, "_best", times)
     rate, prologue = calibration.matmul_figures(torch.device("cpu"), torch.float32)
     assert prologue == 64 and rate == pytest.approx(1e12)
+
+
+@pytest.mark.parametrize(
+    ("given", "machine", "expected"),
+    [
+        pytest.param("auto", CPU, 2, id="cpu"),
+        pytest.param("auto", GPUS, 2, id="all GPUs"),
+        pytest.param("auto", replace(GPUS, count=1), 1, id="one GPU"),
+        pytest.param(4, CPU, 4, id="given"),
+    ],
+)
+def test_ranks(given: int | str, machine: Machine, expected: int) -> None:
+    assert calibrate.ranks_of(given, machine) == expected
+
+
+def test_no_more_ranks_than_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"ranks=3: this machine has 2 x NVIDIA H100.* give ranks=2"):
+        calibrate.ranks_of(3, GPUS)
+
+
+def test_a_machine_without_links_is_described_as_such() -> None:
+    figures = {"bf16_tflops": 1.0}
+    assert "No link was measured" in calibrate.cluster_text(GPUS, figures, ranks=1)
+    assert "No link was measured" not in calibrate.cluster_text(GPUS, figures, ranks=2)
+
+
+def fails(rank: int, ranks: int, meeting: str) -> dict[str, float]:
+    if rank == 1:
+        raise ValueError("no such interface")
+    time.sleep(600)
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        pytest.param(60, "rank 1 of 2 failed while it measured: ValueError: no such interface", id="failed"),
+        pytest.param(0.1, "2 ranks did not finish their measurements within 0.1 seconds", id="silent"),
+    ],
+)
+def test_ranks_that_fail_are_ended(seconds: float, message: str) -> None:
+    with pytest.raises(RunError, match=message):
+        ranks.run_together(fails, 2, seconds)
+    command = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    assert not [line for line in command if "spawn_main" in line]
+
+
+def test_attention_of_short_rows_and_narrow_heads_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(shape: tuple[int, int, int, int], *_: object) -> tuple[float, float]:
+        b, h, t, d = shape
+        there, back = (slower(t, d, short, 0.75) for short in (128, 1024))
+        return 2 * b * h * t * t * d * there / 2e12, 5 * b * h * t * t * d * back / 1e12
+
+    monkeypatch.setattr(calibration, "_attention_seconds", times)
+    found = calibration.attention_figures(torch.device("cpu"), torch.float32)
+    assert list(found.values()) == pytest.approx([2.0, 1.0, 128, 1024, 0.75])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import multiprocessing
-import tempfile
-import time
+import statistics
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.bench.bare_loop import copy_gb_per_second, seconds
-from titan.estimate.operations import SHORT_ROWS
+from titan.bench.ranks import group, run_together
+from titan.estimate.operations import HEAD_POWER, SHORT_ROWS, slower
 
 SHAPES = {
     "cpu": (
@@ -26,22 +25,40 @@ SHAPES = {
     "cuda": ((8192, 1024, 1024), (8192, 4096, 4096), (8192, 4096, 14336), (4096, 4096, 8192), (8192, 8192, 8192)),
 }  # fmt: skip
 """Sizes [m, n, k] of the matmuls that are measured."""
-ROWS = {"cpu": (2, 4, 1024, 64), "cuda": (2, 32, 8192, 128)}
+ATTENTION = {
+    "cpu": tuple((2048 // length, 4, length, size) for length in (128, 256, 512, 1024) for size in (32, 64)),
+    "cuda": ((2, 32, 8192, 128),),
+}
 """Batch, heads, length and head size of the attention that is measured."""
+SHORT, HEAD_POWERS = (0.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0), (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Lengths at which attention may reach half of its speed, and powers of the head size that it may follow."""
 REPEATS = 7
 PROLOGUES = (0.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 SMALL, LARGE = 2**10, 2**24
 """Bytes of the collectives that are measured: for latency, and for bandwidth."""
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], Any]] = {  # their names since torch 2.13, and before
+    "gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
+    "reduce": lambda whole, part: (getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor)(
+        part, whole
+    ),
+    "sum": lambda whole, part: dist.all_reduce(whole),
+}
+LINK_SECONDS = 120.0
+"""Time that ranks have to measure their communication."""
 
 
-def measure(device: torch.device) -> dict[str, float]:
-    """Return the figures of one device, by their names in `Hardware`."""
+def measure(device: torch.device, bf16: bool) -> dict[str, float]:
+    """Return the figures of one device, by their names in `Hardware`.
+
+    Args:
+        device: to measure.
+        bf16: whether runs compute in bf16 by default, which decides the type of attention.
+    """
     found: dict[str, float] = {"matmul_efficiency": 1.0, "memory_efficiency": 1.0}
     rate, prologue = matmul_figures(device, torch.float32)
     found |= {"fp32_tflops": rate / 1e12, "matmul_prologue": prologue}
     found["bf16_tflops"] = matmul_figures(device, torch.bfloat16, prologue)[0] / 1e12
-    forward, backward = attention_figures(device)
-    found |= {"attention_tflops": forward / 1e12, "attention_backward_tflops": backward / 1e12}
+    found |= attention_figures(device, torch.bfloat16 if bf16 else torch.float32)
     found["memory_gb_per_second"] = copy_gb_per_second(device, 64 if device.type == "cpu" else 1024)
     found["eager_factor"] = eager_factor(device, found["memory_gb_per_second"] * 1e9)
     found["launch_microseconds"] = 1e6 * launch_seconds(device)
@@ -75,21 +92,46 @@ def _matmul(m: int, n: int, k: int, device: torch.device, dtype: torch.dtype) ->
     return lambda: F.linear(a, b)
 
 
-def attention_figures(device: torch.device) -> tuple[float, float]:
-    """Return FLOP/s of causal attention, forward and backward, for long rows and heads of 128."""
-    batch, heads, length, size = ROWS[device.type]
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    q, k, v = (torch.randn(batch, heads, length, size, device=device, dtype=dtype).requires_grad_() for _ in range(3))
+def attention_figures(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Return what explains the speed of causal attention, forward and backward, over lengths and head sizes."""
+    shapes = ATTENTION[device.type]
+    times = [_attention_seconds(shape, device, dtype) for shape in shapes]
+    powers, rows = (HEAD_POWERS, SHORT) if len(shapes) > 1 else ((HEAD_POWER,), (SHORT_ROWS,))
+
+    def rates(way: int, power: float, short: float) -> list[float]:
+        work = [(1, 2.5)[way] * 2 * b * h * t * t * d * slower(t, d, short, power) for b, h, t, d in shapes]
+        return [flops / time[way] for flops, time in zip(work, times, strict=True)]
+
+    def spread(way: int, power: float, short: float) -> float:
+        return statistics.pstdev(map(math.log, rates(way, power, short)))
+
+    def best(way: int, power: float) -> float:
+        return min(rows, key=lambda short: spread(way, power, short))
+
+    power = min(powers, key=lambda each: sum(spread(way, each, best(way, each)) for way in (0, 1)))
+    there, back = (statistics.geometric_mean(rates(way, power, best(way, power))) for way in (0, 1))
+    return {
+        "attention_tflops": there / 1e12,
+        "attention_backward_tflops": back / 1e12,
+        "attention_short_rows": best(0, power),
+        "attention_backward_short_rows": best(1, power),
+        "attention_head_power": power,
+    }
+
+
+def _attention_seconds(
+    shape: tuple[int, int, int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[float, float]:
+    """Return the times of attention forward and backward for batch, heads, length and head size."""
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
 
     def forward() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     out = forward()
     grad = torch.randn_like(out)
-    there = _best(forward, device)
     back = _best(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
-    flops = 2 * batch * heads * size * length**2 * (1 + SHORT_ROWS / length) * (128 / min(size, 128)) ** 0.5
-    return flops / there, 2.5 * flops / back
+    return _best(forward, device), back
 
 
 def eager_factor(device: torch.device, bandwidth: float) -> float:
@@ -128,43 +170,37 @@ def _best(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def link_figures(ranks: int, device: str) -> dict[str, float]:
-    """Return latency and bandwidth of all-gathers between ranks of this machine."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        processes = [
-            context.Process(target=_gather, args=(rank, ranks, device, folder, results)) for rank in range(ranks)
-        ]
-        for process in processes:
-            process.start()
-        small, large = results.get(timeout=120)
-        for process in processes:
-            process.join(60)
-    moved = LARGE * (ranks - 1) / ranks
-    return {"link_microseconds": 1e6 * small, "link_gb_per_second": moved / max(1e-9, large - small) / 1e9}
+    """Return latency and bandwidth of collectives between ranks of this machine.
+
+    Raises:
+        RunError: when a rank fails or does not answer.
+    """
+    times = run_together(partial(collective_seconds, device), ranks, LINK_SECONDS)
+    moved = LARGE * (ranks - 1) / ranks / 1e9
+    rates = {name: moved / max(1e-9, times[f"{name} {LARGE}"] - times[f"{name} {SMALL}"]) for name in COLLECTIVES}
+    return {
+        "link_microseconds": 1e6 * times[f"gather {SMALL}"],
+        "link_gb_per_second": rates["gather"],
+        "reduce_gb_per_second": rates["reduce"],
+        "sum_gb_per_second": 2 * rates["sum"],
+    }
 
 
-def _gather(rank: int, ranks: int, device: str, folder: str, results: Any) -> None:
-    """Measure all-gathers as one of several ranks; rank 0 reports."""
-    torch.set_num_threads(1)
-    backend = "gloo" if device == "cpu" else "nccl"
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    store = dist.FileStore(  # type: ignore[attr-defined]
-        str(Path(folder) / "store"), ranks
-    )
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
-    times = []
-    for size in (SMALL, LARGE):
-        mine = torch.zeros(size // 4 // ranks, device=where)
-        whole = torch.empty(size // 4, device=where)
-        taken = []
-        for _ in range(REPEATS + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            gather(whole, mine)
-            taken.append(time.perf_counter() - start)
-        times.append(sorted(taken[1:])[REPEATS // 2])
-    if rank == 0:
-        results.put(tuple(times))
-    dist.destroy_process_group()
+def collective_seconds(device: str, rank: int, ranks: int, meeting: str) -> dict[str, float]:
+    """Return the median times of small and large collectives, as one of several ranks."""
+    found = {}
+    with group(rank, ranks, meeting, device) as where:
+        for (name, collective), size in itertools.product(COLLECTIVES.items(), (SMALL, LARGE)):
+            part = torch.zeros(size // 4 // ranks, device=where)
+            whole = torch.empty(part.numel() * ranks, device=where)
+            found[f"{name} {size}"] = _median(lambda: collective(whole, part), where)  # noqa: B023
+    return found
+
+
+def _median(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the median seconds of what all ranks do together."""
+    taken = []
+    for _ in range(REPEATS + 1):
+        dist.barrier()
+        taken.append(seconds(work, device))
+    return statistics.median(taken[1:])

@@ -2,7 +2,8 @@
 
 The runs are in `titan/estimate/published.csv` with their sources. A run becomes a recipe, whose predicted step time is
 compared with the published one; the constants minimise the sum of squared logarithms of the ratios. Each source is left
-out once, to see how well the others predict it.
+out once, to see how well the others predict it. `titan/estimate/unseen.csv` has further runs, which the fit never uses;
+runs that recompute in a way that titan does not have are not among them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from titan.run.compose import composed
 from titan.run.run import Run
 
 PUBLISHED = Path(constants.__file__).with_name("published.csv")
+UNSEEN = PUBLISHED.with_name("unseen.csv")
+WITHIN = 0.2
+"""Relative error, of which the fraction of unseen runs within it is stated."""
 FITTED = {
     "matmul": (0.72, 0.1), "matmul_8bit": (0.65, 0.05), "casts": (1.0, 0.7), "memory": (0.75, 0.2), "eager": (2.6, 0.3),
     "overlapped": (0.3, 0.5), "per_doubling": (0.002, 0.5), "power": (0.33, 0.3),
@@ -183,7 +187,37 @@ def main() -> None:
     print(_summary("memory", memory))
     known = dataclasses.replace(known, error=max(map(_ninety, outside.values())), memory_error=_ninety(memory))
     print(known)
+    print_unseen(known)
     constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(known)}, indent=1) + "\n")
+
+
+def print_unseen(known: Constants) -> None:
+    """Print the errors of the runs that the fit has not seen, by source and of all."""
+    unseen = rows(UNSEEN)
+    found = errors(unseen, known)
+    for source in dict.fromkeys(row["source"] for row in unseen):
+        print(
+            _summary(f"unseen: {source}", [e for row, e in zip(unseen, found, strict=True) if row["source"] == source])
+        )
+    near, inside = within(found), in_interval(found, known)
+    print(
+        f"{_summary(f'unseen: all {len(found)}', found)}, {near:.0%} within {WITHIN:.0%}, {inside:.0%} in the interval"
+    )
+
+
+def within(found: Sequence[float]) -> float:
+    """Return the fraction of runs whose predicted time differs from the published one by at most `WITHIN` of it."""
+    return statistics.mean(abs(math.expm1(error)) <= WITHIN for error in found)
+
+
+def in_interval(found: Sequence[float], known: Constants) -> float:
+    """Return the fraction of runs whose published time is in the interval of the predicted one."""
+    return statistics.mean(abs(error) <= math.log1p(known.error) for error in found)
+
+
+def median_error(found: Sequence[float]) -> float:
+    """Return the median of the errors without their sign."""
+    return statistics.median(map(abs, found))
 
 
 def memory_errors(published: Sequence[Mapping[str, str]]) -> list[float]:
@@ -204,7 +238,7 @@ def _ninety(found: Sequence[float]) -> float:
 
 
 def _summary(name: str, found: Sequence[float]) -> str:
-    return f"{name}: median {statistics.median(map(abs, found)):.1%}, largest {max(map(abs, found)):.1%}"
+    return f"{name}: median {median_error(found):.1%}, largest {max(map(abs, found)):.1%}"
 
 
 if __name__ == "__main__":

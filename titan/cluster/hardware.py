@@ -13,6 +13,11 @@ def _figure(help: str, cap: float = 1e9) -> float | None:
     return figure
 
 
+def _host(what: str) -> float | None:
+    figure: float | None = setting(None, f"host time that {what}; null: not counted", at_least=0, cap=1e9, in_ids=False)
+    return figure
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Figures of one device and its links: from data sheets, or measured by `titan.calibrate`."""
@@ -40,8 +45,50 @@ class Hardware:
     )
     attention_tflops: float | None = _figure("speed of attention forward in TFLOP/s; null: fitted")
     attention_backward_tflops: float | None = _figure("speed of attention backward in TFLOP/s; null: fitted")
+    attention_short_rows: float | None = setting(
+        None,
+        "length of rows at which attention reaches half of its speed; null: 512",
+        at_least=0,
+        cap=1e9,
+        in_ids=False,
+    )
+    attention_backward_short_rows: float | None = setting(
+        None, "the same for its backward pass; null: 512", at_least=0, cap=1e9, in_ids=False
+    )
+    attention_head_power: float | None = setting(
+        None,
+        "power of the head size that attention's speed follows below 128; null: 0.5",
+        at_least=0,
+        cap=9,
+        in_ids=False,
+    )
     memory_efficiency: float | None = _figure("fraction of the bandwidth of fused elementwise work", cap=1)
     eager_factor: float | None = _figure("memory traffic of uncompiled elementwise work, relative to compiled")
+    loss_factor: float | None = _figure("memory traffic of the loss, relative to compiled; null: by eager_factor")
+    update_factor: float | None = _figure("memory traffic of clipping and update, relative to one pass; null: 1")
+    reduce_gb_per_second: float | None = _figure("bandwidth of a reduce-scatter within a node; null: that of the link")
+    sum_gb_per_second: float | None = _figure(
+        "bandwidth of an all-reduce within a node; null: that of a reduce-scatter"
+    )
+    cores: int | None = setting(
+        None,
+        "cores that compute, launch and communicate, one after the other; null: the device computes beside its host",
+        at_least=1,
+        in_ids=False,
+    )
+    process_gib: float | None = _figure("memory of a CPU rank before it has tensors in GiB; null: 0.42")
+    rank_speed: float | None = _figure("speed of one of several ranks on a CPU, relative to its equal part; null: 1")
+    step_microseconds: float | None = _host("a step takes")
+    replicate_block_microseconds: float | None = _host("DDP adds to a block")
+    replicate_step_microseconds: float | None = _host("DDP adds to a step")
+    shard_block_microseconds: float | None = _host("FSDP adds to a block")
+    shard_step_microseconds: float | None = _host("FSDP adds to a step")
+    tensor_block_microseconds: float | None = _host("tensor parallelism adds to a block")
+    tensor_step_microseconds: float | None = _host("tensor parallelism adds to a step")
+    context_block_microseconds: float | None = _host("context parallelism adds to a block")
+    context_step_microseconds: float | None = _host("context parallelism adds to a step")
+    pipeline_action_microseconds: float | None = _host("a pipeline adds to each forward or backward of a micro-batch")
+    pipeline_step_microseconds: float | None = _host("a pipeline adds to a step")
 
     def require(self, name: str, what: str) -> float:
         """Return a figure.

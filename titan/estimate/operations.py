@@ -6,7 +6,8 @@ Each function is pure and returns seconds. Sizes are those of one rank.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from titan.estimate.constants import Constants, fitted
@@ -28,8 +29,12 @@ FlashAttention-3 (arXiv:2407.08608, figures 5 and 6), FlashAttention-2 on the sa
 (arXiv:2412.05496, figure 5)."""
 REFERENCE_TFLOPS = 989.0
 """bf16 peak of the device on which `ATTENTION` was measured."""
-SHORT_ROWS = 512.0
-"""Length of rows at which attention reaches half of its speed."""
+SHORT_ROWS, HEAD_POWER = 512.0, 0.5
+"""Length of rows at which attention reaches half of its speed; the power of the head size that its speed follows."""
+HOST_UNITS = {
+    "replicate": "block", "shard": "block", "tensor": "block", "context": "block", "pipeline": "action",
+}  # fmt: skip
+"""What a dimension of the layout adds host time to, beside the step."""
 LAUNCH_SECONDS = 6e-6
 """Host time of a kernel launch."""
 
@@ -72,6 +77,15 @@ class Speeds:
     per_node: int
     overlapped: float
     per_doubling: float
+    synchronous: bool = False
+    loss: float = 0.0
+    update: float = 1.0
+    reduce: float = 0.0
+    sum: float = 0.0
+    host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    step: float = 0.0
+    short_rows: tuple[float, float] = (SHORT_ROWS, SHORT_ROWS)
+    head_power: float = HEAD_POWER
 
 
 def speeds(
@@ -105,7 +119,7 @@ def speeds(
     return Speeds(
         matmul=efficiency * clock * peak,
         matmul_8bit=eight_peak,
-        prologue=PROLOGUE if hardware.matmul_prologue is None else hardware.matmul_prologue,
+        prologue=_given(hardware.matmul_prologue, PROLOGUE),
         prologue_8bit=PROLOGUE_8BIT,
         units=hardware.units or 1,
         casts=known.casts,
@@ -121,7 +135,29 @@ def speeds(
         per_node=per_node,
         overlapped=known.overlapped,
         per_doubling=known.per_doubling,
+        synchronous=hardware.cores is not None,
+        loss=hardware.loss_factor or 0.0,
+        update=hardware.update_factor or 1.0,
+        reduce=1e9 * (hardware.reduce_gb_per_second or 0.0),
+        sum=1e9 * (hardware.sum_gb_per_second or hardware.reduce_gb_per_second or 0.0),
+        host={name: _host_seconds(hardware, name) for name in HOST_UNITS},
+        step=1e-6 * (hardware.step_microseconds or 0.0),
+        short_rows=(
+            _given(hardware.attention_short_rows, SHORT_ROWS),
+            _given(hardware.attention_backward_short_rows, SHORT_ROWS),
+        ),
+        head_power=_given(hardware.attention_head_power, HEAD_POWER),
     )
+
+
+def _given(figure: float | None, otherwise: float) -> float:
+    return otherwise if figure is None else figure
+
+
+def _host_seconds(hardware: Hardware, dimension: str) -> tuple[float, float]:
+    """Return the host seconds that a dimension adds to a block or action, and to a step."""
+    each, once = (getattr(hardware, f"{dimension}_{unit}_microseconds") for unit in (HOST_UNITS[dimension], "step"))
+    return 1e-6 * (each or 0.0), 1e-6 * (once or 0.0)
 
 
 def _clock(hardware: Hardware, power: float) -> float:
@@ -175,8 +211,13 @@ def attention(tokens: float, keys: float, heads: float, size: int, speeds: Speed
         speeds: of the device.
     """
     flops = 2 * tokens * keys * heads * size  # 2 matmuls of 2 FLOPs each, for half of the pairs
-    slower = (1 + SHORT_ROWS / keys) * (128 / min(size, 128)) ** 0.5
-    return flops * slower / speeds.attention, 2.5 * flops * slower / speeds.attention_backward
+    there, back = (slower(keys, size, short, speeds.head_power) for short in speeds.short_rows)
+    return flops * there / speeds.attention, 2.5 * flops * back / speeds.attention_backward
+
+
+def slower(keys: float, size: int, short_rows: float, head_power: float) -> float:
+    """Return how much longer attention takes for short rows and narrow heads than for long rows and heads of 128."""
+    return float((1 + short_rows / keys) * (128 / min(size, 128)) ** head_power)
 
 
 Collective = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "send"]
@@ -205,7 +246,8 @@ def collective(kind: Collective, size: float, ranks: int, stride: int, speeds: S
     near = max(1, min(ranks, speeds.per_node // stride))
     nodes = math.ceil(ranks / near)
     if nodes == 1:
-        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / speeds.link)
+        rate = {"reduce-scatter": speeds.reduce, "all-reduce": speeds.sum}.get(kind, 0.0) or speeds.link
+        return twice * (speeds.link_latency + size * (ranks - 1) / ranks / rate)
     # devices of a node share out the traffic between nodes, each over its own network adapter
     between = size * (nodes - 1) / nodes / (speeds.network * near)
     within = size * (near - 1) / near / speeds.link

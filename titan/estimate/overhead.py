@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from titan.run.schema import Recipe
 
 PROCESS_GIB = 0.42
-"""Memory of a CPU rank before it has a tensor: Python, torch, and the kernels' own memory."""
+"""Memory of a CPU rank before it has a tensor: Python, torch, and the kernels' own memory; `titan.calibrate` measures
+that of a machine."""
 LOGITS_FRAGMENTATION, FRAGMENTATION, FSDP_FRAGMENTATION = 0.49, 0.29, 0.06
 """Memory that the CPU allocator can't reuse, as a fraction of the logits and of all other live tensors; FSDP, which
 gathers and frees weights, adds its fraction of the latter."""
@@ -35,7 +36,8 @@ def add_overhead(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage
     rest = max(0.0, usage.bytes - logits)
     unused = LOGITS_FRAGMENTATION * logits + (FRAGMENTATION + FSDP_FRAGMENTATION * sharded) * rest
     staged = state_bytes(recipe, layout) if recipe.checkpoint.mode == "async" else 0.0
-    return usage.plus(context=PROCESS_GIB * GIB, kernels=block, allocator=unused, checkpoint=staged)
+    process = recipe.cluster.hardware.process_gib or PROCESS_GIB
+    return usage.plus(context=process * GIB, kernels=block, allocator=unused, checkpoint=staged)
 
 
 def memory_over_step(

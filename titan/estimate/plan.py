@@ -180,9 +180,8 @@ def device_speeds(recipe: Recipe, hardware: Hardware, machine: Machine, layout: 
         hardware.require("network_gb_per_second", "communication between nodes")
     dtype: Literal["bf16", "fp32"] = "bf16" if recipe.precision.compute == "bf16" else "fp32"
     if machine.device == "cpu":
-        return _shared(
-            operations.speeds(hardware, per_node, dtype=dtype, kernel="flash"), min(per_node, layout.devices)
-        )
+        whole = operations.speeds(hardware, per_node, dtype=dtype, kernel="flash")
+        return _shared(whole, min(per_node, layout.devices), hardware)
     return operations.speeds(hardware, per_node, dtype=dtype, kernel=attention_kernel(recipe, machine))
 
 
@@ -193,12 +192,18 @@ def ranks_per_node(cluster: Cluster, machine: Machine, devices: int) -> int:
     return machine.count if machine.device == "cuda" else math.ceil(devices / cluster.nodes)
 
 
-def _shared(speeds: Speeds, ranks: int) -> Speeds:
-    """Return the speeds of one of several ranks on a CPU."""
+def _shared(speeds: Speeds, ranks: int, hardware: Hardware) -> Speeds:
+    """Return the speeds of one of several ranks on a CPU: their computation, and where they are more than cores, their
+    launches and communication too."""
+    part = (hardware.rank_speed or 1.0) / ranks if ranks > 1 else 1.0
+    waiting = max(1.0, ranks / (hardware.cores or ranks))
     shared: Any = {
-        name: getattr(speeds, name) / ranks
+        name: part * getattr(speeds, name)
         for name in ("matmul", "matmul_8bit", "attention", "attention_backward", "memory")
     }
+    shared |= {name: getattr(speeds, name) / waiting for name in ("link", "reduce", "sum")}
+    shared |= {name: waiting * getattr(speeds, name) for name in ("launch", "link_latency", "step")}
+    shared["host"] = {name: (waiting * each, waiting * once) for name, (each, once) in speeds.host.items()}
     return replace(speeds, **shared)
 
 

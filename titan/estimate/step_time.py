@@ -92,6 +92,7 @@ def step_time(recipe: Recipe, layout: Layout, microbatches: int, speeds: Speeds,
     model = StepModel(recipe, layout, microbatches, speeds, merged)
     parts, spans = model.pipeline() if layout.pipeline > 1 else (model.microbatch_loop(), ())
     parts["optimizer"] += model.update()
+    parts["host"] += model.host_of_step()
     return on_all_nodes(parts, recipe, layout, speeds, tuple(spans))
 
 
@@ -151,6 +152,7 @@ class StepModel:
         work["memory-bound"] = self._elementwise("forward")
         work["tensor parallelism"] = 4 * self._tensor_exchange()
         work["context parallelism"] = self._context_exchange("forward")
+        work["host"] = self._synchronous_host(1)
         return _Pass(work, LAUNCHES[self.compiled])
 
     @cached_property
@@ -163,6 +165,7 @@ class StepModel:
         work["memory-bound"] = self._elementwise("backward")
         work["tensor parallelism"] = 4 * self._tensor_exchange() + self._regathered()
         work["context parallelism"] = self._context_exchange("backward")
+        work["host"] = self._synchronous_host(2)
         return _Pass(work, 2 * LAUNCHES[self.compiled])
 
     @cached_property
@@ -189,7 +192,31 @@ class StepModel:
             work["attention"] = self._attention[0]
             work["context parallelism"] = self._context_exchange("forward")
         work["tensor parallelism"] = (3 if whole else 2) * self._tensor_exchange()
+        work["host"] = self._synchronous_host(1)
         return _Pass(work, LAUNCHES[self.compiled])
+
+    def _synchronous_host(self, passes: int) -> float:
+        """Return the host time of a block's pass where nothing runs beside it; backward counts as two passes."""
+        if not self.speeds.synchronous:
+            return 0.0
+        added = sum(self.speeds.host[name][0] for name in self._dimensions if name != "pipeline")
+        return passes * (LAUNCHES[self.compiled] * self.speeds.launch + added / 3)
+
+    @cached_property
+    def _dimensions(self) -> list[str]:
+        """The dimensions of the layout that take host time."""
+        layout = self.layout
+        degrees = {
+            "replicate": layout.replicate, "shard": layout.sharded if self.fsdp else 1, "tensor": layout.tensor,
+            "context": layout.context, "pipeline": layout.pipeline,
+        }  # fmt: skip
+        return [name for name, degree in degrees.items() if degree > 1 and name in self.speeds.host]
+
+    def host_of_step(self) -> float:
+        """Return the host time of a step beside that of its blocks."""
+        if not self.speeds.synchronous:
+            return 0.0
+        return self.speeds.step + sum(self.speeds.host[name][1] for name in self._dimensions)
 
     def _matmul(self, name: str, layer: Matmul, part: str) -> float:
         """Return the time of a linear layer's matmul: forward, or the gradient of its input or weight."""
@@ -246,7 +273,7 @@ class StepModel:
             return collective("all-to-all", (keys + queries), context, stride, self.speeds)
         whole = collective("all-gather", keys * context, context, stride, self.speeds)
         times = 1 if part == "forward" else 2  # gathered again, and gradients reduce-scattered
-        if method == "ring":  # each hop runs beside attention to the block before
+        if method == "ring" and not self.speeds.synchronous:  # each hop runs beside attention to the block before
             attention = self._attention[0 if part == "forward" else 1]
             return max(0.0, times * whole - (context - 1) / context * attention)
         return times * whole
@@ -281,6 +308,8 @@ class StepModel:
 
     def beside(self, work: float, transfer: float) -> float:
         """Return the time that a transfer adds to the work it runs beside."""
+        if self.speeds.synchronous:
+            return transfer
         return max(work + CONTENTION * transfer, transfer) - work if transfer else 0.0
 
     # ---- stages ----
@@ -294,6 +323,8 @@ class StepModel:
             kind: F forward, B backward, I the part of it for inputs, W the part for weights.
         """
         work = Parts()
+        if self.layout.pipeline > 1 and self.speeds.synchronous:
+            work["host"] += self.speeds.host["pipeline"][0]
         if kind == "F":
             _add(work, self.forward.work, len(layers))
             _add(work, self.head("F") if last else {}, 1)
@@ -319,7 +350,8 @@ class StepModel:
         work["matmuls"] = sum(self._matmul("head", self.head_layer, part) for part in parts)
         # logits are written in the compute type, read for maximum and sum in fp32, and their gradient likewise
         size = {"F": 2 * self.precision.bytes + 4, "B": 2 * self.precision.bytes + 8}[kind]
-        work["memory-bound"] = self.eager**0.5 * size * self.tokens * parallel / self.speeds.memory
+        traffic = self.speeds.loss if self.speeds.loss and not self.compiled else self.eager**0.5
+        work["memory-bound"] = traffic * size * self.tokens * parallel / self.speeds.memory
         work["tensor parallelism"] = self._tensor_exchange()
         return work
 
@@ -361,6 +393,8 @@ class StepModel:
 
     def _host(self, work: Parts, layers: int) -> float:
         """Return by how much the host's launches of a micro-batch exceed the device's work."""
+        if self.speeds.synchronous:
+            return 0.0
         launches = layers * (self.forward.launches + self.backward.launches + self.recomputed.launches)
         return max(0.0, launches * self.speeds.launch - sum(work.values()) / max(1, self.microbatches))
 
@@ -452,7 +486,7 @@ class StepModel:
         """Return the time of gradient norm, clipping and update of the rank's shard."""
         layout = self.layout
         per_rank = self.layout.tensor * self.layout.pipeline * (layout.sharded if self.fsdp else 1)
-        return update_bytes(self.recipe) / per_rank / self.speeds.memory
+        return self.speeds.update * update_bytes(self.recipe) / per_rank / self.speeds.memory
 
 
 def _add(total: Parts, parts: Mapping[str, float], times: float) -> None:

@@ -1,0 +1,64 @@
+"""`python -m titan.bench.fit_costs`: what it reads, and that the documentation states what it prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from titan.bench import fit_costs
+from titan.estimate.constants import fitted
+
+PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+ACCURACY = " ".join(PAGE.partition("## Accuracy")[2].partition("\n## ")[0].split())
+
+
+def _percent(value: float, digits: int = 1) -> str:
+    return f"{100 * value:.{digits}f} %"
+
+
+def _figures(found: Sequence[float]) -> tuple[str, str]:
+    return _percent(fit_costs.median_error(found)), _percent(max(map(abs, found)))
+
+
+def test_no_unseen_run_is_fitted() -> None:
+    ignored = ("source", "url", "date", "notes", "dp_shard", "dp_repl", "zero")
+
+    def runs(file: Path) -> list[tuple[str, ...]]:
+        return [tuple(v for name, v in row.items() if name not in ignored) for row in fit_costs.rows(file)]
+
+    unseen = runs(fit_costs.UNSEEN)
+    assert len(unseen) == len(set(unseen)) == 62
+    assert not set(unseen) & set(runs(fit_costs.PUBLISHED))
+    assert all(row["url"].startswith("https://") for row in fit_costs.rows(fit_costs.UNSEEN))
+
+
+@pytest.mark.parametrize("name", fit_costs.FITTED)
+def test_the_page_states_the_fitted_constants(name: str) -> None:
+    (stated,) = re.findall(rf"\| `{name}` \| ([\d.]+) \|", ACCURACY)
+    assert float(stated) == float(f"{getattr(fitted(), name):.3g}")
+
+
+def test_the_page_states_the_intervals() -> None:
+    known = fitted()
+    assert f"interval of the step time is {_percent(known.error, 0)}" in ACCURACY
+    assert f"interval of memory is {_percent(known.memory_error, 0)}" in ACCURACY
+
+
+@pytest.mark.full
+def test_the_page_states_the_errors_of_the_fit() -> None:
+    published = fit_costs.rows()
+    median, largest = _figures(fit_costs.errors(published, fitted()))
+    assert f"The median error on these runs is {median}, the largest {largest}" in ACCURACY
+    left_out = [_figures(found) for _, found in fit_costs.left_out(published)]
+    assert re.findall(r"\| ([\d.]+ %) \| ([\d.]+ %) \|", ACCURACY)[:3] == left_out
+
+
+@pytest.mark.full
+def test_the_page_states_the_errors_on_unseen_runs() -> None:
+    found = fit_costs.errors(fit_costs.rows(fit_costs.UNSEEN), fitted())
+    near, inside = _percent(fit_costs.within(found), 0), _percent(fit_costs.in_interval(found, fitted()), 0)
+    stated = f"the median error is {_figures(found)[0]}; {near} of them lie within 20 %, and {inside} in the interval"
+    assert stated in ACCURACY

@@ -1,0 +1,57 @@
+"""`python -m titan.bench.predicted`: its cases, its summary, and one case from prediction to measurement."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.bench.test_step_figures import FIGURES, PRICES
+from titan.bench import predicted
+from titan.bench.predicted import Case, Figures, Row
+
+
+def row(layout: str, said: float, took: float, length: int = 128) -> Row:
+    case = Case("narrow", length, layout, "none")
+    return Row(case, Figures(said, 1.0, 1e9), Figures(took, 1.0, 1e9))
+
+
+def test_the_matrix_has_every_layout_and_mode_once() -> None:
+    cases = list(predicted.matrix())
+    assert len(cases) == len(set(cases)) == 80
+    assert {(c.layout, c.mode) for c in cases} == {
+        (layout, mode) for layout in (*predicted.TWO, *predicted.FOUR) for mode in ("none", *predicted.MODES)
+    }
+    assert {c.model for c in cases if c.mode != "none"} == {"narrow", "wide"}
+
+
+def test_only_layouts_of_one_model_and_length_that_differ_are_compared() -> None:
+    rows = [row("single", 1.0, 1.0), row("ddp", 0.9, 1.1), row("fsdp", 1.2, 2.0), row("tp", 0.1, 9.0, 256)]
+    found = [(one.case.layout, other.case.layout) for one, other in predicted.pairs(rows)]
+    assert found == [("single", "fsdp"), ("ddp", "fsdp")]
+    assert predicted.summary(rows)[-1].startswith("faster of two layouts: 2 of 2 pairs")
+
+
+def test_errors_are_relative_to_the_measurement() -> None:
+    rows = [row("single", 1.1, 1.0), row("ddp", 0.5, 1.0), row("fsdp", 1.0, 1.0)]
+    assert predicted.summary(rows)[0] == "step time: median error 10.0%, largest 50.0%"
+
+
+@pytest.mark.parametrize("text", ["", "device: cpu", "hardware: [1", None])
+def test_a_file_without_hardware(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "here.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert predicted.main([f"cluster={file}"]) == 2
+    assert "titan.calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "layout", ["single", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "fsdp", "pp"))]
+)
+def test_live_tensors_are_predicted(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "here.yaml"
+    file.write_text("hardware:\n" + "".join(f"  {name}: {value}\n" for name, value in (FIGURES | PRICES).items()))
+    assert predicted.main([f"cluster={file}", f"only=narrow 128 {layout} none", "steps=4"]) == 0
+    lines = {line.split(":")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert float(lines["live tensors"].split()[4].rstrip("%,")) < 3

@@ -1,0 +1,60 @@
+"""The prices of a step's causes: fitted to times that known prices explain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titan.bench import step_figures
+from titan.bench.step_figures import SHAPES, Timed, _run, _seconds
+from titan.run.run import Run
+
+FIGURES = {
+    "bf16_tflops": 2.0, "fp32_tflops": 0.3, "memory_gb_per_second": 40.0, "matmul_efficiency": 1.0,
+    "matmul_prologue": 0.0, "memory_efficiency": 1.0, "attention_tflops": 0.3, "attention_backward_tflops": 0.3,
+    "link_gb_per_second": 0.8, "link_microseconds": 250.0, "reduce_gb_per_second": 0.4, "cores": 2,
+}  # fmt: skip
+PRICES = {
+    "eager_factor": 8.0, "loss_factor": 5.0, "update_factor": 2.0, "launch_microseconds": 9.0,
+    "step_microseconds": 2000.0,
+}  # fmt: skip
+
+
+def timed(layout: str, figures: dict[str, float], shapes: range = range(len(SHAPES))) -> list[Timed]:
+    def one(run: Run) -> Timed:
+        return Timed(run, _seconds(run, figures))
+
+    return [one(_run(SHAPES[i], layout)) for i in shapes]
+
+
+def test_prices_of_one_device_are_recovered() -> None:
+    found = step_figures.single_prices(timed("single", FIGURES | PRICES), FIGURES)
+    assert found == pytest.approx(PRICES, rel=1e-3)
+
+
+def test_the_speed_of_a_rank_is_recovered() -> None:
+    figures: Any = FIGURES | PRICES
+    runs = timed("single", figures, range(2))
+    slower = [Timed(each.run, _slowed(each.run, figures)) for each in runs]
+    assert step_figures.rank_speed(slower, figures, 2) == pytest.approx(1.25)
+
+
+def _slowed(run: Run, figures: dict[str, float]) -> float:
+    """The time with half of the machine at 1.25 times its speed."""
+    parts = step_figures._parts(run, figures)
+    return parts["host"] + 2 / 1.25 * (sum(parts.values()) - parts["host"])
+
+
+@pytest.mark.parametrize(("layout", "dimension"), step_figures.DIMENSIONS.items())
+def test_host_time_of_a_dimension_is_recovered(layout: str, dimension: str) -> None:
+    unit = "action" if dimension == "pipeline" else "block"
+    added = {f"{dimension}_{unit}_microseconds": 700.0, f"{dimension}_step_microseconds": 3000.0}
+    given = FIGURES | PRICES
+    found = step_figures.dimension_prices(timed(layout, given | added, range(3)), given, dimension)
+    assert found == pytest.approx(added, rel=0.02)
+
+
+def test_no_price_is_negative() -> None:
+    causes = [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}]
+    assert step_figures.least_squares(causes, [2.0, 1.0], [1.0, 1.0]) == pytest.approx([1.5, 0.0])

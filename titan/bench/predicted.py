@@ -1,0 +1,286 @@
+"""The planner's predictions next to measurements of this machine: `python -m titan.bench.predicted cluster=FILE.yaml`.
+
+A matrix of small models in many layouts is predicted first, from the figures that `titan.calibrate` measured. Then each
+case is trained for some steps, its ranks as new processes. The table has the step time (median of the later steps), the
+peak resident set of the fullest rank, and the most bytes of tensors that were alive at once on it; the summary has the
+median errors, and how often the faster of two layouts of the same model was predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titan.cluster.environment import before_torch
+from titan.config.arguments import arguments, describe, shows
+from titan.config.settings import MISSING, setting
+from titan.errors import ConfigError, exit_code
+from titan.estimate import memory
+from titan.estimate import plan as planning
+from titan.run import attempts, compose
+from titan.run.run import Run
+
+HELP = """\
+Compare predictions with measurements on this CPU: python -m titan.bench.predicted cluster=FILE.yaml
+
+  python -m titan.calibrate to=here.yaml; python -m titan.bench.predicted cluster=here.yaml
+
+Let nothing else run meanwhile; it takes about ten minutes on two cores.
+
+Settings and their defaults:
+
+{settings}
+
+Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to change), 130 interrupted.
+"""
+BASE = (
+    "dataset=synthetic", "checkpoint=off", "compile=off", "model=debug", "metrics.plot=false",
+    "metrics.sample_tokens=0", "metrics.validation_tokens=0", "training.steps=1000000", "cluster=cpu",
+)  # fmt: skip
+"""Overrides of all cases."""
+TOKENS = 2048
+"""The global batch of all cases."""
+MODELS = {
+    "narrow": ("model.dim=128", "model.layers=4", "model.heads=4", "model.kv_heads=2", "model.ffn=384"),
+    "wide": ("model.dim=384", "model.layers=6", "model.heads=6", "model.kv_heads=2", "model.ffn=1024"),
+}
+LENGTHS = (128, 256, 512)
+TWO = ("single", "ddp", "fsdp", "tp", "pp", "cp")
+FOUR = ("hsdp", "fsdp_tp", "fsdp_pp", "fsdp_cp")
+MODES = ("full", "selective")
+WARM = 3
+"""Steps before those that count."""
+APART = 0.15
+"""Layouts whose times differ by at least this fraction are a pair, whose faster one is to be predicted."""
+RANK_SECONDS = 180.0
+"""Time that the ranks of a case have."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of `python -m titan.bench.predicted`."""
+
+    cluster: str = setting(MISSING, "the file that titan.calibrate wrote on this machine")
+    to: str | None = setting(None, "also write all figures to this JSON file")
+    steps: int = setting(9, f"steps of a case, of which the first {WARM} do not count", at_least=WARM + 1, cap=1000)
+    only: str = setting("", "only cases whose title contains this text")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model, the length of its rows, a layout and a memory mode."""
+
+    model: str
+    length: int
+    layout: str
+    mode: str
+
+    @property
+    def title(self) -> str:
+        """The choices."""
+        return f"{self.model} {self.length} {self.layout} {self.mode}"
+
+    def overrides(self, cluster: Sequence[str]) -> list[str]:
+        """Return the command line."""
+        length = (f"training.seq_len={self.length}", f"training.global_batch={TOKENS}")
+        return [*BASE, *MODELS[self.model], *length, f"parallelism={self.layout}", f"memory={self.mode}", *cluster]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds of a step, GiB of the fullest rank, and bytes of its live tensors: predicted or measured."""
+
+    seconds: float
+    gib: float
+    live: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A case with both, and the seconds of each step that counts."""
+
+    case: Case
+    predicted: Figures
+    measured: Figures
+    steps: tuple[float, ...] = ()
+
+    def error(self, name: str) -> float:
+        """Return the relative error of a prediction."""
+        return float(getattr(self.predicted, name) / getattr(self.measured, name) - 1)
+
+    def line(self) -> str:
+        """Return the line of the table."""
+        p, m = self.predicted, self.measured
+        pairs = (
+            (f"{p.seconds:8.3f} {m.seconds:8.3f}", "seconds"), (f"{p.gib:7.3f} {m.gib:7.3f}", "gib"),
+            (f"{p.live / 2**20:7.1f} {m.live / 2**20:7.1f}", "live"),
+        )  # fmt: skip
+        return f"{self.case.title:<32}" + " ".join(f"{text} {self.error(name):+7.1%}" for text, name in pairs)
+
+
+HEADER = f"{'case':<32}{'step seconds':>17} {'error':>7} {'peak GiB':>15} {'error':>7} {'live MiB':>15} {'error':>7}"
+
+
+def matrix() -> Iterator[Case]:
+    """Yield the cases: every layout with every model and length, and each memory mode once per layout and model."""
+    layouts = (*TWO, *FOUR)
+    for model, length, layout in itertools.product(MODELS, LENGTHS, layouts):
+        yield Case(model, length, layout, "none")
+    for number, (layout, mode) in enumerate(itertools.product(layouts, MODES)):
+        model = list(MODELS)[number // 2 % 2]
+        yield Case(model, LENGTHS[number // 4 % 3], layout, mode)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    before_torch(os.environ)
+    given = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _main(given))
+
+
+def _main(given: list[str]) -> int:
+    if shows(given, HELP.format(settings=describe(Settings))):
+        return 0
+    settings = arguments(Settings, given)
+    cases = [case for case in matrix() if settings.only in case.title]
+    if not cases:
+        raise ConfigError(f"only={settings.only}: no case has such a title; leave it out.")
+    runs = {case: compose.composed(case.overrides(hardware(settings.cluster)), elsewhere=True) for case in cases}
+    predictions = {case: predict(run) for case, run in runs.items()}  # all of them before the first measurement
+    print(f"{len(cases)} cases; {time.strftime('%Y-%m-%d %H:%M')}, load {os.getloadavg()[0]:.1f}")
+    print(HEADER)
+    rows = []
+    for case, run in runs.items():
+        rows.append(Row(case, predictions[case], *measure(run, settings.steps)))
+        print(rows[-1].line(), flush=True)
+        _write(settings.to, rows)
+    print("\n".join(summary(rows)))
+    return 0
+
+
+def hardware(file: str) -> list[str]:
+    """Return the overrides with the figures of a cluster's file.
+
+    Raises:
+        ConfigError: when the file can't be read or has no figures.
+    """
+    import yaml
+
+    try:
+        figures: Mapping[str, Any] = yaml.safe_load(Path(file).expanduser().read_text(encoding="utf-8"))["hardware"]
+    except (OSError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise ConfigError(f"cluster={file}: holds no hardware; write it with python -m titan.calibrate.") from error
+    return [f"cluster.hardware.{name}={value}" for name, value in figures.items()]
+
+
+def predict(run: Run) -> Figures:
+    """Return the prediction for a run."""
+    plan = planning.plan(run, run.layout, run.microbatches, run.machine)
+    live = memory.peak(run, run.layout, run.microbatches, run.machine.device)
+    return Figures(plan.step.seconds, plan.fullest.gib, live.bytes)
+
+
+# ---- measurements ----
+
+
+def measure(run: Run, steps: int) -> tuple[Figures, tuple[float, ...]]:
+    """Train a run for some steps in new processes; return what it took, and the seconds of the steps that count."""
+    from titan.bench.ranks import run_together
+    from titan.bench.trials import prepared
+
+    with tempfile.TemporaryDirectory(prefix="titan-bench-") as folder:
+        run = replace(run, directory=folder)
+        run, attempt = prepared(run)
+        found = run_together(partial(_train, run, attempt, steps), run.layout.devices, RANK_SECONDS)
+        seconds = _step_seconds(Path(folder))
+    return Figures(statistics.median(seconds), **found), seconds
+
+
+def _train(run: Run, attempt: attempts.Attempt, steps: int, rank: int, ranks: int, meeting: str) -> dict[str, float]:
+    """Train as one of the ranks and return the memory of the fullest one."""
+    from titan.bench import trials
+    from titan.metrics.recorder import peak_resident_gib
+    from titan.training import recording
+
+    world = trials.connect(run, rank, ranks, meeting)
+    trainer = trials.trainer((run, attempt), world)
+    with trainer.loader, recording.recorder(run, attempt, print) as recorder:
+        trainer.recorder = recorder if rank == 0 else None
+        trainer.loop(steps)
+        gib = peak_resident_gib()
+        live = _live_bytes(trainer)
+    fullest = [max(values) for values in zip(*world.gather((gib, live)), strict=True)]
+    world.close()
+    return {"gib": fullest[0], "live": fullest[1]}
+
+
+def _step_seconds(folder: Path) -> tuple[float, ...]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return tuple(line["step_seconds"] for line in lines[WARM:-1])  # the last one was profiled
+
+
+def _live_bytes(trainer: Any) -> float:
+    """Return the most bytes of tensors that are alive at once in a step: those before it, and what it allocates.
+
+    Weights, optimizer state and DDP's buckets of gradients are there before; a profiler sees each allocation within.
+    """
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.profiler import ProfilerActivity, profile
+
+    step = trainer.train_step
+    kept = [*step.parameters(), *itertools.chain.from_iterable(s.values() for s in step.optimizer.state.values())]
+    local = (getattr(tensor, "_local_tensor", tensor) for tensor in kept if isinstance(tensor, torch.Tensor))
+    wrapped = getattr(step.runner, "wrapped", None)
+    buckets = sum(p.nbytes for p in step.parameters()) if isinstance(wrapped, DistributedDataParallel) else 0
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer.loop(1)
+    results: Any = profiled.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return buckets + sum(storages.values()) + max(itertools.accumulate(changes), default=0)
+
+
+# ---- summary ----
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Return the median errors, the largest, and the fraction of pairs whose faster layout was predicted."""
+    lines = []
+    for name, title in (("seconds", "step time"), ("gib", "peak memory"), ("live", "live tensors")):
+        found = [abs(row.error(name)) for row in rows]
+        lines.append(f"{title}: median error {statistics.median(found):.1%}, largest {max(found):.1%}")
+    apart = pairs(rows)
+    right = sum(one.predicted.seconds < other.predicted.seconds for one, other in apart)
+    lines.append(f"faster of two layouts: {right} of {len(apart)} pairs that differ by more than {APART:.0%}")
+    return lines
+
+
+def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Return all pairs of layouts of one model, length and memory mode that differ enough, the faster one first."""
+    found = []
+    for one, other in itertools.permutations(rows, 2):
+        same = replace(one.case, layout="") == replace(other.case, layout="")
+        if same and one.measured.seconds * (1 + APART) < other.measured.seconds:
+            found.append((one, other))
+    return found
+
+
+def _write(file: str | None, rows: Sequence[Row]) -> None:
+    if file is not None:
+        Path(file).write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

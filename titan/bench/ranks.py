@@ -1,0 +1,124 @@
+"""Processes that measure together: start them, wait for the result of rank 0, and end all of them in any case."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import (
+    ProcessContext,
+    ProcessExitedException,
+    ProcessRaisedException,
+    start_processes,
+)
+
+from titan.cluster.environment import divide_cores, use_loopback, within
+from titan.cluster.rank_process import die_with, leave
+from titan.errors import RunError
+
+COLLECTIVE_SECONDS = 60
+"""Timeout of a collective between the ranks."""
+Measurement = Callable[[int, int, str], "dict[str, float]"]
+"""Takes rank, number of ranks and the URL of their rendezvous; what rank 0 returns is the result. It can be pickled."""
+
+
+def run_together(measure: Measurement, ranks: int, seconds: float) -> dict[str, float]:
+    """Return what rank 0 measures with so many ranks on this machine.
+
+    Args:
+        measure: runs in each rank.
+        ranks: processes.
+        seconds: after which ranks that have not finished are ended.
+
+    Raises:
+        RunError: when a rank fails or does not finish in time; no rank is left behind.
+    """
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the error says which rank failed
+    with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
+        arguments = (measure, ranks, folder, os.getpid())
+        with within(_environment(ranks)):
+            context = start_processes(  # type: ignore[no-untyped-call]
+                _rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
+            )
+        try:
+            _wait(context, ranks, seconds)
+        finally:
+            _end(context)
+        found: dict[str, float] = json.loads((Path(folder) / "result.json").read_text())
+        return found
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """Return the variables with which titan's launcher would start so many ranks: their threads, gloo's interface."""
+    found: dict[str, str] = {}
+    divide_cores(found, ranks)
+    use_loopback(found)
+    return {**found, **{name: os.environ[name] for name in found if name in os.environ}}
+
+
+def _wait(context: ProcessContext, ranks: int, seconds: float) -> None:
+    """Wait until all ranks have finished; raise RunError for the first that fails."""
+    until = time.monotonic() + seconds
+    try:
+        while not context.join(timeout=1):
+            if time.monotonic() > until:
+                raise RunError(
+                    f"{ranks} ranks did not finish their measurements within {seconds:g} seconds; end what else runs "
+                    "on this machine, and give the same command again."
+                )
+    except ProcessRaisedException as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RunError(f"rank {error.error_index} of {ranks} failed while it measured: {reason}") from error
+    except ProcessExitedException as error:
+        how = error.signal_name or f"exit code {error.exit_code}"
+        raise RunError(f"rank {error.error_index} of {ranks} ended with {how} while it measured.") from error
+
+
+def _end(context: ProcessContext) -> None:
+    for process in context.processes:
+        if process.is_alive():
+            process.kill()
+    for process in context.processes:
+        process.join()
+
+
+def _rank(rank: int, measure: Measurement, ranks: int, folder: str, parent: int) -> None:
+    """Run the measurement in one of the ranks; rank 0 writes the result."""
+    die_with(parent)
+    log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)  # what libraries print does not belong between the results; errors come as exceptions
+    os.dup2(log, 2)
+    found = measure(rank, ranks, f"file://{folder}/rendezvous")
+    if rank == 0:
+        (Path(folder) / "result.json").write_text(json.dumps(found))
+    leave(0)  # threads of a pipeline's groups would abort the process
+
+
+@contextmanager
+def group(rank: int, ranks: int, meeting: str, device: str) -> Iterator[torch.device]:
+    """Yield this rank's device within a process group.
+
+    Args:
+        rank, ranks: this rank, and the number of ranks.
+        meeting: the URL of their rendezvous.
+        device: "cpu" or "cuda".
+    """
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(where)
+    timeout = timedelta(seconds=COLLECTIVE_SECONDS)
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=ranks, timeout=timeout)
+    try:
+        yield where
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""What steps of small models on a CPU cost beside matmuls and attention: measured, and divided among their causes.
+
+    models on one device        launches, elementwise work, loss, update, and the rest of a step
+    the same, a core each       what a rank computes when all cores are busy, relative to its equal part
+    models in a layout          the host time that a dimension adds to a block and to a step
+
+The time of a step is a sum of the causes, each a known quantity (`titan.estimate.step_time`) times an unknown price.
+The prices are fitted to the measured times by least squares of relative errors; none is negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titan.bench import trials
+from titan.cluster.hardware import Hardware
+from titan.estimate.plan import device_speeds
+from titan.estimate.step_time import LAUNCHES, StepModel, step_time
+from titan.run.compose import composed
+from titan.run.run import Run
+
+BASE = (
+    "model=debug", "dataset=synthetic", "checkpoint=off", "compile=off", "cluster=cpu", "memory=none",
+    "training.steps=1000000", "metrics.plot=false", "metrics.sample_tokens=0", "metrics.validation_tokens=0",
+    "model.kv_heads=2",
+)  # fmt: skip
+SHAPES = (  # dim, layers, heads, ffn, vocab, length, tokens
+    (128, 2, 2, 512, 2048, 256, 1024),
+    (128, 8, 2, 512, 2048, 256, 1024),
+    (320, 2, 4, 768, 8192, 256, 2048),
+    (320, 8, 4, 768, 2048, 512, 2048),
+    (256, 4, 4, 1024, 8192, 128, 2048),
+    (64, 8, 2, 128, 256, 64, 128),
+    (320, 8, 4, 768, 8192, 128, 256),
+    (128, 2, 2, 256, 8192, 256, 4096),
+    (384, 2, 4, 1024, 512, 256, 4096),
+)
+"""Models and batches that are measured on one device."""
+TINY = (32, 1, 2, 64, 256, 64, 256)
+"""A model whose tensors take no memory to speak of."""
+FEW = (0, 1, 3)
+"""Those that are measured in each layout."""
+DIMENSIONS = {"ddp": "replicate", "fsdp": "shard", "tp": "tensor", "cp": "context", "pp": "pipeline"}
+"""Layouts of two ranks, and the dimension of which they tell the host time; context parallelism shards weights too."""
+Prices = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A run and the measured time of its step."""
+
+    run: Run
+    seconds: float
+
+
+def step_figures(figures: Mapping[str, float], cores: int, ranks: int) -> Prices:
+    """Return figures of steps on one device, by their names in `Hardware`.
+
+    Args:
+        figures: of matmuls, attention and the memory.
+        cores: that this process may use.
+        ranks: processes for the speed of a rank; 1: it is not measured.
+    """
+    runs = [_run(shape, "single") for shape in SHAPES]
+    found: Prices = {**figures, "cores": cores}
+    found |= single_prices([Timed(r, s) for r, s in zip(runs, trials.step_seconds(runs), strict=True)], found)
+    if ranks > 1:
+        some = [runs[i] for i in FEW]
+        crowded = [Timed(r, s) for r, s in zip(some, trials.crowded_step_seconds(some, ranks), strict=True)]
+        found["rank_speed"] = rank_speed(crowded, found, ranks)
+    return found
+
+
+def layout_figures(figures: Mapping[str, float]) -> Prices:
+    """Return the memory of a rank's process, and the host time that each dimension of a layout adds."""
+    found: Prices = {"process_gib": trials.process_gib(_run(TINY, "fsdp"))}
+    for layout, dimension in DIMENSIONS.items():
+        runs = [_run(SHAPES[i], layout) for i in FEW]
+        timed = [Timed(r, s) for r, s in zip(runs, trials.step_seconds(runs), strict=True)]
+        found |= dimension_prices(timed, {**figures, **found}, dimension)
+    return found
+
+
+def _run(shape: tuple[int, ...], layout: str) -> Run:
+    names = ("model.dim", "model.layers", "model.heads", "model.ffn", "model.vocab")
+    sizes = [f"{name}={value}" for name, value in zip(names, shape, strict=False)]
+    rows = [f"training.seq_len={shape[-2]}", f"training.global_batch={shape[-1]}"]
+    return composed([*BASE, *sizes, *rows, f"parallelism={layout}"], elsewhere=True)
+
+
+def single_prices(timed: Sequence[Timed], figures: Mapping[str, float]) -> Prices:
+    """Return what explains the time of steps on one device."""
+    unit = dict.fromkeys(("eager_factor", "loss_factor", "update_factor"), 1.0)
+    models = [_model(each.run, {**figures, **unit}) for each in timed]
+    causes = [single_causes(model) for model in models]
+    known = [_known(model) for model in models]
+    seconds = [each.seconds for each in timed]
+    prices = least_squares(causes, [s - k for s, k in zip(seconds, known, strict=True)], seconds)
+    least = {"eager_factor": 1.0, "loss_factor": 0.1, "update_factor": 0.1, "launch_microseconds": 0.1}
+    return {name: max(least.get(name, 0.0), price) for name, price in zip(causes[0], prices, strict=True)}
+
+
+def single_causes(model: StepModel) -> Prices:
+    """Return the seconds that each price's unit costs in a step on one device."""
+    blocks = model.model.layers * model.microbatches
+    work = [model.forward, model.backward]
+    loss = sum(model.head(kind)["memory-bound"] for kind in "FB")
+    return {
+        "launch_microseconds": 1e-6 * 3 * LAUNCHES[model.compiled] * blocks,
+        "step_microseconds": 1e-6,
+        "eager_factor": blocks * sum(each.work["memory-bound"] for each in work),
+        "loss_factor": model.microbatches * loss,
+        "update_factor": model.update(),
+    }
+
+
+def _known(model: StepModel) -> float:
+    """Return the seconds of matmuls and attention in a step."""
+    names = ("matmuls", "attention")
+    blocks = sum(each.work[name] for each in (model.forward, model.backward) for name in names)
+    head = sum(model.head(kind)["matmuls"] for kind in "FB")
+    return model.microbatches * (model.model.layers * blocks + head)
+
+
+def rank_speed(timed: Sequence[Timed], figures: Mapping[str, float], ranks: int) -> float:
+    """Return the speed of one of several processes on a CPU, relative to its equal part of the whole."""
+    parts = [_parts(each.run, figures) for each in timed]
+    host = [part.get("host", 0.0) for part in parts]
+    work = [sum(part.values()) - h for part, h in zip(parts, host, strict=True)]
+    ratios = [ranks * w / max(1e-9, each.seconds - h) for each, w, h in zip(timed, work, host, strict=True)]
+    return float(np.median(ratios))
+
+
+def dimension_prices(timed: Sequence[Timed], figures: Mapping[str, float], dimension: str) -> Prices:
+    """Return the host time that a dimension of the layout adds to a block or action, and to a step."""
+    unit = "action" if dimension == "pipeline" else "block"
+    names = [f"{dimension}_{each}_microseconds" for each in (unit, "step")]
+    without = [_seconds(each.run, figures) for each in timed]
+    causes = [
+        {name: _seconds(each.run, {**figures, name: 1e6}) - base for name in names}
+        for each, base in zip(timed, without, strict=True)
+    ]
+    causes = [{name: 1e-6 * value for name, value in cause.items()} for cause in causes]
+    seconds = [each.seconds for each in timed]
+    left = [s - base for s, base in zip(seconds, without, strict=True)]
+    return dict(zip(names, least_squares(causes, left, seconds), strict=True))
+
+
+def least_squares(causes: Sequence[Prices], seconds: Sequence[float], scale: Sequence[float]) -> list[float]:
+    """Return the prices, none negative, with the least squares of errors relative to `scale`.
+
+    Prices that would be negative are set to zero, the most negative one first, and the others fitted again.
+    """
+    matrix: NDArray[np.float64] = np.array([list(cause.values()) for cause in causes]) / np.array(scale)[:, None]
+    target = np.array(seconds) / np.array(scale)
+    left = list(range(matrix.shape[1]))
+    prices = np.zeros(matrix.shape[1])
+    while left:
+        columns = matrix[:, left]
+        size = np.linalg.norm(columns, axis=0)
+        size[size == 0] = 1.0
+        solution = np.linalg.lstsq(columns / size, target, rcond=None)[0]
+        if solution.min() >= 0:
+            prices[left] = solution / size
+            break
+        left.pop(int(solution.argmin()))
+    return [float(price) for price in prices]
+
+
+def _hardware(figures: Mapping[str, float]) -> Hardware:
+    given: Any = dict(figures)
+    return Hardware(**given)
+
+
+def _model(run: Run, figures: Mapping[str, float]) -> StepModel:
+    speeds = device_speeds(run, _hardware(figures), run.machine, run.layout)
+    return StepModel(run, run.layout, run.microbatches, speeds)
+
+
+def _parts(run: Run, figures: Mapping[str, float]) -> Mapping[str, float]:
+    speeds = device_speeds(run, _hardware(figures), run.machine, run.layout)
+    return step_time(run, run.layout, run.microbatches, speeds).parts
+
+
+def _seconds(run: Run, figures: Mapping[str, float]) -> float:
+    return sum(_parts(run, figures).values())

@@ -1,0 +1,111 @@
+"""Small runs whose steps are timed: for the calibration of a CPU, and for the check of its predictions."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titan.bench.ranks import group, run_together
+from titan.cluster.rank_info import RankInfo
+from titan.metrics.recorder import peak_resident_gib
+from titan.parallelism import mesh
+from titan.parallelism.mesh import World
+from titan.run import attempts
+from titan.run.run import Run
+from titan.training.build import build
+from titan.training.signals import StopSignals
+from titan.training.trainer import Trainer
+
+Trial = tuple[Run, attempts.Attempt]
+WARM, ROUNDS = 2, 7
+"""Steps before those that count, and steps that count."""
+SECONDS = 200.0
+"""Time that the ranks have for all runs."""
+
+
+def step_seconds(runs: Sequence[Run]) -> list[float]:
+    """Return the median step time of each run; all have the same layout, and its ranks are new processes."""
+    ranks = runs[0].layout.devices
+    return _together(runs, partial(_time_layout, devices=ranks), ranks)
+
+
+def crowded_step_seconds(runs: Sequence[Run], ranks: int) -> list[float]:
+    """Return the median step time of each run on one device, while as many processes as `ranks` do the same."""
+    return _together(runs, _time_alone, ranks)
+
+
+def process_gib(run: Run) -> float:
+    """Return the peak resident set of the ranks of a run: that of their processes, where its model is tiny."""
+    return _together([run], _resident, run.layout.devices)[0]
+
+
+def _together(runs: Sequence[Run], measure: Callable[..., dict[str, float]], ranks: int) -> list[float]:
+    with tempfile.TemporaryDirectory(prefix="titan-trials-") as folder:
+        trials = [prepared(replace(run, directory=str(Path(folder) / str(i)))) for i, run in enumerate(runs)]
+        found = run_together(partial(measure, trials), ranks, SECONDS)
+    return [found[str(i)] for i in range(len(runs))]
+
+
+def prepared(run: Run) -> Trial:
+    """Return a run in an empty directory with its attempt."""
+    Path(run.directory).mkdir(parents=True, exist_ok=True)
+    attempt = attempts.begin_attempt(run)
+    assert isinstance(attempt, attempts.Attempt)  # nothing there has finished
+    return run, attempt
+
+
+def connect(run: Run, rank: int, ranks: int, meeting: str) -> World:
+    """Return the world of one of a run's ranks."""
+    info = RankInfo(rank, ranks, rank, meeting)
+    return mesh.connect(info, run.layout, run.machine.device, run.cluster.timeout)
+
+
+def trainer(trial: Trial, world: World) -> Trainer:
+    """Return the trainer of a run on one of its ranks."""
+    run, attempt = trial
+    return Trainer(run, attempt, world, build(run, world), StopSignals())
+
+
+def _time_layout(trials: Sequence[Trial], rank: int, ranks: int, meeting: str, devices: int) -> dict[str, float]:
+    """Time runs as one of their ranks."""
+    world = connect(trials[0][0], rank, devices, meeting)
+    return {str(i): _seconds(trainer(trial, world), world) for i, trial in enumerate(trials)}
+
+
+def _time_alone(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> dict[str, float]:
+    """Time runs on one device beside other processes, which begin each at the same time."""
+    found = {}
+    with group(rank, ranks, meeting, "cpu"):
+        for i, trial in enumerate(trials):
+            world = connect(trial[0], 0, 1, "")
+            one = trainer(trial, world)
+            dist.barrier()
+            found[str(i)] = _seconds(one, world)
+    return found
+
+
+def _resident(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> dict[str, float]:
+    """Train some steps and return the peak resident set of the fullest rank."""
+    world = connect(trials[0][0], rank, ranks, meeting)
+    _seconds(trainer(trials[0], world), world)
+    return {"0": max(world.gather(peak_resident_gib()))}
+
+
+def _seconds(one: Trainer, world: World) -> float:
+    """Return the median time of a step, after some for warming up; all ranks begin together."""
+    with one.loader:
+        one.loop(WARM)
+        world.barrier()
+        taken = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            one.loop(1)
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
