@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.estimate import constants, operations
-from titan.estimate import fit as fit_memory
+from titan.estimate import constants, memory, operations
 from titan.estimate.constants import Constants
+from titan.estimate.overhead import CONTEXT_GIB
 from titan.estimate.plan import hardware_of
 from titan.estimate.step_time import step_time
 from titan.run.compose import composed
@@ -183,9 +183,13 @@ def main() -> None:
     outside = dict(left_out(published))
     for source, found in outside.items():
         print(_summary(f"left out: {source}", found))
-    memory = memory_errors(published)
-    print(_summary("memory", memory))
-    known = dataclasses.replace(known, error=max(map(_ninety, outside.values())), memory_error=_ninety(memory))
+    peaks = memory_of(published)
+    unfitted = memory_errors(peaks, Constants())
+    known = dataclasses.replace(known, fragments=fit_fragments(peaks))
+    print(_summary("memory", memory_errors(peaks, known)))
+    print(_summary("memory, left out", unfitted))
+    worst = max(map(_ninety, [*outside.values(), errors(rows(UNSEEN), known)]))
+    known = dataclasses.replace(known, error=worst, memory_error=_ninety(unfitted))
     print(known)
     print_unseen(known)
     constants.FILE.write_text(json.dumps({"constants": dataclasses.asdict(known)}, indent=1) + "\n")
@@ -203,6 +207,8 @@ def print_unseen(known: Constants) -> None:
     print(
         f"{_summary(f'unseen: all {len(found)}', found)}, {near:.0%} within {WITHIN:.0%}, {inside:.0%} in the interval"
     )
+    peaks = memory_errors(memory_of(unseen), known)
+    print(f"{_summary(f'unseen: memory of {len(peaks)}', peaks)}, lowest {min(peaks):+.1%}")
 
 
 def within(found: Sequence[float]) -> float:
@@ -220,15 +226,24 @@ def median_error(found: Sequence[float]) -> float:
     return statistics.median(map(abs, found))
 
 
-def memory_errors(published: Sequence[Mapping[str, str]]) -> list[float]:
-    """Return the logarithm of predicted over published peak memory of the runs of PyTorch that state it."""
+def memory_of(published: Sequence[Mapping[str, str]]) -> list[tuple[float, float]]:
+    """Return live tensors and published peak in GiB of the runs of PyTorch that state it."""
     found = []
     for row in published:
         if row["mem_GiB"] and kernel(row) == "flash":
             run = _run(tuple(overrides(row)))
-            gib = fit_memory.memory_estimate(run, run.layout, run.microbatches).gib
-            found.append(math.log(gib / float(row["mem_GiB"])))
+            found.append((memory.peak(run, run.layout, run.microbatches).gib, float(row["mem_GiB"])))
     return found
+
+
+def fit_fragments(found: Sequence[tuple[float, float]]) -> float:
+    """Return the median of what runs reserve beside live tensors and the context, as a fraction of live tensors."""
+    return statistics.median((peak - CONTEXT_GIB) / live - 1 for live, peak in found)
+
+
+def memory_errors(found: Sequence[tuple[float, float]], known: Constants) -> list[float]:
+    """Return the logarithm of predicted over published peak memory."""
+    return [math.log((live * (1 + known.fragments) + CONTEXT_GIB) / peak) for live, peak in found]
 
 
 def _ninety(found: Sequence[float]) -> float:

@@ -27,9 +27,11 @@ class Constants:
         overlapped: fraction of tensor-parallel communication that stays exposed where matmuls overlap with it.
         per_doubling: fraction of a step lost for each doubling of the number of nodes.
         power: exponent with which speed follows a power limit: a third if power grows with the cube of the clock.
-        error: the 90th percentile of the relative error of step times, of the source that is predicted worst when it is
-            left out of the fit.
-        memory_error: the 90th percentile of the relative error of peak memory.
+        fragments: memory that CUDA's caching allocator reserves beside live tensors, as a fraction of them.
+        error: the 90th percentile of the relative error of step times, of runs that the fit has not seen: those in
+            `unseen.csv`, or of the source that is predicted worst when it is left out, whichever is larger.
+        memory_error: the 90th percentile of the relative error of peak memory where `fragments` is not fitted, because
+            one source only states peaks of PyTorch.
     """
 
     matmul: float = 0.75
@@ -40,6 +42,7 @@ class Constants:
     overlapped: float = 0.3
     per_doubling: float = 0.002
     power: float = 0.33
+    fragments: float = 0.1
     error: float = 0.15
     memory_error: float = 0.1
 

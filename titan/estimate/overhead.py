@@ -1,13 +1,15 @@
 """The overhead of processes, allocators and communication libraries beside a run's live tensors. Free of torch.
 
-The figures for CPUs are fitted to the measurements of `python -m tests.support.measured_memory`. Those for GPUs are
-assumptions; docs/memory.md compares them with published runs.
+The figures for CPUs are fitted to the measurements of `python -m tests.support.measured_memory`. On GPUs the context is
+an assumption. What the allocator reserves beside live tensors is at least what a simulation of it shows
+(`titan.estimate.traced`): a run that does not fit with that is rejected. A plan takes what published peaks show.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from titan.estimate.constants import fitted
 from titan.estimate.memory import GIB, Usage, iterate_peaks, largest_activations, state_bytes, step_phases
 
 if TYPE_CHECKING:
@@ -24,13 +26,22 @@ gathers and frees weights, adds its fraction of the latter."""
 CONTEXT_GIB = 1.5
 """Memory of a GPU's context and the communication library outside of the allocator."""
 FRAGMENTS = 0.1
-"""Memory that the CUDA caching allocator reserves and can't use, as a fraction of live tensors."""
+"""Memory that the CUDA caching allocator reserves and can't use, at least, as a fraction of live tensors."""
 
 
-def add_overhead(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage, device: str) -> Usage:
-    """Return a rank's usage with its overhead: context, kernels, allocator, and the host copy of async checkpoints."""
+def add_overhead(
+    recipe: Recipe, layout: Layout, microbatches: int, usage: Usage, device: str, fragments: float = FRAGMENTS
+) -> Usage:
+    """Return a rank's usage with its overhead: context, kernels, allocator, and the host copy of async checkpoints.
+
+    Args:
+        recipe, layout, microbatches: of the run.
+        usage: live tensors.
+        device: "cuda" or "cpu".
+        fragments: on a GPU, what the allocator reserves beside live tensors, as a fraction of them.
+    """
     if device != "cpu":
-        return usage.plus(context=CONTEXT_GIB * GIB, allocator=FRAGMENTS * usage.bytes)
+        return usage.plus(context=CONTEXT_GIB * GIB, allocator=fragments * usage.bytes)
     logits, block = largest_activations(recipe, layout, microbatches)
     sharded = layout.sharded > 1 and not layout.only_replicated
     rest = max(0.0, usage.bytes - logits)
@@ -43,18 +54,19 @@ def add_overhead(recipe: Recipe, layout: Layout, microbatches: int, usage: Usage
 def memory_over_step(
     recipe: Recipe, layout: Layout, microbatches: int, rank: int, device: str
 ) -> list[tuple[Action | None, list[Usage]]]:
-    """Return the phases of a pipeline rank in the order of a step, with overhead; see `titan.estimate.memory`."""
+    """Return the phases of a pipeline rank in the order of a step, with a plan's overhead."""
+    fragments = fitted().fragments
     return [
-        (action, [add_overhead(recipe, layout, microbatches, usage, device) for usage in phases])
+        (action, [add_overhead(recipe, layout, microbatches, usage, device, fragments) for usage in phases])
         for action, phases in step_phases(recipe, layout, microbatches, rank, device)
     ]
 
 
 def gib_if_fits(recipe: Recipe, layout: Layout, microbatches: int, device: str, gib: float) -> float | None:
-    """Return the GiB of the fullest rank, overhead included; None as soon as a rank needs more than `gib`."""
+    """Return the GiB of the fullest rank with a plan's overhead; None as soon as a rank needs more than `gib`."""
     most = 0.0
     for usage in iterate_peaks(recipe, layout, microbatches, device):
-        most = max(most, add_overhead(recipe, layout, microbatches, usage, device).gib)
+        most = max(most, add_overhead(recipe, layout, microbatches, usage, device, fitted().fragments).gib)
         if most > gib:
             return None
     return most

@@ -133,7 +133,7 @@ def plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) ->
     speeds = device_speeds(recipe, hardware, machine, layout)
     known = fitted()
     usages = [
-        overhead.add_overhead(recipe, layout, microbatches, usage, machine.device)
+        overhead.add_overhead(recipe, layout, microbatches, usage, machine.device, known.fragments)
         for usage in memory.peaks(recipe, layout, microbatches, machine.device)
     ]
     dtype = recipe.precision.compute
