@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from titan.bench import step_figures
 from titan.bench.step_figures import SHAPES, Timed, _run, _seconds
+from titan.estimate.fit import memory_estimate
+from titan.estimate.overhead import PROCESS_GIB
 from titan.run.run import Run
 
 FIGURES = {
@@ -58,3 +61,22 @@ def test_host_time_of_a_dimension_is_recovered(layout: str, dimension: str) -> N
 def test_no_price_is_negative() -> None:
     causes = [{"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}]
     assert step_figures.least_squares(causes, [2.0, 1.0], [1.0, 1.0]) == pytest.approx([1.5, 0.0])
+
+
+def test_more_ranks_than_cores_take_turns() -> None:
+    """What the host does takes longer by ranks per core; a rank that waits in a pipeline leaves its core to others."""
+    run = _run(SHAPES[1], "fsdp")
+    figures: Any = FIGURES | PRICES | {"shard_step_microseconds": 5000.0}
+    crowded, roomy = (step_figures._parts(run, figures | {"cores": cores})["host"] for cores in (1, 2))
+    assert crowded == pytest.approx(2 * roomy)
+    pipeline = _run(SHAPES[1], "pp")
+    idle = [step_figures._parts(pipeline, figures | {"cores": n}).get("pipeline idle", 0.0) for n in (1, 2)]
+    assert idle[0] < 0.1 * idle[1]
+
+
+def test_the_measured_memory_of_a_process_counts() -> None:
+    run = _run(SHAPES[0], "single")
+    hardware = replace(run.cluster.hardware, process_gib=0.3)
+    lighter: Any = replace(run, cluster=replace(run.cluster, hardware=hardware))
+    both = [memory_estimate(each, each.layout, each.microbatches, "cpu").gib for each in (run, lighter)]
+    assert both[0] - both[1] == pytest.approx(PROCESS_GIB - 0.3)

@@ -24,20 +24,20 @@ from titan.training.signals import StopSignals
 from titan.training.trainer import Trainer
 
 Trial = tuple[Run, attempts.Attempt]
-WARM, ROUNDS = 2, 7
+WARM, ROUNDS = 2, 9
 """Steps before those that count, and steps that count."""
 SECONDS = 200.0
 """Time that the ranks have for all runs."""
 
 
 def step_seconds(runs: Sequence[Run]) -> list[float]:
-    """Return the median step time of each run; all have the same layout, and its ranks are new processes."""
+    """Return the step time of each run; all have the same layout, and its ranks are new processes."""
     ranks = runs[0].layout.devices
     return _together(runs, partial(_time_layout, devices=ranks), ranks)
 
 
 def crowded_step_seconds(runs: Sequence[Run], ranks: int) -> list[float]:
-    """Return the median step time of each run on one device, while as many processes as `ranks` do the same."""
+    """Return the step time of each run on one device, while as many processes as `ranks` do the same."""
     return _together(runs, _time_alone, ranks)
 
 
@@ -99,7 +99,7 @@ def _resident(trials: Sequence[Trial], rank: int, ranks: int, meeting: str) -> d
 
 
 def _seconds(one: Trainer, world: World) -> float:
-    """Return the median time of a step, after some for warming up; all ranks begin together."""
+    """Return the lower quartile of the steps' times: what disturbs a step makes it longer."""
     with one.loader:
         one.loop(WARM)
         world.barrier()
@@ -108,4 +108,4 @@ def _seconds(one: Trainer, world: World) -> float:
             start = time.perf_counter()
             one.loop(1)
             taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return statistics.quantiles(taken, n=4)[0]

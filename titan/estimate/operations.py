@@ -84,6 +84,7 @@ class Speeds:
     sum: float = 0.0
     host: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     step: float = 0.0
+    turns: float = 1.0
     short_rows: tuple[float, float] = (SHORT_ROWS, SHORT_ROWS)
     head_power: float = HEAD_POWER
 

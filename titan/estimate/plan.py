@@ -204,7 +204,7 @@ def _shared(speeds: Speeds, ranks: int, hardware: Hardware) -> Speeds:
     shared |= {name: getattr(speeds, name) / waiting for name in ("link", "reduce", "sum")}
     shared |= {name: waiting * getattr(speeds, name) for name in ("launch", "link_latency", "step")}
     shared["host"] = {name: (waiting * each, waiting * once) for name, (each, once) in speeds.host.items()}
-    return replace(speeds, **shared)
+    return replace(speeds, turns=waiting, **shared)
 
 
 def attention_kernel(recipe: Recipe, machine: Machine) -> str:

@@ -199,7 +199,7 @@ class StepModel:
         """Return the host time of a block's pass where nothing runs beside it; backward counts as two passes."""
         if not self.speeds.synchronous:
             return 0.0
-        added = sum(self.speeds.host[name][0] for name in self._dimensions if name != "pipeline")
+        added = sum(self.speeds.host[name][0] for name in self._dimensions if name in ("tensor", "context"))
         return passes * (LAUNCHES[self.compiled] * self.speeds.launch + added / 3)
 
     @cached_property
@@ -211,6 +211,10 @@ class StepModel:
             "context": layout.context, "pipeline": layout.pipeline,
         }  # fmt: skip
         return [name for name, degree in degrees.items() if degree > 1 and name in self.speeds.host]
+
+    def _weights_host(self) -> float:
+        """Return the host time of one of a block's two gathers or its reduction, where nothing runs beside it."""
+        return self.speeds.host["shard"][0] / 3 if self.speeds.synchronous and "shard" in self._dimensions else 0.0
 
     def host_of_step(self) -> float:
         """Return the host time of a step beside that of its blocks."""
@@ -293,18 +297,20 @@ class StepModel:
         """Return the time to all-gather weights of so many bytes."""
         if not self.fsdp or self.layout.sharded == 1:
             return 0.0
-        return collective("all-gather", size, self.layout.sharded, self.tensor, self.speeds)
+        seconds = collective("all-gather", size, self.layout.sharded, self.tensor, self.speeds)
+        return seconds + self._weights_host()
 
     def reduce(self, size: float) -> float:
         """Return the time to reduce gradients of so many bytes over shards and replicas."""
         layout, stride = self.layout, self.tensor
         if layout.only_replicated:
-            return collective("all-reduce", size, layout.replicate, stride, self.speeds)
+            host = self.speeds.host["replicate"][0] if self.speeds.synchronous else 0.0
+            return host + collective("all-reduce", size, layout.replicate, stride, self.speeds)
         seconds = collective("reduce-scatter", size, layout.sharded, stride, self.speeds)
         replicas = collective(
             "all-reduce", size / layout.sharded, layout.replicate, stride * layout.sharded, self.speeds
         )
-        return seconds + replicas
+        return seconds + replicas + self._weights_host()
 
     def beside(self, work: float, transfer: float) -> float:
         """Return the time that a transfer adds to the work it runs beside."""
@@ -446,7 +452,7 @@ class StepModel:
         rank = max(totals, key=lambda r: sum(totals[r].values()))
         parts = totals[rank]
         hops = 2 * hop * (layout.pipeline - 1)
-        idle = makespan - sum(busy[rank].values())
+        idle = max(0.0, makespan / self.speeds.turns - sum(busy[rank].values()))
         parts["pipeline transfers"] += min(hops, idle)
         parts["pipeline idle"] += max(0.0, idle - hops)
         return parts, spans
