@@ -32,6 +32,8 @@ class Constants:
             `unseen.csv`, or of the source that is predicted worst when it is left out, whichever is larger.
         memory_error: the 90th percentile of the relative error of peak memory where `fragments` is not fitted, because
             one source only states peaks of PyTorch.
+        cpu_error, cpu_memory_error: the 90th percentiles on a CPU that `titan.calibrate` measured, of the runs of
+            `python -m titan.bench.predicted`.
     """
 
     matmul: float = 0.75
@@ -45,6 +47,8 @@ class Constants:
     fragments: float = 0.1
     error: float = 0.15
     memory_error: float = 0.1
+    cpu_error: float = 0.29
+    cpu_memory_error: float = 0.16
 
     @property
     def version(self) -> str:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 HOPPER = 9.0
 """The compute capability from which `training.attention=auto` takes cuDNN's kernel."""
+PUBLISHED = "nine in ten published runs that the fit has not seen lie within"
+MEASURED = "nine in ten small runs on a measured CPU lie within"
+OWN = "nine in ten of your own runs lie within, each predicted from the others"
+"""What the interval of a figure is: on GPUs, on CPUs, and with `plan.fit`."""
 SECONDS_PER_DAY, SECONDS_PER_HOUR = 86400.0, 3600.0
 
 
@@ -52,6 +56,7 @@ class Plan:
         steps: of the run.
         checkpoint_bytes: of one checkpoint.
         price: of a device-hour; None if not given.
+        intervals: what lies within the intervals.
     """
 
     memory: tuple[Usage, ...]
@@ -64,6 +69,7 @@ class Plan:
     steps: int
     checkpoint_bytes: float
     price: float | None = None
+    intervals: str = PUBLISHED
 
     @property
     def fullest(self) -> Usage:
@@ -136,18 +142,19 @@ def plan(recipe: Recipe, layout: Layout, microbatches: int, machine: Machine) ->
         overhead.add_overhead(recipe, layout, microbatches, usage, machine.device, known.fragments)
         for usage in memory.peaks(recipe, layout, microbatches, machine.device)
     ]
-    dtype = recipe.precision.compute
+    dtype, cpu = recipe.precision.compute, machine.device == "cpu"
     return Plan(
         memory=tuple(usages),
         step=step_time(recipe, layout, microbatches, speeds),
-        error=known.error,
-        memory_error=known.memory_error,
+        error=known.cpu_error if cpu else known.error,
+        memory_error=known.cpu_memory_error if cpu else known.memory_error,
         memory_gib=_device_memory(recipe, machine, layout),
         peak_tflops=hardware.bf16_tflops if dtype == "bf16" else hardware.fp32_tflops,
         flops_per_token=recipe.model.flops_per_token(recipe.training.seq_len),
         steps=recipe.training.steps,
         checkpoint_bytes=sum(memory.whole_state(recipe)),
         price=recipe.cluster.price,
+        intervals=MEASURED if cpu else PUBLISHED,
     )
 
 

@@ -15,7 +15,7 @@ from statistics import fmean, median
 
 from titan.estimate.causes import COMMUNICATION, COMPUTATION, IDLE, group, grouped
 from titan.estimate.memory import Usage
-from titan.estimate.plan import Plan
+from titan.estimate.plan import OWN, Plan
 from titan.estimate.step_time import StepTime
 
 SEPARATE = 4
@@ -136,6 +136,7 @@ class Refinement:
             memory=tuple(map(self.factors.usage, planned.memory)),
             error=_interval(planned.error, self.time, beyond),
             memory_error=_interval(planned.memory_error, self.memory, beyond),
+            intervals=OWN if self.time.left_out and not beyond else planned.intervals,
         )
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from titan.estimate.traced.result import Traced
     from titan.run.run import Run
 
-INTERVALS = "nine in ten published runs that the fit has not seen lie within"
-"""What the interval of a figure is."""
 UNITS = {"days": 1.0, "hours": 1 / 24, "minutes": 1 / 1440}
 """Units of a run's time, and how many days they have."""
 TRAIN = "python -m titan.train"

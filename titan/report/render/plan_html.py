@@ -18,7 +18,6 @@ from titan.report.render import plan_charts, plan_memory
 from titan.report.render.bars import Bar, bar_chart
 from titan.report.render.charts import Chart
 from titan.report.render.plan_data import (
-    INTERVALS,
     Outcome,
     Shown,
     figures,
@@ -67,6 +66,7 @@ def page(outcome: Outcome, rank: int, steps: Steps, made: str = "") -> str:
         front_charts=_drawn([plan_memory.speed_and_memory(outcome)]),
         settings=_settings(outcome),
         **_traced(outcome),
+        intervals=plan.intervals,
         made=made,
     )
 
@@ -82,6 +82,7 @@ def grid_page(labels: Sequence[str], plans: Sequence[Plan], made: str = "") -> s
         lead=_grid_lead(labels, plans),
         trials=[_trial(label, plan) for label, plan in zip(labels, plans, strict=True)],
         charts=_drawn(_grid_charts(labels, plans)),
+        intervals="; ".join(dict.fromkeys(plan.intervals for plan in plans)),
         made=made,
     )
 
@@ -90,7 +91,6 @@ def _render(**parts: Any) -> str:
     common = {
         "policy": Markup(POLICY),
         "css": Markup(content("page.css") + content("plan.css")),
-        "intervals": INTERVALS,
     }
     heads = {"result_head": RESULT_HEAD, "change_head": CHANGE_HEAD, "grid_head": GRID_HEAD}
     return template("plan.html.jinja").render(**common, **heads, **parts)

@@ -13,7 +13,6 @@ from titan.estimate.search import Result
 from titan.estimate.traced.events import describe
 from titan.estimate.traced.result import RankResult, Traced
 from titan.report.render.plan_data import (
-    INTERVALS,
     Outcome,
     largest_loss,
     memory,
@@ -75,7 +74,7 @@ def _speed(outcome: Outcome) -> list[str]:
         f"speed        {per_device.line()}, {rounded(plan.tflops.value)} TFLOP/s{mfu}",
         f"run          {plan.steps:,} steps, {tokens} tokens: {run_time(plan).line()}, {hours.line()}{cost}",
         f"checkpoint   {rounded(plan.checkpoint_bytes / GIB)} GiB",
-        f"intervals    (low to high): {INTERVALS}",
+        f"intervals    (low to high): {plan.intervals}",
     ]
 
 
