@@ -62,6 +62,8 @@ def test_the_page_states_the_errors_on_unseen_runs() -> None:
     near, inside = _percent(fit_costs.within(found), 0), _percent(fit_costs.in_interval(found, fitted()), 0)
     stated = f"the median error is {_figures(found)[0]}; {near} of them lie within 20 %, and {inside} in the interval"
     assert stated in ACCURACY
+    ratios = [_figures(each)[0] for each in fit_costs.ratio_errors(fit_costs.rows(fit_costs.UNSEEN), found).values()]
+    assert re.findall(r"only have a median error of ([\d.]+ %).*?stages\) ([\d.]+ %)", ACCURACY) == [tuple(ratios)]
     peaks = fit_costs.memory_errors(fit_costs.memory_of(fit_costs.rows(fit_costs.UNSEEN)), fitted())
     lowest = f"its median error is {_figures(peaks)[0]}; the lowest estimate is {_percent(-min(peaks))} too low"
     assert lowest in ACCURACY

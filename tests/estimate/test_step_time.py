@@ -172,3 +172,12 @@ def test_a_pipelines_gradients_are_reduced_with_nothing_beside() -> None:
     reduced = run.model.layers / 2 * model.reduce(model.block_bytes[1])
     others = step_time(run, run.layout, run.microbatches, speeds(), merged=True)
     assert predicted(run).parts["weights and gradients"] >= reduced > others.parts["weights and gradients"]
+
+
+def test_eight_bit_matmuls_by_scaling() -> None:
+    """A scale for each row takes longer, and weight gradients in bf16 longer still."""
+    seconds = [
+        predicted(composed_run("fsdp", f"precision={name}", "parallelism.microbatches=1")).parts["matmuls"]
+        for name in ("float8", "float8_rowwise", "float8_rowwise_hp", "bf16")
+    ]
+    assert seconds == sorted(seconds) and len(set(seconds)) == 4

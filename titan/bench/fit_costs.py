@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -52,6 +53,10 @@ DEVICES = {
     ],
     "H100-80GB-700W": ["cluster=h100"], "H200": ["cluster=h200"], "B200": ["cluster=b200"], "A100": ["cluster=a100"],
 }  # fmt: skip
+RESULTS = {"tok_s_gpu", "step_s", "mem_GiB", "rep_tflops", "rep_mfu_pct", "notes", "url", "date"}
+"""Columns that say nothing about the configuration."""
+DEVICES_ONLY, TECHNIQUES = {"n_gpus", "gbs", "dp_shard", "dp_repl"}, {"precision", "compile", "asynctp", "ac", "vp"}
+"""Columns of the number of devices, and of techniques."""
 MEMORY = {"": "none", "none": "none", "selective-op": "selective", "selective": "selective", "full": "full"}
 
 
@@ -207,8 +212,27 @@ def print_unseen(known: Constants) -> None:
     print(
         f"{_summary(f'unseen: all {len(found)}', found)}, {near:.0%} within {WITHIN:.0%}, {inside:.0%} in the interval"
     )
+    for name, differences in ratio_errors(unseen, found).items():
+        print(f"unseen: ratios of two runs that differ in {name}: {_summary(str(len(differences)), differences)}")
     peaks = memory_errors(memory_of(unseen), known)
     print(f"{_summary(f'unseen: memory of {len(peaks)}', peaks)}, lowest {min(peaks):+.1%}")
+
+
+def ratio_errors(published: Sequence[Mapping[str, str]], found: Sequence[float]) -> dict[str, list[float]]:
+    """Return the errors of ratios between runs of a source that differ in devices only, or in one technique only.
+
+    Args:
+        published: the runs.
+        found: the error of each.
+    """
+    ratios: dict[str, list[float]] = {"devices": [], "one technique": []}
+    for (one, error), (other, another) in itertools.combinations(zip(published, found, strict=True), 2):
+        differ = {name for name in one if name not in RESULTS and one[name] != other[name]}
+        if differ and differ <= DEVICES_ONLY:
+            ratios["devices"].append(error - another)
+        elif len(differ) == 1 and differ <= TECHNIQUES:
+            ratios["one technique"].append(error - another)
+    return ratios
 
 
 def within(found: Sequence[float]) -> float:

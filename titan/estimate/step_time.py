@@ -230,9 +230,10 @@ class StepModel:
             "input": (self.tokens, inputs, outputs),
             "weight": (outputs, inputs, self.tokens),
         }[part]
-        eight = name in self.quantized
+        eight = name in self.quantized and (part != "weight" or self.precision.weight_grads_in_8_bits)
         seconds = operations.matmul(*sizes, self.speeds, eight_bit=eight)
         if eight:
+            seconds *= operations.ROWWISE if self.precision.rowwise else 1.0
             seconds += operations.cast_seconds(*sizes, self.precision.bytes, self.eager, self.speeds)
         return seconds
 

@@ -125,6 +125,16 @@ class Precision:
         """Whether linear layers compute in 8 bits."""
         return self.matmuls != "compute"
 
+    @property
+    def rowwise(self) -> bool:
+        """Whether 8-bit matmuls have a scale for each row."""
+        return self.matmuls.startswith("float8_rowwise")
+
+    @property
+    def weight_grads_in_8_bits(self) -> bool:
+        """Whether the matmuls of weight gradients are in 8 bits too."""
+        return self.eight_bit and self.matmuls != "float8_rowwise_hp"
+
     def plain(self) -> Precision:
         """Return the same without 8-bit settings if they have no effect, so that they do not change ids."""
         return self if self.eight_bit else Precision(self.compute, self.weights)

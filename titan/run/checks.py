@@ -139,7 +139,7 @@ def _check_matmuls(run: Run) -> None:
             f"precision.matmuls={how.matmuls} includes the head; give precision.skip=[head], or null."
         )
     tokens = run.microbatch_rows * run.training.seq_len // run.layout.context
-    if tokens % multiple and how.matmuls != "float8_rowwise_hp":  # whose gradients of weights are in bf16
+    if tokens % multiple and how.weight_grads_in_8_bits:
         raise ConfigError(
             f"precision.matmuls={how.matmuls}: a micro-batch of a rank has {tokens} tokens, and weight gradients "
             f"need a multiple of {multiple}; give another training.seq_len or training.global_batch."

@@ -129,6 +129,7 @@ class Pricing:
             m, n, k = event.shape
             seconds = operations.matmul(m, n, k, self.speeds, eight_bit=eight_bit)
             if eight_bit:
+                seconds *= operations.ROWWISE if self.recipe.precision.rowwise else 1.0
                 factor = 1.0 if self.compiled else self.speeds.eager
                 seconds += operations.cast_seconds(m, n, k, self.recipe.precision.bytes, factor, self.speeds)
             return seconds
