@@ -73,8 +73,10 @@ def test_a_composed_trace_equals_the_whole_one(layout: str) -> None:
     ("more", "moved"),
     [
         pytest.param(["cluster.hardware.link_gb_per_second=5"], "weights and gradients", id="slower-links"),
-        pytest.param(["memory=none"], "recomputation", id="nothing-recomputed"),
-        pytest.param(["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory"),
+        pytest.param(["memory=none"], "recomputation", id="nothing-recomputed", marks=pytest.mark.full),
+        pytest.param(
+            ["cluster.hardware.memory_gb_per_second=1000"], "memory-bound", id="slower-memory", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_change_moves_its_own_part_of_the_time(more: list[str], moved: str) -> None:
