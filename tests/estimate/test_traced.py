@@ -127,8 +127,8 @@ def test_the_course_keeps_the_peak() -> None:
 class Seconds(Pricing):
     """Operations and collectives take as many seconds as their size, launches none."""
 
-    def __init__(self, launch: float = 0.0) -> None:
-        self.launch = launch
+    def __init__(self, launch: float = 0.0, synchronous: bool = False) -> None:
+        self.launch, self.synchronous = launch, synchronous
 
     def operation(self, event: Event) -> float:
         return event.size
@@ -167,6 +167,12 @@ def test_the_host_launches_operations_one_after_another() -> None:
     one.run([op("op", 1), op("op", 5), op("op", 1)])
     assert one.parts["host"] == pytest.approx(2 + 1)  # the first launch, and what the second is late
     assert one.clocks["compute"] == pytest.approx(2 + 1 + 1 + 5 + 1)
+
+
+def test_a_cpu_does_one_thing_after_another() -> None:
+    one = Replay(Seconds(launch=0.5, synchronous=True))
+    one.run([op("collective", 5, "all-gather"), op("op", 2), op("wait", key=1), op("op", 1)])
+    assert dict(one.parts) == {"weights and gradients": 5, "host": 1, "memory-bound": 3}
 
 
 def test_what_an_operation_is() -> None:

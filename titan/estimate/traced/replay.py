@@ -1,8 +1,9 @@
 """The time of a traced step: each operation has its price, and streams wait for each other as recorded. Free of torch.
 
-The host issues operations one after another and takes a launch for each; an operation starts when the host has issued
-it, its stream is free, and what the stream waits for is done. Collectives run on streams of their own and slow the
-computation beside them a little. In a pipeline each action's time on its rank goes into the schedule's timetable.
+On a GPU the host issues operations one after another and takes a launch for each; an operation starts when the host has
+issued it, its stream is free, and what the stream waits for is done. Collectives run on streams of their own and slow
+the computation beside them a little. On a CPU everything takes its turn. In a pipeline each action's time on its rank
+goes into the schedule's timetable.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Replay:
     def run(self, events: Sequence[Event]) -> None:
         """Replay events."""
         for event in events:
-            if event.kind == "op":
+            if self.pricing.synchronous:
+                self._in_turn(event)
+            elif event.kind == "op":
                 self._operation(event)
             elif event.kind == "collective":
                 self._collective(event)
@@ -66,6 +69,14 @@ class Replay:
                 self.markers[event.key] = (self.clocks.get(event.stream, 0.0), event.stream)
             elif event.kind == "wait":
                 self._wait(event)
+
+    def _in_turn(self, event: Event) -> None:
+        """Spend the time of an event on a CPU, which launches, computes and communicates on the same cores in turn."""
+        if event.kind == "op":
+            self._spend(event, "host", self.pricing.launch)
+            self._spend(event, self.pricing.cause(event), self.pricing.operation(event))
+        elif event.kind == "collective":
+            self._spend(event, STREAMS.get(event.stream, "weights and gradients"), self.pricing.collective(event))
 
     def _operation(self, event: Event) -> None:
         self.host += self.pricing.launch
@@ -106,6 +117,7 @@ class Pricing:
 
     def __init__(self, recipe: Recipe, layout: Layout, speeds: Speeds) -> None:
         self.recipe, self.speeds = recipe, speeds
+        self.synchronous = speeds.synchronous
         self.compiled = recipe.compile.scope in ("block", "model")
         self.launch = speeds.launch * (LAUNCHES[True] / LAUNCHES[False] if self.compiled else 1.0)
         self.fused = speeds.eager if self.compiled else 1.0

@@ -32,7 +32,7 @@ class RankResult:
         rank: its number.
         events: how many were traced or composed.
         live: the moment with most bytes of live tensors.
-        reserved: what CUDA's caching allocator reserves for them.
+        reserved: what CUDA's caching allocator reserves for them; None on a CPU.
         course: live tensors over the step.
         time: of its operations.
     """
@@ -40,14 +40,14 @@ class RankResult:
     rank: int
     events: int
     live: Live
-    reserved: Reserved
+    reserved: Reserved | None
     course: tuple[Live, ...]
     time: RankTime
 
     @property
     def gib(self) -> float:
-        """Reserved memory with the context of a GPU and its communication library, in GiB."""
-        return self.reserved.reserved / GIB + CONTEXT_GIB
+        """Reserved memory with the context of a GPU and its communication library in GiB; on a CPU live tensors."""
+        return self.live.bytes / GIB if self.reserved is None else self.reserved.reserved / GIB + CONTEXT_GIB
 
 
 @dataclass(frozen=True)
@@ -66,17 +66,17 @@ class Traced:
 
     @property
     def fullest(self) -> RankResult:
-        """The rank that reserves most memory."""
-        return max(self.ranks, key=lambda rank: rank.reserved.reserved)
+        """The rank that needs most memory."""
+        return max(self.ranks, key=lambda rank: rank.gib)
 
 
-def rank_result(recipe: Recipe, layout: Layout, speeds: Speeds, trace: Trace) -> RankResult:
-    """Return memory and time of a traced rank."""
+def rank_result(recipe: Recipe, layout: Layout, speeds: Speeds, trace: Trace, device: str) -> RankResult:
+    """Return memory and time of a traced rank on a device, "cuda" or "cpu"."""
     return RankResult(
         rank=trace.rank,
         events=len(trace.events),
         live=memory.peak(trace.events),
-        reserved=allocator.simulate(trace.events),
+        reserved=allocator.simulate(trace.events) if device != "cpu" else None,
         course=tuple(memory.course(trace.events, POINTS)),
         time=replay.rank_time(recipe, layout, speeds, trace),
     )

@@ -92,7 +92,8 @@ def _trace(outcome: Outcome) -> list[str]:
     fullest = traced.fullest
     of = f"{plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
     lines = ["", f"trace        {of}"]
-    lines += [f"  memory     {rounded(fullest.gib)} GiB reserved on rank {fullest.rank}: {_traced_memory(fullest)}"]
+    what = "live" if fullest.reserved is None else "reserved"
+    lines += [f"  memory     {rounded(fullest.gib)} GiB {what} on rank {fullest.rank}: {_traced_memory(fullest)}"]
     if len(traced.ranks) > 1:
         lines.append(f"  by stage   {', '.join(rounded(rank.gib) for rank in traced.ranks)} GiB")
     lines.append(f"  step       {rounded(traced.step.seconds)} s, of which")
@@ -185,7 +186,7 @@ def _plain_trace(traced: Traced) -> dict[str, Any]:
             {
                 "rank": rank.rank,
                 "live_gib": rank.live.bytes / GIB,
-                "reserved_gib": rank.reserved.reserved / GIB,
+                "reserved_gib": None if rank.reserved is None else rank.reserved.reserved / GIB,
                 "memory_gib": rank.gib,
                 "peak": describe(rank.live.region),
                 "parts": _gib(rank.live.parts),

@@ -35,7 +35,7 @@ def traced(run: Run, speeds: Speeds, *, whole: bool = False) -> Traced:
 
 
 def _result(run: Run, speeds: Speeds, rank: int, whole: bool) -> RankResult:
-    return rank_result(run, run.layout, speeds, rank_trace(run, rank, whole=whole))
+    return rank_result(run, run.layout, speeds, rank_trace(run, rank, whole=whole), run.machine.device)
 
 
 def rank_trace(run: Run, rank: int, *, whole: bool = False) -> Trace:
