@@ -92,8 +92,8 @@ def _trace(outcome: Outcome) -> list[str]:
     fullest = traced.fullest
     of = f"{plural(len(traced.ranks), 'rank')} in {traced.seconds:.0f} s, uncompiled, {fullest.events:,} events each"
     lines = ["", f"trace        {of}"]
-    what = "live" if fullest.reserved is None else "reserved"
-    lines += [f"  memory     {rounded(fullest.gib)} GiB {what} on rank {fullest.rank}: {_traced_memory(fullest)}"]
+    reserved = "" if fullest.reserved is None else f"{rounded(fullest.gib)} GiB reserved; "
+    lines += [f"  memory     {reserved}{_traced_memory(fullest)}"]
     if len(traced.ranks) > 1:
         lines.append(f"  by stage   {', '.join(rounded(rank.gib) for rank in traced.ranks)} GiB")
     lines.append(f"  step       {rounded(traced.step.seconds)} s, of which")
@@ -105,7 +105,7 @@ def _traced_memory(rank: RankResult) -> str:
     live, where = rank.live, describe(rank.live.region)
     largest = sorted(live.parts.items(), key=lambda part: -part[1])
     parts = ", ".join(f"{name} {rounded(size / GIB)}" for name, size in largest if size >= 0.01 * live.bytes)
-    return f"{rounded(live.bytes / GIB)} live in {where} ({parts})"
+    return f"{rounded(live.bytes / GIB)} GiB live on rank {rank.rank} in {where} ({parts})"
 
 
 def _search(outcome: Outcome) -> list[str]:
