@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,8 @@ COLLECTIVES = {
     "alltoall_base": "all-to-all", "all_to_all_single": "all-to-all", "send": "send", "recv": "send",
 }  # fmt: skip
 """The kinds of collectives, by the names of a process group's methods in any release of torch since 2.11."""
+Patch = tuple[Any, str, Any]
+"""An object, the name of one of its attributes, and what replaces it while a step is recorded."""
 NAMES = ("copy-in", "all-gather", "reduce-scatter", "all-reduce")
 """The streams that FSDP creates, in this order."""
 
@@ -93,29 +96,87 @@ class Device:
 
 
 @contextmanager
-def recorded(recorder: Recorder, block_of: dict[int, int]) -> Iterator[None]:
-    """Record FSDP's streams, its exchanges by block, and the storages that it resizes.
+def recorded(recorder: Recorder, block_of: Mapping[int, int]) -> Iterator[None]:
+    """Record FSDP's streams, its exchanges by block, the storages that it resizes, and collectives.
 
     Args:
         recorder: gets the events.
         block_of: the block of each module, by its id.
     """
+    groups = (
+        _devices(recorder), _exchanges(recorder, block_of), _groups_in_blocks(recorder, block_of), _storages(recorder),
+        _shapes(), _collectives(recorder),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for patch in chain.from_iterable(groups):
+            stack.enter_context(mock.patch.object(*patch))
+        yield
+
+
+def _devices(recorder: Recorder) -> Iterator[Patch]:
+    """Yield recorded streams and events in place of a device's."""
     device = Device(recorder)
+    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
+        yield module, "_get_device_handle", lambda kind: device
+
+
+def _exchanges(recorder: Recorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
+    """Yield all-gathers of weights and reductions of gradients whose tensors are labelled."""
     gather, reduce = _fsdp_collectives.foreach_all_gather, _fsdp_collectives.foreach_reduce
 
+    def block(params: Any) -> int:
+        return block_of.get(id(params[0]._module_info.module), NONE)
+
     def gathers(params: Any, *args: Any, **kwargs: Any) -> Any:
-        with _labelled(recorder, "gathered", block_of.get(id(params[0]._module_info.module), NONE)):
+        with _labelled(recorder, "gathered", block(params)):
             return gather(params, *args, **kwargs)
 
     def reduces(params: Any, grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         for grad in grads:
             recorder.label(grad, "gradients")
-        with _labelled(recorder, "communication", block_of.get(id(params[0]._module_info.module), NONE)):
+        with _labelled(recorder, "communication", block(params)):
             result = reduce(params, grads, *args, **kwargs)
         for param in params:
             if param.sharded_param.grad is not None:
                 recorder.label(param.sharded_param.grad, "gradients")
         return result
+
+    yield _fsdp_param_group, "foreach_all_gather", gathers
+    yield _fsdp_param_group, "foreach_reduce", reduces
+
+
+@contextmanager
+def _labelled(recorder: Recorder, category: str, block: int) -> Iterator[None]:
+    before = recorder.category, recorder.owner
+    recorder.category, recorder.owner = category, block
+    try:
+        yield
+    finally:
+        recorder.category, recorder.owner = before
+
+
+def _groups_in_blocks(recorder: Recorder, block_of: Mapping[int, int]) -> Iterator[Patch]:
+    """Yield methods of FSDP's groups that set the block where a pipeline calls them outside of its actions."""
+
+    def in_block(method: Any) -> Any:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            region = recorder.region
+            if region.block == NONE:
+                recorder.region = region._replace(block=block_of.get(id(group.modules[0]), NONE))
+            try:
+                return method(group, *args, **kwargs)
+            finally:
+                recorder.region = region
+
+        return call
+
+    group = _fsdp_param_group.FSDPParamGroup
+    for name in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
+        yield group, name, in_block(getattr(group, name))
+
+
+def _storages(recorder: Recorder) -> Iterator[Patch]:
+    """Yield functions that resize the storages of gathered weights, which no operation does."""
 
     def resizing(function: Any) -> Any:
         def resize(tensor: Tensor) -> None:
@@ -126,47 +187,27 @@ def recorded(recorder: Recorder, block_of: dict[int, int]) -> Iterator[None]:
 
         return resize
 
-    def in_block(method: Any) -> Any:
-        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            region = recorder.region
-            if region.block == NONE:  # a pipeline gathers and reduces one block after another outside of its actions
-                recorder.region = region._replace(block=block_of.get(id(group.modules[0]), NONE))
-            try:
-                return method(group, *args, **kwargs)
-            finally:
-                recorder.region = region
+    for name in ("alloc_storage", "free_storage"):
+        yield _fsdp_param, name, resizing(getattr(_fsdp_param, name))
 
-        return call
 
+def _shapes() -> Iterator[Patch]:
+    """Yield the function with which DTensor derives shapes from whole-sized tensors, which is not recorded."""
     name = "_propagate_tensor_meta_non_cached"
     propagate = getattr(ShardingPropagator, name)
 
     def unseen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _disable_current_modes():  # the whole-sized tensors with which DTensor derives shapes
+        with _disable_current_modes():
             return propagate(self, *args, **kwargs)
 
-    with ExitStack() as stack:
-        for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state):
-            stack.enter_context(mock.patch.object(module, "_get_device_handle", lambda kind: device))
-        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_all_gather", gathers))
-        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", reduces))
-        for function in ("alloc_storage", "free_storage"):
-            patched = resizing(getattr(_fsdp_param, function))
-            stack.enter_context(mock.patch.object(_fsdp_param, function, patched))
-        for method in ("unshard", "wait_for_unshard", "reshard", "post_backward"):
-            patched = in_block(getattr(_fsdp_param_group.FSDPParamGroup, method))
-            stack.enter_context(mock.patch.object(_fsdp_param_group.FSDPParamGroup, method, patched))
-        stack.enter_context(mock.patch.object(ShardingPropagator, name, unseen))
-        for method, call in _collectives(recorder):
-            stack.enter_context(mock.patch.object(dist.ProcessGroup, method, call))
-        yield
+    yield ShardingPropagator, name, unseen
 
 
-def _collectives(recorder: Recorder) -> Iterator[tuple[str, Any]]:
-    """Yield the methods of process groups, recorded, by name."""
+def _collectives(recorder: Recorder) -> Iterator[Patch]:
+    """Yield recorded methods of process groups."""
     for name, kind in COLLECTIVES.items():
         if hasattr(dist.ProcessGroup, name):
-            yield name, _collective(recorder, getattr(dist.ProcessGroup, name), kind)
+            yield dist.ProcessGroup, name, _collective(recorder, getattr(dist.ProcessGroup, name), kind)
 
 
 def _collective(recorder: Recorder, method: Any, kind: str) -> Any:
@@ -179,13 +220,3 @@ def _collective(recorder: Recorder, method: Any, kind: str) -> Any:
         return method(group, *args, **kwargs)
 
     return call
-
-
-@contextmanager
-def _labelled(recorder: Recorder, category: str, block: int) -> Iterator[None]:
-    before = recorder.category, recorder.owner
-    recorder.category, recorder.owner = category, block
-    try:
-        yield
-    finally:
-        recorder.category, recorder.owner = before
