@@ -17,6 +17,8 @@ import yaml
 
 from tests.support.runs import TINY
 from titan import api
+from titan import plan as plan_command
+from titan.console.numbers import rounded
 from titan.errors import ConfigError, RunError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -225,3 +227,13 @@ def test_compare_rejects(directory: str, options: dict[str, Any], sentence: str)
 def test_open_run_rejects_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
         api.open_run(tmp_path)
+
+
+def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic", "cluster.price=2"]
+    found = api.plan(*given)
+    assert plan_command.main(given) == 0
+    assert f"step         {rounded(found.step_seconds.value)} s" in capsys.readouterr().out
+    assert found.cost is not None and found.cost.value == pytest.approx(2 * found.device_hours.value)
+    with pytest.raises(ConfigError, match=r"-m: a sweep takes the command titan\.plan"):
+        api.plan("-m", *given, "training.seed=1,2")

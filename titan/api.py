@@ -7,6 +7,7 @@
     saved = api.open_run(result.directory)
     saved.metrics["loss"], saved.config["optimizer"]["lr"], saved.checkpoints[-1].path
     findings = api.compare(["runs/first", "runs/second"], margin=0.01)
+    api.plan("model=llama8b", "parallelism=fsdp", "cluster=h100", "dataset=synthetic").days
 
 Where a command prints a sentence and exits with 2 or 1, these functions raise ConfigError or RunError.
 """
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launchers import start
-from launchers.command import compose_single
+from launchers.command import compose_single, plan_command
 from titan.checkpoint import manifest
 from titan.cluster import rank_info
 from titan.cluster.environment import before_torch
@@ -37,6 +38,8 @@ from titan.compare import Settings as CompareSettings
 from titan.config import settings
 from titan.config.optional import optional_package
 from titan.errors import EXIT_REQUEUE, ConfigError, RunError, machine_error
+from titan.estimate import plan as estimate
+from titan.estimate.plan import Plan
 from titan.metrics.lines import read_lines
 from titan.report import comparison, history
 from titan.report.findings import Comparison
@@ -47,6 +50,7 @@ __all__ = [
     "AttemptRecord",
     "Comparison",
     "ConfigError",
+    "Plan",
     "Result",
     "Run",
     "RunError",
@@ -55,6 +59,7 @@ __all__ = [
     "compare",
     "compose",
     "open_run",
+    "plan",
     "train",
 ]
 
@@ -72,6 +77,28 @@ def compose(*overrides: str) -> Run:
         ConfigError: when the run can't work, and for what only a command line can do: sweeps, Slurm, callbacks.
     """
     return compose_single(overrides)
+
+
+def plan(*overrides: str) -> Plan:
+    """Return the predicted memory, speed and cost of the run that a command line of `titan.plan` describes.
+
+    Args:
+        overrides: as for `compose`; the cluster axis describes the devices, which need not be here.
+
+    Raises:
+        ConfigError: when the run can't work, a figure of the hardware is missing, or for a sweep.
+    """
+    plans: list[Plan] = []
+
+    def job(run: Run) -> int:
+        plans.append(estimate.plan(run, run.layout, run.microbatches, run.machine))
+        return 0
+
+    def grid(trials: Sequence[Any]) -> list[int]:
+        raise ConfigError("-m: a sweep takes the command titan.plan; leave it out.")
+
+    plan_command(overrides, job, grid)
+    return plans[0]
 
 
 @dataclass(frozen=True)
