@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import PosixPath
+from pathlib import Path, PosixPath
 from typing import Any
 
 import pytest
@@ -15,7 +15,10 @@ from titan.checkpoint import reader, safe_pickle
 @pytest.mark.parametrize(
     "count", [300, pytest.param(10_000, marks=pytest.mark.full)], ids=lambda count: f"{count} streams"
 )
-def test_any_pickle_is_read_or_refused_and_changes_nothing(count: int) -> None:
+def test_any_pickle_is_read_or_refused_and_changes_nothing(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # its files are compared: other tests write to the repository's folder
     outcome = pickle_fuzz.fuzz(count, seed=count)
     assert outcome["read"] > count / 200 and outcome["refused"] > count / 2 and outcome.total() == count
 
@@ -47,7 +50,8 @@ def harm(name: tuple[str, str], state: Any) -> bytes:
 
 
 @pytest.mark.parametrize("name", sorted(reader.NAMES - {("pathlib._local", "PosixPath")})[-12:], ids="-".join)
-def test_no_attribute_of_a_class_is_set(name: tuple[str, str]) -> None:
+def test_no_attribute_of_a_class_is_set(name: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     before = pickle_fuzz.reachable()
     with pytest.raises(reader.Foreign, match="can't be read"):
         reader.parse(harm(name, {"name": "/etc/passwd"}))

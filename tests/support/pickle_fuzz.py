@@ -208,6 +208,11 @@ def reachable() -> dict[str, Any]:
     return found | {"names": sorted(reader.NAMES), "folder": sorted(os.listdir("."))}
 
 
+def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What was changed: by its name, before and after."""
+    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+
+
 def _resolved(name: safe_pickle.Name) -> Any:
     try:
         return getattr(importlib.import_module(name[0]), name[1])
@@ -255,7 +260,7 @@ def fuzz(count: int, seed: int = 0) -> Counter[str]:
         assert isinstance(found, Metadata) or "\n" not in str(found), f"{number}: {found}"
         outcome["read" if isinstance(found, Metadata) else "refused"] += 1
         if number % 100 == 0:
-            assert reachable() == before, f"{number}: {content[:200]!r}"
+            assert not (differ := differences(before, reachable())), f"{number}: {differ}: {content[:200]!r}"
     assert reachable() == before
     return outcome
 
