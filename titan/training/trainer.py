@@ -41,11 +41,13 @@ from titan.training import recording, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation import EvalSet, eval_sets, evaluate
 from titan.training.lr_schedule import lr_factor
+from titan.training.profiling import Profiling
 from titan.training.sample import sample_text
 from titan.training.signals import exit_code_of_stop
 from titan.training.step_metrics import (
     LOSS,
     PAIRS,
+    PROFILE,
     REQUEUE,
     SAVE,
     STOP,
@@ -101,6 +103,7 @@ class Trainer:
         self.progress: Progress | None = None
         self.eval_sets: dict[str, EvalSet] = {}
         self.timeout = world.timeout
+        self.profiling = self._profiling()
         self.loader = self._loader()
         self.applied = train_step.notes
 
@@ -160,7 +163,8 @@ class Trainer:
         previous: InFlightStep | None = None
         while self.step < last and not self.stopping:
             self._set_timeout(self._step_timeout())
-            current = self._step(previous.timer if previous else None)
+            ended = self.profiling.begin(self.step + 1)
+            current = self._step(previous.timer if previous and not ended else None)
             if self.step == self.attempt.step + 1:  # its freed memory lies between the optimizer's state, made after it
                 release_freed_memory(self.world.device)
             if previous:
@@ -168,6 +172,7 @@ class Trainer:
             previous = self._run_periodic_tasks(current, last)
         if previous:
             self._finalize_step(previous)
+        self.profiling.close()
 
     def _step(self, before: StepTimer | None = None) -> InFlightStep:
         """Start one optimizer update on the device.
@@ -212,7 +217,12 @@ class Trainer:
     def _pack_metrics(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return this rank's part of the step's vector."""
         return step_metrics.pack(
-            loss, batch, stop=self.stop.requested, requeue=self.stop.requeue, save=self.saving.should_save()
+            loss,
+            batch,
+            stop=self.stop.requested,
+            requeue=self.stop.requeue,
+            save=self.saving.should_save(),
+            profile=self.profiling.request(),
         )
 
     def _update(self, bad: Tensor) -> None:
@@ -249,6 +259,7 @@ class Trainer:
             self.rows = self.run.training.rows_before(self.step + 1)
             return
         self.save_requested = self.save_requested or metrics[SAVE] > 0
+        self.profiling.asked = self.profiling.asked or metrics[PROFILE] > 0
         loss = metrics[LOSS] / max(1, metrics[VALID])
         self._check_finite(step, loss, norm)
         self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
@@ -434,6 +445,11 @@ class Trainer:
         seconds, pairs = median
         tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
         return dict(self.speed.of(seconds, tokens, pairs))
+
+    def _profiling(self) -> Profiling:
+        predicted = self.attempt.prediction.step_parts if self.attempt.prediction else {}
+        tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
+        return Profiling(self.run, self.world, self.train_step, predicted, self._show, tasks)
 
     def _loader(self) -> Loader:
         run = self.run
