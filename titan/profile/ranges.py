@@ -22,7 +22,7 @@ class Ranges:
         while len(self.open) > same:
             self.open.pop()[1].__exit__(None, None, None)
         for name in path[same:]:
-            entered = torch.autograd.profiler.record_function(name)
+            entered: Any = torch.autograd.profiler.record_function(name)
             entered.__enter__()
             self.open.append((name, entered))
 

@@ -31,8 +31,8 @@ PREDICTED = {
     ),
     kinds.HOST: ("host",),
 }  # fmt: skip
-"""Causes of `titan.estimate.step_time` by the row that they are compared with: who waits for another stage waits for its
-message."""
+"""Causes of `titan.estimate.step_time` by the row that they are compared with: a rank without work waits for a
+message of another stage."""
 SLOW = 1.1
 """A rank whose own time is so many times the median's is named."""
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.json")

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-from torch.profiler import ProfilerActivity, ProfilerAction, profile
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.dataset.loader import Loader
 from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, Region
