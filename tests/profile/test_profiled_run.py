@@ -81,3 +81,14 @@ def _touch_in_step_2(trainer: Trainer) -> None:
 def test_a_run_without_a_profile_says_how_to_make_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([str(tmp_path)]) == 2
     assert f"touch {tmp_path}/profile/now while it runs, or train with profile=once" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_holistic_trace_analysis_opens_the_traces(tmp_path: Path) -> None:
+    analysis = pytest.importorskip("hta.trace_analysis")
+    settings = [*FAST, "training.steps=4", "profile.active=2", "profile.wait=1", "profile.ranks=[]"]
+    train(tiny(tmp_path, *settings, layout="fsdp2"))
+    opened = analysis.TraceAnalysis(trace_dir=str(tmp_path / "profile" / "step-3")).t
+    assert sorted(opened.traces) == [0, 1]
+    names = {opened.symbol_table.sym_table[i] for i in opened.traces[0]["name"].unique()}
+    assert {"ProfilerStep#3", "forward", "layer 1"} <= names  # it leaves out the last step
