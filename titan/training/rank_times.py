@@ -103,30 +103,33 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 class SlowRanks:
-    """Names ranks whose own time is larger than that of the ranks with the same work, for several steps in a row."""
+    """Names ranks whose own time is larger than that of the ranks with the same work: medians of the latest steps."""
 
     def __init__(self, settings: Profile, layout: Layout) -> None:
-        self.steps, self.factor = settings.slow_steps, settings.slow_factor
-        stages = [layout.coordinates(rank)["pipeline"] for rank in range(layout.devices)]
-        ranks = range(layout.devices)
+        self.factor, ranks = settings.slow_factor, range(layout.devices)
+        stages = [layout.coordinates(rank)["pipeline"] for rank in ranks]
         self.peers = [[peer for peer in ranks if stages[peer] == stages[rank] and peer != rank] for rank in ranks]
-        self.streak = [0] * layout.devices
+        self.steps: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=settings.slow_steps)
         self.named: list[int] = []
 
     def add(self, own: Sequence[float], data: Sequence[float]) -> list[str]:
         """Take the own time of each rank in a step, of it waiting for data, and return news as sentences."""
-        usual = [median([own[p] for p in peers]) if peers else own[r] for r, peers in enumerate(self.peers)]
-        for rank, seconds in enumerate(own):
-            self.streak[rank] = self.streak[rank] + 1 if seconds > self.factor * usual[rank] else 0
-        slow = [rank for rank, steps in enumerate(self.streak) if 0 < self.steps <= steps]
+        self.steps.append((own, data))
+        if not self.steps or len(self.steps) < (self.steps.maxlen or 0):
+            return []
+        own, data = (
+            [median(values) for values in zip(*figure, strict=True)] for figure in zip(*self.steps, strict=True)
+        )
+        usual = [median([own[peer] for peer in peers]) if peers else own[rank] for rank, peers in enumerate(self.peers)]
+        slow = [rank for rank, seconds in enumerate(own) if seconds > self.factor * usual[rank]]
         news = [self._sentence(r, own[r], usual[r], data[r]) for r in slow if r not in self.named]
-        news += [f"rank {r} is no longer slow" for r in self.named if not self.streak[r]]
-        self.named = [r for r in range(len(own)) if r in slow or (r in self.named and self.streak[r])]
+        news += [f"rank {rank} is no longer slow" for rank in self.named if rank not in slow]
+        self.named = slow
         return news
 
     def _sentence(self, rank: int, own: float, usual: float, data: float) -> str:
         cause = "waiting for data" if data > (own - usual) / 2 else "computation"
         return (
             f"rank {rank} is slow: its own time is {rounded(own)} s a step, {own / usual:.1f} times that of the other "
-            f"ranks ({rounded(usual)} s), for {self.steps} steps; the cause is {cause}"
+            f"ranks ({rounded(usual)} s), in the median of {len(self.steps)} steps; the cause is {cause}"
         )
