@@ -57,7 +57,7 @@ def test_slow_ranks_of_a_running_run_are_named(
 ) -> None:
     made(tmp_path / "run", Story(attempts=(Attempt(0, 20),)))
     lines = read_lines(tmp_path / "run")
-    lines[-1]["ranks"] = {"slow": [3, 5]}
+    next(line for line in reversed(lines) if "loss" in line)["ranks"] = {"slow": [3, 5]}
     write_lines(tmp_path / "run", lines)
     monkeypatch.setattr(status, "is_locked", lambda directory: True)
     status.main([str(tmp_path / "run"), "watch=false"])

@@ -29,7 +29,7 @@ def asleep(trainer: Trainer) -> None:
 @pytest.mark.parametrize(
     ("layout", "settings"),
     [
-        pytest.param("fsdp2", (), id="fsdp"),
+        pytest.param("fsdp2", (), id="fsdp", marks=pytest.mark.full),
         pytest.param("ddp2", (), id="ddp"),
         pytest.param("single", TENSOR, id="tp", marks=pytest.mark.full),
     ],
@@ -54,7 +54,7 @@ def test_nothing_is_measured_when_off(tmp_path: Path) -> None:
     def replaced(trainer: Trainer) -> bool:
         return "waiting" in (dist.Work.wait.__name__, torch.distributed.all_reduce.__name__)
 
-    off = tiny(tmp_path, *FAST, "profile.rank_times=false", layout="ddp2")
+    off = tiny(tmp_path, *FAST, "training.steps=2", "profile.rank_times=false", layout="ddp2")
     assert [rank.extra for rank in train(off, replaced)] == [False, False]
     assert all("ranks" not in line for line in steps(off))
 

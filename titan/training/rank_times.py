@@ -102,6 +102,11 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {**{name: round(value, 6) for name, value in spread.items()}, "rank": largest}
 
 
+def _medians(vectors: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each component."""
+    return [median(values) for values in zip(*vectors, strict=True)]
+
+
 class SlowRanks:
     """Names ranks whose own time is larger than that of the ranks with the same work: medians of the latest steps."""
 
@@ -117,9 +122,7 @@ class SlowRanks:
         self.steps.append((own, data))
         if not self.steps or len(self.steps) < (self.steps.maxlen or 0):
             return []
-        own, data = (
-            [median(values) for values in zip(*figure, strict=True)] for figure in zip(*self.steps, strict=True)
-        )
+        own, data = (_medians(vectors) for vectors in zip(*self.steps, strict=True))
         usual = [median([own[peer] for peer in peers]) if peers else own[rank] for rank, peers in enumerate(self.peers)]
         slow = [rank for rank, seconds in enumerate(own) if seconds > self.factor * usual[rank]]
         news = [self._sentence(r, own[r], usual[r], data[r]) for r in slow if r not in self.named]
