@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ from titan.files import untrusted
 from titan.files.atomic import write_atomic
 from titan.profile import kinds
 from titan.profile.breakdown import Breakdown
+from titan.profile.memory import Peak
 
 PREDICTED = {
     kinds.MATMULS: ("matmuls",),
@@ -79,6 +80,11 @@ def summarise(rank: int, steps: Sequence[Breakdown], predicted: Mapping[str, flo
     seconds = sum(step.seconds for step in steps) / len(steps)
     numbers = [step.step for step in steps]
     return Summary(rank, numbers, seconds, mean([s.parts for s in steps]), mean([s.hidden for s in steps]), predicted)
+
+
+def with_memory(summary: Summary, peak: Peak | None) -> Summary:
+    """Return the summary with the peak of its first step."""
+    return replace(summary, memory=peak.parts, memory_sentence=peak.sentence) if peak else summary
 
 
 def file_of(folder: Path, step: int, rank: int) -> Path:

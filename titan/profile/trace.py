@@ -36,7 +36,7 @@ class Slice(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """A change of the host's memory: `size` bytes at `address`, negative when they are freed."""
+    """A change of the device's memory: `size` bytes at `address`, negative when they are freed."""
 
     time: float
     address: int
@@ -71,7 +71,9 @@ def read(file: Path) -> Trace:
     with gzip.open(file, "rb") as content:
         events = json.load(content)["traceEvents"]
     slices = [_slice(event) for event in events if event.get("ph") == "X"]
-    allocations = [_allocation(event) for event in events if event.get("name") == "[memory]"]
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    device = max((event["args"]["Device Type"] for event in changes), default=0)  # a GPU's where there is one
+    allocations = [_allocation(event) for event in changes if event["args"]["Device Type"] == device]
     return Trace(sorted(slices, key=lambda one: one.start), sorted(allocations))
 
 

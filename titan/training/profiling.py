@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from titan.dataset.loader import Loader
 from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, Region
 from titan.parallelism.mesh import World
-from titan.profile import summary, trace
+from titan.profile import memory, summary, tensors, trace
 from titan.profile.breakdown import DATA_RANGE, breakdowns
 from titan.profile.ranges import Ranges, ranged
 from titan.run.run import Run
@@ -108,8 +109,16 @@ class Profiling:
         self.profile: Any = None
         self.last = self.active = 0
         self.hooks = ExitStack()
+        self.known: Mapping[str, Mapping[int, int]] = {}
+        self.debug = Path(run.directory) / "debug"
+        if world.device.type == "cuda":
+            tensors.watch_out_of_memory(self.debug, world.rank_info.rank, self._owners, show)
         if self.settings.on_demand and world.is_rank0:
             self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _owners(self) -> dict[str, dict[int, int]]:
+        """Return where weights, gradients and optimizer state lie."""
+        return tensors.owners(self.train_step.parameters(), self.train_step.optimizer)
 
     def request(self) -> bool:
         """Return whether the user asks for a profile, on rank 0; the file that asks is removed."""
@@ -160,6 +169,8 @@ class Profiling:
         self.profile.step_num = step  # so that ranges of steps have the run's numbers
         self.profile.current_action = self._action(step)
         self.profile.start()
+        if settings.memory and self.world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=10**6)
 
     def _action(self, step: int) -> ProfilerAction:
         """Return what the profiler does in a step."""
@@ -175,8 +186,15 @@ class Profiling:
         self.hooks.callback(names.ranges.set, [])
         self.hooks.enter_context(followed(names, stages, self.staging.splits_backward))
         tasks = {**self.tasks, DATA_RANGE: (Loader, "__next__")}
+        if self.settings.memory:
+            hook = self.train_step.optimizer.register_step_pre_hook(self._know)
+            self.hooks.callback(hook.remove)
         for name, (owner, method) in tasks.items():
             self.hooks.enter_context(mock.patch.object(owner, method, ranged(name, getattr(owner, method))))
+
+    def _know(self, *_: Any) -> None:
+        """Keep where tensors lie when the optimizer begins in the first recorded step."""
+        self.known = self.known or self._owners()
 
     def _end(self) -> None:
         """Write and summarise the trace."""
@@ -184,6 +202,9 @@ class Profiling:
         self.hooks.close()
         recording = recorded.current_action != ProfilerAction.WARMUP
         recorded.stop()
+        if self.settings.memory and self.world.device.type == "cuda":
+            tensors.write_snapshot(self.debug, f"step-{self.last}-rank-{self.world.rank_info.rank}", self._owners())
+            torch.cuda.memory._record_memory_history(enabled=None)
         if not recording:
             return
         first, rank = self.last - self.active + 1, self.world.rank_info.rank
@@ -202,6 +223,11 @@ class Profiling:
             log.warning("%s: the trace has no step", file)
             return
         found = summary.summarise(rank, steps, self.predicted)
+        if self.settings.memory:
+            known, self.known = self.known, {}
+            gradients = known.get(memory.GRADIENTS, {})
+            held = {name: float(sum(at.values())) for name, at in known.items() if name != memory.GRADIENTS}
+            found = summary.with_memory(found, memory.peak(content, steps[0].step, held, gradients))
         summary.write(self.folder, found)
         for line in [*summary.lines(found), f"trace: {file}"]:
             log.info(line)
