@@ -92,3 +92,19 @@ def test_holistic_trace_analysis_opens_the_traces(tmp_path: Path) -> None:
     assert sorted(opened.traces) == [0, 1]
     names = {opened.symbol_table.sym_table[i] for i in opened.traces[0]["name"].unique()}
     assert {"ProfilerStep#3", "forward", "layer 1"} <= names  # it leaves out the last step
+
+
+@pytest.mark.parametrize(
+    ("scope", "wanted"),
+    [
+        pytest.param("block", {"layer 0", "layer 1", "head", "forward", "backward"}, id="block"),
+        pytest.param("model", {"micro-batch 0", "forward", "backward"}, id="model", marks=pytest.mark.full),
+    ],
+)
+def test_compiled_code_has_no_hooks_inside(scope: str, wanted: set[str], tmp_path: Path) -> None:
+    """Even where the first step, which compiles, is profiled: blocks are compiled as one graph."""
+    first = ["profile.active=1", "profile.wait=0", "profile.warmup=0", "training.steps=2"]
+    settings = ["metrics.sample_tokens=0", "checkpoint=off", f"compile={scope}", "compile.backend=eager"]
+    train(tiny(tmp_path, *settings, *first))
+    names = {one.name for one in read(tmp_path / "profile" / "step-1" / "rank-0.json.gz").slices}
+    assert names >= wanted, wanted - names

@@ -42,18 +42,40 @@ class Regions:
         """
         self.recorder, self.number, self.split = recorder, number, split
         self.microbatch = -1
+        self.undo = ExitStack()
+        self._around(stage, self._begins, self._ends)
+        if stage._compiled_call_impl is None:  # else what is inside is compiled with it, hooks too
+            self._follow_blocks(stage)
+
+    def _follow_blocks(self, stage: Stage) -> None:
+        """Set hooks on the blocks and the head."""
         first = int(next(iter(stage.model.layers)))
-        self.hooks = [stage.register_forward_pre_hook(self._begins), stage.register_forward_hook(self._ends)]
         for index, block in enumerate(stage.model.blocks(), first):
-            self.hooks.append(block.register_forward_pre_hook(self._enters(index, first)))
-            self.hooks.append(block.register_forward_hook(self._leaves(index)))
+            self._around(block, self._enters(index, first), self._leaves(index))
         if stage.model.head is not None:
-            self.hooks.append(stage.model.head.register_forward_pre_hook(self._head))
+            self._around(stage.model.head, self._head)
+
+    def _around(self, module: Any, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
+        """Call functions before and after a module; of a compiled one outside of its compiled code."""
+        compiled = module._compiled_call_impl
+        if compiled is None:
+            self.undo.callback(module.register_forward_pre_hook(before).remove)
+            if after is not None:
+                self.undo.callback(module.register_forward_hook(after).remove)
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before(module, args)
+            out = compiled(*args, **kwargs)
+            if after is not None:
+                after(module, args, out)
+            return out
+
+        self.undo.enter_context(mock.patch.object(module, "_compiled_call_impl", call))
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for hook in self.hooks:
-            hook.remove()
+        self.undo.close()
 
     def _set(self, action: str, microbatch: int, block: int) -> None:
         self.recorder.region = Region(action, self.number, microbatch, block)
