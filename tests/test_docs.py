@@ -24,6 +24,7 @@ from titan.config.arguments import arguments
 from titan.dataset.tokenizers import train
 from titan.generation.schema import Settings
 from titan.model.schema import Llama
+from titan.profile import command as profile
 from titan.run import attempts, compose
 from titan.run.run import Run
 from titan.sweep import ledger
@@ -149,6 +150,8 @@ def test_command(
         assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
+    elif "titan.profile" in words:
+        assert arguments(profile.Show, words[words.index("titan.profile") + 2 :])
     elif "titan.compare" in words:
         request.getfixturevalue("compared")
         assert compare.main(words[words.index("titan.compare") + 1 :]) == 2 * command.refused

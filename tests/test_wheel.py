@@ -47,6 +47,7 @@ def test_console_script_is_declared(site: Path) -> None:
     (entry_points,) = site.glob("titan-*.dist-info/entry_points.txt")
     for command in ("train", "prepare", "data", "generate", "status", "convert", "compare"):
         assert f"titan-{command} = titan.{command}:cli" in entry_points.read_text()
+    assert "titan-profile = titan.profile.command:cli" in entry_points.read_text()
 
 
 def test_a_script_composes_with_the_api(site: Path, tmp_path: Path) -> None:

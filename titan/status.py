@@ -117,6 +117,7 @@ def lines(sweep: SweepState, width: int) -> list[str]:
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     reasons = [*sweep.notes, *(f"{_name(p)}: {p.reason}" for p in sweep.trials if p.reason)]
+    reasons += [f"{_name(p)}: {slow}" for p in sweep.trials if p.state == "running" and (slow := _slow_ranks(p))]
     shown = [
         *head,
         *(sweep.spec.question or "").splitlines(),
@@ -136,6 +137,16 @@ def _row(trial: TrialState) -> tuple[str, ...]:
     rate = "" if last.get("tokens_per_second") is None else f"{last['tokens_per_second']:,.0f}"
     attempts = str(last.get("attempt", "")) if last else ""
     return _name(trial), trial.state, step, loss, rate, *_step_times(directory), trial.job or "", attempts
+
+
+def _slow_ranks(trial: TrialState) -> str:
+    """Return a sentence on the ranks that the last step names as slow; empty without one."""
+    times = next(read_last_steps(Path(trial.directory)), {}).get("ranks")
+    slow = times.get("slow") if isinstance(times, dict) else None
+    if not isinstance(slow, list) or not slow:
+        return ""
+    ranks = f"rank{'s' if len(slow) > 1 else ''} {', '.join(str(rank) for rank in slow)}"
+    return f"{ranks} slower than the others; touch {trial.directory}/profile/now shows why"
 
 
 def _without_empty(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -50,3 +50,15 @@ def test_without_a_prediction_the_columns_are_left_out(tmp_path: Path, capsys: p
     made(tmp_path / "run", Story())
     found = columns(tmp_path / "run", capsys)
     assert "predicted" not in found and "step time" not in found and found["attempts"] == "1"
+
+
+def test_slow_ranks_of_a_running_run_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(tmp_path / "run", Story(attempts=(Attempt(0, 20),)))
+    lines = read_lines(tmp_path / "run")
+    next(line for line in reversed(lines) if "loss" in line)["ranks"] = {"slow": [3, 5]}
+    write_lines(tmp_path / "run", lines)
+    monkeypatch.setattr(status, "is_locked", lambda directory: True)
+    status.main([str(tmp_path / "run"), "watch=false"])
+    assert "run: ranks 3, 5 slower than the others; touch" in capsys.readouterr().out

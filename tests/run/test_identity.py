@@ -101,7 +101,7 @@ def test_kinds_with_equal_settings_are_told_apart(axis: str, base: Run) -> None:
 @pytest.mark.parametrize(
     "override",
     ["parallelism=fsdp", "memory=full", "compile=block", "checkpoint=off", "metrics=wandb", "debug=deterministic",
-     "cluster=cpu", "name=y", "hydra.run.dir=z", "parallelism=ddp"],
+     "profile=once", "cluster=cpu", "name=y", "hydra.run.dir=z", "parallelism=ddp"],
 )  # fmt: skip
 def test_execution_choices_change_no_science(override: str, base: Run) -> None:
     assert of(composed([override])).science == of(base).science

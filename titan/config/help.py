@@ -24,6 +24,7 @@ AXES = {
     "checkpoint": "when and how to save",
     "metrics": "metrics and trackers",
     "debug": "debugging options",
+    "profile": "which steps are profiled",
     "cluster": "devices and nodes",
     "hydra/launcher": "how the trials of a sweep are launched",
 }

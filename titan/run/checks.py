@@ -55,6 +55,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
     if run.precision.eight_bit and not elsewhere and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"precision.matmuls={run.precision.matmuls}: needs torchao; pip install 'titan[float8]'.")
     _check_checkpoint(run)
+    run.profile.check(run.layout.devices)
 
 
 def _check_checkpoint(run: Run) -> None:

@@ -18,6 +18,7 @@ from titan.model.schema import Llama
 from titan.optimizer.schema import Optimizer
 from titan.parallelism.schema import Parallelism
 from titan.precision.schema import Precision
+from titan.profile.schema import Profile
 from titan.training.schema import Training
 
 
@@ -38,6 +39,7 @@ class Recipe:
     checkpoint: Checkpoint
     metrics: Metrics
     debug: Debug
+    profile: Profile
     cluster: Cluster
 
     @classmethod

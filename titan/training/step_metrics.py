@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +19,27 @@ from torch import Tensor
 from titan.dataset.loader import Batch
 from titan.metrics.schema import WARM
 
-LOSS, STOP, REQUEUE, SAVE, VOID, VALID, PAIRS, HASH = range(8)
-"""Indices into the vector: summed loss, requests to stop, to be started again after that, and to save, ranks that had
-nothing to read, targets that count, pairs of tokens that attend to each other, first piece of the batch hash."""
+LOSS, STOP, REQUEUE, SAVE, PROFILE, VOID, VALID, PAIRS, HASH = range(9)
+"""Indices into the vector: summed loss, requests to stop, to be started again after that, to save and to profile, ranks
+that had nothing to read, targets that count, pairs of tokens that attend to each other, first piece of the batch
+hash."""
 HASH_PIECES, PIECE_BITS = 4, 16
 """A 64-bit hash is sent as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
+PLACES = HASH + HASH_PIECES
+"""The index of the first place of ranks; see `titan.training.rank_times`."""
 
 
-def pack(loss: Tensor, batch: Batch, *, stop: bool, requeue: bool, save: bool) -> Tensor:
-    """Return this rank's part of a step's vector, float64 [HASH + HASH_PIECES] on the device of `loss`.
+def pack(
+    loss: Tensor,
+    batch: Batch,
+    *,
+    stop: bool,
+    requeue: bool,
+    save: bool,
+    profile: bool = False,
+    places: Sequence[float] = (),
+) -> Tensor:
+    """Return this rank's part of a step's vector, float64 [PLACES + len(places)] on the device of `loss`.
 
     Args:
         loss: this rank's summed loss.
@@ -34,11 +47,13 @@ def pack(loss: Tensor, batch: Batch, *, stop: bool, requeue: bool, save: bool) -
         stop: whether a signal asked this rank to stop.
         requeue: whether it asked to be started again after that.
         save: whether this rank asks for a checkpoint.
+        profile: whether the user asked it for a profile.
+        places: what `titan.training.rank_times` adds.
     """
-    requests = [float(stop or batch.void), float(requeue), float(save)]
+    requests = [float(stop or batch.void), float(requeue), float(save), float(profile)]
     counts = [float(batch.void), float(batch.valid), float(batch.pairs)]
     pieces = [float(batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1)) for i in range(HASH_PIECES)]
-    host = torch.tensor([*requests, *counts, *pieces], dtype=torch.float64)
+    host = torch.tensor([*requests, *counts, *pieces, *places], dtype=torch.float64)
     if loss.device.type == "cuda":
         host = host.pin_memory()
     return torch.cat([loss.double()[None], host.to(loss.device, non_blocking=True)])
@@ -46,7 +61,7 @@ def pack(loss: Tensor, batch: Batch, *, stop: bool, requeue: bool, save: bool) -
 
 def batch_hash(metrics: list[float]) -> str:
     """Return the hash of the whole batch, in hexadecimal, from the summed vector."""
-    total = sum(int(piece) << (PIECE_BITS * i) for i, piece in enumerate(metrics[HASH:]))
+    total = sum(int(piece) << (PIECE_BITS * i) for i, piece in enumerate(metrics[HASH:PLACES]))
     return f"{total % 2**64:016x}"
 
 

@@ -41,11 +41,15 @@ from titan.training import recording, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation import EvalSet, eval_sets, evaluate
 from titan.training.lr_schedule import lr_factor
+from titan.training.profiling import Profiling
+from titan.training.rank_times import RankTimes
 from titan.training.sample import sample_text
 from titan.training.signals import exit_code_of_stop
 from titan.training.step_metrics import (
     LOSS,
     PAIRS,
+    PLACES,
+    PROFILE,
     REQUEUE,
     SAVE,
     STOP,
@@ -101,6 +105,8 @@ class Trainer:
         self.progress: Progress | None = None
         self.eval_sets: dict[str, EvalSet] = {}
         self.timeout = world.timeout
+        self.profiling = self._profiling()
+        self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
         self.loader = self._loader()
         self.applied = train_step.notes
 
@@ -129,6 +135,7 @@ class Trainer:
     def close(self) -> None:
         """End what runs beside training: the loader, a save once it is done, the recorder."""
         self.loader.close()
+        self.rank_times.close()
         self.saving.close()
         if self.recorder:
             self.recorder.close()
@@ -160,7 +167,8 @@ class Trainer:
         previous: InFlightStep | None = None
         while self.step < last and not self.stopping:
             self._set_timeout(self._step_timeout())
-            current = self._step(previous.timer if previous else None)
+            ended = self.profiling.begin(self.step + 1)
+            current = self._step(previous.timer if previous and not ended else None)
             if self.step == self.attempt.step + 1:  # its freed memory lies between the optimizer's state, made after it
                 release_freed_memory(self.world.device)
             if previous:
@@ -168,6 +176,7 @@ class Trainer:
             previous = self._run_periodic_tasks(current, last)
         if previous:
             self._finalize_step(previous)
+        self.profiling.close()
 
     def _step(self, before: StepTimer | None = None) -> InFlightStep:
         """Start one optimizer update on the device.
@@ -183,6 +192,7 @@ class Trainer:
         lr = self._set_lr()
         tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
         loss = self.train_step.backward(self._to_device(batch), 1 / tokens)
+        self.rank_times.end_backward()
         metrics = self.world.sum(self._pack_metrics(loss, batch))
         gradients = self.train_step.gradients()
         if self.masks_targets:  # how many targets count is known only now
@@ -212,7 +222,13 @@ class Trainer:
     def _pack_metrics(self, loss: Tensor, batch: Batch) -> Tensor:
         """Return this rank's part of the step's vector."""
         return step_metrics.pack(
-            loss, batch, stop=self.stop.requested, requeue=self.stop.requeue, save=self.saving.should_save()
+            loss,
+            batch,
+            stop=self.stop.requested,
+            requeue=self.stop.requeue,
+            save=self.saving.should_save(),
+            profile=self.profiling.request(),
+            places=self.rank_times.places(self.step),
         )
 
     def _update(self, bad: Tensor) -> None:
@@ -236,12 +252,14 @@ class Trainer:
             host = torch.empty(metrics.shape, dtype=metrics.dtype, pin_memory=True)
             metrics = host.copy_(metrics, non_blocking=True)
         timer.stop()
+        self.rank_times.end_step()
         return InFlightStep(self.step, batch, lr, loss, metrics, timer)
 
     def _finalize_step(self, step: InFlightStep) -> None:
         """Read a step's metrics, act on them and log them."""
         *metrics, norm = step.read()
         seconds = step.timer.seconds()
+        self.rank_times.finished(step.step, seconds, step.batch.wait_seconds)
         self.stopping = self.stopping or metrics[STOP] > 0
         self.requeue = self.requeue or metrics[REQUEUE] > 0
         if metrics[VOID]:  # a signal came while a rank waited for data: this was no step, and none came after it
@@ -249,12 +267,16 @@ class Trainer:
             self.rows = self.run.training.rows_before(self.step + 1)
             return
         self.save_requested = self.save_requested or metrics[SAVE] > 0
+        self.profiling.asked = self.profiling.asked or metrics[PROFILE] > 0
         loss = metrics[LOSS] / max(1, metrics[VALID])
         self._check_finite(step, loss, norm)
         self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
+        ranks, news = self.rank_times.read(step.step, metrics[PLACES:])
+        for line in news:
+            self._warn(line)
         if self.recorder:
             self._log_records(self.saving.poll_finished())
-            self.recorder.log(self._record(step, loss, norm, seconds, metrics))
+            self.recorder.log(self._record(step, loss, norm, seconds, metrics) | ranks)
         if self.progress:
             self.progress.step(step.step, loss, self._tokens(step) / seconds)
 
@@ -434,6 +456,11 @@ class Trainer:
         seconds, pairs = median
         tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
         return dict(self.speed.of(seconds, tokens, pairs))
+
+    def _profiling(self) -> Profiling:
+        predicted = self.attempt.prediction.step_parts if self.attempt.prediction else {}
+        tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
+        return Profiling(self.run, self.world, self.train_step, predicted, self._show, tasks)
 
     def _loader(self) -> Loader:
         run = self.run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 from torch import Tensor
@@ -12,14 +12,26 @@ from torch.utils import checkpoint
 
 from titan.estimate.traced.events import AFTER, BEFORE, NONE, Region
 from titan.parallelism.pipeline import runtime
-from titan.training.trace.recorder import OUTSIDE, Recorder
+from titan.training.trace.recorder import OUTSIDE
 from titan.training.train_step import GradAccumulation, Stage
+
+
+class Follower(Protocol):
+    """What learns where a step is.
+
+    Attributes:
+        region: what the step does.
+        recomputing: whether a checkpointed block is computed again.
+    """
+
+    region: Region
+    recomputing: bool
 
 
 class Regions:
     """Follows one stage through its micro-batches."""
 
-    def __init__(self, recorder: Recorder, stage: Stage, number: int, split: bool) -> None:
+    def __init__(self, recorder: Follower, stage: Stage, number: int, split: bool) -> None:
         """Set hooks on a stage.
 
         Args:
@@ -30,14 +42,40 @@ class Regions:
         """
         self.recorder, self.number, self.split = recorder, number, split
         self.microbatch = -1
+        self.undo = ExitStack()
+        self._around(stage, self._begins, self._ends)
+        if stage._compiled_call_impl is None:  # else what is inside is compiled with it, hooks too
+            self._follow_blocks(stage)
+
+    def _follow_blocks(self, stage: Stage) -> None:
+        """Set hooks on the blocks and the head."""
         first = int(next(iter(stage.model.layers)))
-        stage.register_forward_pre_hook(self._begins)
         for index, block in enumerate(stage.model.blocks(), first):
-            block.register_forward_pre_hook(self._enters(index, first))
-            block.register_forward_hook(self._leaves(index))
+            self._around(block, self._enters(index, first), self._leaves(index))
         if stage.model.head is not None:
-            stage.model.head.register_forward_pre_hook(self._head)
-        stage.register_forward_hook(self._ends)
+            self._around(stage.model.head, self._head)
+
+    def _around(self, module: Any, before: Callable[..., None], after: Callable[..., None] | None = None) -> None:
+        """Call functions before and after a module; of a compiled one outside of its compiled code."""
+        compiled = module._compiled_call_impl
+        if compiled is None:
+            self.undo.callback(module.register_forward_pre_hook(before).remove)
+            if after is not None:
+                self.undo.callback(module.register_forward_hook(after).remove)
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before(module, args)
+            out = compiled(*args, **kwargs)
+            if after is not None:
+                after(module, args, out)
+            return out
+
+        self.undo.enter_context(mock.patch.object(module, "_compiled_call_impl", call))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self.undo.close()
 
     def _set(self, action: str, microbatch: int, block: int) -> None:
         self.recorder.region = Region(action, self.number, microbatch, block)
@@ -82,7 +120,7 @@ def _on_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 @contextmanager
-def followed(recorder: Recorder, stages: dict[int, Stage], split: bool) -> Iterator[None]:
+def followed(recorder: Follower, stages: dict[int, Stage], split: bool) -> Iterator[None]:
     """Set the region while a step runs.
 
     Args:
@@ -90,8 +128,6 @@ def followed(recorder: Recorder, stages: dict[int, Stage], split: bool) -> Itera
         stages: of this rank, by their number.
         split: see `Regions`.
     """
-    for number, stage in stages.items():
-        Regions(recorder, stage, number, split)
 
     def action(kind: Callable[[dict[str, Any]], str], function: Any) -> Any:
         def run(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +145,8 @@ def followed(recorder: Recorder, stages: dict[int, Stage], split: bool) -> Itera
         "backward_weight_one_chunk": lambda given: "W",
     }
     with ExitStack() as stack:
+        for number, stage in stages.items():
+            stack.callback(Regions(recorder, stage, number, split).remove)
         runner = GradAccumulation.backward
         stack.enter_context(mock.patch.object(GradAccumulation, "backward", _then_outside(recorder, runner)))
         stack.enter_context(mock.patch.object(checkpoint, "_recomputation_hook", _recomputing(recorder)))
@@ -118,7 +156,7 @@ def followed(recorder: Recorder, stages: dict[int, Stage], split: bool) -> Itera
         yield
 
 
-def _then_outside(recorder: Recorder, function: Any) -> Any:
+def _then_outside(recorder: Follower, function: Any) -> Any:
     """Return a function after which the region is that of no block: gradients of all blocks are summed then."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -129,7 +167,7 @@ def _then_outside(recorder: Recorder, function: Any) -> Any:
     return run
 
 
-def _recomputing(recorder: Recorder) -> type:
+def _recomputing(recorder: Follower) -> type:
     """Return the context in which torch computes a checkpointed block again, which says so to the recorder."""
     original: Any = checkpoint._recomputation_hook
 

@@ -1,0 +1,83 @@
+"""Times of all ranks, and which rank is named as slow."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.runs import steps, tiny, train
+from titan.parallelism.schema import Layout
+from titan.profile.schema import Profile
+from titan.training.rank_times import SlowRanks
+from titan.training.trainer import Trainer
+
+FAST = ("metrics.sample_tokens=0", "checkpoint=off", "compile=off", "training.steps=9", "profile.slow_steps=4")
+TENSOR = ("parallelism=tp", "cluster.devices=2", "model.kv_heads=2")
+
+
+def asleep(trainer: Trainer) -> None:
+    """Let rank 1 sleep in the forward pass of a block: all ranks' steps take longer, its own time alone is longer."""
+    if trainer.world.rank_info.rank == 1:
+        trainer.train_step.stages[0].model.blocks()[0].register_forward_hook(lambda *_: time.sleep(0.1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        pytest.param("fsdp2", (), id="fsdp", marks=pytest.mark.full),
+        pytest.param("ddp2", (), id="ddp"),
+        pytest.param("single", TENSOR, id="tp", marks=pytest.mark.full),
+    ],
+)
+def test_the_slow_rank_is_named(layout: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    original = dist.Work.wait
+    run = tiny(tmp_path, *FAST, *settings, "profile.slow_factor=1.5", layout=layout)
+    train(run, asleep)
+    assert dist.Work.wait is original
+    last = steps(run)[-1]["ranks"]
+    assert last["slow"] == [1] and last["step"] < 9
+    assert last["own_seconds"]["rank"] == 1 and last["wait_seconds"]["rank"] == 0
+    assert last["own_seconds"]["max"] >= 0.1 and last["wait_seconds"]["max"] >= 0.05
+    step = last["step_seconds"]
+    assert step["max"] - step["min"] < 0.08, "all ranks' steps take equally long"
+    for rank in range(2):
+        log = (tmp_path / "log" / f"rank-{rank}.log").read_text()
+        assert "rank 1 is slow: its own time is" in log and "the cause is computation" in log
+
+
+def test_nothing_is_measured_when_off(tmp_path: Path) -> None:
+    def replaced(trainer: Trainer) -> bool:
+        return "waiting" in (dist.Work.wait.__name__, torch.distributed.all_reduce.__name__)
+
+    off = tiny(tmp_path, *FAST, "training.steps=2", "profile.rank_times=false", layout="ddp2")
+    assert [rank.extra for rank in train(off, replaced)] == [False, False]
+    assert all("ranks" not in line for line in steps(off))
+
+
+@pytest.mark.parametrize(
+    ("layout", "own", "data", "news"),
+    [
+        pytest.param(Layout(replicate=3), [1.0, 2.0, 1.1], [0, 0.1, 0], "rank 1 .* the cause is computation", id="one"),
+        pytest.param(Layout(replicate=2), [1.0, 2.0], [0, 0.9], "rank 1 .* the cause is waiting for data", id="data"),
+        pytest.param(Layout(replicate=3), [1.0, 1.2, 1.1], [0, 0, 0], None, id="within-the-factor"),
+        pytest.param(Layout(pipeline=2, replicate=2), [1, 1, 3, 3], [0] * 4, None, id="a-heavier-stage"),
+        pytest.param(Layout(pipeline=2, replicate=2), [1, 1, 3, 5], [0] * 4, "rank 3 is slow", id="in-its-stage"),
+        pytest.param(Layout(pipeline=2), [1.0, 9.0], [0, 0], None, id="no-peers"),
+    ],
+)  # fmt: skip
+def test_slow_ranks(layout: Layout, own: list[float], data: list[float], news: str | None) -> None:
+    ranks, alike = SlowRanks(Profile(slow_steps=3), layout), [1.0] * layout.devices
+    assert ranks.add(own, data) == ranks.add(alike, data) == [], "too few steps"
+    found = ranks.add(own, data)
+    assert bool(found) == bool(ranks.named) == (news is not None)
+    if news is not None:
+        assert len(found) == 1 and re.search(news, found[0])
+        assert ranks.add(own, data) == [], "once"
+        assert ranks.add(alike, data) == []
+        assert ranks.add(alike, data) == [f"rank {found[0].split()[1]} is no longer slow"]
+        assert ranks.named == []

@@ -1,0 +1,108 @@
+"""Measures how long a rank waits for other ranks in a step.
+
+Counted is the time in which the step's computation stands still: on a CPU in the main thread's calls that wait for a
+collective or message, on a GPU between two events on the stream of the computation around what makes it wait. All go
+through a few functions of torch, which are replaced while this is in use:
+
+    Work.wait, collectives that do not return before they are done, messages       torch.distributed
+    wait_tensor                          of collectives in tensor and context parallelism, outside of compiled code
+    Stream.wait_event                    FSDP on a GPU
+    the end of backward                  DDP waits in C++: from the last gradient until backward returns
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+
+BLOCKING = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+"""Collectives of torch.distributed that titan and FSDP call."""
+
+
+class Waits:
+    """Adds up the waiting of this process in each step."""
+
+    def __init__(self, device: torch.device, compiled: bool) -> None:
+        """Take the device, and whether parts of the model are compiled, in which nothing can be replaced."""
+        self.on_gpu = device.type == "cuda"
+        self.device, self.compiled = device, compiled
+        self.thread = threading.get_ident()
+        self.times: list[tuple[Any, Any]] = []
+        self.inside = False
+        self.ready: Any = None
+        self.patches = ExitStack()
+
+    def install(self, last: Tensor | None, others: Sequence[tuple[Any, str]] = ()) -> None:
+        """Replace torch's functions until `close`.
+
+        Args:
+            last: where DDP sums gradients, the parameter whose gradient is computed last.
+            others: further functions that wait, as module and name; compiled code may contain them.
+        """
+        replaced = [(dist.Work, "wait"), *((dist, name) for name in BLOCKING)]
+        replaced += [] if self.compiled else [(functional, "wait_tensor"), *others]
+        replaced += [(torch.cuda.Stream, "wait_event")] if self.on_gpu else []
+        for owner, name in replaced:
+            self.patches.enter_context(mock.patch.object(owner, name, self._around(getattr(owner, name))))
+        if last is not None:
+            hook = last.register_post_accumulate_grad_hook(self._last_gradient)  # type: ignore[no-untyped-call]
+            self.patches.callback(hook.remove)
+
+    def close(self) -> None:
+        """Put torch's functions back."""
+        self.patches.close()
+
+    def end_backward(self) -> None:
+        """Count the time since the last gradient, where DDP sums them."""
+        if self.ready is not None:
+            self.times.append((self.ready, self._now()))
+            self.ready = None
+
+    def take(self) -> list[tuple[Any, Any]]:
+        """Return the waiting since the last call, as `seconds` reads it once the device has finished the step."""
+        times, self.times = self.times, []
+        return times
+
+    def seconds(self, times: list[tuple[Any, Any]]) -> float:
+        """Return the sum of waiting that `take` returned."""
+        if self.on_gpu:
+            return float(sum(start.elapsed_time(end) for start, end in times)) / 1000
+        return float(sum(end - start for start, end in times))
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            if self.inside or not self._counts():
+                return function(*args, **kwargs)
+            self.inside, start = True, self._now()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.times.append((start, self._now()))
+                self.inside = False
+
+        return waiting
+
+    def _counts(self) -> bool:
+        """Return whether this thread, or the stream on which it issues work, is that of the step's computation."""
+        if self.on_gpu:
+            return bool(torch.cuda.current_stream(self.device) == torch.cuda.default_stream(self.device))
+        return threading.get_ident() == self.thread
+
+    def _last_gradient(self, _: Tensor) -> None:
+        self.ready = self._now()
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -1,0 +1,239 @@
+"""Profiles steps of a run as its profile axis says, and on demand; hooks and patches exist in recorded steps only.
+
+    begin(step) ── a profile starts ── warm-up ── recorded steps with ranges ── the trace is written and summarised
+
+The file `profile/now` in the run's directory asks for a profile: rank 0 looks for it once a second, and tells the other
+ranks in the vector that they sum in each step, so that all begin with the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile
+
+from titan.dataset.loader import Loader
+from titan.estimate.traced.events import ACTIONS, AFTER, BEFORE, NONE, Region
+from titan.parallelism.mesh import World
+from titan.profile import memory, summary, tensors, trace
+from titan.profile.breakdown import DATA_RANGE, breakdowns
+from titan.profile.ranges import Ranges, ranged
+from titan.run.run import Run
+from titan.training.trace.recorder import OUTSIDE
+from titan.training.trace.regions import followed
+from titan.training.train_step import TrainStep
+
+log = logging.getLogger("titan")
+POLL = 1.0
+"""Seconds between two looks for the file that asks for a profile."""
+
+
+class StepRanges:
+    """Names the ranges of a step, as `titan.training.trace.regions` follows it."""
+
+    def __init__(self, stages: int) -> None:
+        """Take the number of stages of the pipeline."""
+        self.ranges, self.stages = Ranges(), stages
+        self._region, self._recomputing = OUTSIDE, False
+
+    @property
+    def region(self) -> Region:
+        """What the step does."""
+        return self._region
+
+    @region.setter
+    def region(self, region: Region) -> None:
+        self._region = region
+        self._set()
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a checkpointed block is computed again."""
+        return self._recomputing
+
+    @recomputing.setter
+    def recomputing(self, recomputing: bool) -> None:
+        self._recomputing = recomputing
+        self._set()
+
+    def _set(self) -> None:
+        path = _path(self._region, self.stages)
+        self.ranges.set([*path, "recomputation"] if self._recomputing else path)
+
+
+def _path(region: Region, stages: int) -> list[str]:
+    """Return the names of the nested ranges of a region."""
+    if region == OUTSIDE:
+        return []
+    blocks = {BEFORE: "embedding", AFTER: "head"}
+    path = [f"stage {region.stage}"] * (stages > 1) + [f"micro-batch {region.microbatch}", ACTIONS[region.action]]
+    return path if region.block == NONE else [*path, blocks.get(region.block, f"layer {region.block}")]
+
+
+class Profiling:
+    """Starts and ends profiles on one rank."""
+
+    def __init__(
+        self,
+        run: Run,
+        world: World,
+        train_step: TrainStep,
+        predicted: Mapping[str, float],
+        show: Callable[[str], None],
+        tasks: Mapping[str, tuple[Any, str]],
+    ) -> None:
+        """Take what is profiled; the folder is made, so that the file can be touched.
+
+        Args:
+            run: the experiment.
+            world: the ranks.
+            train_step: whose stages get hooks.
+            predicted: seconds of a step by cause.
+            show: writes a line to the terminal, on rank 0.
+            tasks: further ranges: object and method by name.
+        """
+        self.settings, self.staging, self.world, self.train_step = run.profile, run.staging, world, train_step
+        self.predicted, self.show, self.tasks = predicted, show, tasks
+        self.folder = Path(run.directory) / "profile"
+        self.included = self.settings.includes(world.rank_info.rank)
+        self.looked = 0.0
+        self.number, self.asked = -1, False
+        self.profile: Any = None
+        self.last = self.active = 0
+        self.hooks = ExitStack()
+        self.known: Mapping[str, Mapping[int, int]] = {}
+        self.debug = Path(run.directory) / "debug"
+        if world.device.type == "cuda":
+            tensors.watch_out_of_memory(self.debug, world.rank_info.rank, self._owners, show)
+        if self.settings.on_demand and world.is_rank0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    def _owners(self) -> dict[str, dict[int, int]]:
+        """Return where weights, gradients and optimizer state lie."""
+        return tensors.owners(self.train_step.parameters(), self.train_step.optimizer)
+
+    def request(self) -> bool:
+        """Return whether the user asks for a profile, on rank 0; the file that asks is removed."""
+        if not (self.settings.on_demand and self.world.is_rank0) or time.monotonic() - self.looked < POLL:
+            return False
+        self.looked = time.monotonic()
+        try:
+            os.unlink(self.folder / "now")
+        except OSError:
+            return False
+        return True
+
+    def begin(self, step: int) -> bool:
+        """Do what is due before a step: start a profile, go on with one, or end it.
+
+        Returns:
+            Whether a trace was written, so that the time since the last step is no step's.
+        """
+        self.number += 1
+        ended = self.profile is not None and step > self.last
+        if ended:
+            self._end()
+        if self.profile is not None:
+            self.hooks.close()
+            self.profile.step()
+        elif self.asked or self.settings.starts(self.number):
+            self._start(step)
+        if self.profile is not None and step > self.last - self.active:
+            self._follow()
+        return ended
+
+    def _start(self, step: int) -> None:
+        """Start a profile; a rank that is not profiled does nothing."""
+        settings = self.settings
+        self.active = settings.on_demand if self.asked else settings.active
+        self.asked, self.last = False, step + settings.warmup + self.active - 1
+        if not self.included:
+            return
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notes on the terminal
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.world.device.type == "cuda")
+        self.profile = profile(
+            activities=activities,
+            schedule=self._action,
+            profile_memory=settings.memory,
+            record_shapes=settings.shapes,
+            with_stack=settings.stacks,
+        )
+        self.profile.step_num = step  # so that ranges of steps have the run's numbers
+        self.profile.current_action = self._action(step)
+        self.profile.start()
+        if settings.memory and self.world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=10**6)
+
+    def _action(self, step: int) -> ProfilerAction:
+        """Return what the profiler does in a step."""
+        if step <= self.last - self.active:
+            return ProfilerAction.WARMUP
+        return ProfilerAction.RECORD if step < self.last else ProfilerAction.RECORD_AND_SAVE
+
+    def _follow(self) -> None:
+        """Give the coming step its ranges."""
+        numbers = self.staging.stages_of(self.world.coordinate("pipeline"))
+        stages = dict(zip(numbers, self.train_step.stages, strict=True))
+        names = StepRanges(self.staging.count)
+        self.hooks.callback(names.ranges.set, [])
+        self.hooks.enter_context(followed(names, stages, self.staging.splits_backward))
+        tasks = {**self.tasks, DATA_RANGE: (Loader, "__next__")}
+        if self.settings.memory:
+            hook = self.train_step.optimizer.register_step_pre_hook(self._know)
+            self.hooks.callback(hook.remove)
+        for name, (owner, method) in tasks.items():
+            self.hooks.enter_context(mock.patch.object(owner, method, ranged(name, getattr(owner, method))))
+
+    def _know(self, *_: Any) -> None:
+        """Keep where tensors lie when the optimizer begins in the first recorded step."""
+        self.known = self.known or self._owners()
+
+    def _end(self) -> None:
+        """Write and summarise the trace."""
+        recorded, self.profile = self.profile, None
+        self.hooks.close()
+        recording = recorded.current_action != ProfilerAction.WARMUP
+        recorded.stop()
+        if self.settings.memory and self.world.device.type == "cuda":
+            tensors.write_snapshot(self.debug, f"step-{self.last}-rank-{self.world.rank_info.rank}", self._owners())
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if not recording:
+            return
+        first, rank = self.last - self.active + 1, self.world.rank_info.rank
+        file = summary.trace_of(self.folder, first, rank)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            recorded.export_chrome_trace(str(file))
+            self._summarise(file, rank)
+        except OSError as error:  # a full disk must not end the run
+            log.warning("the profile of step %d is not written: %s", first, error)
+
+    def _summarise(self, file: Path, rank: int) -> None:
+        content = trace.read(file)
+        steps = breakdowns(content)
+        if not steps:
+            log.warning("%s: the trace has no step", file)
+            return
+        found = summary.summarise(rank, steps, self.predicted)
+        if self.settings.memory:
+            known, self.known = self.known, {}
+            gradients = known.get(memory.GRADIENTS, {})
+            held = {name: float(sum(at.values())) for name, at in known.items() if name != memory.GRADIENTS}
+            found = summary.with_memory(found, memory.peak(content, steps[0].step, held, gradients))
+        summary.write(self.folder, found)
+        for line in [*summary.lines(found), f"trace: {file}"]:
+            log.info(line)
+            self.show(line)
+
+    def close(self) -> None:
+        """End a profile whose steps are not all done; nothing is written where none was recorded."""
+        if self.profile is not None:
+            self._end()

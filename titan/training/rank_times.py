@@ -1,0 +1,138 @@
+"""The times of all ranks in each step, and ranks that are slower than the others.
+
+Each rank writes its times of the latest finished step into its places of the vector that ranks sum, so that all know
+those of all one or two steps later. Ranks wait for each other in every step, so that all steps take equally long: what
+tells a slow rank is its own time, without waiting for others, compared with the ranks of the same pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from titan.console.numbers import rounded
+from titan.parallelism import collectives, context, context_ring
+from titan.parallelism.mesh import World
+from titan.parallelism.schema import Layout
+from titan.profile.schema import Profile
+from titan.profile.waits import Waits
+from titan.training.train_step import TrainStep
+
+FIGURES = ("step_seconds", "data_seconds", "wait_seconds")
+"""Of each rank: its step, and of that waiting for data and for other ranks."""
+WAITING = tuple((module, "wait") for module in (collectives, context, context_ring))
+"""Where tensor and context parallelism wait for a collective."""
+
+
+class RankTimes:
+    """Measures this rank's times, and reads those of all ranks."""
+
+    def __init__(self, settings: Profile, world: World, train_step: TrainStep, compiled: bool) -> None:
+        """Take the settings, and start to measure where there are several ranks.
+
+        Args:
+            settings: of the profile axis.
+            world: the ranks.
+            train_step: whose gradients DDP may sum.
+            compiled: whether parts of the model are compiled.
+        """
+        self.rank, self.size = world.rank_info.rank, world.rank_info.world_size
+        self.on = settings.rank_times and self.size > 1
+        self.slow = SlowRanks(settings, world.layout)
+        self.waits = Waits(world.device, compiled)
+        self.pending: deque[list[tuple[Any, Any]]] = deque()
+        self.latest: tuple[int, list[float]] | None = None
+        self.sent: dict[int, int] = {}
+        if self.on:
+            replicas = world.layout.only_replicated
+            self.waits.install(next(train_step.parameters()) if replicas else None, WAITING)
+
+    def places(self, step: int) -> list[float]:
+        """Return this rank's part of the vector of a step: its times in its own places, and zeros in the others'."""
+        if not self.on:
+            return []
+        values = [0.0] * (len(FIGURES) * self.size)
+        if self.latest is not None:
+            self.sent[step], times = self.latest
+            values[len(FIGURES) * self.rank : len(FIGURES) * (self.rank + 1)] = times
+        return values
+
+    def end_backward(self) -> None:
+        """Note that gradients are complete."""
+        self.waits.end_backward()
+
+    def end_step(self) -> None:
+        """Note that the host has issued a whole step."""
+        if self.on:
+            self.pending.append(self.waits.take())
+
+    def finished(self, step: int, seconds: float, data_seconds: float) -> None:
+        """Take the times of a step that the device has finished."""
+        if self.on:
+            self.latest = step, [seconds, data_seconds, self.waits.seconds(self.pending.popleft())]
+
+    def read(self, step: int, places: Sequence[float]) -> tuple[dict[str, Any], list[str]]:
+        """Return what metrics.jsonl records of the times that a step's vector has, and news of slow ranks.
+
+        Args:
+            step: the step.
+            places: the sum of what the ranks wrote.
+        """
+        measured = self.sent.pop(step, None)
+        if measured is None:
+            return {}, []
+        figures = {name: list(places[i :: len(FIGURES)]) for i, name in enumerate(FIGURES)}
+        own = [s - w for s, w in zip(figures["step_seconds"], figures["wait_seconds"], strict=True)]
+        news = self.slow.add(own, figures["data_seconds"])
+        spread = {name: _spread(values) for name, values in {**figures, "own_seconds": own}.items()}
+        slow = {"slow": self.slow.named} if self.slow.named else {}
+        return {"ranks": {"step": measured, **spread, **slow}}, news
+
+    def close(self) -> None:
+        """Stop measuring."""
+        self.waits.close()
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the least, median and largest value, and the rank that has the largest."""
+    largest = max(range(len(values)), key=values.__getitem__)
+    spread = {"min": min(values), "median": median(values), "max": values[largest]}
+    return {**{name: round(value, 6) for name, value in spread.items()}, "rank": largest}
+
+
+def _medians(vectors: Sequence[Sequence[float]]) -> list[float]:
+    """Return the median of each component."""
+    return [median(values) for values in zip(*vectors, strict=True)]
+
+
+class SlowRanks:
+    """Names ranks whose own time is larger than that of the ranks with the same work: medians of the latest steps."""
+
+    def __init__(self, settings: Profile, layout: Layout) -> None:
+        self.factor, ranks = settings.slow_factor, range(layout.devices)
+        stages = [layout.coordinates(rank)["pipeline"] for rank in ranks]
+        self.peers = [[peer for peer in ranks if stages[peer] == stages[rank] and peer != rank] for rank in ranks]
+        self.steps: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=settings.slow_steps)
+        self.named: list[int] = []
+
+    def add(self, own: Sequence[float], data: Sequence[float]) -> list[str]:
+        """Take the own time of each rank in a step, of it waiting for data, and return news as sentences."""
+        self.steps.append((own, data))
+        if not self.steps or len(self.steps) < (self.steps.maxlen or 0):
+            return []
+        own, data = (_medians(vectors) for vectors in zip(*self.steps, strict=True))
+        usual = [median([own[peer] for peer in peers]) if peers else own[rank] for rank, peers in enumerate(self.peers)]
+        slow = [rank for rank, seconds in enumerate(own) if seconds > self.factor * usual[rank]]
+        news = [self._sentence(r, own[r], usual[r], data[r]) for r in slow if r not in self.named]
+        news += [f"rank {rank} is no longer slow" for rank in self.named if rank not in slow]
+        self.named = slow
+        return news
+
+    def _sentence(self, rank: int, own: float, usual: float, data: float) -> str:
+        cause = "waiting for data" if data > (own - usual) / 2 else "computation"
+        return (
+            f"rank {rank} is slow: its own time is {rounded(own)} s a step, {own / usual:.1f} times that of the other "
+            f"ranks ({rounded(usual)} s), in the median of {len(self.steps)} steps; the cause is {cause}"
+        )
