@@ -40,6 +40,7 @@ from titan.run.run import Run
 from titan.training import recording, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation import EvalSet, eval_sets, evaluate
+from titan.training.layer_metrics import LayerMetrics
 from titan.training.lr_schedule import lr_factor
 from titan.training.sample import sample_text
 from titan.training.signals import exit_code_of_stop
@@ -96,6 +97,7 @@ class Trainer:
         self.stopping = self.requeue = self.save_requested = False
         self.bad_steps = 0
         self.times = StepTimes()
+        self.layers = LayerMetrics(run, train_step, run.metrics.layers_every)
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
@@ -179,19 +181,25 @@ class Trainer:
             The step, whose metrics `_finalize_step` reads.
         """
         timer, self.step = StepTimer(self.world.device, before), self.step + 1
-        batch = next(self.loader)
+        batch, layers = next(self.loader), self.layers if self.layers.due(self.step) else None
         lr = self._set_lr()
-        tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
-        loss = self.train_step.backward(self._to_device(batch), 1 / tokens)
+        tokens, rows = self.run.training.phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
+        if layers:
+            layers.before_step(self.step, rows)
+        loss = self.train_step.backward(rows, 1 / tokens)
         metrics = self.world.sum(self._pack_metrics(loss, batch))
         gradients = self.train_step.gradients()
         if self.masks_targets:  # how many targets count is known only now
             grad_norm.scale(gradients, (tokens / metrics[VALID].clamp(min=1)).float())
         norm = self.train_step.norm()
+        if layers:
+            layers.before_update()
         if self.run.training.clip_norm is not None:
             grad_norm.clip(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
         self._update(~torch.isfinite(metrics[LOSS] + norm) | (metrics[VOID] > 0))
+        if layers:
+            layers.after_update(self.step)
         self.rows = batch.read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
 
@@ -298,6 +306,7 @@ class Trainer:
             "memory_gib": peak_memory_gib(self.world.device),
             "rows": [step.batch.first, step.batch.last],
             "batch_hash": step_metrics.batch_hash(metrics),
+            **self.layers.record(step.step),
         }
 
     def _tokens(self, step: InFlightStep) -> int:
