@@ -22,6 +22,7 @@ from titan.debug.hooks import Call, Hooks
 from titan.model.layers import IGNORED
 from titan.parallelism import collectives
 from titan.training.layer_norms import squares
+from titan.training.replay.job import TokenLoss
 from titan.training.train_step import TrainStep
 
 SAMPLED = 4096
@@ -101,16 +102,6 @@ class Sample:
 
     tokens: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class TokenLoss:
-    """The loss of one token: its row in the step, its position, its id, and the id that was to be predicted."""
-
-    loss: float
-    row: int
-    position: int
-    target: int
 
 
 def hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -171,17 +171,18 @@ class Trainer:
         if previous:
             self._finalize_step(previous)
 
-    def _step(self, before: StepTimer | None = None) -> InFlightStep:
+    def _step(self, before: StepTimer | None = None, batch: Batch | None = None) -> InFlightStep:
         """Start one optimizer update on the device.
 
         Args:
             before: times the step that this one follows without a break.
+            batch: what the step reads; None: what the loader gives.
 
         Returns:
             The step, whose metrics `_finalize_step` reads.
         """
         timer, self.step = StepTimer(self.world.device, before), self.step + 1
-        batch, layers = next(self.loader), self.layers if self.layers.due(self.step) else None
+        batch, layers = batch or next(self.loader), self.layers if self.layers.due(self.step) else None
         lr = self._set_lr()
         tokens, rows = self.run.training.phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
         if layers:
