@@ -254,11 +254,11 @@ def projections(width: int) -> Tensor:
 def token_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each token, float32 like `targets`; 0 where it does not count. All tensor ranks call it."""
     weight = head.use(head.weight, head.operand or hidden.dtype)
-    losses, parts = [], torch.split(hidden.flatten(0, -2), CHUNK)
-    for x, y in zip(parts, torch.split(targets.flatten(), CHUNK), strict=True):
-        logits = head.whole(head.product(x, weight)).float()
-        losses.append(F.cross_entropy(logits, y, ignore_index=IGNORED, reduction="none"))
-    return torch.cat(losses).view(targets.shape)
+    losses, size = [], max(1, CHUNK // len(hidden))
+    for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
+        logits = head.whole(head.product(x, weight)).float().flatten(0, -2)
+        losses.append(F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="none").view(y.shape))
+    return torch.cat(losses, 1)
 
 
 def largest_logit(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

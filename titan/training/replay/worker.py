@@ -92,7 +92,7 @@ class Replayer(Trainer):
 
     def _look(self, job: Job) -> Part:
         """Take the step with metrics of all layers, after forward and backward passes with hooks."""
-        batch = next(self.loader)
+        batch, self.step = next(self.loader), job.step
         seen = self._observe(self._to_device(batch), job)
         self.layers = LayerMetrics(self.run, self.train_step, 1)
         current = self._step(batch=batch)
