@@ -120,6 +120,7 @@ class Trainer:
         self._restore()
         if self.world.is_rank0:
             summary.show_run(self.run, self.attempt, self.mix, self.applied)
+            self.spikes = recording.spikes(self.run, self.attempt)
             self.recorder = recording.recorder(self.run, self.attempt, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
@@ -269,7 +270,7 @@ class Trainer:
         self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
         if self.recorder:
             self._log_records(self.saving.poll_finished())
-            self.recorder.log(self._record(step, loss, norm, seconds, metrics) | cause)
+            self.recorder.log(self._record(step, loss, norm, seconds, metrics) | cause | self._mark_spike(step, loss))
         if self.progress:
             self.progress.step(step.step, loss, self._tokens(step) / seconds)
         return bool(cause)
@@ -317,6 +318,12 @@ class Trainer:
         own = self.world.data_shard.rows(training.phase(step).rows)
         numbers = self.mix.numbers(np.arange(own.start, own.stop) + training.rows_before(step)).tolist()
         return lambda place: numbers[place] if place < len(numbers) else None
+
+    def _mark_spike(self, step: InFlightStep, loss: float) -> dict[str, float]:
+        """Report a step whose loss is a spike; return what its record says of that."""
+        if mark := self.spikes.add(loss):
+            self._warn(mark.sentence(step.step, loss, step.batch.first, step.batch.last))
+        return mark.record() if mark else {}
 
     def _record(
         self, step: InFlightStep, loss: float, norm: float, seconds: float, metrics: list[float]
