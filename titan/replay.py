@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     if shows(words, HELP):
         return 0
-    name, settings, overrides = _parse(words)
+    name, settings, overrides = parse(words)
     _check_output(settings)
     from launchers.scratch import scratch
 
@@ -66,7 +66,7 @@ def _main(words: list[str]) -> int:
     return 0
 
 
-def _parse(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
+def parse(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
     """Return the run, the settings, and the overrides of the run.
 
     Raises:
