@@ -56,8 +56,6 @@ class SpikeDetector:
 
     def _mark(self, loss: float) -> Mark | None:
         usual = median(self.losses)
-        if loss - usual <= HIGH:
-            return None
         sigma = SIGMA * median(abs(x - usual) for x in self.losses)
-        score = (loss - usual) / max(sigma, HIGH / self.deviations)
+        score = (loss - usual) / max(sigma, HIGH / self.deviations)  # a smaller rise than HIGH is within the limit
         return Mark(score, usual) if score > self.deviations else None

@@ -2,9 +2,9 @@
 
 All ranks repeat the step together, from the weights and the batch that are still there; a step that is finite has no
 hooks. Each rank notes, for each stage and micro-batch, the first value that is not finite in the forward pass and in
-the backward pass. What another stage sent began there; of the others the earliest is the origin: forward before
-backward, then by micro-batch, stage and order within the stage. Values are checked before they are summed over tensor
-ranks, so that the rank is found too.
+the backward pass. The earliest of all ranks is the origin: forward before backward, then by micro-batch, stage (what a
+stage sends on comes later) and order within the stage. Values are checked before they are summed over tensor ranks, so
+that the rank is found too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Origin:
         stage: the stage's number in the model.
         order: how many values of this stage and micro-batch came before.
         rows: indices of rows in the micro-batch; empty where the value belongs to no row.
-        received: whether another stage sent it.
         rank: the rank.
     """
 
@@ -55,7 +54,6 @@ class Origin:
     stage: int
     order: int
     rows: tuple[int, ...]
-    received: bool = False
     rank: int = 0
 
 
@@ -131,7 +129,6 @@ class Tracer(Hooks):
         super().__init__(train_step.stages)
         pipeline = train_step.world.coordinate("pipeline")
         self.numbers = list(run.staging.stages_of(pipeline))
-        self.last = run.staging.count - 1
         self.found: dict[tuple[Direction, int, int], Origin] = {}
         self.values: dict[tuple[Direction, int, int], int] = {}
         self.bad_tokens: list[Tensor] = []
@@ -191,9 +188,7 @@ class Tracer(Hooks):
             return
         bad = ~torch.isfinite(x.detach()) if bad is None else bad
         rows = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist()) if bad.dim() > 1 else ()
-        number = self.numbers[call.stage]
-        received = order == 0 and number != (0 if direction == "forward" else self.last)
-        self.found[key] = Origin(direction, module, detail, call.microbatch, number, order, rows, received)
+        self.found[key] = Origin(direction, module, detail, call.microbatch, self.numbers[call.stage], order, rows)
 
 
 def _is_hidden(x: Any) -> bool:
@@ -214,7 +209,7 @@ def _last(name: str) -> str:
 def _sentence(found: Sequence[Found], compiled: bool) -> str:
     """Return one sentence on the origin."""
     weights = _named((name, rank) for rank, part in enumerate(found) for name in part.weights)
-    origins = sorted((o for part in found for o in part.origins if not o.received), key=_place)
+    origins = sorted((o for part in found for o in part.origins), key=_place)
     if origins:
         first = origins[0]
         alike = [o for o in origins if _place(o)[:-1] == _place(first)[:-1]]
