@@ -74,26 +74,27 @@ def plan_command(argv: Sequence[str], job: Callable[[Run], int], grid: Callable[
 
 
 @contextlib.contextmanager
-def _parsed(arguments: Sequence[str]) -> Iterator[argparse.Namespace]:
+def _parsed(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Iterator[argparse.Namespace]:
     """Yield the parsed and checked arguments of a command line; what Hydra raises meanwhile becomes ConfigError."""
     register()
     plugin.register()
-    args = command_line.parse(arguments)
+    args = command_line.parse(arguments, recorded)
     with HydraErrors(args.overrides):
         command_line.check(args)
         yield args
 
 
-def compose_single(arguments: Sequence[str]) -> Run:
+def compose_single(arguments: Sequence[str], recorded: Sequence[str] = ()) -> Run:
     """Return the checked run of a command line that starts one run on this machine.
 
     Args:
         arguments: the command line.
+        recorded: a run's own command line, to which this one is added; it lets no package be imported.
 
     Raises:
         ConfigError: when the run can't work, or the command line asks for anything else.
     """
-    with _parsed(arguments) as args:
+    with _parsed(arguments, recorded) as args:
         if args.help or args.version or command_line.asks_to_show(args):
             raise ConfigError("-m, --help, --cfg, --info and the like are for titan.train; leave them out.")
         cfg = _composed_as(args)

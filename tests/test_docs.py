@@ -18,7 +18,7 @@ import pytest
 from launchers import start
 from launchers.command import command as launch
 from tests.support import made_weights
-from titan import calibrate, compare, convert, data, generate, plan, prepare, status
+from titan import calibrate, compare, convert, data, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
 from titan.config.arguments import arguments
 from titan.dataset.tokenizers import train
@@ -148,6 +148,11 @@ def test_command(
     elif "titan.convert" in words:
         told = words[words.index("titan.convert") + 1 :]
         assert arguments(convert.Convert, told) if command.elsewhere else convert.main(told) == 2 * command.refused
+    elif "titan.replay" in words:
+        request.getfixturevalue("compared")
+        trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
+        given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
+        assert replay.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:

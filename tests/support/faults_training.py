@@ -177,8 +177,8 @@ TRAINING = (
     fault(
         "bad steps: they need not be in a row",
         "titan/training/trainer.py",
-        "            self.bad_steps = 0\n            return\n",
-        "            return\n",
+        "            self.bad_steps = 0\n            return {}\n",
+        "            return {}\n",
         "training/test_trainer.py::test_bad_steps_in_a_row_end_the_run",
     ),
     fault(

@@ -57,9 +57,7 @@ def test_an_error_is_reported_before_a_save_has_ended(error: Exception, message:
 
 @pytest.mark.parametrize(("milliseconds", "name"), [(600000, "step_timeout"), (1800000, "timeout")])
 def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Path) -> None:
-    error = worker._user_error(
-        tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation")
-    )
+    error = worker.user_error(tiny(tmp_path), RuntimeError(f"a] Timed out waiting {milliseconds}ms for send operation"))
     assert isinstance(error, RunError)
     assert f"slower than cluster.{name} allows" in str(error)
 

@@ -15,7 +15,7 @@ from titan.metrics.lines import read_lines
 
 SHARE = 0.02
 """The share of the run that one smoothed point averages over."""
-BLUE, ORANGE, GREY = "#2c6fbb", "#d9571e", "#6b6b6b"
+BLUE, ORANGE, GREY, RED = "#2c6fbb", "#d9571e", "#6b6b6b", "#b3122b"
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,17 @@ def plot_losses(metrics_file: Path, png: Path) -> Path | None:
         The file; None where matplotlib isn't installed or there is no loss.
     """
     lines = read_lines(metrics_file)
-    training, validation = curve(lines, "loss"), curve(lines, "validation_loss")
+    training, validation, spikes = curve(lines, "loss"), curve(lines, "validation_loss"), marked(lines)
     if not (training.steps or validation.steps) or importlib.util.find_spec("matplotlib") is None:
         return None
-    _draw(training, validation, png)
+    _draw(training, validation, spikes, png)
     return png
+
+
+def marked(records: Iterable[Mapping[str, Any]]) -> Curve:
+    """Return the losses of the steps that are marked as spikes; the last record of a step counts."""
+    last = {record["step"]: record for record in records if "loss" in record and "step" in record}
+    return curve((record for record in last.values() if "spike" in record), "loss")
 
 
 def curve(records: Iterable[Mapping[str, Any]], key: str) -> Curve:
@@ -79,7 +85,7 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
     return out
 
 
-def _draw(training: Curve, validation: Curve, png: Path) -> None:
+def _draw(training: Curve, validation: Curve, spikes: Curve, png: Path) -> None:
     """Draw without pyplot, which keeps figures in a global registry."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -101,6 +107,8 @@ def _draw(training: Curve, validation: Curve, png: Path) -> None:
             zorder=4,
             label=f"validation, last {validation.values[-1]:.3f}",
         )
+    if spikes.steps:
+        _plot_spikes(axes, spikes, _limits(training.values, validation.values)[1])
     _format_axes(axes, training, validation)
     figure.savefig(png)
 
@@ -113,6 +121,13 @@ def _plot_training(axes: Any, training: Curve) -> None:
     axes.plot(training.tokens, training.values, color=BLUE, linewidth=0.8, alpha=0.35, label="training")
     smoothed = smooth(training.values, span)
     axes.plot(training.tokens, smoothed, color=BLUE, linewidth=1.8, zorder=3, label=f"training, mean over {span} steps")
+
+
+def _plot_spikes(axes: Any, spikes: Curve, top: float) -> None:
+    """Mark spikes; those above the axis at its upper end."""
+    heights = [min(value, top) for value in spikes.values]
+    label = f"spikes, {len(heights)}"
+    axes.plot(spikes.tokens, heights, "v", color=RED, markersize=6, zorder=5, label=label, clip_on=False)
 
 
 def _format_axes(axes: Any, training: Curve, validation: Curve) -> None:

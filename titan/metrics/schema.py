@@ -27,3 +27,15 @@ class Metrics:
     sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0, cap=10**6)
     validate_every: int = setting(50, "steps between evaluations; 0: only at the end", at_least=0)
     validation_tokens: int = setting(16384, "tokens of each source's evaluation set; 0: no evaluation", at_least=0)
+    layers_every: int = setting(
+        0,
+        "steps between metrics of each layer: norms of gradients and weights, update-to-weight ratio, size of "
+        "activations, largest attention logit; 0: never",
+        at_least=0,
+    )
+    spike_window: int = setting(
+        100, "steps whose losses decide whether the next one is a spike; 0: no spikes are marked", at_least=0, cap=10**6
+    )
+    spike_deviations: float = setting(
+        7.0, "a loss is a spike if it is so many robust standard deviations above the window's median", above=0, cap=1e6
+    )

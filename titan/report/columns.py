@@ -79,6 +79,7 @@ class Metrics:
         stalled: seconds that training waited for checkpoints.
         last: the time of the last line of each attempt, where lines have times.
         broken: the number of lines that are corrupt or truncated, and ignored.
+        marks: the lines of steps whose loss was marked as a spike.
     """
 
     steps: Steps
@@ -86,6 +87,7 @@ class Metrics:
     stalled: float
     last: Mapping[int, float]
     broken: int = 0
+    marks: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass
@@ -98,6 +100,7 @@ class _Reading:
     stalled: float = 0.0
     last: dict[int, float] = field(default_factory=dict)
     broken: int = 0
+    marks: list[Mapping[str, Any]] = field(default_factory=list)
 
     def take(self, records: Sequence[Any]) -> None:
         """Add lines, all or none: raise `TypeError` or `ValueError` where values have the wrong type."""
@@ -114,6 +117,7 @@ class _Reading:
         self.hashes.extend(hashes)
         self.stalled += stalled
         self.last |= times
+        self.marks += [{"attempt": 1} | r for r in steps if "spike" in r]
         self.validations += [{"attempt": 1} | r for r in known if "validation_loss" in r]
 
 
@@ -130,7 +134,8 @@ def read(file: Path) -> Metrics:
                 _take(reading, [line for line in some if not line.isspace()])
     except OSError:
         pass
-    return Metrics(_steps(reading), tuple(reading.validations), reading.stalled, reading.last, reading.broken)
+    marks, validations = tuple(reading.marks), tuple(reading.validations)
+    return Metrics(_steps(reading), validations, reading.stalled, reading.last, reading.broken, marks)
 
 
 def _plain(record: Any) -> bool:

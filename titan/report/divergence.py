@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from titan.metrics.spikes import HIGH
 from titan.report.collect import Raw
 from titan.report.findings import Numbers, Spike
 from titan.report.history import History
@@ -21,8 +22,6 @@ LAST = 10
 """Steps at the end, none of which is finite, of a run that diverged and had no validation."""
 BLOCK = 50
 """Steps whose median is the usual loss for as many steps after them."""
-HIGH = 0.1
-"""Nats: a smaller rise is no spike, however even the steps before it were."""
 
 
 def diverged(raw: Raw, history: History, final: Mapping[str, Any]) -> bool:
@@ -59,17 +58,32 @@ def _in_a_row(history: History) -> int:
 
 
 def spikes(history: History) -> tuple[Spike, ...]:
-    """Return the loss spikes: `FAR` deviations above the median of the block of steps before."""
+    """Return the loss spikes: those that the run marked, and `FAR` deviations above the median of the block before."""
     steps, losses = history.steps.step, history.steps.loss
-    blocks = len(losses) // BLOCK
+    usual = _usual(losses)
+    high = np.flatnonzero(np.isin(steps, list(history.marks)) | np.isfinite(usual))
+    groups = np.split(high, np.flatnonzero(np.diff(high) > BLOCK) + 1) if len(high) else []
+    tops = [int(group[np.argmax(losses[group])]) for group in groups]
+    return tuple(_spike(int(steps[i]), float(losses[i]), float(usual[i]), history) for i in tops)
+
+
+def _spike(step: int, loss: float, usual: float, history: History) -> Spike:
+    mark = history.marks.get(step, {})
+    rows = mark.get("rows")
+    known = isinstance(rows, list) and len(rows) == 2 and all(type(row) is int for row in rows)
+    return Spike(step, loss, float(mark.get("spike_median", usual)), (rows[0], rows[1]) if rows and known else None)
+
+
+def _usual(losses: Numbers) -> Numbers:
+    """Return the median of the block before each loss that is far above it; NaN for other losses."""
+    blocks, found = len(losses) // BLOCK, np.full(len(losses), np.nan)
     if blocks < 2:
-        return ()
+        return found
     usual, limit = _limits(losses[: blocks * BLOCK].reshape(blocks, BLOCK))
     block = np.arange(len(losses)) // BLOCK
     high = np.flatnonzero((block > 0) & (losses > limit[np.maximum(block, 1) - 1]))
-    groups = np.split(high, np.flatnonzero(np.diff(high) > BLOCK) + 1) if len(high) else []
-    tops = [int(group[np.argmax(losses[group])]) for group in groups]
-    return tuple(Spike(int(steps[i]), float(losses[i]), float(usual[block[i] - 1])) for i in tops)
+    found[high] = usual[block[high] - 1]
+    return found
 
 
 def _limits(blocks: Numbers) -> tuple[Numbers, Numbers]:

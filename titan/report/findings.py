@@ -137,11 +137,12 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss spike: the step of its maximum, the loss there, and the usual loss before it."""
+    """A loss spike: the step of its maximum, the loss there, the usual loss before it, and the step's rows if known."""
 
     step: int
     loss: float
     usual: float
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -47,6 +47,7 @@ class History:
         self._kept = _last_of_each(self._lines, self._limits)
         self.steps = self._lines.at(self._kept)
         self.validations = self._validations()
+        self.marks = self._last(self.raw.metrics.marks)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -113,12 +114,12 @@ class History:
 
     def _validations(self) -> tuple[Mapping[str, Any], ...]:
         """Return the last validation of each step that counts."""
-        last = {
-            int(v["step"]): v
-            for v in self.raw.metrics.validations
-            if v["step"] <= self._limits.get(int(v["attempt"]), math.inf)
-        }
+        last = self._last(self.raw.metrics.validations)
         return tuple(last[step] for step in sorted(last))
+
+    def _last(self, records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """Return the last of these records of each step that counts, by step."""
+        return {int(r["step"]): r for r in records if r["step"] <= self._limits.get(int(r["attempt"]), math.inf)}
 
 
 def limits(documents: tuple[Mapping[str, Any], ...]) -> dict[int, float]:

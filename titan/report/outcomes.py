@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from titan.console.numbers import plural
-from titan.report.findings import Failed, Outcomes, RunFound, State
+from titan.report.findings import Failed, Outcomes, RunFound, Spike, State
 from titan.report.runs import Member
 
 FAR = 10.0
@@ -123,8 +123,12 @@ def _of_spikes(runs: Sequence[RunFound]) -> list[str]:
     rise, run, top = max(((s.loss - s.usual, r, s) for r in spiked for s in r.spikes), key=lambda each: each[0])
     return [
         f"loss spikes in {len(spiked)} of {len(runs)} runs: {count} in all, the highest by {rise:.2f} nats to "
-        f"{top.loss:.2f} at step {top.step:,} of seed {run.seed}"
+        f"{top.loss:.2f} at step {top.step:,} of seed {run.seed}{_rows(top)}"
     ]
+
+
+def _rows(spike: Spike) -> str:
+    return "" if spike.rows is None else f" (rows {spike.rows[0]} to {spike.rows[1]})"
 
 
 def _odd(members: Sequence[Member]) -> list[str]:

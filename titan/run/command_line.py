@@ -28,10 +28,14 @@ CHOSEN = (*Recipe.axes(), "recipe", "sweep")
 """The config groups of a command line."""
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
+def parse(words: Sequence[str], recorded: Sequence[str] = ()) -> argparse.Namespace:
     """Return the options and overrides of a command line, with `resume=DIR` replaced by the run's own overrides.
 
     `typed` are the overrides of the command line itself: those of a resumed run let no package be imported.
+
+    Args:
+        words: the command line.
+        recorded: a run's own command line, to which this one is added.
 
     Raises:
         ConfigError: for an unknown option, and for options that exclude each other.
@@ -42,6 +46,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if resumed:
         earlier = _options([*_earlier(resumed[-1], args), *_without_resume(words)])
         args = argparse.Namespace(**vars(earlier))
+    elif recorded:
+        args = _options([*recorded, *words])
     args.overrides, args.resumed, args.typed = present(args.overrides), bool(resumed), present(typed)
     args.multirun = args.multirun or _mode(args.overrides) == "MULTIRUN"
     _check_options(args)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 from titan.cluster.known_devices import peak_tflops
 from titan.metrics.recorder import Recorder, Speed
+from titan.metrics.spikes import SpikeDetector
 from titan.metrics.trackers import open_trackers
 from titan.run.attempts import Attempt
+from titan.run.directory import read_last_steps
 from titan.run.run import Run, as_config
 
 
@@ -25,6 +28,14 @@ def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None]) -> Recorde
         warn=warn,
     )
     return Recorder(directory, attempt.number, trackers, warn)
+
+
+def spikes(run: Run, attempt: Attempt) -> SpikeDetector:
+    """Return what marks loss spikes; its window begins with the losses before the attempt."""
+    last = read_last_steps(Path(run.directory))
+    before = (line["loss"] for line in last if line["step"] <= attempt.step)
+    latest = list(islice(before, run.metrics.spike_window))
+    return SpikeDetector(run.metrics.spike_window, run.metrics.spike_deviations, reversed(latest))
 
 
 def speed(run: Run) -> Speed:

@@ -11,11 +11,12 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +38,10 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
 from titan.run.attempts import Attempt
 from titan.run.run import Run
-from titan.training import recording, step_metrics
+from titan.training import not_finite, recording, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation import EvalSet, eval_sets, evaluate
+from titan.training.layer_metrics import LayerMetrics
 from titan.training.lr_schedule import lr_factor
 from titan.training.profiling import Profiling
 from titan.training.rank_times import RankTimes
@@ -98,8 +100,9 @@ class Trainer:
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, self._warn)
         self.stopping = self.requeue = self.save_requested = False
-        self.bad_steps = 0
+        self.bad_steps, self.bad = 0, torch.zeros((), dtype=torch.bool, device=world.device)
         self.times = StepTimes()
+        self.layers = LayerMetrics(run, train_step, run.metrics.layers_every)
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
@@ -123,6 +126,7 @@ class Trainer:
         self._restore()
         if self.world.is_rank0:
             summary.show_run(self.run, self.attempt, self.mix, self.applied)
+            self.spikes = recording.spikes(self.run, self.attempt)
             self.recorder = recording.recorder(self.run, self.attempt, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
@@ -171,37 +175,49 @@ class Trainer:
             current = self._step(previous.timer if previous and not ended else None)
             if self.step == self.attempt.step + 1:  # its freed memory lies between the optimizer's state, made after it
                 release_freed_memory(self.world.device)
-            if previous:
-                self._finalize_step(previous)
+            if previous and self._finalize_step(previous):
+                current = self._step(batch=current.batch)  # the device left the weights as they were
             previous = self._run_periodic_tasks(current, last)
         if previous:
             self._finalize_step(previous)
         self.profiling.close()
 
-    def _step(self, before: StepTimer | None = None) -> InFlightStep:
+    def _step(self, before: StepTimer | None = None, batch: Batch | None = None) -> InFlightStep:
         """Start one optimizer update on the device.
 
         Args:
             before: times the step that this one follows without a break.
+            batch: of a step that is repeated; None: the next one.
 
         Returns:
             The step, whose metrics `_finalize_step` reads.
         """
-        timer, self.step = StepTimer(self.world.device, before), self.step + 1
-        batch = next(self.loader)
+        timer = StepTimer(self.world.device, before)
+        if batch is None:
+            batch, self.step = next(self.loader), self.step + 1
+        layers = self.layers if self.layers.due(self.step) else None
         lr = self._set_lr()
-        tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
-        loss = self.train_step.backward(self._to_device(batch), 1 / tokens)
+        tokens, rows = self.run.training.phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
+        if layers:
+            layers.before_step(self.step, rows)
+        loss = self.train_step.backward(rows, 1 / tokens)
         self.rank_times.end_backward()
         metrics = self.world.sum(self._pack_metrics(loss, batch))
         gradients = self.train_step.gradients()
         if self.masks_targets:  # how many targets count is known only now
             grad_norm.scale(gradients, (tokens / metrics[VALID].clamp(min=1)).float())
         norm = self.train_step.norm()
+        if layers:
+            layers.before_update()
         if self.run.training.clip_norm is not None:
             grad_norm.clip(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
-        self._update(~torch.isfinite(metrics[LOSS] + norm) | (metrics[VOID] > 0))
+        bad = ~torch.isfinite(metrics[LOSS] + norm)
+        # After a bad step the weights wait until the host has found its cause, and this step is repeated.
+        self._update(bad | self.bad | (metrics[VOID] > 0))
+        self.bad = bad
+        if layers:
+            layers.after_update(self.step)
         self.rows = batch.read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
 
@@ -255,8 +271,8 @@ class Trainer:
         self.rank_times.end_step()
         return InFlightStep(self.step, batch, lr, loss, metrics, timer)
 
-    def _finalize_step(self, step: InFlightStep) -> None:
-        """Read a step's metrics, act on them and log them."""
+    def _finalize_step(self, step: InFlightStep) -> bool:
+        """Read a step's metrics, act on them and log them; return whether a step that has started must be repeated."""
         *metrics, norm = step.read()
         seconds = step.timer.seconds()
         self.rank_times.finished(step.step, seconds, step.batch.wait_seconds)
@@ -265,43 +281,72 @@ class Trainer:
         if metrics[VOID]:  # a signal came while a rank waited for data: this was no step, and none came after it
             self.step = min(self.step, step.step - 1)
             self.rows = self.run.training.rows_before(self.step + 1)
-            return
+            return False
         self.save_requested = self.save_requested or metrics[SAVE] > 0
         self.profiling.asked = self.profiling.asked or metrics[PROFILE] > 0
         loss = metrics[LOSS] / max(1, metrics[VALID])
-        self._check_finite(step, loss, norm)
+        cause = self._check_finite(step, loss, norm)
         self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
         ranks, news = self.rank_times.read(step.step, metrics[PLACES:])
         for line in news:
             self._warn(line)
         if self.recorder:
             self._log_records(self.saving.poll_finished())
-            self.recorder.log(self._record(step, loss, norm, seconds, metrics) | ranks)
+            record = self._record(step, loss, norm, seconds, metrics)
+            self.recorder.log(record | ranks | cause | self._mark_spike(step, loss))
         if self.progress:
             self.progress.step(step.step, loss, self._tokens(step) / seconds)
+        return bool(cause)
 
-    def _check_finite(self, step: InFlightStep, loss: float, norm: float) -> None:
-        """Report a step whose loss or gradients were not finite.
+    def _check_finite(self, step: InFlightStep, loss: float, norm: float) -> dict[str, str]:
+        """Report a step whose loss or gradients were not finite; return what its record says of that.
 
         Raises:
             RunError: on `training.bad_steps` such steps in a row.
         """
         if math.isfinite(loss + norm):
             self.bad_steps = 0
-            return
+            return {}
         self.bad_steps += 1
         losses = self.world.gather(float(step.local_loss))
         ranks = [r for r, value in enumerate(losses) if not math.isfinite(value)]
         where = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
         rows = f"rows {step.batch.first} to {step.batch.last}"
-        self._warn(f"step {step.step}: not finite: {where}, {rows}; the weights are unchanged")
+        cause = self._find_cause(step)
+        self._warn(f"step {step.step}: not finite: {where}, {rows}: {cause}; the weights are unchanged")
         if self.bad_steps >= self.run.training.bad_steps:
             self._log_records(self.saving.wait())
             raise RunError(
-                f"{self.bad_steps} steps in a row were not finite, the last one step {step.step}: {where}, {rows}; "
+                f"{self.bad_steps} steps in a row were not finite, the last one step {step.step}: {where}, {rows}: "
+                f"{cause}; "
                 f"lower optimizer.lr={self.run.optimizer.lr:g}, or raise training.bad_steps="
                 f"{self.run.training.bad_steps}. The last checkpoint is from step {self.saving.saved_step}."
             )
+        return {"not_finite": cause}
+
+    def _find_cause(self, step: InFlightStep) -> str:
+        """Repeat a step that was not finite, and return where that began; details are in `debug/`."""
+        self._set_timeout(self.run.cluster.timeout)
+        run, self.bad = self.run, torch.zeros_like(self.bad)
+        report = not_finite.investigate(
+            run, self.train_step, self._to_device(step.batch), 1 / self._tokens(step), self._number_of(step.step)
+        )
+        if self.world.is_rank0:
+            report.write(Path(run.directory), step.step)
+        return report.sentence
+
+    def _number_of(self, step: int) -> Callable[[int], int | None]:
+        """Return the function that gives the number in the data of this rank's rows of a step, None for padding."""
+        training = self.run.training
+        own = self.world.data_shard.rows(training.phase(step).rows)
+        numbers = self.mix.numbers(np.arange(own.start, own.stop) + training.rows_before(step)).tolist()
+        return lambda place: numbers[place] if place < len(numbers) else None
+
+    def _mark_spike(self, step: InFlightStep, loss: float) -> dict[str, float]:
+        """Report a step whose loss is a spike; return what its record says of that."""
+        if mark := self.spikes.add(loss):
+            self._warn(mark.sentence(step.step, loss, step.batch.first, step.batch.last))
+        return mark.record() if mark else {}
 
     def _record(
         self, step: InFlightStep, loss: float, norm: float, seconds: float, metrics: list[float]
@@ -320,6 +365,7 @@ class Trainer:
             "memory_gib": peak_memory_gib(self.world.device),
             "rows": [step.batch.first, step.batch.last],
             "batch_hash": step_metrics.batch_hash(metrics),
+            **self.layers.record(step.step),
         }
 
     def _tokens(self, step: InFlightStep) -> int:

@@ -55,7 +55,7 @@ def work(
         ConfigError: when no checkpoint to resume from is intact.
         RunError: when the run can't continue.
     """
-    _log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
+    log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
         world = mesh.connect(
@@ -79,10 +79,10 @@ def work(
             if stop.requested and _from_compiler(error):
                 log.warning("stopped while compiling: the signal ended the compiler too")
                 return exit_code_of_stop(stop.requeue)
-            user_error = _user_error(run, error)
-            if user_error is error:
+            found = user_error(run, error)
+            if found is error:
                 raise
-            raise user_error from error
+            raise found from error
         # only after success: with NCCL this waits for operations that other ranks may never start (pytorch #141510)
         world.close()
         return exit_code
@@ -95,13 +95,13 @@ def _train(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
     except StopRequested:
         raise
     except Exception as error:
-        failed(_user_error(trainer.run, error))
+        failed(user_error(trainer.run, error))
         raise
     finally:
         trainer.close()
 
 
-def _user_error(run: Run, error: Exception) -> Exception:
+def user_error(run: Run, error: Exception) -> Exception:
     """Return an error that the user can act on as RunError, any other as it is."""
     if isinstance(error, torch.OutOfMemoryError):
         return RunError(_out_of_memory(run, error))
@@ -183,7 +183,8 @@ def _previous_attempt(run: Run, attempt: Attempt, corruption: str) -> Attempt | 
         return str(error)
 
 
-def _log_to(file: Path) -> None:
+def log_to(file: Path) -> None:
+    """Send this process's log to a file."""
     logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)

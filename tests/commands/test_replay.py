@@ -1,0 +1,119 @@
+"""`python -m titan.replay`: a repeated step is the run's own, and shows what differs, on any layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.matrix import EXACT, MODEL
+from tests.support.runs import steps, tiny, train
+from titan import replay
+from titan.run.run import Run
+
+SETTINGS = ("optimizer=sgd", "optimizer.lr=0.1", "training.steps=7", "checkpoint.every=3", *MODEL)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A finished run on one device, with checkpoints of steps 3, 6 and 7."""
+    return trained(tmp_path_factory.mktemp("run") / "first", *SETTINGS)
+
+
+def trained(directory: Path, *settings: str, layout: str = "single") -> Run:
+    """A finished run, which records the command line that a user would have given."""
+    made = tiny(directory, *settings, "checkpoint.keep=9", layout=layout)
+    train(made)
+    return made
+
+
+def replayed(run: Run, folder: Path, *words: str) -> dict[str, Any]:
+    assert replay.main([run.directory, *words, f"output={folder}/seen.json"]) == 0
+    seen: dict[str, Any] = json.loads((folder / "seen.json").read_text())
+    return seen
+
+
+def files(run: Run) -> dict[str, tuple[int, bytes]]:
+    found = (file for file in Path(run.directory).rglob("*") if file.is_file())
+    return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in found}
+
+
+@pytest.mark.parametrize(
+    "step", [1, 5, pytest.param(4, marks=pytest.mark.full), pytest.param(7, marks=pytest.mark.full)]
+)
+def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) -> None:
+    before = files(run)
+    seen, own = replayed(run, tmp_path, f"step={step}"), steps(run)[step - 1]
+    keys = ("loss", "grad_norm", "lr", "rows", "batch_hash", "tokens")
+    assert {key: seen["record"][key] for key in keys} == {key: own[key] for key in keys}
+    assert files(run) == before
+
+
+def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> None:
+    record, tokens = (replayed(run, tmp_path, "step=5", "tokens=128")[key] for key in ("record", "tokens"))
+    assert len(tokens) == 128 == record["valid_tokens"]
+    assert math.fsum(t["loss"] for t in tokens) / 128 == pytest.approx(record["loss"], rel=1e-6)
+    assert [t["loss"] for t in tokens] == sorted((t["loss"] for t in tokens), reverse=True)
+    assert {t["row"] for t in tokens} == set(range(record["rows"][0], record["rows"][1] + 1))
+
+
+@pytest.mark.ranks
+def test_a_step_of_ranks_is_repeated_on_one_device(tmp_path: Path) -> None:
+    made = trained(tmp_path / "run", *SETTINGS, layout="fsdp2")
+    seen, own = replayed(made, tmp_path, "step=5", "parallelism=single"), steps(made)[4]
+    assert (seen["record"]["rows"], seen["record"]["batch_hash"]) == (own["rows"], own["batch_hash"])
+    assert all(abs(seen["record"][key] / own[key] - 1) <= EXACT for key in ("loss", "grad_norm"))
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.process
+@pytest.mark.parametrize("layout", ["parallelism=3d", pytest.param("parallelism=4d", marks=pytest.mark.thorough)])
+def test_all_layouts_see_the_same(run: Run, tmp_path: Path, layout: str) -> None:
+    alone, split = (replayed(run, tmp_path, "step=5", words) for words in ("parallelism=single", layout))
+    assert [t["row"] for t in split["tokens"]] == [t["row"] for t in alone["tokens"]]
+    assert list(split["statistics"]) == list(alone["statistics"])
+    for name, values in alone["statistics"].items():
+        assert split["statistics"][name]["rms"] == pytest.approx(values["rms"], rel=EXACT)
+        assert split["statistics"][name]["largest"] == pytest.approx(values["largest"], rel=EXACT)
+    compared = replayed(run, tmp_path, "step=5", "parallelism=single", f"against={layout}")
+    assert compared["verdict"].startswith("no layer differs by more than rounding")
+    assert max(compared["differences"].values()) <= EXACT
+
+
+def test_the_first_layer_that_differs_is_named(run: Run, tmp_path: Path) -> None:
+    seen = replayed(run, tmp_path, "step=5", "against=model.norm_eps=0.01")
+    assert "more than rounding (1e-05) is the forward pass of layers.0.attention_norm" in seen["verdict"]
+    assert seen["differences"]["forward/tok_embeddings"] == 0
+    same = replayed(run, tmp_path, "step=5", f"against={run.directory}")
+    assert same["verdict"].startswith("both are the same, bitwise")
+
+
+def test_weights_of_another_run_differ_from_the_embedding_on(run: Run, tmp_path: Path) -> None:
+    other = trained(tmp_path / "other", *SETTINGS, "training.seed=1")
+    seen = replayed(run, tmp_path, "step=4", f"against={other.directory}")
+    assert "is the forward pass of tok_embeddings" in seen["verdict"]
+
+
+REFUSED = {
+    "no run": (["nowhere", "step=3"], "nowhere: there is no run in this directory"),
+    "two runs": (["RUN", "RUN", "step=3"], "needs the directory of one run"),
+    "no step": (["RUN"], "step"),
+    "a step behind the last": (["RUN", "step=8"], "step=8: the run in"),
+    "no checkpoint before": (["RUN", "step=3"], "no complete checkpoint before this step, the first is of step 3"),
+    "no such checkpoint": (["RUN", "step=7", "start=4"], "start=4: the run has no complete checkpoint of this step"),
+    "other data": (["RUN", "step=7", "dataset.seed=5"], "the data here are not those of the run"),
+    "against nothing": (["RUN", "step=7", "against=nothing"], "against=nothing: is no run's directory"),
+    "an unknown setting": (["RUN", "step=7", "optimizer.lrr=1"], "optimizer.lrr"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words, sentence", REFUSED.values(), ids=REFUSED)
+def test_what_can_not_be_replayed_is_refused(
+    run: Run, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert replay.main([run.directory if word == "RUN" else word for word in words]) == 2
+    assert sentence in capsys.readouterr().err

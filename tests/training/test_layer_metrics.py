@@ -1,0 +1,48 @@
+"""Metrics of every layer: the same numbers on every layout, and training that is the same with and without them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.support.matrix import EXACT, MODEL
+from tests.support.runs import learned, steps, tiny, train
+
+EVERY = (*MODEL, "optimizer=sgd", "checkpoint=off", "metrics.layers_every=2", "training.global_batch=112")
+LAYOUTS = {
+    "3d": ("parallelism=3d",),
+    "4d": ("parallelism=4d", "parallelism.microbatches=4"),
+    "fsdp of 3 tp whole": ("parallelism.shard=3", "parallelism.tensor=2", "parallelism.sequence_parallel=false"),
+    "cp documents": ("parallelism.context=2", "dataset.mask_documents=true", "dataset.longest=12"),
+    "ddp tied": ("parallelism.replicate=2", "model.tied=true"),
+    "pp tied": ("parallelism.pipeline=2", "parallelism.microbatches=4", "model.tied=true"),
+    "fsdp compiled": ("parallelism.shard=2", "compile=block", "compile.backend=aot_eager"),
+    "zbv full": ("parallelism.pipeline=2", "parallelism.microbatches=4", "parallelism.schedule=ZBVZeroBubble",
+                 "memory=full"),
+}  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.full] if n != "3d" else []) for n in LAYOUTS])
+def test_the_numbers_are_those_of_one_device(tmp_path: Path, layout: str) -> None:
+    science = tuple(s for s in LAYOUTS[layout] if s.startswith(("dataset.", "model.")))
+    alone, split = tiny(tmp_path / "alone", *EVERY, *science), tiny(tmp_path / "split", *EVERY, *LAYOUTS[layout])
+    train(alone)
+    train(split)
+    (_, there, _), (_, here, _) = steps(alone), steps(split)
+    names = [name for name in there if name.startswith("layer_")]
+    assert len(names) >= 4 * 5 and [n for n in here if n.startswith("layer_")] == names
+    far = {name: abs(here[name] / there[name] - 1) for name in names}
+    assert max(far.values()) <= EXACT, far
+    whole = math.sqrt(sum(there[n] ** 2 for n in names if n.startswith("layer_grad_norm/")))
+    assert whole == pytest.approx(there["grad_norm"], rel=EXACT)
+
+
+def test_other_steps_and_what_is_learned_are_as_without_them(tmp_path: Path) -> None:
+    measured, plain = tiny(tmp_path / "measured", *EVERY), tiny(tmp_path / "plain", *EVERY, "metrics.layers_every=0")
+    train(measured)
+    train(plain)
+    assert learned(measured) == learned(plain)
+    assert [any(k.startswith("layer_") for k in line) for line in steps(measured)] == [False, True, False]

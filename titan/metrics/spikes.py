@@ -1,0 +1,61 @@
+"""Loss spikes: losses far above those of the steps before. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+HIGH = 0.1
+"""Nats: a smaller rise is no spike, however even the steps before it were."""
+FEWEST = 20
+"""Losses that the window must have, where it is not shorter."""
+SIGMA = 1.4826
+"""The standard deviation of a normal distribution by its median absolute deviation."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A loss that is a spike: how many robust standard deviations it is above the median, and that median."""
+
+    deviations: float
+    usual: float
+
+    def record(self) -> dict[str, float]:
+        """Return the keys of the step's line of metrics.jsonl."""
+        return {"spike": self.deviations, "spike_median": self.usual}
+
+    def sentence(self, step: int, loss: float, first: int, last: int) -> str:
+        """Return what the terminal says of it; `first` and `last` are the step's rows."""
+        return (
+            f"step {step}: the loss, {loss:.4f}, is a spike, {self.deviations:.1f} deviations above the median of "
+            f"{self.usual:.4f}: rows {first} to {last}"
+        )
+
+
+class SpikeDetector:
+    """Compares each loss with those of a window of steps before it, by a robust z-score.
+
+    Median and median absolute deviation change little with the spikes that are in the window themselves.
+    """
+
+    def __init__(self, window: int, deviations: float, before: Iterable[float | None] = ()) -> None:
+        """Take the number of steps, 0 to mark none, the limit, and the losses before the first."""
+        self.window, self.deviations = window, deviations
+        self.losses = deque((x for x in before if x is not None and math.isfinite(x)), maxlen=window)
+
+    def add(self, loss: float) -> Mark | None:
+        """Add the loss of the next step; return its mark if it is a spike."""
+        if not (self.window and math.isfinite(loss)):
+            return None
+        found = self._mark(loss) if len(self.losses) >= min(FEWEST, self.window) else None
+        self.losses.append(loss)
+        return found
+
+    def _mark(self, loss: float) -> Mark | None:
+        usual = median(self.losses)
+        sigma = SIGMA * median(abs(x - usual) for x in self.losses)
+        score = (loss - usual) / max(sigma, HIGH / self.deviations)  # a smaller rise than HIGH is within the limit
+        return Mark(score, usual) if score > self.deviations else None

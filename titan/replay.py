@@ -1,0 +1,188 @@
+"""Repeat a step of a run and look at it: `python -m titan.replay RUN step=N [SETTING=VALUE ...]`; see `--help`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint import manifest
+from titan.cluster.environment import before_torch
+from titan.config.arguments import arguments, describe, shows
+from titan.console import output
+from titan.errors import ConfigError, RunError, exit_code
+from titan.files.atomic import write_atomic
+from titan.metrics.lines import read_lines
+from titan.run.directory import METRICS, RUN
+from titan.training.replay import show
+from titan.training.replay.job import Job, read_parts
+from titan.training.replay.request import Plan, Settings, plan
+from titan.training.replay.result import Seen, differences, put_together, tolerance
+
+HELP = f"""\
+Repeat a step of a run and look at it: python -m titan.replay RUN step=N [SETTING=VALUE ...] [OVERRIDE ...]
+
+  python -m titan.replay runs/first step=120                            from the nearest checkpoint before it
+  python -m titan.replay runs/first step=120 parallelism=single         on another layout
+  python -m titan.replay runs/first step=120 against=precision=fp32     and the same step in another precision
+  python -m titan.replay runs/first step=120 against=runs/second        and that step of another run
+
+{describe(Settings)}
+
+What is no setting is an override of the run's own command line. Nothing is written into the run's directory.
+
+Exit codes: 0 done, 1 failed, 2 wrong settings (the message says how to correct them), 130 interrupted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    before_torch(os.environ)
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _main(words))
+
+
+def _main(words: list[str]) -> int:
+    if shows(words, HELP):
+        return 0
+    name, settings, overrides = parse(words)
+    _check_output(settings)
+    from launchers.scratch import scratch
+
+    with scratch() as folder:
+        sides = _plans(name, settings, overrides, folder)
+        seen: list[Seen] = []
+        for index, side in enumerate(sides):
+            side = _after(side, sides[0], settings) if index and not _is_run(settings.against) else side
+            code, found = _replay(side, settings, save=index == 0 and len(sides) > 1)
+            if found is None:
+                return code
+            seen.append(found)
+    _show(name, settings, sides, seen)
+    return 0
+
+
+def parse(words: Sequence[str]) -> tuple[str, Settings, list[str]]:
+    """Return the run, the settings, and the overrides of the run.
+
+    Raises:
+        ConfigError: when there is not one run, or a setting is wrong.
+    """
+    runs = [word for word in words if "=" not in word]
+    if len(runs) != 1:
+        given = " ".join(runs) or "nothing"
+        raise ConfigError(f"{given}: a replay needs the directory of one run; give RUN step=N, or see --help.")
+    known = {field.name for field in fields(Settings)}
+    own = [word for word in words if word.partition("=")[0] in known]
+    return runs[0], arguments(Settings, own), [word for word in words if "=" in word and word not in own]
+
+
+def _check_output(settings: Settings) -> None:
+    target = Path(settings.output or "x").expanduser()
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
+        raise ConfigError(f"output={settings.output}: {what}; give another file.")
+
+
+def _is_run(against: str | None) -> bool:
+    """Whether `against` names a run; else it holds overrides.
+
+    Raises:
+        ConfigError: when it is neither.
+    """
+    if against is None:
+        return False
+    if (Path(against).expanduser() / RUN).is_file():
+        return True
+    if "=" not in against:
+        raise ConfigError(f"against={against}: is no run's directory and no override; give runs/NAME or SETTING=VALUE.")
+    return False
+
+
+def _plans(name: str, settings: Settings, overrides: Sequence[str], folder: Path) -> list[Plan]:
+    """Return the replay, and the one that it is compared with."""
+    from launchers.command import compose_single
+
+    asked = [(name, list(overrides))]
+    if settings.against is not None:
+        other = _is_run(settings.against)
+        asked.append(
+            (settings.against, list(overrides)) if other else (name, [*overrides, *shlex.split(settings.against)])
+        )
+    found = []
+    for index, (run, words) in enumerate(asked):
+        place = folder / f"replay-{index}"
+        place.mkdir()
+        found.append(plan(run, settings, words, place, compose_single, _recorded(run, settings.step)))
+    return found
+
+
+def _recorded(name: str, step: int) -> dict[str, Any]:
+    """Return the run's line of a step; empty where it has none."""
+    lines = read_lines(Path(name).expanduser() / METRICS)
+    return next((line for line in reversed(lines) if line.get("step") == step and "loss" in line), {})
+
+
+def _after(side: Plan, first: Plan, settings: Settings) -> Plan:
+    """Return the second replay, which begins with the weights that the first one has before the step."""
+    step = settings.step - 1
+    saved = manifest.folder_of(Path(first.run.directory), step)
+    if not saved.is_dir():  # the first one began there
+        return replace(side, attempt=replace(first.attempt, ids=side.attempt.ids))
+    rows = side.run.training.rows_before(settings.step)
+    return replace(side, attempt=replace(side.attempt, checkpoint=str(saved), weights=None, step=step, rows=rows))
+
+
+def _replay(side: Plan, settings: Settings, save: bool) -> tuple[int, Seen | None]:
+    """Run the ranks of a replay; return their exit code and what they saw, None after an error."""
+    job = Job(side.run, side.attempt, settings.step, settings.tokens, save)
+    ranks, directory = side.run.layout.devices, Path(side.run.directory)
+    start = f"the checkpoint of step {side.attempt.step}" if side.attempt.step else "the initial weights"
+    print(f"titan: {'; '.join((f'from {start}, {side.run.layout}', *side.notes))}", file=sys.stderr)
+    if ranks == 1:
+        from titan.cluster.rank_info import RankInfo
+        from titan.training.replay.worker import work
+
+        code = work(job, RankInfo())
+    else:
+        from launchers.supervisor import run_ranks
+
+        code = run_ranks(job, ranks, directory, module="titan.training.replay.rank")
+    if code:
+        return code, None
+    first = side.run.training.rows_before(settings.step)
+    return 0, put_together(read_parts(directory, ranks), side.mix, first, settings.tokens)
+
+
+def _show(name: str, settings: Settings, sides: Sequence[Plan], seen: Sequence[Seen]) -> None:
+    for line in show.seen_lines(seen[0], sides[0].recorded):
+        print(line)
+    content = show.as_json(seen[0], sides[0].recorded)
+    if len(seen) > 1:
+        limit = settings.tolerance or tolerance(*(side.run.precision for side in sides))
+        found = differences(seen[0], seen[1])
+        print()
+        labels = name[-22:], str(settings.against)[-22:]
+        for line in show.difference_lines(labels, seen[0], seen[1], found, limit):
+            print(line)
+        content["against"] = show.as_json(seen[1], sides[1].recorded)
+        content["differences"] = {"/".join(d.key): d.relative for d in found}
+        content["verdict"] = show.verdict(found, limit)
+    if settings.output:
+        try:
+            write_atomic(Path(settings.output).expanduser(), show.to_text(content))
+        except OSError as error:
+            raise RunError(f"output={settings.output}: can't be written ({error.strerror}).") from error
+
+
+def cli() -> None:
+    """The console script `titan-replay`."""
+    output.run(main, keep_going=False)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,75 @@
+"""Norms of a model's layers over all ranks: of gradients, weights and updates, the same numbers on every layout.
+
+A layer is the embedding, a block, the final norm or the head. Each rank sums the squares of what it holds, divided by
+the number of ranks that hold the same, in float64; one all-reduce over all ranks completes the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan.parallelism.mesh import World
+from titan.training.train_step import TrainStep
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter or module: layers.3 for layers.3.attention.wq.weight."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
+
+
+def names(train_step: TrainStep) -> tuple[str, ...]:
+    """Return all layers of the model, in the order of the forward pass; all ranks call it together."""
+    own = [layer_of(name) for stage in train_step.stages for name, _ in stage.model.named_modules() if name]
+    found = {name for part in train_step.world.gather(own) for name in part if name != "layers"}
+    return tuple(sorted(found, key=_place))
+
+
+def _place(layer: str) -> tuple[int, int, str]:
+    """Return a key that sorts layers by the forward pass: the embedding, the blocks, norm, head."""
+    prefix, _, number = layer.partition(".")
+    if prefix == "layers":
+        return 1, int(number), ""
+    return 0 if "emb" in layer else 3 if layer == "head" else 2, 0, layer
+
+
+def parameters(train_step: TrainStep) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return this rank's parameters with their names; of a tied weight with two replicas only the embedding's."""
+    tied = train_step.tied_weights
+    replica = None if tied is None or tied.last is tied.first else tied.last
+    return ((name, p) for name, p in train_step.named_parameters() if p is not replica)
+
+
+def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[str], world: World) -> Tensor:
+    """Return this rank's part of the squares' sum of each layer, float64 [layers] on its device.
+
+    Args:
+        parts: the name of each parameter, the parameter, and what this rank has of it or of its gradient.
+        layers: see `names`.
+        world: the ranks.
+    """
+    sums = torch.zeros(len(layers), dtype=torch.float64, device=world.device)
+    places = {name: i for i, name in enumerate(layers)}
+    for name, parameter, part in parts:
+        square = squares(part).sum() / _holders(parameter, world)
+        sums[places[layer_of(name)]] += square.to(world.device)
+    return sums
+
+
+def squares(tensor: Tensor) -> Tensor:
+    """Return the sum of squares along the last dimension, float64; float32 norms keep low precision from overflow."""
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
+    return norms.double().square()
+
+
+def _holders(tensor: Tensor, world: World) -> float:
+    """Return the number of ranks that hold the same part of a tensor."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for dimension, placement in enumerate(tensor.placements):
+            parts *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)
+    return world.rank_info.world_size / world.layout.pipeline / parts

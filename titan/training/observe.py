@@ -1,0 +1,282 @@
+"""What a step's activations are: statistics, samples, the loss of each token and the largest attention logits.
+
+Hooks see the embedding, the final norm, each block and its direct parts: hidden states [rows, tokens, width]. A rank
+may have some of the rows (data parallelism), of the tokens (context and sequence parallelism) or of the layers. Each
+counts what no other rank counts, and rows of weight zero not at all, so that sums over ranks are the same on every
+layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.debug.hooks import Call, Hooks
+from titan.model.layers import IGNORED
+from titan.parallelism import collectives
+from titan.training.layer_norms import squares
+from titan.training.replay.job import TokenLoss
+from titan.training.train_step import TrainStep
+
+SAMPLED = 4096
+"""Tokens of a step whose activations are sampled."""
+WIDTH = 8
+"""Random projections of a sampled token's activation: they tell how far two activations are apart."""
+CHUNK = 1024
+"""Tokens whose logits exist at a time, and queries whose attention logits do."""
+
+
+class Rows:
+    """Which rows and tokens of a step this rank has.
+
+    Attributes:
+        real: this rank's rows of the step, counted from the step's first; what it computes beyond them is padding.
+        per_call: rows of a micro-batch.
+        seq_len: tokens of a row.
+    """
+
+    def __init__(self, train_step: TrainStep, rows: int, per_call: int, seq_len: int) -> None:
+        """Take the step's rows, the rows of a micro-batch, and the tokens of a row."""
+        self.world, self.real = train_step.world, train_step.world.data_shard.rows(rows)
+        self.total, self.per_call, self.seq_len = rows, per_call, seq_len
+        positions = train_step.token_positions
+        self._positions = torch.arange(seq_len) if positions is None else positions(seq_len).cpu()
+
+    def count(self, microbatch: int) -> int:
+        """Return how many rows of a micro-batch are no padding; they are the first."""
+        return max(0, min(self.per_call, len(self.real) - microbatch * self.per_call))
+
+    def number(self, microbatch: int, row: int) -> int:
+        """Return a row's number in the step."""
+        return self.real.start + microbatch * self.per_call + row
+
+    def positions(self, tokens: int) -> Tensor:
+        """Return the positions of a hidden state's tokens, int64 on the CPU: all that this rank has, or its part."""
+        whole, rank = self._positions, self.world.coordinate("tensor")
+        return whole if tokens == len(whole) else whole.chunk(len(whole) // tokens)[rank]
+
+    def counted(self, tokens: int) -> bool:
+        """Whether this rank counts a hidden state: where tensor ranks have replicas only the first does."""
+        return tokens < len(self._positions) or self.world.coordinate("tensor") == 0
+
+
+@dataclass
+class Totals:
+    """Sums over a tensor's elements on this rank: of squares and of values, the largest absolute value, the number."""
+
+    squares: Tensor
+    values: Tensor
+    largest: Tensor
+    count: int = 0
+
+    @classmethod
+    def zero(cls, device: torch.device) -> Totals:
+        """Return the totals of nothing."""
+        squares, values, largest = torch.zeros(3, dtype=torch.float64, device=device).unbind()
+        return cls(squares, values, largest)
+
+    def add(self, x: Tensor) -> None:
+        """Add a tensor."""
+        if x.numel():
+            self.squares += squares(x).sum()
+            self.values += x.sum(dtype=torch.float32)
+            self.largest = torch.maximum(self.largest, x.abs().amax().double())
+            self.count += x.numel()
+
+
+@dataclass
+class Sample:
+    """Projections of sampled tokens.
+
+    Attributes:
+        tokens: their indices in the step, row * seq_len + position; int64.
+        values: float32 [tokens, WIDTH].
+    """
+
+    tokens: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+def hidden_modules(stage: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Return the modules of a stage whose outputs are hidden states, with their names, each before what contains it."""
+    model = stage.model
+    if model.tok_embeddings is not None:
+        yield "tok_embeddings", model.tok_embeddings
+    for number, block in model.layers.items():
+        yield from ((f"layers.{number}.{name}", part) for name, part in block.named_children())
+        yield f"layers.{number}", block
+    if model.norm is not None:
+        yield "norm", model.norm
+
+
+class Observer(Hooks):
+    """Collects statistics of a step while its context is open.
+
+    Attributes:
+        forward, backward: of each module's output and of the loss's gradient with respect to it, by the module's name.
+        samples: by direction and module.
+        losses: the largest of this rank.
+        logits: the largest attention logit of each block, by its name; minus infinity where a rank has none.
+    """
+
+    def __init__(self, train_step: TrainStep, rows: Rows) -> None:
+        super().__init__(train_step.stages)
+        self.train_step, self.rows, self.device = train_step, rows, train_step.device
+        self.forward: dict[str, Totals] = {}
+        self.backward: dict[str, Totals] = {}
+        self.samples: dict[tuple[str, str], Sample] = {}
+        self.losses: list[TokenLoss] = []
+        self.logits: dict[str, Tensor] = {}
+
+    def watch_hidden(self, *, blocks_only: bool = False, sample: bool = False) -> None:
+        """Collect statistics of hidden states.
+
+        Args:
+            blocks_only: leave out the parts of blocks.
+            sample: sample tokens, and collect gradients too.
+        """
+        for index, stage in enumerate(self.train_step.stages):
+            for name, module in hidden_modules(stage):
+                if not (blocks_only and name.count(".") > 1):
+                    self.after(index, module, self._collecting(name, sample))
+
+    def watch_logits(self) -> None:
+        """Collect the largest attention logits."""
+        for index, stage in enumerate(self.train_step.stages):
+            for number, block in stage.model.layers.items():
+                if core := getattr(getattr(block, "attention", None), "core", None):
+                    self.before(index, core, self._measuring(f"layers.{number}"))
+
+    def watch_losses(self, largest: int) -> None:
+        """Collect the `largest` losses of tokens."""
+        for index, stage in enumerate(self.train_step.stages):
+            if stage.model.head is not None:
+                self.before(
+                    index, stage.model.head, lambda call, head, args: self._add_losses(call, head, args, largest)
+                )
+
+    # --- hidden states
+
+    def _collecting(self, name: str, sample: bool) -> Callable[..., None]:
+        def after(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
+            self._collect("forward", name, call.microbatch, out, sample)
+            if sample and out.requires_grad:
+                watch: Any = out.register_hook
+                watch(partial(self._collect, "backward", name, call.microbatch, sample=sample))
+
+        return after
+
+    @torch.no_grad()
+    def _collect(self, direction: str, name: str, microbatch: int, x: Tensor, sample: bool) -> None:
+        totals: dict[str, Totals] = getattr(self, direction)
+        if name not in totals:
+            totals[name] = Totals.zero(self.device)
+        if not self.rows.counted(x.shape[1]):
+            return
+        real = x[: self.rows.count(microbatch)]
+        totals[name].add(real)
+        if sample:
+            self._sample(self.samples.setdefault((direction, name), Sample()), microbatch, real)
+
+    def _sample(self, into: Sample, microbatch: int, real: Tensor) -> None:
+        rows = self.rows
+        first = rows.number(microbatch, 0)
+        tokens = (
+            torch.arange(first, first + len(real))[:, None] * rows.seq_len + rows.positions(real.shape[1])
+        ).flatten()
+        stride = math.ceil(rows.total * rows.seq_len / SAMPLED)
+        chosen = (tokens % stride == 0).nonzero().flatten()
+        values = real.flatten(0, 1)[chosen.to(real.device)].float()
+        into.tokens.append(tokens[chosen])
+        into.values.append((values @ projections(values.shape[-1]).to(values.device)).cpu())
+
+    # --- losses
+
+    @torch.no_grad()
+    def _add_losses(self, call: Call, head: Any, args: tuple[Any, ...], largest: int) -> None:
+        if len(args) < 2 or args[1] is None:
+            return
+        count, rows = self.rows.count(call.microbatch), self.rows
+        losses = token_losses(head, args[0], args[1])[:count]
+        if not self.train_step.world.counts_loss or not losses.numel():
+            return
+        order = losses.nan_to_num(nan=math.inf).flatten()
+        top = order.topk(min(largest, order.numel())).indices
+        positions, targets = rows.positions(losses.shape[1]), args[1][:count].flatten()[top].tolist()
+        for place, loss, target in zip(top.tolist(), losses.flatten()[top].tolist(), targets, strict=True):
+            row, token = divmod(place, losses.shape[1])
+            self.losses.append(TokenLoss(loss, rows.number(call.microbatch, row), int(positions[token]), target))
+        self.losses = sorted(self.losses, key=lambda t: -math.inf if math.isnan(t.loss) else -t.loss)[:largest]
+
+    # --- attention logits
+
+    def _measuring(self, block: str) -> Callable[..., None]:
+        self.logits[block] = torch.full((), -math.inf, dtype=torch.float64, device=self.device)
+
+        def before(call: Call, core: nn.Module, args: tuple[Any, ...]) -> None:
+            found = self._largest_logit(call, args[0].detach(), args[1].detach())
+            self.logits[block] = torch.maximum(self.logits[block], found)
+
+        return before
+
+    @torch.no_grad()
+    def _largest_logit(self, call: Call, q: Tensor, k: Tensor) -> Tensor:
+        """Return the largest logit of pairs of tokens that attend to each other, over this rank's queries."""
+        rows, count = q.shape[0], self.rows.count(call.microbatch)
+        positions, documents = call.argument(2, "positions"), call.argument(3, "document_ids")
+        if positions is None:
+            positions = torch.arange(q.shape[2], device=q.device)
+        where = torch.stack(
+            [
+                positions.expand(rows, q.shape[2]),
+                torch.zeros_like(positions).expand(rows, -1) if documents is None else documents,
+            ]
+        )
+        keys, there = k, where
+        if (group := self.train_step.world.context) is not None:
+            keys, there = collectives.all_gather(k, 2, group), collectives.all_gather(where, 2, group)
+        return largest_logit(q[:count], keys[:count], where[:, :count], there[:, :count])
+
+
+def projections(width: int) -> Tensor:
+    """Return the random projections of activations, the same everywhere: float32 [width, WIDTH]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(width, WIDTH, generator=generator)
+
+
+def token_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each token, float32 like `targets`; 0 where it does not count. All tensor ranks call it."""
+    weight = head.use(head.weight, head.operand or hidden.dtype)
+    losses, size = [], max(1, CHUNK // len(hidden))
+    for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
+        logits = head.whole(head.product(x, weight)).float().flatten(0, -2)
+        losses.append(F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="none").view(y.shape))
+    return torch.cat(losses, 1)
+
+
+def largest_logit(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return the largest q k / sqrt(d) of a query and a key that it attends to, float64; minus infinity without rows.
+
+    Args:
+        q: [B, H, t, d].
+        k: [B, K, s, d].
+        queries, keys: positions and document ids of their tokens, int64 [2, B, t] and [2, B, s].
+    """
+    largest = torch.full((), -math.inf, dtype=torch.float64, device=q.device)
+    if not len(q):
+        return largest
+    groups, step = q.reshape(len(q), k.shape[1], -1, *q.shape[2:]).float(), max(1, CHUNK // 8)
+    turned = k.float().transpose(-1, -2)[:, :, None] / math.sqrt(q.shape[-1])
+    for start in range(0, q.shape[2], step):
+        some, part = groups[..., start : start + step, :], queries[:, :, start : start + step, None]
+        hidden = (part[0] < keys[0][:, None]) | (part[1] != keys[1][:, None])
+        scores = (some @ turned).masked_fill(hidden[:, None, None], -math.inf)
+        largest = torch.maximum(largest, scores.amax().double())
+    return largest

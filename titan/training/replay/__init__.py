@@ -1,0 +1,1 @@
+"""Repeating a step of a run, and what it shows."""

@@ -1,0 +1,235 @@
+"""Which checkpoint, layout and data a replay uses: all checks before work starts. Free of torch.
+
+The run's own command line is composed again, with the user's overrides behind it. Where this machine can start as many
+ranks as the run had, layout, micro-batches and compilation stay as they were, and the replay is bitwise; elsewhere it
+runs on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import Corrupt, Manifest
+from titan.cluster import devices
+from titan.config.settings import MISSING, setting
+from titan.dataset import corpora
+from titan.dataset.mixture import RowMixture
+from titan.errors import ConfigError
+from titan.metrics.schema import Metrics
+from titan.run import identity
+from titan.run.attempts import Attempt
+from titan.run.directory import RUN, read_attempts
+from titan.run.lineage import parent, rows_read
+from titan.run.run import Run
+
+CPU_RANKS = 16
+"""Ranks that a replay starts on a CPU without being asked for them."""
+NOT_COPIED = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics")
+"""Overrides of the run that say where it writes, by their beginnings."""
+KEPT = ("checkpoint.resume=", "checkpoint.weights=", "checkpoint.verify=")
+LAYOUT = ("cluster", "parallelism", "memory.offload")
+"""Overrides that another machine may not be able to follow."""
+
+Compose = Callable[[Sequence[str], Sequence[str]], Run]
+"""Composes a command line behind a recorded one: `launchers.command.compose_single`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The step of a replay, and what is shown of it."""
+
+    step: int = setting(MISSING, "the step to look at", at_least=1)
+    start: int | None = setting(
+        None, "the step of the checkpoint to begin at; 0: the initial weights; null: the nearest before", at_least=0
+    )
+    against: str | None = setting(None, "another run, or overrides for the same step: both are compared", any_text=True)
+    tolerance: float | None = setting(
+        None, "relative difference of activations that counts as rounding; null: by precision", above=0
+    )
+    tokens: int = setting(10, "tokens with the largest losses to show", at_least=1, cap=1000)
+    output: str | None = setting(None, "a JSON file to write, with everything that is shown")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A replay that can start.
+
+    Attributes:
+        run: with a temporary directory, and nothing that a run writes beside checkpoints.
+        attempt: the checkpoint to begin at.
+        mix: the rows.
+        recorded: the run's line of the step; empty where it has none.
+        notes: on what differs from the run.
+    """
+
+    run: Run
+    attempt: Attempt
+    mix: RowMixture
+    recorded: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def attempts_of(name: str) -> list[dict[str, Any]]:
+    """Return the documents of a run's run.yaml.
+
+    Raises:
+        ConfigError: when there is no run.
+    """
+    directory = Path(name).expanduser()
+    found = read_attempts(directory) if (directory / RUN).is_file() else []
+    if not found:
+        raise ConfigError(f"{name}: there is no run in this directory; give one such as runs/NAME.")
+    return found
+
+
+def plan(
+    name: str,
+    settings: Settings,
+    overrides: Sequence[str],
+    scratch: Path,
+    compose: Compose,
+    recorded: Mapping[str, Any],
+) -> Plan:
+    """Return the replay of a run's step.
+
+    Args:
+        name: the run's directory; nothing is written into it.
+        settings: the step, and the checkpoint.
+        overrides: of the user.
+        scratch: where the ranks write.
+        compose: composes command lines.
+        recorded: see `Plan`.
+
+    Raises:
+        ConfigError: when the step, the checkpoint or the data are not there, or the run can't work here.
+    """
+    documents = attempts_of(name)
+    document = next((d for d in reversed(documents) if int(d.get("from_step") or 0) < settings.step), documents[0])
+    steps = int(document["config"]["training"]["steps"])
+    if settings.step > steps:
+        raise ConfigError(f"step={settings.step}: the run in {name} has {steps} steps; give one of them.")
+    command, notes = command_of(document, overrides)
+    run = _quiet(compose(overrides, command), scratch)
+    folders = corpora.prepare_corpora(run.dataset)
+    mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
+    begins = parent(replace(run, directory=name), [], mix, own=False)
+    science = identity.science_of(run, corpora.data_digest(mix), begins.id)
+    _check_science(name, document, science, overrides)
+    if settings.start == 0 or (settings.start is None and settings.step == 1):
+        found = None if begins.checkpoint is None else (begins.checkpoint.path, begins.checkpoint.about)
+    else:
+        found = _checkpoint(Path(name).expanduser(), settings, str(documents[0]["run_id"]))
+    path, about = found or (None, None)
+    step, rows = (about.step, rows_read(run, mix, about)) if about else (0, 0)
+    weights = None if path else begins.weights
+    ids = identity.ids(run, science)
+    attempt = Attempt(1, "replay", ids, folders, path, step, rows, "resume", begins.id, weights)
+    return Plan(run, attempt, mix, recorded, tuple(notes))
+
+
+def command_of(document: Mapping[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the command line that repeats an attempt on this machine, and notes on what differs.
+
+    Args:
+        document: the attempt's in run.yaml.
+        overrides: the user's, which come after it.
+    """
+    given = [o.lstrip("+") for o in overrides]
+    kept = [o for o in document.get("overrides") or () if not o.startswith(NOT_COPIED) or o.startswith(KEPT)]
+    same = _fits(document) and not any(o.startswith(("parallelism=", "cluster")) for o in given)
+    notes = []
+    if not same:
+        kept = [o for o in kept if not o.startswith(LAYOUT)]
+        if not any(o.startswith("parallelism") for o in given):
+            kept.append("parallelism=single")
+            notes.append(f"one device, where the run had {_ranks(document)}")
+    config, pins = document["config"], {"precision.compute": document["config"]["precision"]["compute"]}
+    if same:
+        pins |= {"parallelism.microbatches": document.get("microbatches") or "auto"}
+        pins |= {"compile.scope": config.get("compile", {}).get("scope", "auto")}
+    free = {key.partition(".")[0] for key in pins if any(o.startswith(key.partition(".")[0]) for o in given)}
+    kept += [f"{key}={value}" for key, value in pins.items() if key.partition(".")[0] not in free]
+    return [*(document.get("options") or ()), *kept], notes
+
+
+def _fits(document: Mapping[str, Any]) -> bool:
+    """Whether this machine can start the ranks of an attempt."""
+    try:
+        machine = devices.detect(document["config"].get("cluster", {}).get("device", "auto"))
+    except ConfigError:
+        return False
+    return _ranks_of(document) <= (machine.count if machine.device == "cuda" else CPU_RANKS)
+
+
+def _ranks_of(document: Mapping[str, Any]) -> int:
+    ranks = 1
+    for degree in (document.get("layout") or {}).values():
+        ranks *= int(degree)
+    return ranks
+
+
+def _ranks(document: Mapping[str, Any]) -> str:
+    count = _ranks_of(document)
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _quiet(run: Run, scratch: Path) -> Run:
+    """Return the run with another directory, and without what it writes beside a checkpoint that is asked for."""
+    checkpoint = replace(run.checkpoint, mode="sync", every=0, minutes=0, path=None, export=None)
+    metrics = Metrics(validation_tokens=0, validate_every=0, sample_tokens=0, plot=False, spike_window=0)
+    return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics)
+
+
+def _check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], given: Sequence[str]) -> None:
+    """Raise ConfigError when data or settings differ from the run's, other than by the user's overrides."""
+    keys = tuple(o.lstrip("+").partition("=")[0] for o in given)
+    before = document["science"]
+    for key in sorted(before.keys() | science.keys()):
+        if before.get(key) == science.get(key) or key.startswith((*keys, "training.steps")):
+            continue
+        if key == "data":
+            raise ConfigError(
+                f"{name}: the data here are not those of the run (digest {science.get(key, '')[:12]} instead of "
+                f"{before.get(key, '')[:12]}); give dataset.path=DIR or what else names the run's data."
+            )
+        raise ConfigError(
+            f"{name}: {key} was {before.get(key, 'the default')}, and its command gives "
+            f"{science.get(key, 'the default')} here; give {key} as it was."
+        )
+
+
+def _checkpoint(directory: Path, settings: Settings, run_id: str) -> tuple[str, Manifest]:
+    """Return the checkpoint to begin at.
+
+    Raises:
+        ConfigError: when there is none before the step.
+    """
+    found = {}
+    for folder in manifest.steps(directory):
+        try:
+            about = manifest.inspect(folder)
+        except Corrupt:
+            continue
+        if about is not None and about.run_id == run_id:
+            found[about.step] = (str(folder.absolute()), about)
+    before = [step for step in found if step < settings.step]
+    if settings.start is not None and settings.start not in before:
+        raise ConfigError(
+            f"start={settings.start}: the run has no complete checkpoint of this step before step {settings.step}; "
+            f"give {_listed(before)}."
+        )
+    if not before:
+        raise ConfigError(
+            f"step={settings.step}: the run in {directory} has no complete checkpoint before this step"
+            f"{f', the first is of step {min(found)}' if found else ''}; give a later step, or start=0 to begin at the "
+            "initial weights."
+        )
+    return found[max(before) if settings.start is None else settings.start]
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return f"one of {', '.join(map(str, sorted(steps)))}, or 0" if steps else "0, the initial weights"

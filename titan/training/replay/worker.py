@@ -1,0 +1,128 @@
+"""The body of a rank that replays: train up to the step, look at it, and take it as the run did."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.restore import corruption
+from titan.cluster.rank_info import RankInfo
+from titan.console.progress import Progress
+from titan.debug.hooks import eagerly
+from titan.debug.switches import set_switches
+from titan.errors import ConfigError
+from titan.parallelism import mesh
+from titan.parallelism.mesh import World
+from titan.parallelism.microbatches import Microbatches
+from titan.training import step_metrics
+from titan.training.build import build
+from titan.training.layer_metrics import LayerMetrics
+from titan.training.observe import Observer, Rows, Totals
+from titan.training.replay import job as described
+from titan.training.replay.job import Job, Part
+from titan.training.signals import StopSignals, exit_code_of_stop
+from titan.training.trainer import Trainer
+from titan.training.worker import log_to, user_error
+
+log = logging.getLogger("titan")
+
+
+def work(job: Job, rank_info: RankInfo) -> int:
+    """Replay as one of the job's ranks.
+
+    Returns:
+        0, or 130 when a signal ended it.
+
+    Raises:
+        ConfigError: when the checkpoint is corrupt.
+        RunError: when the replay can't continue.
+    """
+    run = job.run
+    log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
+    set_switches(run.debug)
+    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
+        world = mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, exchange=True)
+        try:
+            _check(job, world)
+            replayer = Replayer(run, job.attempt, world, build(run, world, log.info), stop)
+            code = replayer.replay(job)
+            replayer.close()
+        except Exception as error:
+            found = user_error(run, error)
+            if found is error:
+                raise
+            raise found from error
+        world.close()  # only after success: see titan.training.worker
+        return code
+
+
+def _check(job: Job, world: World) -> None:
+    """Raise ConfigError when the checkpoint differs from its checksums; unlike a run, mark nothing."""
+    if job.attempt.checkpoint is None:
+        return
+    coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
+    if wrong := corruption(Path(job.attempt.checkpoint), coordinator, job.run.checkpoint.verify):
+        raise ConfigError(
+            f"start={job.attempt.step}: {job.attempt.checkpoint} is damaged: {wrong}; give an earlier one's step."
+        )
+
+
+class Replayer(Trainer):
+    """Trains to a step, and looks at it; what it saw is written to a file of this rank."""
+
+    def replay(self, job: Job) -> int:
+        """Replay the job's step; all ranks call it together."""
+        self._restore()
+        with Progress(self.step, job.step, self.run.metrics.console_every) as progress:
+            self.progress = progress if self.world.is_rank0 else None
+            self.loop(job.step - 1 - self.step)
+            if self.stopping:
+                return exit_code_of_stop(self.requeue)
+            if job.save:
+                self.saving.finish(self.step, self.rows)
+            self._set_timeout(self.run.cluster.timeout)
+            self._look(job).write(Path(self.run.directory), self.world.rank_info.rank)
+        self.progress = None
+        return 0
+
+    def _look(self, job: Job) -> Part:
+        """Take the step with metrics of all layers, after forward and backward passes with hooks."""
+        batch, self.step = next(self.loader), job.step
+        seen = self._observe(self._to_device(batch), job)
+        self.layers = LayerMetrics(self.run, self.train_step, 1)
+        current = self._step(batch=batch)
+        *metrics, norm = current.read()
+        loss = metrics[step_metrics.LOSS] / max(1, metrics[step_metrics.VALID])
+        record = self._record(current, loss, norm, current.timer.seconds(), metrics)
+        samples = {key: _arrays(sample.tokens, sample.values) for key, sample in seen.samples.items()}
+        return Part(record, _totals(seen), samples, tuple(seen.losses), self.applied)
+
+    def _observe(self, rows: Microbatches, job: Job) -> Observer:
+        run, counts = self.run, rows.tokens.shape
+        of_step = run.training.phase(job.step).rows
+        observer = Observer(self.train_step, Rows(self.train_step, of_step, *counts[1:]))
+        with observer, eagerly(run.compile.scope != "off"):
+            observer.watch_hidden(sample=True)
+            observer.watch_losses(job.tokens)
+            self.train_step.backward(rows, 1 / (of_step * run.training.seq_len))
+        self.train_step.optimizer.zero_grad(set_to_none=True)
+        return observer
+
+
+def _totals(seen: Observer) -> dict[described.Key, described.Totals]:
+    forward = {("forward", name): _numbers(totals) for name, totals in seen.forward.items()}
+    return forward | {("backward", name): _numbers(totals) for name, totals in seen.backward.items()}
+
+
+def _numbers(totals: Totals) -> described.Totals:
+    values = [float(x) for x in (totals.squares, totals.values, totals.largest)]
+    return described.Totals(values[0], values[1], values[2], totals.count)
+
+
+def _arrays(tokens: list[Tensor], values: list[Tensor]) -> Any:
+    return torch.cat(tokens).numpy(), torch.cat(values).numpy()
