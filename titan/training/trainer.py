@@ -26,6 +26,7 @@ from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
 from titan.dataset import corpora
 from titan.dataset.loader import Batch, Loader, Shape
+from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING, Activity
 from titan.errors import RunError
 from titan.files.atomic import write_atomic
 from titan.metrics.lines import first_and_last_loss
@@ -76,7 +77,15 @@ class StopSource(Protocol):
 class Trainer:
     """Trains one attempt of a run on one rank."""
 
-    def __init__(self, run: Run, attempt: Attempt, world: World, train_step: TrainStep, stop: StopSource) -> None:
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        world: World,
+        train_step: TrainStep,
+        stop: StopSource,
+        activity: Activity | None = None,
+    ) -> None:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
@@ -85,7 +94,9 @@ class Trainer:
             world: the ranks.
             train_step: the model and the optimizer, as `titan.training.build` makes them.
             stop: asked at every step whether a signal came.
+            activity: where to record what this rank does.
         """
+        self.activity = activity or Activity()
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
         self.step, self.rows = attempt.step, attempt.rows
         init_optimizer_state(train_step.optimizer)
@@ -93,6 +104,7 @@ class Trainer:
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, self._warn)
+        self.activity.save = self.saving.running
         self.stopping = self.requeue = self.save_requested = False
         self.bad_steps = 0
         self.times = StepTimes()
@@ -179,7 +191,9 @@ class Trainer:
             The step, whose metrics `_finalize_step` reads.
         """
         timer, self.step = StepTimer(self.world.device, before), self.step + 1
+        self.activity.begin_step(self.step)
         batch = next(self.loader)
+        self.activity.enter(COMPUTING)
         lr = self._set_lr()
         tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
         loss = self.train_step.backward(self._to_device(batch), 1 / tokens)
@@ -191,6 +205,7 @@ class Trainer:
         if self.run.training.clip_norm is not None:
             grad_norm.clip(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
+        self.activity.enter(UPDATING)
         self._update(~torch.isfinite(metrics[LOSS] + norm) | (metrics[VOID] > 0))
         self.rows = batch.read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
@@ -333,6 +348,7 @@ class Trainer:
         """Measure the loss on the evaluation sets; all ranks call it together."""
         if not self.eval_sets:
             return
+        self.activity.enter(EVALUATING)
         release_freed_memory(self.world.device)
         self.validation = evaluate(self.train_step, self.world, self.eval_sets)
         if self.recorder:
@@ -343,6 +359,7 @@ class Trainer:
 
     def save(self) -> None:
         """Start a checkpoint; all ranks call it together."""
+        self.activity.enter(SAVING)
         release_freed_memory(self.world.device)
         self.save_requested = False
         self.saving.save(self.step, self.rows)
@@ -362,7 +379,7 @@ class Trainer:
         """Set how long ranks wait for each other; all ranks call it together."""
         if seconds != self.timeout:
             self.world.set_timeout(seconds, barrier=seconds < self.timeout)
-            self.timeout = seconds
+            self.timeout = self.activity.timeout = seconds
 
     def _log_records(self, records: list[dict[str, Any]]) -> None:
         """Log finished saves at the present step: trackers need steps in ascending order."""
@@ -384,8 +401,10 @@ class Trainer:
 
     def _finish(self, began: float) -> None:
         """After the last step: save, evaluate, sample, and report the result."""
+        self.activity.enter(FINISHING)
         release_freed_memory(self.world.device)
         self._set_timeout(self.run.cluster.timeout)
+        self.activity.enter(SAVING)
         if not self.stopping or self.run.checkpoint.on_stop:
             self._log_records(self.saving.finish(self.step, self.rows))
         else:
@@ -393,6 +412,7 @@ class Trainer:
         sample = None
         if not self.stopping:
             self.validate()
+            self.activity.enter(FINISHING)
             sample = sample_text(self.run, self.train_step, self.mix)
         if self.recorder:
             result = self._result(began, sample)
