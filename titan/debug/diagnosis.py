@@ -1,8 +1,8 @@
 """Which rank a run waits for, and why, from what its ranks do. Plain data in, a sentence out. Free of torch.
 
 silent        a rank that does not write its state: stopped, dead, or its host is unreachable
-different     ranks in different collectives of one group under the same number: those that are in the minority, else
-              those that have never entered this one before
+different     ranks in different collectives of one group under the same number: those that have never
+              entered this one before, else those that are in the minority
 late          a rank that others wait for and that does not wait itself: it reads data, compiles, writes, computes
 crossed       ranks that all wait for each other, in different groups: those in a collective that is new to them
 """
@@ -141,14 +141,14 @@ def _different(live: Mapping[int, RankState]) -> tuple[int, ...]:
 
 
 def _crossed(live: Mapping[int, RankState]) -> tuple[int, ...]:
-    """Return, of ranks that all wait for each other, those in a collective that is new to them, else at another step."""
+    """Return, of ranks that wait for each other, those in a collective that is new to them, else at another step."""
     new = sorted(rank for rank, state in live.items() if any(not op.familiar for op in state.pending))
     if 0 < len(new) < len(live):
         return tuple(new)
-    for value in (lambda s: s.step, lambda s: s.phase):  # type: ignore[misc]
-        common = Counter(map(value, live.values())).most_common(1)[0]
-        if len(live) / 2 < common[1] < len(live):
-            return tuple(sorted(rank for rank, state in live.items() if value(state) != common[0]))
+    where = {rank: (state.step, state.phase) for rank, state in live.items()}
+    common, count = Counter(where.values()).most_common(1)[0]
+    if len(live) / 2 < count < len(live):
+        return tuple(sorted(rank for rank in where if where[rank] != common))
     return tuple(sorted(live))
 
 

@@ -293,7 +293,9 @@ class Watch:
         if code == 1:
             name = self.setting(limit)
             sentence += f"; ended after {name}={limit:g}, see {self.directory}/{verdict.ANALYSIS} and the stacks there"
-        if code is not None or self._news(found, age):
+        if code == 1 and self.rank_info.supervised:
+            log.error(sentence)  # the launcher shows it as the error that ended the run
+        elif code is not None or self._news(found, age):
             self._say(sentence)
             self._said = (found.ranks, age)
         result = Verdict(self.attempt, sentence, found.ranks, found.node, code)
@@ -302,7 +304,8 @@ class Watch:
             self._end(result, reports=True, world=world)
 
     def _diagnosis(self, world: World) -> tuple[Diagnosis, str, float, float]:
-        """Return what is late, the step or a save, the sentence's beginning, the seconds that it takes and its limit."""
+        """Return what is late, the step or a save, the sentence's beginning, the seconds that it takes, and its limit
+        in seconds."""
         what, usual = self.activity, self.activity.usual()
         words = f" (usually {usual:.2g} s)" if usual else ""
         found = diagnosis.diagnose(world)
@@ -358,7 +361,8 @@ class Watch:
         elif world is not None:
             with contextlib.suppress(OSError):
                 (self.directory / verdict.ANALYSIS).write_text(f"{found.sentence}\n\n{diagnosis.table(world)}\n")
-            self._dump_silent(world)
+            if found.exit_code == 1:
+                self._dump_silent(world)
             self._wait_for_dumps(world)
         if found.exit_code != 130:
             self.fails(HangError(found.sentence, found.node))
@@ -377,7 +381,7 @@ class Watch:
         self._dumped = True
 
     def _dump_silent(self, world: World) -> None:
-        """Write the stacks of silent ranks of this host: py-spy reads a stopped process, else it has to run a moment."""
+        """Write the stacks of silent ranks of this host: py-spy reads a stopped process, else it runs for a moment."""
         host = socket.gethostname()
         for state in (world.states[rank] for rank in sorted(world.silent) if rank in world.states):
             if state.host != host or rank_state.process_state(state.pid) in ("", "Z"):

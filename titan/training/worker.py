@@ -142,13 +142,13 @@ def _timeout_setting(run: Run, seconds: float) -> str:
 def _groups(world: World) -> dict[str, Group]:
     """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
     names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
-    found = {dist.group.WORLD: "world"} if world.mesh is not None else {}
-    groups = {group: name for name in names if (group := world.group(name)) is not None}
-    found |= {group: name for group, name in groups.items() if group not in found or len(names) == 1}
-    for name, group in (("context", world.context), ("model parallel", world.model_parallel)):
-        if group is not None:
-            found.setdefault(group, name)
-    return {group.group_name: Group(name, dist.get_process_group_ranks(group)) for group, name in found.items()}
+    known = [("world", dist.group.WORLD), *((name, world.group(name)) for name in names)]
+    known += [("context", world.context), ("model parallel", world.model_parallel)]
+    found: dict[str, Group] = {}
+    for name, group in known if names else ():
+        if group is not None and (group.group_name not in found or len(names) == 1):
+            found[group.group_name] = Group(name, dist.get_process_group_ranks(group))
+    return found
 
 
 def _module_names(train_step: TrainStep) -> dict[int, str]:
