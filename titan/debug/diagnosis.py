@@ -67,7 +67,7 @@ class Diagnosis:
 def diagnose(world: World) -> Diagnosis:
     """Return what a run waits for whose ranks make no progress."""
     live = {rank: state for rank, state in world.states.items() if rank not in world.silent}
-    found = _culprits(world, live)
+    found = _culprits(world, live) if live else ()
     if not found:
         return _same(live)
     causes = "; ".join(_causes(world, found))
@@ -92,8 +92,8 @@ def diagnose_save(world: World) -> Diagnosis:
 
 
 def _culprits(world: World, live: Mapping[int, RankState]) -> tuple[int, ...]:
-    if world.silent:
-        return tuple(sorted(world.silent))
+    if gone := world.silent | set(range(world.size)) - world.states.keys():
+        return tuple(sorted(gone))
     if different := _different(live):
         return different
     waited_for = set[int]().union(*(_waits_for(world, state) for state in live.values()))
@@ -215,8 +215,8 @@ def _cause(world: World, rank: int, gone: set[str], saving: bool) -> str:
         seen = next((s.neighbours[rank] for s in world.states.values() if rank in s.neighbours), "S")
         return f"{rank_state.WORDS.get(seen, 'does not answer')}, process {state.pid} on {state.host}"
     if saving and state.saving is not None:
-        return f"writes it, in {state.saving_line}"
-    return f"{_busy(state)} on {state.host}"
+        return f"on {state.host} is writing it ({state.saving_line})"
+    return f"on {state.host} {_busy(state)}"
 
 
 def _busy(state: RankState) -> str:
@@ -225,7 +225,7 @@ def _busy(state: RankState) -> str:
         return f"is compiling ({state.line})"
     if state.pending:
         op = state.pending[0]
-        return f"is in another collective, {_article(op.kind)}{f' called in {op.line}' if op.line else ''},{_at(state)}"
+        return f"is in another collective, {_article(op.kind)}{f' called in {op.line}' if op.line else ''}{_at_step(state.step)}"
     if state.phase == activity.DATA:
         return f"is waiting for data ({state.reads or state.line}){_at_step(state.step)}"
     if state.phase == activity.SAVING:
@@ -236,10 +236,6 @@ def _busy(state: RankState) -> str:
 
 def _article(kind: str) -> str:
     return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
-
-
-def _at(state: RankState) -> str:
-    return _at_step(state.step).removeprefix(",")
 
 
 def _at_step(step: int) -> str:

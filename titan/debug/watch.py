@@ -54,6 +54,8 @@ NEIGHBOURS = 16
 """The most ranks of a host whose processes are looked at."""
 READS_PER_SECOND = 2000
 """How many states the reporting rank reads at most."""
+WAKE_SECONDS = 0.5
+"""How long a stopped rank may take to write its stacks."""
 DUMP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank write its stacks, also when it holds the interpreter."""
 
@@ -139,6 +141,7 @@ class Watch:
         self._wakeup = (receive, send, -1)
         with contextlib.suppress(ValueError):  # not in the main thread
             self._wakeup = (receive, send, signal.set_wakeup_fd(send, warn_on_full_buffer=False))
+        self._write(detailed=False)  # at once: the others learn the process's number from it
 
     def _run(self) -> None:
         while not self._closed.wait(self._tick()):
@@ -246,7 +249,7 @@ class Watch:
             return
         self._looked = time.monotonic()
         found = verdict.read(self.directory, self.attempt)
-        if found and found.exit_code is not None and not self._reports():
+        if found and found.exit_code is not None:
             self._end(found, reports=False)
         if not self._reports():
             return
@@ -390,10 +393,7 @@ class Watch:
                 _spy(spy, state.pid, self.directory / rank_state.STACKS / f"rank-{state.rank}.txt")
                 continue
             with contextlib.suppress(OSError):
-                os.kill(state.pid, DUMP_SIGNAL)
-                os.kill(state.pid, signal.SIGCONT)
-                time.sleep(0.2)
-                os.kill(state.pid, signal.SIGSTOP)
+                _wake_and_dump(state.pid, self.directory / rank_state.STACKS / f"rank-{state.rank}.txt")
 
     def _wait_for_dumps(self, world: World) -> None:
         left = set(world.states) - world.silent - {self.rank_info.rank}
@@ -402,6 +402,16 @@ class Watch:
             states = rank_state.read_all(self.directory, sorted(left), self.attempt)
             left -= {rank for rank, state in states.items() if state.dumped}
             time.sleep(LEAST_TICK)
+
+
+def _wake_and_dump(pid: int, file: Path) -> None:
+    """Let a stopped process run until it has written its stacks."""
+    before, deadline = file.stat().st_size, time.monotonic() + WAKE_SECONDS
+    os.kill(pid, DUMP_SIGNAL)
+    os.kill(pid, signal.SIGCONT)
+    while file.stat().st_size == before and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGSTOP)
 
 
 def _spy(program: str, pid: int, file: Path) -> None:
