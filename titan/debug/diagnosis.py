@@ -225,7 +225,8 @@ def _busy(state: RankState) -> str:
         return f"is compiling ({state.line})"
     if state.pending:
         op = state.pending[0]
-        return f"is in another collective, {_article(op.kind)}{f' called in {op.line}' if op.line else ''}{_at_step(state.step)}"
+        called = f" called in {op.line}" if op.line else ""
+        return f"is in another collective, {_article(op.kind)}{called}{_at_step(state.step)}"
     if state.phase == activity.DATA:
         return f"is waiting for data ({state.reads or state.line}){_at_step(state.step)}"
     if state.phase == activity.SAVING:
