@@ -22,6 +22,7 @@ from titan.config.settings import setting
 from titan.console import output
 from titan.console.numbers import rounded
 from titan.console.text import safe
+from titan.debug.verdict import hang_of
 from titan.errors import ConfigError, exit_code
 from titan.metrics.schema import WARM
 from titan.run.directory import RUN, is_finished, is_locked, read_attempts, read_last_steps
@@ -117,6 +118,8 @@ def lines(sweep: SweepState, width: int) -> list[str]:
     widths[0] = max(12, min(widths[0], width - sum(widths[1:]) - 2 * (len(widths) - 1)))
     table = ["  ".join(_fit(cell, w).ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     reasons = [*sweep.notes, *(f"{_name(p)}: {p.reason}" for p in sweep.trials if p.reason)]
+    hangs = ((p, hang_of(Path(p.directory))) for p in sweep.trials if p.state == "running")
+    reasons += [f"{_name(p)}: {sentence}" for p, sentence in hangs if sentence]
     shown = [
         *head,
         *(sweep.spec.question or "").splitlines(),

@@ -1,4 +1,4 @@
-"""A rank that hangs as planned: `python -m tests.support.hanging_rank FILE`, as the launcher starts ranks.
+"""A run of which a rank hangs as planned: `python -m tests.support.hanging_rank train SETTING ...`.
 
 The environment variable HANG holds the plan as JSON: what happens, in which rank, at which step.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from launchers import start, supervisor
+from titan import train as command
 from titan.cluster.rank_info import RankInfo
 from titan.cluster.rank_process import run
 from titan.training import rank
@@ -96,5 +100,14 @@ PLANTS: dict[str, Callable[[int], None]] = {
     "collective": _in_step(_other_collective),
 }
 
+
+def train(arguments: list[str]) -> int:
+    """Be `python -m titan.train`, with ranks that hang."""
+    start.run_ranks = partial(supervisor.run_ranks, module="tests.support.hanging_rank")
+    return command.main(arguments)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "train":
+        sys.exit(train(sys.argv[2:]))
     run(work)

@@ -87,7 +87,7 @@ def settings(case: Case, directory: Path) -> list[str]:
     every = f"checkpoint.every={STEP if case.what in ('save', 'stop in save') else 2}"
     compiles = ("compile=block", "compile.backend=eager") if case.what == "compile" else ()
     return [
-        *(TINY[:0] + tuple(s for s in TINY if not s.startswith(("training.steps", "model.heads", "model.kv_heads")))),
+        *(setting for setting in TINY if not setting.startswith(("training.steps", "model.heads", "model.kv_heads"))),
         "model.heads=4", "model.kv_heads=2", "training.steps=1000000", "metrics.sample_tokens=0",
         f"cluster.step_timeout={STEP_TIMEOUT:g}", f"cluster.timeout={TIMEOUT:g}", f"debug.hang_seconds={PATIENCE:g}",
         f"hydra.run.dir={directory}", *LAYOUTS[case.layout], *SAVES[case.save], *compiles,
@@ -98,7 +98,7 @@ def settings(case: Case, directory: Path) -> list[str]:
 def hang(case: Case, directory: Path, more: Sequence[str] = ()) -> Seen:
     """Run one and return what became of it; the hang begins when its metrics stop."""
     plan = {"what": case.what, "rank": case.rank, "step": STEP}
-    arguments = ["-m", "tests.support.hangs", "train", *settings(case, directory), *more]
+    arguments = ["-m", "tests.support.hanging_rank", "train", *settings(case, directory), *more]
     said: list[tuple[float, str]] = []
     with program(*arguments, env={PLAN: json.dumps(plan)}) as process:
         reader = Thread(target=partial(_collect, process.stderr, said))
@@ -122,15 +122,6 @@ def _collect(stream: Any, said: list[tuple[float, str]]) -> None:
     for line in stream:
         if line.startswith("titan: "):
             said.append((time.time(), line.removeprefix("titan: ").strip()))
-
-
-def train(arguments: list[str]) -> int:
-    """Be `python -m titan.train`, with ranks that hang."""
-    from launchers import start, supervisor
-    from titan import train as command
-
-    start.run_ranks = partial(supervisor.run_ranks, module="tests.support.hanging_rank")
-    return command.main(arguments)
 
 
 def row(case: Case, seen: Seen) -> str:
@@ -160,4 +151,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(train(sys.argv[2:]) if sys.argv[1:2] == ["train"] else main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

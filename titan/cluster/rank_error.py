@@ -62,7 +62,8 @@ def describe(error: BaseException, rank: int) -> RankError:
     plain = bool(lacking) or isinstance(error, (ConfigError, RunError))
     text = (lacking or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
     code = 2 if isinstance(error, ConfigError) else 1
-    node = getattr(error, "node", "") or _node()  # a hang's error names the node that the others wait for
+    node, cause = getattr(error, "node", ""), getattr(error, "rank", None)  # of the rank that others wait for in a hang
+    rank, node = (rank, _node()) if cause is None else (cause, node)
     return RankError(lost=bool(LOST.search(text)), node=node, code=code, rank=rank, text=text, plain=plain)
 
 

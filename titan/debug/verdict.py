@@ -19,18 +19,6 @@ VERDICT, MESSAGES, ANALYSIS = Path("debug/hang.json"), Path("debug/hangs.log"), 
 """Files in the run's directory."""
 
 
-class HangError(RunError):
-    """A run hangs, and has to end.
-
-    Attributes:
-        node: the name of the node whose rank the others wait for; empty where it is not known.
-    """
-
-    def __init__(self, sentence: str, node: str = "") -> None:
-        super().__init__(sentence)
-        self.node = node
-
-
 @dataclass(frozen=True)
 class Verdict:
     """A diagnosis.
@@ -50,6 +38,20 @@ class Verdict:
     exit_code: int | None = None
 
 
+class HangError(RunError):
+    """A run hangs, and has to end.
+
+    Attributes:
+        rank: the first that the others wait for; None where it is not known.
+        node: the name of its node; empty where it is not known.
+    """
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.sentence)
+        self.rank = verdict.ranks[0] if verdict.ranks else None
+        self.node = verdict.node
+
+
 def write(directory: Path, verdict: Verdict) -> None:
     """Replace the last diagnosis."""
     with contextlib.suppress(OSError):
@@ -64,6 +66,16 @@ def read(directory: Path, attempt: int) -> Verdict | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.attempt == attempt else None
+
+
+def hang_of(directory: Path) -> str | None:
+    """Return what a run waits for now, by its last diagnosis; None when its ranks have found nothing."""
+    try:
+        content = json.loads((directory / VERDICT).read_text())
+    except (OSError, ValueError):
+        return None
+    sentence = content.get("sentence") if isinstance(content, dict) else None
+    return sentence if isinstance(sentence, str) else None
 
 
 def clear(directory: Path) -> None:

@@ -348,7 +348,7 @@ class Watch:
     def timed_out(self) -> HangError | None:
         """Return the error for a collective that has timed out in the main thread; None where nothing was found."""
         found = verdict.read(self.directory, self.attempt) if self._thread.is_alive() else None
-        return None if found is None else HangError(found.sentence, found.node)
+        return None if found is None else HangError(found)
 
     def wait_for_end(self) -> None:
         """Let the watcher end this process: all ranks write their stacks first."""
@@ -368,7 +368,7 @@ class Watch:
                 self._dump_silent(world)
             self._wait_for_dumps(world)
         if found.exit_code != 130:
-            self.fails(HangError(found.sentence, found.node))
+            self.fails(HangError(found))
         leave(found.exit_code or 1)
 
     def _dump(self) -> None:
