@@ -53,7 +53,7 @@ class Diagnosis:
     Attributes:
         ranks: those that it waits for; empty where they are not known.
         what: the sentence without its beginning, such as "waiting for rank 3 in the all-gather of layer 12 (fsdp), step
-            118; rank 3 is stopped (SIGSTOP), process 123 on n1".
+            118; rank 3: stopped (SIGSTOP), process 123 on n1".
         usual: whether every rank does the same slow thing, which is not an error: compile, save, evaluate, start.
         node: the name of the node of the first of these ranks; empty where it is not known.
     """
@@ -105,22 +105,30 @@ def _culprits(world: World, live: Mapping[int, RankState]) -> tuple[int, ...]:
 
 def _waits(state: RankState) -> bool:
     """Whether a rank waits for other ranks."""
-    return bool(state.pending or state.exchanges or state.joins or state.transfers)
+    started = any(op.started for op in state.pending)
+    return bool(started or state.exchanges or state.joins or state.transfers)
 
 
 def _waits_for(world: World, state: RankState) -> set[int]:
     """Return the ranks that have not entered a collective that this rank is in."""
     found: set[int] = set()
-    for op in state.pending:
+    for op in (op for op in state.pending if op.started):
         group = state.groups.get(op.group)
         for rank in op.peers or (group.ranks if group else range(world.size)):
             other = world.states.get(rank)
-            if rank != state.rank and (op.number < 0 or other is None or other.entered.get(op.group, 0) < op.number):
+            if rank != state.rank and (other is None or _is_behind(op, other)):
                 found.add(rank)
     if state.transfers and not found:
         groups = state.groups.values()
         found |= {rank for group in groups if group.dimension == "pipeline" for rank in group.ranks} - {state.rank}
     return found
+
+
+def _is_behind(op: Operation, other: RankState) -> bool:
+    """Return whether another rank has not come to a collective: its host, or on a GPU its device."""
+    if op.number < 0 or other.entered.get(op.group, 0) < op.number:
+        return True
+    return any(not o.started for o in other.pending if (o.group, o.number) == (op.group, op.number))
 
 
 def _different(live: Mapping[int, RankState]) -> tuple[int, ...]:
@@ -196,7 +204,7 @@ def _causes(world: World, ranks: Sequence[int], saving: bool = False) -> Iterabl
     for rank in ranks:
         said.setdefault(_cause(world, rank, gone, saving), []).append(rank)
     for words, those in list(said.items())[:MOST]:
-        yield f"{listed(those)} {words}"
+        yield f"{listed(those)}: {words}"
 
 
 def _unreachable_hosts(world: World) -> set[str]:
@@ -208,31 +216,32 @@ def _unreachable_hosts(world: World) -> set[str]:
 def _cause(world: World, rank: int, gone: set[str], saving: bool) -> str:
     state = world.states.get(rank)
     if state is None:
-        return "has not started"
+        return "not started"
     if rank in world.silent:
         if state.host in gone:
-            return f"does not answer: no rank on {state.host} does, so the host may be down or unreachable"
+            return f"no answer from any rank on {state.host}: it may be down or unreachable"
         seen = next((s.neighbours[rank] for s in world.states.values() if rank in s.neighbours), "S")
-        return f"{rank_state.WORDS.get(seen, 'does not answer')}, process {state.pid} on {state.host}"
-    if saving and state.saving is not None:
-        return f"on {state.host} is writing it ({state.saving_line})"
-    return f"on {state.host} {_busy(state)}"
+        return f"{rank_state.WORDS.get(seen, 'no answer')}, process {state.pid} on {state.host}"
+    words = f"writing it ({state.saving_line})" if saving and state.saving is not None else _busy(state)
+    return f"{words}, process {state.pid} on {state.host}"
 
 
 def _busy(state: RankState) -> str:
     """Return what a rank does that others wait for."""
     if state.compiles:
-        return f"is compiling ({state.line})"
+        return f"compiling ({state.line})"
+    if state.pending and not state.pending[0].started:
+        return f"its GPU is at work before the {state.pending[0].kind}{_at_step(state.step)}"
     if state.pending:
         op = state.pending[0]
         called = f" called in {op.line}" if op.line else ""
-        return f"is in another collective, {_article(op.kind)}{called}{_at_step(state.step)}"
+        return f"in another collective, {_article(op.kind)}{called}{_at_step(state.step)}"
     if state.phase == activity.DATA:
-        return f"is waiting for data ({state.reads or state.line}){_at_step(state.step)}"
+        return f"waiting for data ({state.reads or state.line}){_at_step(state.step)}"
     if state.phase == activity.SAVING:
-        return f"is saving a checkpoint ({state.saving_line or state.line})"
+        return f"saving a checkpoint ({state.saving_line or state.line})"
     of = layer(state.layer)
-    return f"is {state.phase}{f' in {of}' if of else ''} ({state.line}){_at_step(state.step)}"
+    return f"{state.phase}{f' in {of}' if of else ''} ({state.line}){_at_step(state.step)}"
 
 
 def _article(kind: str) -> str:
@@ -273,7 +282,7 @@ def table(world: World) -> str:
     for rank in range(world.size):
         state = world.states.get(rank)
         if state is None:
-            lines.append(f"rank {rank}: has not started")
+            lines.append(f"rank {rank}: not started")
             continue
         how = "SILENT, last seen " if rank in world.silent else ""
         ops = "; ".join(

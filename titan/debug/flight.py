@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+MOST = 8
+"""Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
 _WORDS = {
     "all_gather": "all-gather", "allgather": "all-gather", "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce", "allreduce": "all-reduce", "broadcast": "broadcast", "barrier": "barrier",
@@ -29,9 +31,10 @@ class Operation:
         number: which of the group's collectives; -1 for a message between two ranks.
         kind: what it does, such as "all-reduce".
         sizes: of its input.
-        familiar: whether this rank has done the same before: this group, kind and sizes.
+        familiar: whether this rank has done the same before: this group, kind and sizes, called from this line.
         peers: the ranks that it needs; empty for all of its group.
         line: the innermost line outside of torch from which it was called, where that is known.
+        started: whether it waits for other ranks; False on a GPU that has other work to do first.
     """
 
     group: str
@@ -41,6 +44,7 @@ class Operation:
     familiar: bool = True
     peers: tuple[int, ...] = ()
     line: str = ""
+    started: bool = True
 
 
 def dump() -> bytes:
@@ -63,18 +67,20 @@ def entered(content: bytes) -> tuple[dict[str, int], list[Operation]]:
         if not entry["is_p2p"]:
             last[entry["process_group"][0]] = int(entry["collective_seq_id"])
     pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
-    ended = [_signature(entry) for entry in entries if entry not in pending]
-    return last, [_operation(entry, _signature(entry) in ended) for entry in pending]
+    ended = {_signature(entry) for entry in entries if entry["retired"] or entry["state"] == "completed"}
+    return last, [_operation(entry, _signature(entry) in ended) for entry in pending[:MOST]]
 
 
-def _signature(entry: Mapping[str, Any]) -> tuple[str, str, str]:
-    return str(entry["process_group"][0]), str(entry["profiling_name"]), str(entry["input_sizes"])
+def _signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    line = _line(entry.get("frames") or [])
+    return str(entry["process_group"][0]), str(entry["profiling_name"]), str(entry["input_sizes"]), line
 
 
 def _operation(entry: Mapping[str, Any], familiar: bool) -> Operation:
-    group, name, sizes = _signature(entry)
+    group, name, sizes, line = _signature(entry)
     number = -1 if entry["is_p2p"] else int(entry["collective_seq_id"])
-    return Operation(group, number, kind(name), sizes, familiar, line=_line(entry.get("frames") or []))
+    started = entry["state"] == "started" or not name.startswith("nccl:")  # gloo's have no state of their own
+    return Operation(group, number, kind(name), sizes, familiar, line=line, started=started)
 
 
 def kind(name: str) -> str:

@@ -19,13 +19,13 @@ from titan.debug.flight import Operation
 FOLDER = Path("debug")
 RANKS, STACKS, RECORDER = FOLDER / "ranks", FOLDER / "stacks", FOLDER / "flight_recorder"
 WORDS = {
-    "T": "is stopped (SIGSTOP)",
-    "t": "is stopped by a debugger",
-    "Z": "is dead",
-    "": "is dead",
-    "D": "waits for a disk or a file system",
-    "R": "runs, but does not answer",
-    "S": "does not answer",
+    "T": "stopped (SIGSTOP)",
+    "t": "stopped by a debugger",
+    "Z": "dead",
+    "": "dead",
+    "D": "no answer, waiting for a disk or a file system",
+    "R": "no answer, running",
+    "S": "no answer",
 }
 """What a state of a process in /proc says; "" where there is no such process."""
 

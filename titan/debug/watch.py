@@ -48,6 +48,8 @@ SILENT_SECONDS = 1.5
 """A rank is silent after this many seconds at least without a beat."""
 PULSE_SECONDS, PULSE_RANKS = 10.0, 500
 """A rank's state is written this often in normal steps, with so many ranks; with more of them less often."""
+MISSED_SECONDS = 0.5
+"""After so many seconds without a beat it is not known whether a rank that hangs is silent."""
 LAST_SECONDS = 4.0
 """How long the last rank waits until the others have written their stacks; these wait three times as long for it."""
 NEIGHBOURS = 16
@@ -254,7 +256,7 @@ class Watch:
         if not self._reports():
             return
         world = self._world()
-        if late >= 1 or any(state.hung for state in world.states.values()):
+        if any(state.hung for state in world.states.values()) or (late >= 1 and not self._undecided(world)):
             self._judge(world)
 
     def _reports(self) -> bool:
@@ -270,6 +272,13 @@ class Watch:
         if rank not in self._beats or self._beats[rank][0] != beat:
             self._beats[rank] = (beat, now)
         return now - self._beats[rank][1] < self._silent_after(rank)
+
+    def _undecided(self, world: World) -> bool:
+        """Whether a rank has missed beats, and is not silent yet; not when the timeout is near."""
+        if self.activity.age() >= self.activity.timeout - 4 * self._tick():
+            return False
+        missed = time.monotonic() - max(MISSED_SECONDS, 3 * self._tick())
+        return any(rank not in world.silent and at < missed for rank, (_, at) in self._beats.items())
 
     def _silent_after(self, rank: int) -> float:
         """Return after how many seconds without a beat a rank is silent: soon if its process is stopped or dead."""

@@ -146,7 +146,7 @@ def _groups(world: World) -> dict[str, Group]:
     known += [("context", world.context), ("model parallel", world.model_parallel)]
     found: dict[str, Group] = {}
     for name, group in known if names else ():
-        if group is not None and (group.group_name not in found or len(names) == 1):
+        if group is not None and (group.group_name not in found or [name] == names):
             found[group.group_name] = Group(name, dist.get_process_group_ranks(group))
     return found
 
