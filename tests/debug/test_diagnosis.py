@@ -86,6 +86,16 @@ CASES = {
         world(waits(0), waits(1), waits(3), waits(2, started=False)),
         f"waiting for rank 2 {IN}; rank 2: its GPU is at work before the all-gather, step 118, process 102 on n1",
     ),
+    "gpu-of-another-group-at-work": (
+        world(
+            waits(0, group="t", groups=GRIDS),
+            waits(1, group="t", groups=GRIDS, started=False),
+            rank(2, groups=GRIDS),
+            rank(3, groups=GRIDS),
+        ),
+        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: its GPU is at work before the "
+        "all-gather, step 118, process 101 on n0",
+    ),
     "pipeline": (
         world(rank(0, transfers=True), rank(1, phase=activity.DATA), size=2),
         "waiting for rank 1 in a message between stages (pp), step 118; rank 1: waiting for data (a.py:1 in f), "
