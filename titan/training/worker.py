@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -120,10 +120,18 @@ def _user_error(run: Run, error: Exception, watch: Watch | None = None) -> Excep
     """Return an error that the user can act on as RunError, any other as it is."""
     if isinstance(error, torch.OutOfMemoryError):
         return RunError(_out_of_memory(run, error))
-    if waited := re.search(r"Timed out waiting (\d+)ms", str(error)):  # gloo's message; NCCL ends the process itself
+    waited = re.search(r"Timed out waiting (\d+)ms", "\n".join(map(str, _chain(error))))  # gloo; NCCL ends the process
+    if waited:
         found = watch.timed_out() if watch is not None else None
         return found or RunError(_timed_out(run, int(waited[1]) / 1000))
     return error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes: torch's pipelines wrap those of their stages."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _timed_out(run: Run, seconds: float) -> str:
