@@ -9,7 +9,7 @@ GPU_ENV = $(if $(OWN),$(VENV)/.gpu,)
 PINS    = pyproject.toml constraints.txt
 PYTEST  = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
-.PHONY: train test test-rest test-all planted chaos lint bench modes gpu clean
+.PHONY: train test test-rest test-all planted chaos hangs lint bench modes gpu clean
 
 train: $(ENV)            ## train a small Llama on real text
 	$(RUN) -m titan.train $(ARGS)
@@ -28,6 +28,9 @@ planted: $(VENV)/.test   ## faults planted in copies of the repository, which `m
 
 chaos: $(VENV)/.test     ## runs killed a hundred times, in the midst of saves too, and compared: ten to twenty minutes
 	$(VENV)/bin/python -m tests.support.chaos $(ARGS)
+
+hangs: $(VENV)/.test     ## runs of which a rank hangs in thirty ways, and what they say: ten minutes
+	$(VENV)/bin/python -m tests.support.hangs $(ARGS)
 
 lint: $(VENV)/.lint      ## ruff, mypy, and the order of packages (import-linter)
 	$(VENV)/bin/ruff check

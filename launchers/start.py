@@ -17,10 +17,18 @@ from launchers.supervisor import log_line, run_ranks
 from titan.cluster.environment import within
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import progress_line
+from titan.debug.verdict import HangError
 from titan.errors import ConfigError, RunError, machine_error
 from titan.run import attempts, summary
 from titan.run.lock import locked
 from titan.run.run import Run
+
+Report = Callable[[Exception], object]
+
+
+def _unreported(error: Exception) -> None:
+    """Do nothing: the rank that reports a hang has printed it."""
+
 
 RENDEZVOUS, WORKER = "launchers.rendezvous", "titan.training.worker"
 """The modules that import torch."""
@@ -88,8 +96,13 @@ def _ranks(run: Run, attempt: attempts.Attempt, apart: bool) -> int:
     return int(import_module(WORKER).work(run, attempt, RankInfo()))
 
 
-def run_rank0(run: Run, rank_info: RankInfo) -> int:
-    """Be rank 0 under torchrun or srun: decide what to run, send it to the other ranks, train."""
+def run_rank0(run: Run, rank_info: RankInfo, report: Report = _unreported) -> int:
+    """Be rank 0 under torchrun or srun: decide what to run, send it to the other ranks, train.
+
+    Args:
+        run, rank_info: what to run, and this rank.
+        report: called with the error of a hang, after which this process ends at once.
+    """
     meeting, worker = import_module(RENDEZVOUS), import_module(WORKER)
     store = meeting.join(rank_info)
     try:
@@ -101,7 +114,7 @@ def run_rank0(run: Run, rank_info: RankInfo) -> int:
                 meeting.send(store, rank_info, 0)
                 return 0
             meeting.send(store, rank_info, (run, attempt))
-            return _run_attempt(run, attempt, partial(_train_as_one, store, rank_info, run, attempt, worker))
+            return _run_attempt(run, attempt, partial(_train_as_one, store, rank_info, run, attempt, worker, report))
     except BaseException as error:
         meeting.send(store, rank_info, 2 if isinstance(error, ConfigError) else 1)
         raise
@@ -113,8 +126,8 @@ def dismiss(rank_info: RankInfo, code: int) -> None:
     meeting.send(meeting.join(rank_info), rank_info, code)
 
 
-def run_worker(rank_info: RankInfo) -> int:
-    """Be any other rank under torchrun or srun: wait for rank 0's message, then train or exit."""
+def run_worker(rank_info: RankInfo, report: Report = _unreported) -> int:
+    """Be any other rank under torchrun or srun: wait for rank 0's message, then train or exit; see `run_rank0`."""
     meeting, worker = import_module(RENDEZVOUS), import_module(WORKER)
     store = meeting.join(rank_info)
     message = meeting.receive(store)
@@ -122,15 +135,24 @@ def run_worker(rank_info: RankInfo) -> int:
         return message
     run, attempt = message
     with within(run.cluster.environment):
-        return _train_as_one(store, rank_info, run, attempt, worker)
+        return _train_as_one(store, rank_info, run, attempt, worker, report)
 
 
-def _train_as_one(store: Any, rank_info: RankInfo, run: Run, attempt: attempts.Attempt, worker: Any) -> int:
+def _train_as_one(
+    store: Any, rank_info: RankInfo, run: Run, attempt: attempts.Attempt, worker: Any, report: Report
+) -> int:
     """Train; of an error that several ranks see, only the first to fail reports it."""
     first: list[bool] = []
     fails_first = partial(import_module(RENDEZVOUS).fails_first, store)
+
+    def fails(error: Exception) -> None:
+        if isinstance(error, HangError):  # all ranks have the same; the store may be in a rank that is stopped
+            report(error)
+        else:
+            first.append(fails_first())
+
     try:
-        return int(worker.work(run, attempt, rank_info, store, lambda error: first.append(fails_first())))
+        return int(worker.work(run, attempt, rank_info, store, fails))
     except Exception as error:
         if not (first[0] if first else fails_first()):
             return 2 if isinstance(error, ConfigError) else 1

@@ -29,6 +29,7 @@ from titan.cluster.rank_info import RankInfo
 from titan.cluster.signals import STOPPING, handle_signals, is_repeat
 from titan.console import output
 from titan.console.text import safe_lines
+from titan.debug.verdict import Messages
 
 GRACE_SECONDS = 10.0
 """How long ranks may take to end after one of them failed."""
@@ -74,9 +75,14 @@ class Supervisor:
             if process.poll() is None:
                 (os.killpg if number == signal.SIGKILL else os.kill)(process.pid, number)
 
-    def wait(self) -> None:
-        """Wait until all processes have ended, one has failed, or a second request to stop has come."""
+    def wait(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        """Wait until all processes have ended, one has failed, or a second request to stop has come.
+
+        Args:
+            meanwhile: called at every look at the processes.
+        """
         while self.alive() and not self.failed() and self.signals < 2:
+            meanwhile()
             time.sleep(POLL_SECONDS)
 
     def end(self, grace: float) -> None:
@@ -129,9 +135,10 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.tra
     """
     ranks = Supervisor()
     with scratch() as folder, ranks.forward_stop(lambda: len(ranks.processes) > 1):
+        messages = Messages(directory)
         try:
             _start_ranks(ranks, folder, payload, size, directory, module)
-            return _wait(ranks, folder, directory)
+            return _wait(ranks, folder, directory, messages)
         finally:
             ranks.end(0)
 
@@ -139,7 +146,7 @@ def run_ranks(payload: Any, size: int, directory: Path, module: str = "titan.tra
 def _start_ranks(ranks: Supervisor, folder: Path, payload: Any, size: int, directory: Path, module: str) -> None:
     (directory / "log").mkdir(parents=True, exist_ok=True)
     for rank in range(size):
-        rank_info = RankInfo(rank, size, rank, f"file://{folder}/rendezvous" if size > 1 else "")
+        rank_info = RankInfo(rank, size, rank, f"file://{folder}/rendezvous" if size > 1 else "", supervised=True)
         file = folder / f"{rank}.pickle"
         file.write_bytes(pickle.dumps((payload, rank_info, os.getpid(), str(folder / f"{rank}.error"))))
         with (directory / "log" / f"rank-{rank}.log").open("ab") as log:
@@ -165,9 +172,10 @@ def log_line(directory: Path, line: str) -> None:
         log.write(f"{datetime.now().astimezone().isoformat(timespec='seconds')} {line}\n")
 
 
-def _wait(ranks: Supervisor, folder: Path, directory: Path) -> int:
-    """Wait for the ranks, and report the error of one that failed; returns the exit code."""
-    ranks.wait()
+def _wait(ranks: Supervisor, folder: Path, directory: Path, messages: Messages) -> int:
+    """Wait for the ranks, show what they say about a hang, and report the error of one that failed; returns the exit
+    code."""
+    ranks.wait(lambda: _show(directory, messages))
     if ranks.signals >= 2:
         ranks.send(signal.SIGKILL)
         return 130
@@ -180,6 +188,11 @@ def _wait(ranks: Supervisor, folder: Path, directory: Path) -> int:
         return 130
     ranks.end(GRACE_SECONDS if all(code in (None, 130) for code in codes) else 0)
     return _report_error(folder, codes, first, directory)
+
+
+def _show(directory: Path, messages: Messages) -> None:
+    for line in messages.new():
+        log_line(directory, line)
 
 
 def _report_error(folder: Path, codes: list[int | None], first: int, directory: Path) -> int:

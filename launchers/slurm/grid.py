@@ -29,7 +29,7 @@ from titan.console.text import safe, safe_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
 from titan.run import summary
-from titan.sweep import ledger
+from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import SlurmLaunch
 
@@ -63,6 +63,7 @@ class SlurmSweep:
         spec: what the sweep is for.
         describe: returns what a dry run prints about trials beside their scripts.
         printed: the last state of each trial that was printed.
+        excluded: nodes that were printed as excluded.
         shapes: the resources of each trial, by its id.
     """
 
@@ -72,6 +73,7 @@ class SlurmSweep:
     spec: SweepSpec
     describe: Callable[[Sequence[Trial]], str] = lambda trials: ""
     printed: dict[str, str] = field(default_factory=dict)
+    excluded: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.shapes = {trial.id: shape(trial.run) for trial in self.trials}
@@ -218,7 +220,14 @@ class SlurmSweep:
             self._print_state(trial, "queued", f"job {job}, {one}")
 
     def _work(self, chunk: list[Trial], token: str, list_: Path, after: str | None) -> Work:
-        return Work(self.folder, list_, self.root.name, token, self.code, len(chunk), self.how.at_once, after)
+        one = self.shapes[chunk[0].id].cluster
+        bad = job_exit.bad_nodes(self.folder, one.exclude_bad) if one.exclude_bad else []
+        if new := [node for node in bad if node not in self.excluded]:
+            self.excluded += new
+            print(f"cluster.exclude_bad={one.exclude_bad}: without {', '.join(new)}", flush=True)
+        return Work(
+            self.folder, list_, self.root.name, token, self.code, len(chunk), self.how.at_once, after, tuple(bad)
+        )
 
     def _sbatch(self, one: Shape, work: Work) -> list[str]:
         """Submit a script; returns the numbers of its jobs.

@@ -76,7 +76,7 @@ def _run(trial: Path, rank_info: RankInfo, attempt: Path) -> int:
     try:
         run = _load(trial, rank_info)
         _log_restart(run, rank_info, attempt)
-        return _mark_stop(attempt, _train(run, rank_info))
+        return _mark_stop(attempt, _train(run, rank_info, attempt))
     except StopBeforeStart as stop:
         if stop.again:  # srun's own exit code may be that of a rank that it ended for this one's
             _mark(attempt / "again")
@@ -138,11 +138,14 @@ def _write_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _train(run: Run, rank_info: RankInfo) -> int:
+def _train(run: Run, rank_info: RankInfo, attempt: Path) -> int:
     if int(os.environ.get("SLURM_STEP_NUM_NODES", 1)) == 1:
         use_loopback(os.environ)
     start = import_module("launchers.start")  # only now: numpy, too, reads how many cores it may use
-    return int(start.run_rank0(run, rank_info) if rank_info.rank == 0 else start.run_worker(rank_info))
+    report = partial(report_error, _error_file(attempt, rank_info.rank), rank_info.rank)
+    if rank_info.rank == 0:
+        return int(start.run_rank0(run, rank_info, report))
+    return int(start.run_worker(rank_info, report))
 
 
 def _error_file(attempt: Path, rank: int) -> Path:

@@ -38,6 +38,7 @@ class Work:
         count: trials, each an element of the array; 1 makes no array.
         at_once: elements that may run at the same time; None: all.
         after: the jobs that have to end before, as sbatch's `afterany:` takes them; None: none.
+        bad: nodes that made earlier jobs fail, to exclude beside `cluster.exclude`.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class Work:
     count: int
     at_once: int | None = None
     after: str | None = None
+    bad: tuple[str, ...] = ()
 
     @property
     def runs(self) -> Path:
@@ -199,7 +201,8 @@ def parameters(shape: Shape, work: Work) -> dict[str, Any]:
         "gpus_per_node": shape.gpus or None if cluster.gres is None else None,
         "exclusive": True if shape.whole else None,
         "dependency": None if work.after is None else f"afterany:{work.after}",
-        **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "exclude", "gres")},
+        **{name: getattr(cluster, name) for name in ("partition", "account", "qos", "constraint", "gres")},
+        "exclude": ",".join(filter(None, (cluster.exclude, *work.bad))) or None,
     }
     return {
         **{name: value for name, value in asked.items() if value is not None},

@@ -62,6 +62,12 @@ def test_a_timeout_names_its_setting(milliseconds: int, name: str, tmp_path: Pat
     assert f"slower than cluster.{name} allows" in str(error)
 
 
+def test_a_timeout_inside_of_a_pipeline_is_one_too(tmp_path: Path) -> None:
+    error = RuntimeError("stage 0 failed")
+    error.__cause__ = RuntimeError("a] Timed out waiting 600000ms for send operation")
+    assert isinstance(worker.user_error(tiny(tmp_path), error), RunError)
+
+
 def destroyed() -> list[bool]:
     """Return a list that gets an entry for each time that process groups are destroyed from now on."""
     calls, real = list[bool](), dist.destroy_process_group

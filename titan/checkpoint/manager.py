@@ -154,6 +154,10 @@ class Manager:
             with _stalled(self.jobs[-1]):
                 self.staging.done()
 
+    def running(self) -> tuple[int, float] | None:
+        """Return the step of the oldest save that is not complete, and when it began (monotonic); None without any."""
+        return next(((job.step, job.began) for job in self.jobs if not job.written.is_set()), None)
+
     def completed(self) -> list[SaveOutcome]:
         """Return the outcomes of the saves that have ended since the last call."""
         ended = [job for job in self.jobs if job.ended.is_set()]

@@ -62,7 +62,9 @@ def describe(error: BaseException, rank: int) -> RankError:
     plain = bool(lacking) or isinstance(error, (ConfigError, RunError))
     text = (lacking or str(error)) if plain else safe_lines("".join(traceback.format_exception(error)))
     code = 2 if isinstance(error, ConfigError) else 1
-    return RankError(lost=bool(LOST.search(text)), node=_node(), code=code, rank=rank, text=text, plain=plain)
+    node, cause = getattr(error, "node", ""), getattr(error, "rank", None)  # of the rank that others wait for in a hang
+    rank, node = (rank, _node()) if cause is None else (cause, node)
+    return RankError(lost=bool(LOST.search(text)), node=node, code=code, rank=rank, text=text, plain=plain)
 
 
 def describe_kill(signal_name: str, rank: int) -> RankError:

@@ -18,6 +18,7 @@ class RankInfo:
         init_method: torch's init_method, the URL at which the ranks rendezvous; "meet://FILE" where rank 0 writes its
             address into a shared file; empty for a single rank.
         scheduled: whether a scheduler sends it signals: see `titan.training.signals`.
+        supervised: whether titan's own launcher started it, which shows what ranks say about a hang.
     """
 
     rank: int = 0
@@ -25,6 +26,7 @@ class RankInfo:
     local_rank: int = 0
     init_method: str = ""
     scheduled: bool = False
+    supervised: bool = False
 
 
 def from_environment(env: Mapping[str, str]) -> RankInfo | None:

@@ -92,6 +92,11 @@ class Cluster:
     reservation: str | None = _job(None, "Slurm reservation")
     constraint: str | None = _job(None, "required node features")
     exclude: str | None = _job(None, "nodes to exclude")
+    exclude_bad: int | None = _job(
+        None,
+        "exclude nodes from later submissions that made jobs of this sweep fail so many times",
+        at_least=1,
+    )
     gres: str | None = _job(None, "generic resources per node instead of a number of GPUs, such as gpu:h100:8")
     exclusive: bool | str = _job(
         False,

@@ -15,3 +15,10 @@ class Debug:
     detect_anomaly: bool = setting(
         False, "report the forward operation whose backward produced a value that is not finite"
     )
+    hang_seconds: float | None = setting(
+        60.0,
+        "report which rank a run waits for after so many seconds without progress: at least ten usual steps, at most "
+        "half of the timeout; null: never, and leave the end to the timeout of the collective",
+        at_least=1,
+        cap=30 * 86400.0,
+    )

@@ -22,6 +22,8 @@ from typing import Any
 
 PATIENCE = timedelta(hours=1)
 """The timeout of a message: another rank may have gigabytes to write first."""
+MARGIN = timedelta(seconds=30)
+"""How much longer than `cluster.timeout` a message may take: the watcher of a hang (`titan.debug.watch`) is first."""
 PARTING = timedelta(minutes=1)
 """The timeout at the end, while rank 0 waits until all ranks have read its last message."""
 _MESSAGE, _LEFT = b"+", b"-"

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from titan.cluster.rank_info import RankInfo
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
-from titan.parallelism.exchange import PATIENCE, Exchange
+from titan.parallelism.exchange import MARGIN, Exchange
 from titan.parallelism.schema import Layout
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
@@ -222,7 +222,7 @@ def connect(
     world = build_world(rank_info, layout, device, timeout)
     if not exchange:
         return world
-    patience = max(PATIENCE, timedelta(seconds=timeout))
+    patience = timedelta(seconds=timeout) + MARGIN
     common_store = dist.distributed_c10d._get_default_store()
     return replace(world, exchange=Exchange(common_store, rank_info.rank, rank_info.world_size, patience))
 

@@ -9,6 +9,7 @@ last, `JOB.ATTEMPT.end`, written by the batch script. Older jobs wrote `JOB.ATTE
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,28 @@ def error(folder: Path, attempt: str) -> str | None:
     first = rank_error.first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
     if killed := before or (after if first is None or first.lost else None):
         return killed
-    return _last_line(folder, attempt) if first is None else f"rank {first.rank}: {first.last_line}"
+    if first is None:
+        return _last_line(folder, attempt)
+    return f"rank {first.rank}{f' on {first.node}' if first.node else ''}: {first.last_line}"
+
+
+def failed_node(folder: Path, attempt: str) -> str | None:
+    """Return the node that made an attempt of a job fail; None where it is not known, and for a ConfigError."""
+    first = rank_error.first_cause(map(rank_error.read, _of_ranks(folder, attempt, "error")))
+    if first is not None and not first.lost:
+        return None if first.code == 2 else first.node or None
+    before, after = _killed(folder / f"{attempt}.out")
+    found = re.match(r"rank \d+ on ([^:]+):", before or after or "")
+    return found[1] if found else first.node or None if first is not None else None
+
+
+def bad_nodes(folder: Path, times: int) -> list[str]:
+    """Return the nodes that made jobs fail so many times, by the exit records of all attempts."""
+    ends = sorted(folder.glob("*.*.end"))
+    jobs = [(file, *file.name.removesuffix(".end").rpartition(".")[::2]) for file in ends]
+    exits = ((f"{job}.{n}", _exit(folder, job, int(n), file)) for file, job, n in jobs if n.isdecimal())
+    failed = (failed_node(folder, attempt) for attempt, end in exits if end and end.code and not end.stopped)
+    return sorted(node for node, count in Counter(filter(None, failed)).items() if count >= times)
 
 
 def _of_ranks(folder: Path, attempt: str, kind: str) -> list[Path]:

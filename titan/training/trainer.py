@@ -27,6 +27,7 @@ from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
 from titan.dataset import corpora
 from titan.dataset.loader import Batch, Loader, Shape
+from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING, Activity
 from titan.errors import RunError
 from titan.files.atomic import write_atomic
 from titan.metrics.lines import first_and_last_loss
@@ -82,7 +83,15 @@ class StopSource(Protocol):
 class Trainer:
     """Trains one attempt of a run on one rank."""
 
-    def __init__(self, run: Run, attempt: Attempt, world: World, train_step: TrainStep, stop: StopSource) -> None:
+    def __init__(
+        self,
+        run: Run,
+        attempt: Attempt,
+        world: World,
+        train_step: TrainStep,
+        stop: StopSource,
+        activity: Activity | None = None,
+    ) -> None:
         """Take everything that a step needs; nothing is written yet.
 
         Args:
@@ -91,7 +100,9 @@ class Trainer:
             world: the ranks.
             train_step: the model and the optimizer, as `titan.training.build` makes them.
             stop: asked at every step whether a signal came.
+            activity: where to record what this rank does.
         """
+        self.activity = activity or Activity()
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
         self.step, self.rows = attempt.step, attempt.rows
         init_optimizer_state(train_step.optimizer)
@@ -99,6 +110,7 @@ class Trainer:
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, self._warn)
+        self.activity.save = self.saving.running
         self.stopping = self.requeue = self.save_requested = False
         self.bad_steps, self.bad = 0, torch.zeros((), dtype=torch.bool, device=world.device)
         self.times = StepTimes()
@@ -194,7 +206,9 @@ class Trainer:
         """
         timer = StepTimer(self.world.device, before)
         if batch is None:
+            self.activity.begin_step(self.step + 1)
             batch, self.step = next(self.loader), self.step + 1
+        self.activity.enter(COMPUTING)
         layers = self.layers if self.layers.due(self.step) else None
         lr = self._set_lr()
         tokens, rows = self.run.training.phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
@@ -213,6 +227,7 @@ class Trainer:
             grad_norm.clip(gradients, norm, self.run.training.clip_norm)
         self.saving.wait_for_staging()
         bad = ~torch.isfinite(metrics[LOSS] + norm)
+        self.activity.enter(UPDATING)
         # After a bad step the weights wait until the host has found its cause, and this step is repeated.
         self._update(bad | self.bad | (metrics[VOID] > 0))
         self.bad = bad
@@ -401,6 +416,7 @@ class Trainer:
         """Measure the loss on the evaluation sets; all ranks call it together."""
         if not self.eval_sets:
             return
+        self.activity.enter(EVALUATING)
         release_freed_memory(self.world.device)
         self.validation = evaluate(self.train_step, self.world, self.eval_sets)
         if self.recorder:
@@ -411,6 +427,7 @@ class Trainer:
 
     def save(self) -> None:
         """Start a checkpoint; all ranks call it together."""
+        self.activity.enter(SAVING)
         release_freed_memory(self.world.device)
         self.save_requested = False
         self.saving.save(self.step, self.rows)
@@ -430,7 +447,7 @@ class Trainer:
         """Set how long ranks wait for each other; all ranks call it together."""
         if seconds != self.timeout:
             self.world.set_timeout(seconds, barrier=seconds < self.timeout)
-            self.timeout = seconds
+            self.timeout = self.activity.timeout = seconds
 
     def _log_records(self, records: list[dict[str, Any]]) -> None:
         """Log finished saves at the present step: trackers need steps in ascending order."""
@@ -452,8 +469,10 @@ class Trainer:
 
     def _finish(self, began: float) -> None:
         """After the last step: save, evaluate, sample, and report the result."""
+        self.activity.enter(FINISHING)
         release_freed_memory(self.world.device)
         self._set_timeout(self.run.cluster.timeout)
+        self.activity.enter(SAVING)
         if not self.stopping or self.run.checkpoint.on_stop:
             self._log_records(self.saving.finish(self.step, self.rows))
         else:
@@ -461,6 +480,7 @@ class Trainer:
         sample = None
         if not self.stopping:
             self.validate()
+            self.activity.enter(FINISHING)
             sample = sample_text(self.run, self.train_step, self.mix)
         if self.recorder:
             result = self._result(began, sample)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator
@@ -18,7 +20,11 @@ from titan.checkpoint.restore import corruption as damage
 from titan.checkpoint.transfer import fetched
 from titan.cluster.rank_info import RankInfo
 from titan.console.text import safe_lines
+from titan.debug.activity import Activity
+from titan.debug.rank_state import Group
 from titan.debug.switches import set_switches
+from titan.debug.verdict import HangError
+from titan.debug.watch import Watch
 from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
@@ -27,6 +33,7 @@ from titan.run.run import Run
 from titan.training.build import build
 from titan.training.evaluation import StopRequested
 from titan.training.signals import StopSignals, exit_code_of_stop
+from titan.training.train_step import TrainStep
 from titan.training.trainer import Trainer
 
 log = logging.getLogger("titan")
@@ -57,7 +64,10 @@ def work(
     """
     log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
     set_switches(run.debug)
-    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
+    activity = Activity(run.cluster.timeout)
+    watch = Watch(Path(run.directory), rank_info, attempt.number, activity, run.debug.hang_seconds, failed)
+    watch.setting = partial(_timeout_setting, run)
+    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop, watch:
         world = mesh.connect(
             rank_info, run.layout, run.machine.device, run.cluster.timeout, store, _needs_exchange(run, attempt)
         )
@@ -71,15 +81,17 @@ def work(
                 rank_info.world_size,
                 world.device,
             )
+            watch.groups = _groups(world)
             train_step = build(run, world, log.info)
-            exit_code = _train(Trainer(run, attempt, world, train_step, stop), failed)
+            watch.names = partial(_module_names, train_step)
+            exit_code = _train(Trainer(run, attempt, world, train_step, stop, activity), failed, watch)
         except StopRequested:
             return exit_code_of_stop(stop.requeue)
         except Exception as error:
             if stop.requested and _from_compiler(error):
                 log.warning("stopped while compiling: the signal ended the compiler too")
                 return exit_code_of_stop(stop.requeue)
-            found = user_error(run, error)
+            found = user_error(run, error, watch)
             if found is error:
                 raise
             raise found from error
@@ -88,34 +100,68 @@ def work(
         return exit_code
 
 
-def _train(trainer: Trainer, failed: Callable[[Exception], object]) -> int:
-    """Train, and close the trainer; report an error before closing."""
+def _train(trainer: Trainer, failed: Callable[[Exception], object], watch: Watch | None = None) -> int:
+    """Train, and close the trainer; report an error before closing, which a hanging save would delay."""
     try:
         return trainer.train()
     except StopRequested:
         raise
     except Exception as error:
-        failed(user_error(trainer.run, error))
+        found = user_error(trainer.run, error, watch)
+        if watch is not None and isinstance(found, HangError):
+            watch.wait_for_end()
+        failed(found)
         raise
     finally:
         trainer.close()
 
 
-def user_error(run: Run, error: Exception) -> Exception:
+def user_error(run: Run, error: Exception, watch: Watch | None = None) -> Exception:
     """Return an error that the user can act on as RunError, any other as it is."""
     if isinstance(error, torch.OutOfMemoryError):
         return RunError(_out_of_memory(run, error))
-    if waited := re.search(r"Timed out waiting (\d+)ms", str(error)):  # gloo's message; NCCL ends the process itself
-        return RunError(_timed_out(run, int(waited[1]) / 1000))
+    waited = re.search(r"Timed out waiting (\d+)ms", "\n".join(map(str, _chain(error))))  # gloo; NCCL ends the process
+    if waited:
+        found = watch.timed_out() if watch is not None else None
+        return found or RunError(_timed_out(run, int(waited[1]) / 1000))
     return error
 
 
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and its causes: torch's pipelines wrap those of their stages."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
 def _timed_out(run: Run, seconds: float) -> str:
-    name = "step_timeout" if seconds == run.cluster.step_seconds else "timeout"
+    name = _timeout_setting(run, seconds)
     return (
-        f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than cluster.{name} allows; "
-        f"see the last lines of each rank's log in {run.directory}/log, or raise cluster.{name}."
+        f"waited {seconds:g} s for the other ranks: one of them hangs, or is slower than {name} allows; "
+        f"see the last lines of each rank's log in {run.directory}/log, or raise {name}."
     )
+
+
+def _timeout_setting(run: Run, seconds: float) -> str:
+    """Return the name of the setting that a timeout comes from."""
+    return "cluster.step_timeout" if seconds == run.cluster.step_seconds else "cluster.timeout"
+
+
+def _groups(world: World) -> dict[str, Group]:
+    """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
+    names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
+    known = [("world", dist.group.WORLD), *((name, world.group(name)) for name in names)]
+    known += [("context", world.context), ("model parallel", world.model_parallel)]
+    found: dict[str, Group] = {}
+    for name, group in known if names else ():
+        if group is not None and (group.group_name not in found or [name] == names):
+            found[group.group_name] = Group(name, dist.get_process_group_ranks(group))
+    return found
+
+
+def _module_names(train_step: TrainStep) -> dict[int, str]:
+    """Return the names of the modules on this rank by their `id`."""
+    return {id(module): name for stage in train_step.stages for name, module in stage.named_modules() if name}
 
 
 def _from_compiler(error: Exception) -> bool:

@@ -1,0 +1,157 @@
+"""Which rank a hanging run waits for, from the states of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from titan.debug import activity
+from titan.debug.diagnosis import World, diagnose, diagnose_save, layer, table
+from titan.debug.flight import Operation
+from titan.debug.rank_state import Group, RankState
+
+ALL = {"w": Group("shard", range(4))}
+GRIDS = {"t": Group("tensor", range(2)), "w": Group("world", range(4))}
+
+
+def rank(number: int, **more: Any) -> RankState:
+    """A rank that computes step 118, in the module of layer 12."""
+    common: dict[str, Any] = {"host": f"n{number // 2}", "pid": 100 + number, "step": 118, "groups": ALL}
+    common |= {"phase": activity.COMPUTING, "layer": "model.layers.12.attention", "line": "a.py:1 in f"}
+    return RankState(number, **(common | more))
+
+
+def waits(number: int, at: int = 7, kind: str = "all-gather", group: str = "w", **more: Any) -> RankState:
+    """A rank that waits in a collective."""
+    op = Operation(group, at, kind, familiar=more.pop("familiar", True), started=more.pop("started", True))
+    return rank(number, **{"pending": (op,), "entered": {group: at}, **more})
+
+
+def world(*states: RankState, silent: tuple[int, ...] = (), size: int = 4) -> World:
+    return World(size, {state.rank: state for state in states}, frozenset(silent))
+
+
+STOPPED = {2: "T"}
+IN = "in the all-gather of layer 12 (fsdp), step 118"
+LATE: dict[str, Any] = {"entered": {"w": 6}}
+CASES = {
+    "stopped": (
+        world(waits(0), waits(1), rank(2), waits(3, neighbours=STOPPED), silent=(2,)),
+        f"waiting for rank 2 {IN}; rank 2: stopped (SIGSTOP), process 102 on n1",
+    ),
+    "dead": (
+        world(waits(0), waits(1), rank(2), waits(3, neighbours={2: ""}), silent=(2,)),
+        f"waiting for rank 2 {IN}; rank 2: dead, process 102 on n1",
+    ),
+    "host-unreachable": (
+        world(waits(0), waits(1), rank(2), rank(3), silent=(2, 3)),
+        f"waiting for ranks 2, 3 {IN}; ranks 2, 3: no answer from any rank on n1: it may be down or unreachable",
+    ),
+    "not-started": (
+        world(waits(0), waits(1), waits(3)),
+        f"waiting for rank 2 {IN}; rank 2: not started",
+    ),
+    "data": (
+        world(waits(0), waits(1), waits(3), rank(2, phase=activity.DATA, reads="loader.py:5 in read", **LATE)),
+        f"waiting for rank 2 {IN}; rank 2: waiting for data (loader.py:5 in read), step 118, process 102 on n1",
+    ),
+    "compiling": (
+        world(waits(0), waits(1), waits(3), rank(2, compiles=True, **LATE)),
+        f"waiting for rank 2 {IN}; rank 2: compiling (a.py:1 in f), process 102 on n1",
+    ),
+    "another-step": (
+        world(waits(0), waits(1), waits(3), rank(2, step=117, layer=None, phase=activity.UPDATING, **LATE)),
+        f"waiting for rank 2 {IN}; rank 2: updating the weights (a.py:1 in f), step 117, process 102 on n1",
+    ),
+    "another-kind": (
+        world(waits(0), waits(1), waits(3), waits(2, kind="barrier")),
+        f"waiting for rank 2 {IN}; rank 2: in another collective, a barrier, step 118, process 102 on n1",
+    ),
+    "new-kind-of-two": (
+        world(waits(0), waits(1, kind="barrier", familiar=False), size=2),
+        f"waiting for rank 1 {IN}; rank 1: in another collective, a barrier, step 118, process 101 on n0",
+    ),
+    "crossed-groups": (
+        world(
+            waits(0, group="t", groups=GRIDS),
+            waits(1, at=3, kind="barrier", group="w", groups=GRIDS, familiar=False),
+            size=2,
+        ),
+        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: in another collective, a "
+        "barrier, step 118, process 101 on n0",
+    ),
+    "gpu-not-there-yet": (
+        world(waits(0), waits(1), waits(3), waits(2, started=False)),
+        f"waiting for rank 2 {IN}; rank 2: its GPU is at work before the all-gather, step 118, process 102 on n1",
+    ),
+    "gpu-of-another-group-at-work": (
+        world(
+            waits(0, group="t", groups=GRIDS),
+            waits(1, group="t", groups=GRIDS, started=False),
+            rank(2, groups=GRIDS),
+            rank(3, groups=GRIDS),
+        ),
+        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: its GPU is at work before the "
+        "all-gather, step 118, process 101 on n0",
+    ),
+    "pipeline": (
+        world(rank(0, transfers=True), rank(1, phase=activity.DATA), size=2),
+        "waiting for rank 1 in a message between stages (pp), step 118; rank 1: waiting for data (a.py:1 in f), "
+        "step 118, process 101 on n0",
+    ),
+    "start": (
+        world(rank(0, joins=True, step=0), rank(1, step=0, phase=activity.STARTING, layer=None), size=2),
+        "waiting for rank 1 while the ranks connect, before the first step; rank 1: starting (a.py:1 in f), "
+        "before the first step, process 101 on n0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_rank_and_the_cause_are_named(name: str) -> None:
+    given, words = CASES[name]
+    assert diagnose(given).what == words
+
+
+@pytest.mark.parametrize(
+    ("states", "words", "usual"),
+    [
+        pytest.param([rank(0, compiles=True), rank(1, compiles=True)], "all ranks are compiling", True, id="compile"),
+        pytest.param(
+            [rank(n, phase=activity.EVALUATING) for n in (0, 1)],
+            "all ranks are evaluating (a.py:1 in f), step 118",
+            True,
+            id="evaluation",
+        ),
+        pytest.param([rank(0), rank(1)], "all ranks are computing gradients (a.py:1 in f), step 118", False, id="step"),
+    ],
+)
+def test_ranks_that_are_slow_together_are_no_error(states: list[RankState], words: str, usual: bool) -> None:
+    found = diagnose(world(*states, size=2))
+    assert (found.ranks, found.what, found.usual) == ((), words, usual)
+
+
+def test_a_checkpoint_waits_for_the_rank_that_writes() -> None:
+    waiting = [rank(n, saving=40, saving_waits=True) for n in (0, 1, 3)]
+    writer = rank(2, saving=40, saving_line="w.py:3 in write", node="gpu7")
+    found = diagnose_save(world(*waiting, writer))
+    assert (found.ranks, found.node) == ((2,), "gpu7")
+    assert found.what == (
+        "the checkpoint of step 40 is waiting for rank 2; rank 2: writing it (w.py:3 in write), process 102 on n1"
+    )
+    assert diagnose_save(world(*(replace(s, saving_waits=False) for s in (*waiting, writer)))).usual
+
+
+@pytest.mark.parametrize(
+    ("module", "words"), [("layers.3", "layer 3"), ("model.tok_embeddings", "tok_embeddings"), (None, "")]
+)
+def test_layers_in_words(module: str | None, words: str) -> None:
+    assert layer(module) == words
+
+
+def test_the_table_has_a_line_for_each_rank() -> None:
+    lines = table(world(waits(0), rank(1), silent=(1,), size=3)).splitlines()
+    assert [line[:7] for line in lines] == ["rank 0 ", "rank 1 ", "rank 2:"]
+    assert "SILENT" in lines[1] and "all-gather of layer 12 (fsdp), number 7" in lines[0]

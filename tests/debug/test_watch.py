@@ -1,0 +1,155 @@
+"""A run with a stopped rank: what it says before the timeout and at it, what it leaves, and that Ctrl-C ends it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import alive, descendants, ended, program, until
+from tests.support.runs import TINY
+from titan.cluster import rank_error
+from titan.cluster.rank_info import RankInfo
+from titan.debug import rank_state, verdict
+from titan.debug.activity import COMPUTING, Activity
+from titan.debug.place import places
+from titan.debug.rank_state import Group, RankState, StateFile
+from titan.debug.verdict import HangError, Messages, Verdict
+from titan.debug.watch import Watch
+from titan.status import hang_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+LAUNCHED = ["-m", "titan.train"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "titan.train"]
+SETTINGS = ["parallelism=fsdp", "training.steps=1000000", "debug.hang_seconds=1.5", "cluster.step_timeout=3",
+            "cluster.timeout=10", "metrics.sample_tokens=0"]  # fmt: skip
+ASYNC = ["checkpoint=async", "checkpoint.every=30"]
+
+
+def rank_of(pid: int) -> str:
+    """Return RANK in the environment of a process of torchrun, else the number of its file."""
+    words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+    env = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    found = re.search(r"/(\d+)\.pickle", " ".join(words)) or re.search(r"\0RANK=(\d+)", env)
+    return found[1] if found else ""
+
+
+def stopped(folder: Path, parent: int, rank: str, steps: int = 4) -> int:
+    """Stop a rank (SIGSTOP) after some steps, and return its process."""
+    metrics = folder / "metrics.jsonl"
+    until(lambda: metrics.is_file() and metrics.read_text().count("\n") >= steps, "steps")
+    (pid,) = [pid for pid in descendants(parent) if rank_of(pid) == rank and "titan" in _command(pid)]
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def _command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+
+
+@pytest.mark.parametrize(
+    ("command", "rank"),
+    [
+        pytest.param(LAUNCHED, "1", id="launcher"),
+        pytest.param(LAUNCHED, "0", id="launcher-rank-0", marks=pytest.mark.full),
+        pytest.param(TORCHRUN, "1", id="torchrun", marks=pytest.mark.full),
+        pytest.param(TORCHRUN, "0", id="torchrun-rank-0", marks=pytest.mark.full),
+    ],
+)
+def test_a_stopped_rank_is_named_before_and_at_the_timeout(command: list[str], rank: str, tmp_path: Path) -> None:
+    with program(*command, *TINY, *SETTINGS, *ASYNC, f"hydra.run.dir={tmp_path}") as process:
+        pid, began = stopped(tmp_path, process.pid, rank), time.monotonic()
+        code, _, errors = ended(process)
+        took = time.monotonic() - began
+    said = re.findall(r"titan: (no step for \d+ s .*)", errors)
+    cause = f"waiting for rank {rank} in the "
+    assert code == 1 and len(said) >= 2 and all(cause in line for line in said)
+    assert all(f"rank {rank}: stopped (SIGSTOP), process {pid} on" in line for line in said)
+    assert re.search("ended after cluster.(step_)?timeout=(3|10), see", said[-1]) and "ended after" not in said[0]
+    assert took < (60 if command is TORCHRUN else 20) and not alive(pid)  # torchrun waits 30 s before SIGKILL
+    for number in range(2):
+        assert "most recent call first" in (tmp_path / f"debug/stacks/rank-{number}.txt").read_text()
+    assert (tmp_path / "debug/analysis.txt").read_text().startswith(said[-1])
+    assert (tmp_path / "debug/flight_recorder" / f"rank_{1 - int(rank)}").stat().st_size
+
+
+@pytest.mark.full
+def test_the_first_ctrl_c_ends_a_run_that_hangs(tmp_path: Path) -> None:
+    settings = [*SETTINGS[:2], "metrics.sample_tokens=0", *ASYNC]
+    with program(*LAUNCHED, *TINY, *settings, f"hydra.run.dir={tmp_path}") as process:
+        pid = stopped(tmp_path, process.pid, "1")
+        process.send_signal(signal.SIGINT)
+        code, _, errors = ended(process)
+    assert code == 130 and "waiting for rank 1 in the" in errors and not alive(pid)
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    state = RankState(3, "n1", attempt=2, beat=5, groups={"w": Group("world", range(0, 8, 2))}, neighbours={1: "T"})
+    file = StateFile(tmp_path, 3)
+    file.write(state)
+    file.close()
+    assert rank_state.read(tmp_path, 3, 2) == state
+    assert rank_state.read(tmp_path, 3, 1) is None and rank_state.read(tmp_path, 0, 2) is None
+
+
+def test_the_usual_time_leaves_out_what_comes_between_steps() -> None:
+    what = Activity()
+    for step in range(1, 5):
+        what.begin_step(step)
+        time.sleep(0.01)
+    what.enter("evaluating")
+    time.sleep(0.2)
+    what.begin_step(5)
+    usual = what.usual()
+    assert usual is not None and 0.01 <= usual < 0.1
+
+
+def test_threads_are_found_with_their_layer() -> None:
+    class Layer:
+        def forward(self, go: threading.Event, here: threading.Event) -> None:
+            here.set()
+            go.wait()
+
+    me, go, here = Layer(), threading.Event(), threading.Event()
+    thread = threading.Thread(target=me.forward, args=(go, here), name="titan-loader")
+    thread.start()
+    here.wait()
+    found = places({id(me): "layers.3"})
+    go.set()
+    thread.join()
+    assert found["data"].layer == "layers.3" and "in forward" in found["data"].line
+    assert "in test_threads" in found["main"].line
+
+
+def test_one_rank_alone_says_where_it_is_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    what = Activity(timeout=4)
+    what.begin_step(9)
+    what.enter(COMPUTING)
+    with Watch(tmp_path, RankInfo(), 1, what, 1.0):
+        until(lambda: hang_of(tmp_path), "a message", 10)
+        what.begin_step(10)
+        until(lambda: not hang_of(tmp_path), "the end of the hang", 10)
+    said = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"titan: no step for 1 s: it is computing gradients \(.*\), step 9", said[0])
+    assert said[-1] == "titan: the run continues with step 10"
+
+
+def test_the_launcher_shows_messages_that_come_later(tmp_path: Path) -> None:
+    (tmp_path / "debug").mkdir()
+    verdict.say(tmp_path, "of an earlier attempt")
+    messages = Messages(tmp_path)
+    assert messages.new() == []
+    verdict.say(tmp_path, "no step for 60 s")
+    assert (messages.new(), messages.new()) == (["no step for 60 s"], [])
+
+
+def test_the_error_of_a_hang_names_the_node_that_the_others_wait_for() -> None:
+    error = rank_error.describe(HangError(Verdict(1, "no step", (5, 7), "gpu3", 1)), rank=0)
+    assert (error.rank, error.node, error.text, error.plain) == (5, "gpu3", "no step", True)

@@ -1,0 +1,113 @@
+"""A run of which a rank hangs as planned: `python -m tests.support.hanging_rank train SETTING ...`.
+
+The environment variable HANG holds the plan as JSON: what happens, in which rank, at which step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from launchers import start, supervisor
+from titan import train as command
+from titan.cluster.rank_info import RankInfo
+from titan.cluster.rank_process import run
+from titan.training import rank
+
+PLAN = "HANG"
+LONG = 600.0
+"""Seconds of a rank that sleeps: longer than any timeout here."""
+
+
+def work(payload: Any, rank_info: RankInfo, report: Callable[[BaseException], int]) -> int:
+    """Train, and hang as planned."""
+    plan = json.loads(os.environ[PLAN])
+    if plan["rank"] == rank_info.rank:
+        PLANTS[plan["what"]](plan["step"])
+    return rank.work(payload, rank_info, report)
+
+
+def _before(owner: Any, name: str, act: Callable[..., None]) -> None:
+    """Call `act` with the arguments of a function before each call of it."""
+    real = getattr(owner, name)
+
+    def first(*args: Any, **named: Any) -> Any:
+        act(*args)
+        return real(*args, **named)
+
+    setattr(owner, name, first)
+
+
+def _in_step(act: Callable[[], object]) -> Callable[[int], None]:
+    """Return what plants `act` between the data of a step and its computation."""
+
+    def plant(step: int) -> None:
+        from titan.training.trainer import Trainer
+
+        _before(Trainer, "_to_device", lambda trainer, batch: act() if trainer.step == step else None)
+
+    return plant
+
+
+def _in_save(act: Callable[[], object]) -> Callable[[int], None]:
+    def plant(step: int) -> None:
+        from titan.checkpoint import manager
+
+        _before(manager._Save, "_write", lambda save: act() if save.about.step >= step else None)
+
+    return plant
+
+
+def _in_loader(step: int) -> None:
+    from titan.dataset.loader import Loader
+
+    _before(Loader, "_batch", lambda loader, number, *more: _sleep() if number == step else None)
+
+
+def _in_compiler(step: int) -> None:
+    from torch._dynamo.output_graph import OutputGraph
+
+    _before(OutputGraph, "compile_and_call_fx_graph", lambda *args: _sleep())
+
+
+def _sleep() -> None:
+    time.sleep(LONG)
+
+
+def _signal(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _other_collective() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+
+
+PLANTS: dict[str, Callable[[int], None]] = {
+    "stop": _in_step(_signal(signal.SIGSTOP)),
+    "kill": _in_step(_signal(signal.SIGKILL)),
+    "stop in save": _in_save(_signal(signal.SIGSTOP)),
+    "save": _in_save(_sleep),
+    "loader": _in_loader,
+    "compile": _in_compiler,
+    "collective": _in_step(_other_collective),
+}
+
+
+def train(arguments: list[str]) -> int:
+    """Be `python -m titan.train`, with ranks that hang."""
+    start.run_ranks = partial(supervisor.run_ranks, module="tests.support.hanging_rank")
+    return command.main(arguments)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "train":
+        sys.exit(train(sys.argv[2:]))
+    run(work)

@@ -1,0 +1,154 @@
+"""Let one rank of a run hang in thirty ways, and report what was said, when, and the exit code: `python -m
+tests.support.hangs [NAME ...]`.
+
+Each is a real run (`python -m titan.train ...`) of a tiny model with timeouts of seconds. A rank stops (SIGSTOP), is
+killed, or sleeps in its loader, in a save or in the compiler, or enters a collective that the others do not. The right
+rank has to be named, and no run may last longer than `cluster.timeout` and 30 seconds. It takes about ten minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from tests.support.hanging_rank import PLAN
+from tests.support.processes import program
+from tests.support.runs import TINY
+
+STEP_TIMEOUT, TIMEOUT, PATIENCE = 12.0, 16.0, 4.0
+STEP = 6
+"""The step in which the rank hangs."""
+LAYOUTS = {
+    "fsdp": ("parallelism=fsdp", "cluster.devices=3"),
+    "tp": ("parallelism=tp",),
+    "pp": ("parallelism=pp", "parallelism.microbatches=4"),
+    "3d": ("parallelism=3d", "parallelism.microbatches=2"),
+}
+RANK = {"fsdp": 1, "tp": 1, "pp": 1, "3d": 5}
+READS = {"fsdp": 1, "tp": 0, "pp": 0, "3d": 2}
+"""A rank that reads data."""
+SAVES = {"off": ("checkpoint=off",), "sync": ("checkpoint=sync",), "async": ("checkpoint=async",)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A hang: what happens, in which layout and rank, and how it saves."""
+
+    what: str
+    layout: str
+    save: str
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Its name on the command line."""
+        return f"{self.what}, {self.layout}, {self.save}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What became of it: lines about the hang with the seconds since it began, the exit code and the seconds to the
+    end."""
+
+    said: tuple[tuple[float, str], ...]
+    code: int
+    seconds: float
+
+    def names(self, rank: int) -> bool:
+        """Whether the last line names this rank, and no other."""
+        line = self.said[-1][1] if self.said else ""
+        found = re.search(r"waiting for ranks? (\d+(?:, \d+)*)", line) or re.search(r"rank (\d+) was killed", line)
+        return found is not None and found[1] == str(rank)
+
+
+def cases() -> list[Case]:
+    """Return the thirty hangs."""
+    found = []
+    for layout in LAYOUTS:
+        rank = RANK[layout]
+        found += [Case(what, layout, "off", rank) for what in ("stop", "kill", "collective")]
+        found += [Case("stop", layout, "async", rank), Case("stop in save", layout, "async", rank)]
+        found += [Case("loader", layout, "off", READS[layout])]
+        found += [Case("save", layout, "sync" if layout in ("fsdp", "pp") else "async", rank)]
+    return [*found, Case("compile", "fsdp", "off", 1), Case("compile", "tp", "off", 1)]
+
+
+def settings(case: Case, directory: Path) -> list[str]:
+    """Return the command line of a run."""
+    every = f"checkpoint.every={STEP if case.what in ('save', 'stop in save') else 2}"
+    compiles = ("compile=block", "compile.backend=eager") if case.what == "compile" else ()
+    return [
+        *(setting for setting in TINY if not setting.startswith(("training.steps", "model.heads", "model.kv_heads"))),
+        "model.heads=4", "model.kv_heads=2", "training.steps=1000000", "metrics.sample_tokens=0",
+        f"cluster.step_timeout={STEP_TIMEOUT:g}", f"cluster.timeout={TIMEOUT:g}", f"debug.hang_seconds={PATIENCE:g}",
+        f"hydra.run.dir={directory}", *LAYOUTS[case.layout], *SAVES[case.save], *compiles,
+        *([every] if case.save != "off" else []),
+    ]  # fmt: skip
+
+
+def hang(case: Case, directory: Path, more: Sequence[str] = ()) -> Seen:
+    """Run one and return what became of it; the hang begins when its metrics stop."""
+    plan = {"what": case.what, "rank": case.rank, "step": STEP}
+    arguments = ["-m", "tests.support.hanging_rank", "train", *settings(case, directory), *more]
+    said: list[tuple[float, str]] = []
+    with program(*arguments, env={PLAN: json.dumps(plan)}) as process:
+        reader = Thread(target=partial(_collect, process.stderr, said))
+        reader.start()
+        began = _began(process, directory, said)
+        code = process.wait(timeout=300)
+        end = time.time()
+        reader.join()
+    return Seen(tuple((when - began, line) for when, line in said), code, end - began)
+
+
+def _began(process: Any, directory: Path, said: list[tuple[float, str]]) -> float:
+    """Return when the last step before the hang was written, or where there was none, when the attempt began."""
+    files = (directory / "metrics.jsonl", directory / "run.yaml")
+    while process.poll() is None and not said:
+        time.sleep(0.05)
+    return next((file.stat().st_mtime for file in files if file.exists()), time.time())
+
+
+def _collect(stream: Any, said: list[tuple[float, str]]) -> None:
+    for line in stream:
+        if line.startswith("titan: "):
+            said.append((time.time(), line.removeprefix("titan: ").strip()))
+
+
+def row(case: Case, seen: Seen) -> str:
+    """Return a line of the table."""
+    first, last = (seen.said[0], seen.said[-1]) if seen.said else ((0.0, "NOTHING"), (0.0, "NOTHING"))
+    words = re.sub(r"; ended after .*", "", last[1])
+    named = "yes" if seen.names(case.rank) else "NO"
+    return f"| {case.name} | {case.rank} | {named} | {first[0]:.0f} | {seen.seconds:.0f} | {seen.code} | {words} |"
+
+
+HEADER = "| hang | rank | named | first said after s | ended after s | exit code | said |\n|" + " --- |" * 7
+
+
+def main(names: list[str]) -> int:
+    """Run all hangs, or those named; returns 1 when one does not hold."""
+    print(HEADER, flush=True)
+    wrong = 0
+    for case in cases():
+        if names and not any(name in case.name for name in names):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            seen = hang(case, Path(folder) / "run")
+        print(row(case, seen), flush=True)
+        wrong += not (seen.names(case.rank) and seen.code == 1 and seen.seconds < TIMEOUT + 30)
+    print(f"{wrong} do not hold")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
