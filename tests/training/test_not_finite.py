@@ -115,7 +115,7 @@ def test_the_origin_of_a_planted_value_is_named(
     run = tiny(tmp_path, *SETTINGS, *settings)
     seen = train(run, plant(module, direction, rank))
     assert [one.code for one in seen] == [0] * run.layout.devices
-    sentence = f"the first non-finite value is in the {direction} pass of {module}, {where}"
+    sentence = f"the first non-finite value is in the {direction} pass of {module}, operation masked_fill, {where}"
     found = [line.get("not_finite") for line in read_lines(tmp_path / "metrics.jsonl") if "loss" in line]
     assert found == [None, sentence, None, None]
     assert f"{sentence}; the weights are unchanged" in (tmp_path / "log" / "rank-0.log").read_text()

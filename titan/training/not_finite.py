@@ -24,6 +24,7 @@ from titan.parallelism.grad_norm import local
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training.observe import token_losses
+from titan.training.operations import Operations
 from titan.training.train_step import TrainStep
 
 Direction = Literal["forward", "backward"]
@@ -39,7 +40,8 @@ class Origin:
     Attributes:
         direction: of the pass.
         module: whose operation gave it.
-        detail: which operation, where it is not the module as a whole.
+        detail: which part of the module, where it is not the module as a whole.
+        operation: the operation's name in torch; None where it is not known.
         microbatch: its number.
         stage: the stage's number in the model.
         order: how many values of this stage and micro-batch came before.
@@ -54,6 +56,7 @@ class Origin:
     stage: int
     order: int
     rows: tuple[int, ...]
+    operation: str | None = None
     rank: int = 0
 
 
@@ -102,7 +105,7 @@ def investigate(
     """
     weights = _not_finite((name, p.detach()) for name, p in train_step.named_parameters())
     tracer, compiled = Tracer(train_step, run), run.compile.scope != "off"
-    with tracer, eagerly(compiled):
+    with tracer, eagerly(compiled), tracer.operations:
         train_step.backward(rows, scale)
     gradients = _not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
     train_step.optimizer.zero_grad(set_to_none=True)
@@ -132,6 +135,7 @@ class Tracer(Hooks):
         self.found: dict[tuple[Direction, int, int], Origin] = {}
         self.values: dict[tuple[Direction, int, int], int] = {}
         self.bad_tokens: list[Tensor] = []
+        self.operations = Operations()
         for index, stage in enumerate(train_step.stages):
             for name, module in submodules(stage.model):
                 self.before(index, module, self._entering(name))
@@ -184,11 +188,14 @@ class Tracer(Hooks):
         """Note a value that is the first of its pass that is not finite."""
         key = (direction, call.stage, call.microbatch)
         order = self.values[key] = self.values.get(key, -1) + 1
+        operation = self.operations.take()
         if key in self.found or torch.isfinite(x).all().item():
             return
         bad = ~torch.isfinite(x.detach()) if bad is None else bad
         rows = tuple(bad.flatten(1).any(1).nonzero().flatten().tolist()) if bad.dim() > 1 else ()
-        self.found[key] = Origin(direction, module, detail, call.microbatch, self.numbers[call.stage], order, rows)
+        self.found[key] = Origin(
+            direction, module, detail, call.microbatch, self.numbers[call.stage], order, rows, operation
+        )
 
 
 def _is_hidden(x: Any) -> bool:
@@ -217,7 +224,9 @@ def _sentence(found: Sequence[Found], compiled: bool) -> str:
         ranks = sorted({o.rank for o in alike})
         text = (
             f"the first non-finite value is in the {WHERE[first.direction]} of {first.module}"
-            f"{f' ({first.detail})' if first.detail else ''}, micro-batch {first.microbatch}, "
+            f"{f' ({first.detail})' if first.detail else ''}"
+            f"{f', operation {first.operation}' if first.operation else ''}, "
+            f"micro-batch {first.microbatch}, "
             f"rank{'s' if len(ranks) > 1 else ''} {_list(ranks)}{_rows(rows)}"
         )
         return f"{text}; not finite before the step: {weights}" if weights else text
