@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.support.matrix import MODEL
 from tests.support.runs import learned, steps, tiny, train
 from titan.metrics.lines import read_lines
+from titan.training.operations import Operations
 from titan.training.trainer import Trainer
 
 SETTINGS = (
@@ -143,3 +144,25 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
     assert seen.failure is not None
     assert "in the forward pass of layers.2.attention.wk, micro-batch 0, rank 0" in seen.failure
     assert "not finite before the step: layers.2.attention.wk.weight (rank 0)" in seen.failure
+
+
+X = torch.ones(2, 3)
+OPERATIONS: dict[str, tuple[Callable[[], object], str | None]] = {
+    "a logarithm of a negative number": (lambda: torch.log(X - 2) + 1, "log"),
+    "in place": (lambda: (X * 1).div_(0), "div_"),
+    "an overflow": (lambda: (X * 1e30) @ (X.T * 1e30), "mm"),
+    "later operations": (lambda: torch.log(X - 2).exp() @ X.T, "log"),
+    "a mask": (lambda: (X.masked_fill(X > 0, -torch.inf) + X).exp(), None),
+    "a value that came from elsewhere": (lambda: torch.full((2, 3), torch.nan).add_(X), None),
+    "memory that is not written yet": (lambda: torch.empty_like(X).copy_(X), None),
+}
+
+
+@pytest.mark.parametrize("compute, operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_the_first_operation_with_a_value_that_is_not_finite(
+    compute: Callable[[], object], operation: str | None
+) -> None:
+    operations = Operations()
+    with operations:
+        compute()
+    assert (operations.take(), operations.take()) == (operation, None)

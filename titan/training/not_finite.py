@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,7 +106,7 @@ def investigate(
     """
     weights = _not_finite((name, p.detach()) for name, p in train_step.named_parameters())
     tracer, compiled = Tracer(train_step, run), run.compile.scope != "off"
-    with tracer, eagerly(compiled), tracer.operations:
+    with tracer, eagerly(compiled), nullcontext() if _uses_flex(run) else tracer.operations:
         train_step.backward(rows, scale)
     gradients = _not_finite((name, p.grad) for name, p in train_step.named_parameters() if p.grad is not None)
     train_step.optimizer.zero_grad(set_to_none=True)
@@ -113,6 +114,11 @@ def investigate(
     own = tuple(_numbered(origin, train_step.world.rank_info.rank, per_call, number_of) for origin in tracer.origins)
     found = tuple(train_step.world.gather(Found(own, weights, gradients)))
     return Report(_sentence(found, compiled), found)
+
+
+def _uses_flex(run: Run) -> bool:
+    """Whether attention is FlexAttention, which torch compiles only where nothing else sees its operations."""
+    return run.training.attention == "flex" or (run.dataset.mask_documents and run.machine.device == "cuda")
 
 
 def _numbered(origin: Origin, rank: int, per_call: int, number_of: Callable[[int], int | None]) -> Origin:

@@ -34,12 +34,13 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(getattr(func, "_opname", None) or func.__name__)
+        known = self._first is not None or not _writes(func, name)
+        given = [] if known else list(_tensors((args, kwargs)))
+        finite = name.endswith("_") and all(map(_is_finite, given))  # asked before it changes one of them
         out = func(*args, **(kwargs or {}))
-        if self._first is None and not all(map(_is_finite, _tensors(out))):
-            name = str(getattr(func, "_opname", None) or func.__name__)
-            given = [*_tensors((args[name.endswith("_") :], kwargs))]  # an operation in place has changed the first
-            if given and all(map(_is_finite, given)) and _writes(func, name):
-                self._first = name
+        if given and not all(map(_is_finite, _tensors(out))) and (finite or all(map(_is_finite, given))):
+            self._first = name
         return out
 
 
