@@ -31,13 +31,14 @@ Measurement = Callable[[int, int, str], "dict[str, float]"]
 """Takes rank, number of ranks and the URL of their rendezvous; what rank 0 returns is the result. It can be pickled."""
 
 
-def run_together(measure: Measurement, ranks: int, seconds: float) -> dict[str, float]:
+def run_together(measure: Measurement, ranks: int, seconds: float, busy: int | None = None) -> dict[str, float]:
     """Return what rank 0 measures with so many ranks on this machine.
 
     Args:
         measure: runs in each rank.
         ranks: processes.
         seconds: after which ranks that have not finished are ended.
+        busy: how many of them compute at the same time; None: all.
 
     Raises:
         RunError: when a rank fails or does not finish in time; no rank is left behind.
@@ -45,7 +46,7 @@ def run_together(measure: Measurement, ranks: int, seconds: float) -> dict[str, 
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # the error says which rank failed
     with tempfile.TemporaryDirectory(prefix="titan-ranks-") as folder:
         arguments = (measure, ranks, folder, os.getpid())
-        with within(_environment(ranks)):
+        with within(_environment(busy or ranks)):
             context = start_processes(  # type: ignore[no-untyped-call]
                 _rank, arguments, ranks, join=False, daemon=True, start_method="spawn"
             )

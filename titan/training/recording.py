@@ -30,9 +30,9 @@ def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None]) -> Recorde
     return Recorder(directory, attempt.number, trackers, warn)
 
 
-def spikes(run: Run, attempt: Attempt) -> SpikeDetector:
-    """Return what marks loss spikes; its window begins with the losses before the attempt."""
-    last = read_last_steps(Path(run.directory))
+def spikes(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:
+    """Return what marks loss spikes; on the rank that records, its window begins with the losses before the attempt."""
+    last = read_last_steps(Path(run.directory)) if records else ()
     before = (line["loss"] for line in last if line["step"] <= attempt.step)
     latest = list(islice(before, run.metrics.spike_window))
     return SpikeDetector(run.metrics.spike_window, run.metrics.spike_deviations, reversed(latest))

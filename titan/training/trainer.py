@@ -115,6 +115,7 @@ class Trainer:
         self.bad_steps, self.bad = 0, torch.zeros((), dtype=torch.bool, device=world.device)
         self.times = StepTimes()
         self.layers = LayerMetrics(run, train_step, run.metrics.layers_every)
+        self.spikes = recording.spikes(run, attempt, world.is_rank0)
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
@@ -138,7 +139,6 @@ class Trainer:
         self._restore()
         if self.world.is_rank0:
             summary.show_run(self.run, self.attempt, self.mix, self.applied)
-            self.spikes = recording.spikes(self.run, self.attempt)
             self.recorder = recording.recorder(self.run, self.attempt, self._warn)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None

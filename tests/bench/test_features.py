@@ -1,0 +1,49 @@
+"""The cost of features: two sides that take turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.bench.test_bench import SMALL
+from titan.bench import command, features
+from titan.run.compose import composed
+
+
+@pytest.mark.parametrize("title", features.FEATURES)
+def test_settings_of_a_feature_change_the_run(title: str) -> None:
+    settings = [each.format(steps=5) for each in features.FEATURES[title]]
+    off, on = composed([*SMALL, *features.OFF]), composed([*SMALL, *features.OFF, *settings])
+    assert (off == on) == (not settings)
+
+
+def test_turns_alternate_and_the_first_changes(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def work(side: int) -> None:
+        turns = features.Turns(f"{tmp_path}/turns", 2, side)
+        for turn in range(4):
+            turns.take(lambda turn=turn: seen.append((turn, side)), ends=True)  # type: ignore[misc]
+
+    threads = [Thread(target=work, args=(side,)) for side in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert seen == [(0, 1), (0, 0), (1, 0), (1, 1), (2, 1), (2, 0), (3, 0), (3, 1)]
+
+
+@pytest.mark.long
+@pytest.mark.full
+@pytest.mark.ranks
+def test_the_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    options = ["--suite", "features", "--rounds", "2", "--steps", "2", "--json", str(out)]
+    settings = [*SMALL, "parallelism=fsdp", "dataset=synthetic", "compile=off"]
+    assert command.main([*options, "--case", "memory of every step", *settings]) == 0
+    (found,) = json.loads(out.read_text())
+    assert len(found["ratios"]) == 2 and min(found["ratios"]) > 0 and found["seconds"] > 0
+    assert "profile with memory of every step" in capsys.readouterr().out
