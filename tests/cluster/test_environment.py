@@ -44,7 +44,7 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def _job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "list").write_text(json.dumps({"points": ["p"], "ranks_per_node": 1, "tasks": "rank"}))
     monkeypatch.setattr(job, "_load", lambda trial, rank_info: None)
-    monkeypatch.setattr(job, "_train", lambda run, rank_info: 0)
+    monkeypatch.setattr(job, "_train", lambda run, rank_info, attempt: 0)
     assert job.main([str(folder / "list"), str(folder / "attempt")]) == 0
 
 

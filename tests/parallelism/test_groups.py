@@ -286,7 +286,7 @@ STEPS = (
 
 
 def test_a_rank_that_stands_still_in_a_step_ends_the_run(tmp_path: Path) -> None:
-    run = tiny(tmp_path / "run", *STEPS, layout="ddp2")
+    run = tiny(tmp_path / "run", *STEPS, "debug.hang_seconds=null", layout="ddp2")
     seen = train(run, stalling(["gone-3"]))
     assert run.training.phase(3).step == 1
     assert seen[0].failure is not None

@@ -103,5 +103,5 @@ def clear(run: Run) -> None:
     directory = Path(run.directory)
     for name in (RUN, "env.json"):
         (directory / name).unlink(missing_ok=True)
-    for name in ("log", *{file.partition("/")[0] for file in run.hydra}):
+    for name in ("log", "debug", "profile", *{file.partition("/")[0] for file in run.hydra}):
         shutil.rmtree(directory / name, ignore_errors=True)

@@ -229,16 +229,20 @@ def _previous_attempt(run: Run, attempt: Attempt, corruption: str) -> Attempt | 
         return str(error)
 
 
-def log_to(file: Path) -> None:
-    """Send this process's log to a file."""
+def log_to(file: Path | None) -> None:
+    """Send this process's log to a file; None: nowhere."""
     logging.raiseExceptions = False  # a full disk must not fill the terminal with tracebacks
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file)
+    handler = _file_handler(file) if file else logging.NullHandler()
     handler.setFormatter(_SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
     for old in log.handlers:
         old.close()
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
+
+
+def _file_handler(file: Path) -> logging.Handler:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return logging.FileHandler(file)
 
 
 class _SafeFormatter(logging.Formatter):

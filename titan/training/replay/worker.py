@@ -58,6 +58,7 @@ def work(job: Job, rank_info: RankInfo) -> int:
                 raise
             raise found from error
         world.close()  # only after success: see titan.training.worker
+        log_to(None)  # the file of one rank is in a temporary directory
         return code
 
 
