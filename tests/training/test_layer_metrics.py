@@ -25,7 +25,9 @@ LAYOUTS = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=[pytest.mark.full] if n != "3d" else []) for n in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.full] if n != "ddp tied" else []) for n in LAYOUTS]
+)
 def test_the_numbers_are_those_of_one_device(tmp_path: Path, layout: str) -> None:
     science = tuple(s for s in LAYOUTS[layout] if s.startswith(("dataset.", "model.")))
     alone, split = tiny(tmp_path / "alone", *EVERY, *science), tiny(tmp_path / "split", *EVERY, *LAYOUTS[layout])
