@@ -96,6 +96,16 @@ CASES = {
         "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: its GPU is at work before the "
         "all-gather, step 118, process 101 on n0",
     ),
+    "another-group-computes": (
+        world(
+            waits(0, group="t", groups=GRIDS),
+            rank(1, groups=GRIDS, entered={"t": 6}),
+            rank(2, groups=GRIDS, entered={"t": 9}),
+            rank(3, groups=GRIDS, entered={"t": 9}),
+        ),
+        "waiting for rank 1 in the all-gather of layer 12 (tp), step 118; rank 1: computing gradients in layer 12 "
+        "(a.py:1 in f), step 118, process 101 on n0",
+    ),
     "pipeline": (
         world(rank(0, transfers=True), rank(1, phase=activity.DATA), size=2),
         "waiting for rank 1 in a message between stages (pp), step 118; rank 1: waiting for data (a.py:1 in f), "

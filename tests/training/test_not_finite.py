@@ -151,6 +151,7 @@ OPERATIONS: dict[str, tuple[Callable[[], object], str | None]] = {
     "a logarithm of a negative number": (lambda: torch.log(X - 2) + 1, "log"),
     "in place": (lambda: (X * 1).div_(0), "div_"),
     "an overflow": (lambda: (X * 1e30) @ (X.T * 1e30), "mm"),
+    "the first of two": (lambda: (torch.log(X - 2), X / 0), "log"),
     "later operations": (lambda: torch.log(X - 2).exp() @ X.T, "log"),
     "a mask": (lambda: (X.masked_fill(X > 0, -torch.inf) + X).exp(), None),
     "a value that came from elsewhere": (lambda: torch.full((2, 3), torch.nan).add_(X), None),
