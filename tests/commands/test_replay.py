@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.corruption import flip
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import steps, tiny, train
 from titan import replay
@@ -50,6 +52,15 @@ def test_a_step_is_bitwise_that_of_the_run(run: Run, tmp_path: Path, step: int) 
     keys = ("loss", "grad_norm", "lr", "rows", "batch_hash", "tokens")
     assert {key: seen["record"][key] for key in keys} == {key: own[key] for key in keys}
     assert files(run) == before
+
+
+def test_a_copy_of_a_checkpoint_serves_too(tmp_path: Path) -> None:
+    made = trained(tmp_path / "runs" / "first", *SETTINGS, f"checkpoint.path=file://{tmp_path}/elsewhere")
+    shutil.rmtree(tmp_path / "runs" / "first" / "checkpoints")
+    seen = replayed(made, tmp_path, "step=5")
+    assert seen["record"]["loss"] == steps(made)[4]["loss"]
+    flip(tmp_path / "elsewhere" / "first" / "step-3" / "__0_0.distcp")
+    assert replay.main([made.directory, "step=5"]) == 1
 
 
 def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> None:

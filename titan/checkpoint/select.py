@@ -69,6 +69,33 @@ def latest(
     return here, notes
 
 
+def complete(directory: Path, elsewhere: str | None, run_id: str) -> dict[int, Candidate]:
+    """Return all complete checkpoints of a run by their steps, those in its directory rather than their copies.
+
+    Args:
+        directory: the run's directory.
+        elsewhere: `checkpoint.path`; copies that can't be read are left out.
+        run_id: the run's id.
+    """
+    found = {}
+    if elsewhere is not None:
+        with suppress(OSError, ValueError, KeyError, Corrupt):
+            remote = of(elsewhere, str(directory))
+            for step in remote.index():
+                with suppress(Corrupt):
+                    found[step] = Candidate(f"{remote.url}/step-{step}", _known(remote.manifest(step), run_id))
+    for folder in manifest.steps(directory):
+        with suppress(Corrupt):
+            if about := manifest.inspect(folder):
+                found[about.step] = Candidate(str(folder.absolute()), _known(about, run_id))
+    return found
+
+
+def _known(about: Manifest, run_id: str) -> Manifest:
+    _of_run(about, run_id)
+    return about
+
+
 def post_save_pending(how: Checkpoint, directory: Path, step: int) -> bool:
     """Return whether a checkpoint's export or copy is missing; false if it can't be determined."""
     folder = manifest.folder_of(directory, step)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint import manifest
-from titan.checkpoint.manifest import Corrupt, Manifest
+from titan.checkpoint import select
+from titan.checkpoint.manifest import Manifest
 from titan.cluster import devices
 from titan.config.settings import MISSING, setting
 from titan.dataset import corpora
@@ -122,7 +122,9 @@ def plan(
     if settings.start == 0 or (settings.start is None and settings.step == 1):
         found = None if begins.checkpoint is None else (begins.checkpoint.path, begins.checkpoint.about)
     else:
-        found = _checkpoint(Path(name).expanduser(), settings, str(documents[0]["run_id"]))
+        elsewhere = document["config"].get("checkpoint", {}).get("path")
+        saved = select.complete(Path(name).expanduser(), elsewhere, str(documents[0]["run_id"]))
+        found = _checkpoint(name, settings, {step: (each.path, each.about) for step, each in saved.items()})
     path, about = found or (None, None)
     step, rows = (about.step, rows_read(run, mix, about)) if about else (0, 0)
     weights = None if path else begins.weights
@@ -202,20 +204,12 @@ def _check_science(name: str, document: Mapping[str, Any], science: Mapping[str,
         )
 
 
-def _checkpoint(directory: Path, settings: Settings, run_id: str) -> tuple[str, Manifest]:
-    """Return the checkpoint to begin at.
+def _checkpoint(name: str, settings: Settings, found: Mapping[int, tuple[str, Manifest]]) -> tuple[str, Manifest]:
+    """Return the checkpoint to begin at, of those of the run by their steps.
 
     Raises:
         ConfigError: when there is none before the step.
     """
-    found = {}
-    for folder in manifest.steps(directory):
-        try:
-            about = manifest.inspect(folder)
-        except Corrupt:
-            continue
-        if about is not None and about.run_id == run_id:
-            found[about.step] = (str(folder.absolute()), about)
     before = [step for step in found if step < settings.step]
     if settings.start is not None and settings.start not in before:
         raise ConfigError(
@@ -224,7 +218,7 @@ def _checkpoint(directory: Path, settings: Settings, run_id: str) -> tuple[str, 
         )
     if not before:
         raise ConfigError(
-            f"step={settings.step}: the run in {directory} has no complete checkpoint before this step"
+            f"step={settings.step}: the run in {name} has no complete checkpoint before this step"
             f"{f', the first is of step {min(found)}' if found else ''}; give a later step, or start=0 to begin at the "
             "initial weights."
         )

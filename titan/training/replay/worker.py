@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint import manifest
+from titan.checkpoint.coordinator import CoordinationError, Coordinator
+from titan.checkpoint.remote import Remote
 from titan.checkpoint.restore import corruption
+from titan.checkpoint.transfer import fetched
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import Progress
 from titan.debug.hooks import eagerly
 from titan.debug.switches import set_switches
-from titan.errors import ConfigError
+from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
@@ -48,8 +52,8 @@ def work(job: Job, rank_info: RankInfo) -> int:
     with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
         world = mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, exchange=True)
         try:
-            _check(job, world)
-            replayer = Replayer(run, job.attempt, world, build(run, world, log.info), stop)
+            attempt = replace(job.attempt, checkpoint=_checked(job, world))
+            replayer = Replayer(run, attempt, world, build(run, world, log.info), stop)
             code = replayer.replay(job)
             replayer.close()
         except Exception as error:
@@ -62,15 +66,29 @@ def work(job: Job, rank_info: RankInfo) -> int:
         return code
 
 
-def _check(job: Job, world: World) -> None:
-    """Raise ConfigError when the checkpoint differs from its checksums; unlike a run, mark nothing."""
-    if job.attempt.checkpoint is None:
-        return
+def _checked(job: Job, world: World) -> str | None:
+    """Return the folder of the checkpoint, which is fetched where it is a copy elsewhere.
+
+    Raises:
+        ConfigError: when it differs from its checksums; unlike a run, this marks nothing.
+        RunError: when it can't be fetched.
+    """
+    path, step = job.attempt.checkpoint, job.attempt.step
+    if path is None:
+        return None
     coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
-    if wrong := corruption(Path(job.attempt.checkpoint), coordinator, job.run.checkpoint.verify):
-        raise ConfigError(
-            f"start={job.attempt.step}: {job.attempt.checkpoint} is damaged: {wrong}; give an earlier one's step."
-        )
+    if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
+        path = _fetched(path, step, Path(job.run.directory), coordinator)
+    if wrong := corruption(Path(path), coordinator, job.run.checkpoint.verify):
+        raise ConfigError(f"start={step}: {path} is damaged: {wrong}; give an earlier one's step.")
+    return path
+
+
+def _fetched(url: str, step: int, directory: Path, coordinator: Coordinator) -> str:
+    try:
+        return str(fetched(Remote(url.rpartition("/")[0]), step, directory, coordinator))
+    except CoordinationError as error:
+        raise RunError(f"{url} could not be fetched ({error}); fix this and rerun the same command.") from error
 
 
 class Replayer(Trainer):
