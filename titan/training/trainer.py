@@ -20,26 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titan.checkpoint import manifest, retention
+from titan.checkpoint import retention
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.restore import restore
 from titan.checkpoint.state import init_optimizer_state
 from titan.console.progress import Progress
 from titan.dataset import corpora
-from titan.dataset.loader import Batch, Loader, Shape
+from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING, Activity
 from titan.errors import RunError
 from titan.files.atomic import write_atomic
-from titan.metrics.lines import first_and_last_loss
-from titan.metrics.plot import plot_losses
-from titan.metrics.recorder import Recorder, finite, peak_memory_gib
+from titan.metrics.recorder import Recorder, peak_memory_gib
 from titan.parallelism import grad_norm
 from titan.parallelism.mesh import World, release_freed_memory
 from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
 from titan.run.attempts import Attempt
 from titan.run.run import Run
-from titan.training import not_finite, recording, step_metrics
+from titan.training import not_finite, reading, recording, results, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation import EvalSet, eval_sets, evaluate
 from titan.training.layer_metrics import LayerMetrics
@@ -123,7 +121,7 @@ class Trainer:
         self.timeout = world.timeout
         self.profiling = self._profiling()
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
-        self.loader = self._loader()
+        self.loader = reading.loader(run, self.mix, world, attempt.step, self._show, lambda: self.stop.requested)
         self.applied = train_step.notes
 
     def train(self) -> int:
@@ -483,66 +481,15 @@ class Trainer:
             self.activity.enter(FINISHING)
             sample = sample_text(self.run, self.train_step, self.mix)
         if self.recorder:
-            result = self._result(began, sample)
+            result = results.document(self, time.monotonic() - began, sample)
             write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
             self.recorder.finish(result)
             summary.show_result(self.run, result)
-
-    def _result(self, began: float, sample: dict[str, str] | None) -> dict[str, Any]:
-        """Return the content of result.json."""
-        directory = Path(self.run.directory)
-        metrics, saved = directory / "metrics.jsonl", manifest.complete(directory)
-        first, last = first_and_last_loss(metrics)
-        plot = plot_losses(metrics, directory / "loss.png") if self.run.metrics.plot else None
-        return {
-            "finished": not self.stopping,
-            "step": self.step,
-            "tokens": self.rows * self.run.training.seq_len,
-            "attempt": self.attempt.number,
-            "science_id": self.attempt.ids.science,
-            "first_loss": first,
-            "last_loss": last,
-            **{k: finite(v) for k, v in self.validation.items()},
-            **self._median_speed(),
-            "data_wait": self.times.data_wait(),
-            "checkpoint_stall_seconds": self.saving.stalled,
-            "memory_gib": peak_memory_gib(self.world.device),
-            "seconds": time.monotonic() - began,
-            "pipeline_idle": self.run.staging.idle,
-            "checkpoint": str(saved[-1]) if saved else None,
-            "plot": str(plot) if plot else None,
-            "sample": sample,
-        }
-
-    def _median_speed(self) -> dict[str, Any]:
-        """Return the speed of the step whose time is the median; its batch is taken to be the last one's."""
-        median = self.times.median()
-        if median is None:
-            return {}
-        seconds, pairs = median
-        tokens = self.run.training.phase(self.step).rows * self.run.training.seq_len
-        return dict(self.speed.of(seconds, tokens, pairs))
 
     def _profiling(self) -> Profiling:
         predicted = self.attempt.prediction.step_parts if self.attempt.prediction else {}
         tasks: dict[str, tuple[Any, str]] = {"checkpoint": (self, "save"), "evaluation": (self, "validate")}
         return Profiling(self.run, self.world, self.train_step, predicted, self._show, tasks)
-
-    def _loader(self) -> Loader:
-        run = self.run
-        return Loader(
-            self.mix,
-            run.training,
-            self.world.data_shard,
-            Shape(run.microbatches, run.microbatch_rows, run.training.seq_len),
-            step=self.attempt.step + 1,
-            prefetch=run.dataset.prefetch,
-            documents=run.dataset.mask_documents,
-            read=self.world.reads_data,
-            patience=run.cluster.timeout,
-            tell=self._show,
-            stopped=lambda: self.stop.requested,
-        )
 
 
 @contextmanager

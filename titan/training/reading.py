@@ -1,0 +1,29 @@
+"""The loader of a run's rows on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from titan.dataset.loader import Loader, Shape
+from titan.dataset.mixture import RowMixture
+from titan.parallelism.mesh import World
+from titan.run.run import Run
+
+
+def loader(
+    run: Run, mix: RowMixture, world: World, step: int, tell: Callable[[str], None], stopped: Callable[[], bool]
+) -> Loader:
+    """Return what yields the batches of the steps after `step`; see `Loader` for the arguments."""
+    return Loader(
+        mix,
+        run.training,
+        world.data_shard,
+        Shape(run.microbatches, run.microbatch_rows, run.training.seq_len),
+        step=step + 1,
+        prefetch=run.dataset.prefetch,
+        documents=run.dataset.mask_documents,
+        read=world.reads_data,
+        patience=run.cluster.timeout,
+        tell=tell,
+        stopped=stopped,
+    )

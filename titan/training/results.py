@@ -1,0 +1,57 @@
+"""What a run has reached at its end: the content of result.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan.checkpoint import manifest
+from titan.metrics.lines import first_and_last_loss
+from titan.metrics.plot import plot_losses
+from titan.metrics.recorder import finite, peak_memory_gib
+
+if TYPE_CHECKING:
+    from titan.training.trainer import Trainer
+
+
+def document(trainer: Trainer, seconds: float, sample: dict[str, str] | None) -> dict[str, Any]:
+    """Return the content of result.json.
+
+    Args:
+        trainer: after the last step of the attempt.
+        seconds: that the attempt took.
+        sample: what the trained model continued; None where it was not asked.
+    """
+    run, directory = trainer.run, Path(trainer.run.directory)
+    metrics, saved = directory / "metrics.jsonl", manifest.complete(directory)
+    first, last = first_and_last_loss(metrics)
+    plot = plot_losses(metrics, directory / "loss.png") if run.metrics.plot else None
+    return {
+        "finished": not trainer.stopping,
+        "step": trainer.step,
+        "tokens": trainer.rows * run.training.seq_len,
+        "attempt": trainer.attempt.number,
+        "science_id": trainer.attempt.ids.science,
+        "first_loss": first,
+        "last_loss": last,
+        **{k: finite(v) for k, v in trainer.validation.items()},
+        **_median_speed(trainer),
+        "data_wait": trainer.times.data_wait(),
+        "checkpoint_stall_seconds": trainer.saving.stalled,
+        "memory_gib": peak_memory_gib(trainer.world.device),
+        "seconds": seconds,
+        "pipeline_idle": run.staging.idle,
+        "checkpoint": str(saved[-1]) if saved else None,
+        "plot": str(plot) if plot else None,
+        "sample": sample,
+    }
+
+
+def _median_speed(trainer: Trainer) -> dict[str, Any]:
+    """Return the speed of the step whose time is the median; its batch is taken to be the last one's."""
+    median = trainer.times.median()
+    if median is None:
+        return {}
+    seconds, pairs = median
+    tokens = trainer.run.training.phase(trainer.step).rows * trainer.run.training.seq_len
+    return dict(trainer.speed.of(seconds, tokens, pairs))
