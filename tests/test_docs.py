@@ -37,6 +37,14 @@ SMALL = [
     "metrics.plot=false", "metrics.wandb=false",
 ]  # fmt: skip
 
+ELSEWHERE = (
+    "dataset=c4", "dataset=fineweb_edu", "OWNER/NAME", "meta-llama/", "s3://bucket", "srun --nodes 16",
+    "bench_8b_128 cluster.nodes=4", "bench_8b_128 hydra/launcher=slurm$", "train_8b cluster=h200", "to=mine/cluster",
+    "--config-dir mine cluster=here", "bench_405b_512 plan.trace", "bench_405b_512 cluster.hardware", "plan.fit=runs",
+    "against=parallelism=3d", "against=runs/first",
+)  # fmt: skip
+"""Patterns of commands that are only parsed: they need the network, a cluster, minutes, or files of other pages."""
+
 
 @dataclass(frozen=True)
 class Command:
@@ -52,7 +60,8 @@ def commands(page: Path) -> list[Command]:
     for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S):
         for line in filter(None, block.splitlines()):
             code, _, comment = line.partition(" #")
-            found.append(Command(tuple(shlex.split(code)), "rejected" in comment, "from elsewhere" in comment))
+            elsewhere = any(re.search(part, code.rstrip()) for part in ELSEWHERE)
+            found.append(Command(tuple(shlex.split(code)), "rejected" in comment, elsewhere))
     return found
 
 
