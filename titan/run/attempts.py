@@ -94,6 +94,7 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
         check_same(run, earlier[-1], science, mix, last)
         result, wrong = read_result(directory, _sciences(earlier))
         done = result.get("finished") and result["step"] == run.training.steps
+        done = done or _ended_by_hook(run, earlier[-1], result)
         if done and not (last and select.post_save_pending(run.checkpoint, directory, last.about.step)):
             return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
@@ -203,6 +204,13 @@ def check_directory(run: Run, own_job: bool) -> None:
 def finished_run(run: Run) -> FinishedRun:
     """Return the result of the finished run in a directory."""
     return FinishedRun(run.directory, read_result(Path(run.directory))[0])
+
+
+def _ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Return whether a hook that the run still has ended it before its last step."""
+    hook = result.get("ended_by", {}).get("hook")
+    same = result.get("attempt") == last["attempt"] and last["config"]["training"]["steps"] == run.training.steps
+    return same and hook in (run.hooks or {})
 
 
 def _sciences(attempts: list[dict[str, Any]]) -> set[str]:

@@ -21,6 +21,7 @@ import titan
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
+from titan.hooks.schema import Hook
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -55,14 +56,39 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
         value, default = getattr(run, axis), axis in SCIENCE
         if type(value) is not declared[axis] and default == science:
             found[axis] = kind(type(value))
-        for field in dataclasses.fields(value):
-            mark = field.metadata.get("science")
-            setting = getattr(value, field.name)
-            if not field.metadata.get("in_ids", True):
-                continue
-            if (default if mark is None else mark) == science and setting != field.default:
-                found[f"{axis}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))
+        found |= _differing(axis, value, default, science)
+    return found | _of_hooks(run.hooks or {}, science)
+
+
+def _differing(path: str, value: Any, default: bool, science: bool) -> dict[str, Any]:
+    """Return the science (or else the execution) settings of a schema that differ from their defaults.
+
+    Args:
+        path: the dotted name of the schema.
+        value: its instance.
+        default: whether its settings are science, where they don't say.
+        science: see `settings_of`.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        mark = field.metadata.get("science")
+        setting = getattr(value, field.name)
+        if not field.metadata.get("in_ids", True):
+            continue
+        if (default if mark is None else mark) == science and setting != field.default:
+            found[f"{path}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))
     return found
+
+
+def _of_hooks(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
+    """Return the settings of hooks, with the class of each; of several that change what is learned, the order too."""
+    found: dict[str, Any] = {}
+    for name, hook in hooks.items():
+        if hook.science == science:
+            found[f"hooks.{name}"] = kind(type(hook))
+        found |= _differing(f"hooks.{name}", hook, hook.science, science)
+    changing = [name for name, hook in hooks.items() if hook.science]
+    return found | ({"hooks": changing} if science and len(changing) > 1 else {})
 
 
 def science_of(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
