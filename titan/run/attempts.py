@@ -21,7 +21,7 @@ from titan.checkpoint.select import Candidate
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
-from titan.run import identity, records
+from titan.run import identity, own_code, records
 from titan.run.directory import has_records, is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
@@ -99,6 +99,7 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
             return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
         notes += (*_missing_steps(earlier[-1], result, last), *([wrong] if wrong else []))
+        notes += own_code.changes(run, earlier[-1])
     prediction, wrong = predict(run)
     notes += (wrong,) if wrong else ()
     attempt = _attempt(run, earlier, identity.ids(run, science), mix, folders, begins, last)

@@ -28,6 +28,7 @@ _REQUIRED: dict[str, Any] = {
 _OPTIONAL: dict[str, Any] = {
     "parent": str | None, "from_step": int | None, "notes": list[str] | None, "overrides": list[str] | None,
     "choices": dict[str, Any] | None, "layout": dict[str, int] | None, "kind": str | None, "name": str | None,
+    "own_code": dict[str, str] | None,
 }  # fmt: skip
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("tokens", "attempt"), int),

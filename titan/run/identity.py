@@ -22,6 +22,7 @@ from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
 from titan.hooks.schema import Hook
+from titan.run import own_code
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -107,7 +108,7 @@ def ids(run: Run, science: Mapping[str, Any]) -> Ids:
     """Return the ids of a run whose `science_of` is `science`."""
     group = {k: v for k, v in science.items() if k != "training.seed"}
     execution = settings_of(run, science=False) | run.layout.degrees()
-    return Ids(digest(science), digest(group), digest(execution), digest(code()))
+    return Ids(digest(science), digest(group), digest(execution), digest(code(run)))
 
 
 def trial_id(run: Run) -> str:
@@ -136,11 +137,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def code() -> dict[str, str | None]:
+def code(run: Run | None = None) -> dict[str, Any]:
     """Return the versions of titan and of the libraries that compute, the git commit and a digest of the diff to it.
 
-    In a copy of the code that a launcher made, commit and diff are those of the checkout that was copied.
+    In a copy of the code that a launcher made, commit and diff are those of the checkout that was copied. Of a run that
+    imports a user's own packages there are their digests too.
     """
+    own = own_code.digests(run) if run is not None else {}
     versions = {name: _version(name) for name in PACKAGES}
     diff = git_diff()
     return {
@@ -148,6 +151,7 @@ def code() -> dict[str, str | None]:
         "commit": _frozen("code", {}).get("commit") or git("rev-parse", "HEAD"),
         "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
         **versions,
+        **({"own": own} if own else {}),
     }
 
 
