@@ -106,7 +106,7 @@ def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_coun
     ):
         (tmp_path / "result.json").write_text(json.dumps(about | content))
         assert objective.value(Sweep(), tmp_path, 0, 9.0) == value
-    assert objective.value(Sweep(), tmp_path, 1, 9.0) == 9.0
+        assert objective.value(Sweep(), tmp_path, 1, 9.0) == 9.0
     (tmp_path / "result.json").write_text(json.dumps(about | {"last_loss": 1.0}))
     with pytest.raises(ConfigError, match="did you mean 'last_loss'"):
         objective.value(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
