@@ -114,8 +114,8 @@ def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "Stopped after step 4 of 9 (hooks.prune: it is enough)." in capsys.readouterr().out
     assert trained(tmp_path / "run", *asked) == 0
     assert "was ended by hooks.prune: it is enough: 4 steps; nothing to do" in capsys.readouterr().out
-    assert trained(tmp_path / "run", "training.steps=9") == 0
-    assert result(tmp_path / "run")["finished"] and result(tmp_path / "run")["attempt"] == 2
+    assert trained(tmp_path / "run", "training.steps=9", hook("prune", "Stop", step=6)) == 0
+    assert (result(tmp_path / "run")["step"], result(tmp_path / "run")["attempt"]) == (9, 2)
 
 
 @pytest.mark.ranks

@@ -26,7 +26,7 @@ from titan.run.directory import has_records, is_locked, parse_attempts, read_att
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
 from titan.run.prediction import Prediction, predict
-from titan.run.run import Run
+from titan.run.run import Run, as_config
 from titan.run.same_experiment import check_same, check_same_without_data
 
 
@@ -208,10 +208,11 @@ def finished_run(run: Run) -> FinishedRun:
 
 
 def _ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
-    """Return whether a hook that the run still has ended it before its last step."""
+    """Return whether a hook that the run still has, with the same settings, ended it before its last step."""
     hook = result.get("ended_by", {}).get("hook")
-    same = result.get("attempt") == last["attempt"] and last["config"]["training"]["steps"] == run.training.steps
-    return same and hook in (run.hooks or {})
+    before, now = last["config"], as_config(run)
+    same = result.get("attempt") == last["attempt"] and before["training"]["steps"] == run.training.steps
+    return same and hook in now.get("hooks", {}) and before.get("hooks", {}).get(hook) == now["hooks"][hook]
 
 
 def _sciences(attempts: list[dict[str, Any]]) -> set[str]:
