@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
@@ -31,9 +32,9 @@ from titan.run.axes import present
 from titan.run.directory import is_finished
 from titan.run.paths import check_length
 from titan.run.run import Run
-from titan.sweep import ledger
+from titan.sweep import ledger, objective
 from titan.sweep.ledger import SweepSpec
-from titan.sweep.schema import LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, LocalLaunch, SlurmLaunch, Sweep
 
 ALONE = "run"
 """The id of the only trial in the ledger of a single run."""
@@ -89,14 +90,51 @@ class SweepLauncher(Launcher):
         loader = self.context.config_loader
         overrides = [present(one) for one in job_overrides]
         plan, elsewhere = SweepLauncher.planned, self.elsewhere or SweepLauncher.planned is not None
-        chosen = trials.expand_trials(loader, self.config, overrides, initial_job_idx, elsewhere, self.trusted)
-        codes = plan(chosen) if plan else self.grid(root, chosen, spec_of(self.config))
-        SweepLauncher.codes += codes
         SweepLauncher.dry = plan is not None or getattr(self.how, "dry_run", False)
+        chosen = trials.expand_trials(
+            loader, self.config, overrides, initial_job_idx, elsewhere, self.trusted, self._fixed()
+        )
+        once = list({trial.id: trial for trial in chosen}.values())
+        worst = self._check_feedback(once) if self.learns else None
+        codes = plan(once) if plan else self.grid(root, once, spec_of(self.config))
+        SweepLauncher.codes += codes
+        values = dict(zip([trial.id for trial in once], codes, strict=True))
         return [
-            JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=code)
-            for overrides, code in zip(job_overrides, codes, strict=True)
+            self._returned(trial, one, values[trial.id], worst)
+            for trial, one in zip(chosen, job_overrides, strict=True)
         ]
+
+    @property
+    def learns(self) -> bool:
+        """Whether the sweeper is not titan's: it gets results of trials, and chooses the next ones by them."""
+        return str(self.config.hydra.sweeper.get("_target_")) != GRID
+
+    def _fixed(self) -> frozenset[str] | None:
+        """Return the settings that the command line fixes for all trials; None for a grid, which shows what varies."""
+        if not self.learns:
+            return None
+        typed = OverridesParser.create().parse_overrides(list(self.config.hydra.overrides.task))
+        return frozenset(override.key_or_group for override in typed if not override.is_sweep_override())
+
+    def _check_feedback(self, chosen: Sequence[Trial]) -> float:
+        """Return the objective of failed trials, for a sweeper that learns from results.
+
+        Raises:
+            ConfigError: when there will be no results, or the settings contradict each other.
+        """
+        sweeper = self.config.hydra.runtime.choices.get("hydra/sweeper")
+        if SweepLauncher.dry:
+            raise ConfigError(f"hydra/sweeper={sweeper}: chooses trials by the results of others; plan a grid instead.")
+        if not getattr(self.how, "wait", True):
+            raise ConfigError(f"hydra.launcher.wait=false: hydra/sweeper={sweeper} needs the results; leave it out.")
+        sweep = sweep_of(self.config)
+        objective.check(sweep, [trial.run for trial in chosen])
+        return objective.worst(sweep, OmegaConf.to_container(self.config.hydra.sweeper))  # type: ignore[arg-type]
+
+    def _returned(self, trial: Trial, overrides: Sequence[str], code: int, worst: float | None) -> JobReturn:
+        """Return what the sweeper gets of a trial: its objective, or in a grid, whose sweeper ignores it, the code."""
+        of = code if worst is None else objective.value(sweep_of(self.config), Path(trial.run.directory), code, worst)
+        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=of)
 
     def grid(self, root: Path, chosen: Sequence[Trial], asked: SweepSpec) -> list[int]:
         """Launch checked trials; return their exit codes."""
@@ -150,9 +188,15 @@ def _sweeper() -> Any:
 KINDS = {kind.__name__: kind for kind in (LocalLauncher, SlurmLauncher)}
 
 
+def sweep_of(cfg: DictConfig) -> Sweep:
+    """Return the settings of a composed configuration's sweep."""
+    sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
+    return sweep
+
+
 def spec_of(cfg: DictConfig) -> SweepSpec:
     """Return what a composed configuration asks of its sweep."""
-    sweep: Sweep = settings.build(Sweep, OmegaConf.to_container(cfg.sweep), "sweep")
+    sweep = sweep_of(cfg)
     return SweepSpec(sweep.question, {}, dict(sweep.baseline or {}), sweep.margin, sweep.target)
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -69,6 +69,7 @@ def expand_trials(
     first: int,
     elsewhere: bool,
     trusted: tuple[str, ...] = (),
+    fixed: Collection[str] | None = None,
 ) -> list[Trial]:
     """Compose and check every trial, and choose its folder: the one that it has had, or a new one.
 
@@ -77,6 +78,8 @@ def expand_trials(
         overrides: of each trial.
         first: Hydra's number of the first trial.
         elsewhere, trusted: see `titan.run.compose.freeze`.
+        fixed: the settings that do not vary, of a sweeper that comes with one batch of trials after another, in which a
+            trial may be there twice; None: those that are the same in all trials.
 
     Raises:
         ConfigError: for a trial that is rejected, with its number and overrides, and for two that are the same.
@@ -89,19 +92,23 @@ def expand_trials(
     noted = ledger.trials_by_ledger(root)
     kept = {trial.id: Path(trial.directory) for trial in noted}
     found: dict[str, Trial] = {}
+    chosen: list[Trial] = []
     for number, one in enumerate(_counted(overrides)):
-        varied = tuple(redact(o) for o in one if o not in shared)
+        same = shared if fixed is None else [o for o in one if o.partition("=")[0].lstrip("+~") in fixed]
+        varied = tuple(redact(o) for o in one if o not in same)
         with _name_trial_in_errors(number, varied):
             cfg = _composed(composer, one, first + number, _folder_name(varied))
             run = compose.freeze(cfg, _directory(cfg), elsewhere=elsewhere, machine=machine, trusted=trusted)
         trial = find_id(run, varied, noted)
-        if trial in found:
+        if trial in found and fixed is None:
             raise ConfigError(
                 f"trial {number + 1} of the sweep, {' '.join(one)}: is the same as another; leave one out."
             )
-        run = _with_folder(run, trial, root, kept, [c.run.directory for c in found.values()])
-        found[trial] = Trial(trial, varied, run, cfg if config.hydra.callbacks else None)
-    return list(found.values())
+        if trial not in found:
+            run = _with_folder(run, trial, root, kept, [c.run.directory for c in found.values()])
+            found[trial] = Trial(trial, varied, run, cfg if config.hydra.callbacks else None)
+        chosen.append(found[trial])
+    return chosen
 
 
 def find_id(run: Run, varied: Sequence[str], noted: Sequence[ledger.TrialState]) -> str:

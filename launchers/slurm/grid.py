@@ -28,7 +28,7 @@ from titan.config.settings import show
 from titan.console.text import safe, safe_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
-from titan.run import summary
+from titan.run import own_code, summary
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import SlurmLaunch
@@ -94,7 +94,8 @@ class SlurmSweep:
         with ledger.exclusive_lock(self.root):
             grid.register_trials(self.root, self.trials, self.spec)
             adopt(self.root)
-            self.code = snapshot.take(self.folder) if self.how.snapshot else snapshot.ROOT
+            own = sorted({package for trial in self.trials for package in own_code.packages(trial.run)})
+            self.code = snapshot.take(self.folder, own) if self.how.snapshot else snapshot.ROOT
             left = self._submit_first(self._to_do())
         if not self.how.wait:
             self._print_left(left)

@@ -6,28 +6,33 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from titan.run import identity
+from titan.run import identity, own_code
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that titan is imported from: a checkout, or site-packages."""
 PARTS = ("titan", "launchers", "conf", "experiments")
 
 
-def take(folder: Path) -> Path:
+def take(folder: Path, packages: Iterable[str] = ()) -> Path:
     """Copy titan's code to a folder in `folder`, named by a digest of its content, unless it is there already.
+
+    Args:
+        folder: of the sweep.
+        packages: the user's own packages, which are copied too unless they are installed.
 
     Returns:
         The folder to import from.
     """
-    code, files = identity.code(), _files()
+    code, files = identity.code(), _files() | _own_files(packages)
     copy = folder / "code" / _digest(files)
     if copy.is_dir():
         return copy
     temporary = copy.with_name(f".{copy.name}.{os.getpid()}")
-    for file in files:
-        target = temporary / file.relative_to(ROOT)
+    for name, file in files.items():
+        target = temporary / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
     (temporary / identity.FROZEN).write_text(json.dumps({"code": code, "diff": identity.git_diff()}))
@@ -38,17 +43,22 @@ def take(folder: Path) -> Path:
     return copy
 
 
-def _files() -> list[Path]:
+def _files() -> dict[str, Path]:
     """Return all files of titan's code; of site-packages only titan's own."""
     parts = [part for part in PARTS if (ROOT / part).is_dir() and (part != "experiments" or (ROOT / "conf").is_dir())]
-    found = (file for part in parts for file in (ROOT / part).rglob("*") if file.is_file())
-    return sorted(file for file in found if "__pycache__" not in file.parts and file.suffix != ".pyc")
+    return {str(file.relative_to(ROOT)): file for part in parts for file in own_code.walk(ROOT / part)}
 
 
-def _digest(files: list[Path]) -> str:
+def _own_files(packages: Iterable[str]) -> dict[str, Path]:
+    """Return the files of packages that are not installed, by their paths in the copy."""
+    apart = [package for package in packages if package not in PARTS and not own_code.is_installed(package)]
+    return {name: file for package in apart for name, file in own_code.files(package).items()}
+
+
+def _digest(files: Mapping[str, Path]) -> str:
     """Return 12 hex digits of a hash of names and contents."""
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.relative_to(ROOT)}\0{file.stat().st_size}\0".encode())
+    for name, file in sorted(files.items()):
+        digest.update(f"{name}\0{file.stat().st_size}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

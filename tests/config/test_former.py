@@ -42,6 +42,7 @@ class Axis:
 @dataclass(frozen=True)
 class Recipe:
     axis: Axis
+    hooks: None = None
 
     @classmethod
     def axes(cls) -> tuple[str, ...]:

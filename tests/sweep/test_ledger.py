@@ -57,6 +57,14 @@ def test_states(tmp_path: Path, events: list[dict[str, Any]], state: str, reason
     assert (point.state, point.reason) == (state, reason)
 
 
+def test_a_trial_that_a_hook_ended_is_stopped(tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    ended = {"finished": False, "step": 2, "ended_by": {"hook": "prune", "reason": "it is enough"}}
+    (tmp_path / "p" / "result.json").write_text(json.dumps(ended))
+    trial = noted(tmp_path, {"event": "ended", "id": "a", "code": 0})
+    assert (trial.state, trial.reason) == ("stopped", "ended by hooks.prune: it is enough")
+
+
 def test_a_finished_run_counts_whatever_the_ledger_says_unless_more_steps_are_asked_for(tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "result.json").write_text('{"finished": true, "step": 3}')

@@ -26,6 +26,7 @@ AXES = {
     "debug": "debugging options",
     "profile": "which steps are profiled",
     "cluster": "devices and nodes",
+    "hooks": "own code at named moments of a run: hooks=[NAME,...]",
     "hydra/launcher": "how the trials of a sweep are launched",
 }
 
@@ -48,7 +49,7 @@ Tab completion in bash: eval "$(titan-train -sc install=bash)"."""
 def text(loader: ConfigLoader, axes: Sequence[str]) -> str:
     """Return the help text with all choices that `loader` finds, also those of plugins."""
     lines = [HEAD]
-    for axis in ("recipe", "sweep", *axes, "hydra/launcher"):
+    for axis in ("recipe", "sweep", *axes, "hooks", "hydra/launcher"):
         options = loader.get_group_options(axis, ObjectType.CONFIG)
         if options:
             width = max(14, *map(len, options))

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from titan.console.text import redact
+from titan.hooks.schema import PREFIX
 from titan.metrics.schema import Metrics
 
 Warn = Callable[[str], None]
@@ -187,7 +188,7 @@ def _installed(package: str) -> bool:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a record under their names in a tracker: train/loss, validation/loss and so on.
+    """Return the numbers of a record under their names in a tracker: train/loss, validation/loss, hooks/NAME/METRIC.
 
     Lists, strings and booleans are left out, and so is the step, which is the axis.
     """
@@ -197,7 +198,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         if key != "step" and isinstance(value, numbers.Real) and not isinstance(value, bool):
             short = key.removeprefix("validation_")
             group = "validation" if validation or short != key else "train"
-            named[f"{group}/{short}"] = float(value)
+            named[key if key.startswith(PREFIX) else f"{group}/{short}"] = float(value)
     return named
 
 

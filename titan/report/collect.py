@@ -25,7 +25,7 @@ from titan.report import columns
 from titan.report.columns import Metrics, Steps
 from titan.report.findings import Failed, State
 from titan.run import axes
-from titan.run.directory import is_locked, read_attempts, read_result
+from titan.run.directory import ended_by, is_locked, read_attempts, read_result
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 
@@ -293,6 +293,8 @@ def _state(
 def _ended(directory: Path, last: Mapping[str, Any], result: Mapping[str, Any], steps: Steps) -> tuple[State, str]:
     """Return how the last attempt of an unfinished run ended."""
     if result.get("attempt") == last["attempt"] and result.get("finished") is False:
+        if hook := ended_by(result):
+            return "stopped", f"ended at step {result.get('step')} by {hook}"
         return "stopped", f"stopped by a signal at step {result.get('step')}; the same command resumes it"
     if message := _launcher_message(directory / "log" / "launcher.log", str(last.get("began") or "")):
         return "failed", message

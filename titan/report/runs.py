@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from titan.hooks.schema import PREFIX
 from titan.report import divergence, predicted, speed
 from titan.report.collect import Raw
 from titan.report.findings import RunFound
@@ -67,6 +68,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
         spikes=divergence.spikes(history),
         shared=shared,
         predicted=predicted.of_run(raw, timed),
+        own={PREFIX + name: value for name, value in by_source(raw.result, PREFIX).items()},
     )
     return Member(raw, history, run)
 

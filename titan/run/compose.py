@@ -33,7 +33,7 @@ from titan.run.paths import check_name
 from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
-from titan.sweep.schema import LAUNCHER_MODULE, LAUNCHERS, Sweep
+from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, Sweep
 
 
 def register() -> None:
@@ -55,7 +55,7 @@ def _register_launchers(store: ConfigStore) -> None:
     for name, (cls, schema) in LAUNCHERS.items():
         node = {"_target_": f"{LAUNCHER_MODULE}.{cls}", **settings.defaults(schema)}
         store.store(group="hydra/launcher", name=name, node=node, provider="titan")
-    sweeper = {"_target_": f"{LAUNCHER_MODULE}.GridSweeper", "max_batch_size": None, "params": None}
+    sweeper = {"_target_": GRID, "max_batch_size": None, "params": None}
     store.store(group="hydra/sweeper", name="grid", node=sweeper, provider="titan")
 
 

@@ -5,7 +5,7 @@ Whatever is in them is compared with the types that titan writes, and former nam
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ _REQUIRED: dict[str, Any] = {
 _OPTIONAL: dict[str, Any] = {
     "parent": str | None, "from_step": int | None, "notes": list[str] | None, "overrides": list[str] | None,
     "choices": dict[str, Any] | None, "layout": dict[str, int] | None, "kind": str | None, "name": str | None,
+    "own_code": dict[str, str] | None,
 }  # fmt: skip
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("tokens", "attempt"), int),
@@ -35,6 +36,7 @@ _RESULT: dict[str, Any] = {
     **dict.fromkeys(("tokens_per_second", "data_wait", "memory_gib", "checkpoint_stall_seconds"), float | None),
     **dict.fromkeys(("checkpoint", "plot"), str | None),
     "science_id": str,
+    "ended_by": dict[str, str],
     "sample": dict[str, str] | None,
 }
 """The optional values of result.json by their types; names go up to a slash."""
@@ -118,6 +120,12 @@ def is_finished(directory: Path, steps: int = 0) -> bool:
     """Return whether the run in a directory has done all its steps, and at least so many."""
     result, _ = read_result(directory)
     return bool(result.get("finished")) and int(result["step"]) >= steps
+
+
+def ended_by(result: Mapping[str, Any]) -> str | None:
+    """Return which hook ended the run of a `result.json` before its last step, and why; None where none did."""
+    found = result.get("ended_by") or {}
+    return f"hooks.{found.get('hook')}: {found.get('reason')}" if found and not result.get("finished") else None
 
 
 def read_result(directory: Path, sciences: Collection[str] = ()) -> tuple[dict[str, Any], str | None]:

@@ -37,6 +37,14 @@ def no_such_choice(axis: str, choice: str, known: Sequence[str]) -> str:
     return f"{axis}={choice}: there is no such choice{nearest(choice, known)}{choices}"
 
 
+def no_such_hook(name: str) -> str:
+    """Return the error message for a hook without a file."""
+    return (
+        f"hooks=[{name}]: there is no such choice; put a file hooks/{name}.yaml into a folder of $TITAN_CONF, or write "
+        f"+hooks.{name}={{_target_:MODULE.CLASS}}."
+    )
+
+
 def value_error(error: ValueError, overrides: Sequence[str]) -> str:
     """Return the error message for a `ValueError` of Hydra: mostly for an axis whose choice is a number or null."""
     for override in OverridesParser.create().parse_overrides(list(overrides)):

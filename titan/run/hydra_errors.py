@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan.config import launcher_hints
 from titan.config.settings import nearest
 from titan.errors import ConfigError
-from titan.run import command_line, hydra_node
+from titan.run import command_line, hydra_choices, hydra_node
 from titan.run.hydra_choices import OPTIONAL_GROUPS, no_such_choice
 from titan.run.hydra_session import ExtraConfigs, Session, compose_config
 from titan.run.schema import Recipe
@@ -53,6 +53,8 @@ class HydraErrors:
             return self._unknown_choice(error)
         if isinstance(error, OverrideParseException):
             return f"{error.override}: not understood; write AXIS=CHOICE or AXIS.SETTING=VALUE, quoted where special."
+        if isinstance(error, MissingConfigException) and str(error.missing_cfg_file).startswith("hooks/"):
+            return hydra_choices.no_such_hook(str(error.missing_cfg_file).removeprefix("hooks/"))
         if isinstance(error, MissingConfigException):
             return f"--config-name {error.missing_cfg_file}: there is no such configuration; leave it out."
         if isinstance(error, UserWarning):

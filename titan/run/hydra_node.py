@@ -6,6 +6,7 @@ docs/configuration.md lists what is supported.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ ON_JOB = ("on_job_start", "on_job_end")
 
 
 def advice(key: str, typed: str) -> str | None:
-    """Return the error message for a key of `hydra.*` that Hydra does not know; None for other keys."""
+    """Return the error message for a key of `hydra.*` or `hooks.*` that there is not; None for other keys."""
+    if re.fullmatch(r"hooks\.[^.]+", key):
+        return f"{typed}: there is no such hook yet; write +{key}={{_target_:MODULE.CLASS,...}}, or hooks=[NAME,...]."
     for group in ("hydra.job.env_set", "hydra.callbacks"):
         if key.startswith(group):
             return f"{typed}: names are added one by one; write +{group}.NAME=VALUE."

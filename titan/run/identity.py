@@ -21,6 +21,8 @@ import titan
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
+from titan.hooks.schema import Hook
+from titan.run import own_code
 
 if TYPE_CHECKING:
     from titan.run.run import Run
@@ -55,14 +57,39 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
         value, default = getattr(run, axis), axis in SCIENCE
         if type(value) is not declared[axis] and default == science:
             found[axis] = kind(type(value))
-        for field in dataclasses.fields(value):
-            mark = field.metadata.get("science")
-            setting = getattr(value, field.name)
-            if not field.metadata.get("in_ids", True):
-                continue
-            if (default if mark is None else mark) == science and setting != field.default:
-                found[f"{axis}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))
+        found |= _differing(axis, value, default, science)
+    return found | _of_hooks(run.hooks or {}, science)
+
+
+def _differing(path: str, value: Any, default: bool, science: bool) -> dict[str, Any]:
+    """Return the science (or else the execution) settings of a schema that differ from their defaults.
+
+    Args:
+        path: the dotted name of the schema.
+        value: its instance.
+        default: whether its settings are science, where they don't say.
+        science: see `settings_of`.
+    """
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(value):
+        mark = field.metadata.get("science")
+        setting = getattr(value, field.name)
+        if not field.metadata.get("in_ids", True):
+            continue
+        if (default if mark is None else mark) == science and setting != field.default:
+            found[f"{path}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))
     return found
+
+
+def _of_hooks(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
+    """Return the settings of hooks, with the class of each; of several that change what is learned, the order too."""
+    found: dict[str, Any] = {}
+    for name, hook in hooks.items():
+        if hook.science == science:
+            found[f"hooks.{name}"] = kind(type(hook))
+        found |= _differing(f"hooks.{name}", hook, hook.science, science)
+    changing = [name for name, hook in hooks.items() if hook.science]
+    return found | ({"hooks": changing} if science and len(changing) > 1 else {})
 
 
 def science_of(run: Run, data_digest: str, parent: str | None) -> dict[str, Any]:
@@ -81,7 +108,7 @@ def ids(run: Run, science: Mapping[str, Any]) -> Ids:
     """Return the ids of a run whose `science_of` is `science`."""
     group = {k: v for k, v in science.items() if k != "training.seed"}
     execution = settings_of(run, science=False) | run.layout.degrees()
-    return Ids(digest(science), digest(group), digest(execution), digest(code()))
+    return Ids(digest(science), digest(group), digest(execution), digest(code(run)))
 
 
 def trial_id(run: Run) -> str:
@@ -110,11 +137,13 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def code() -> dict[str, str | None]:
+def code(run: Run | None = None) -> dict[str, Any]:
     """Return the versions of titan and of the libraries that compute, the git commit and a digest of the diff to it.
 
-    In a copy of the code that a launcher made, commit and diff are those of the checkout that was copied.
+    In a copy of the code that a launcher made, commit and diff are those of the checkout that was copied. Of a run that
+    imports a user's own packages there are their digests too.
     """
+    own = own_code.digests(run) if run is not None else {}
     versions = {name: _version(name) for name in PACKAGES}
     diff = git_diff()
     return {
@@ -122,6 +151,7 @@ def code() -> dict[str, str | None]:
         "commit": _frozen("code", {}).get("commit") or git("rev-parse", "HEAD"),
         "diff": hashlib.sha256(diff.encode()).hexdigest()[:12] if diff else None,
         **versions,
+        **({"own": own} if own else {}),
     }
 
 

@@ -16,7 +16,7 @@ import yaml
 
 from titan.console.text import redacted
 from titan.files.atomic import write_atomic
-from titan.run import identity, prediction
+from titan.run import identity, own_code, prediction
 from titan.run.directory import RUN, read_attempts
 from titan.run.lock import unwritable
 from titan.run.run import Run, as_config
@@ -62,6 +62,7 @@ def _document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[st
         "microbatches": run.microbatches,
         "config": as_config(run),
         "science": dict(science),
+        **({own_code.KEY: own} if (own := own_code.digests(run)) else {}),
         **({prediction.KEY: prediction.as_document(attempt.prediction)} if attempt.prediction else {}),
         "run_id": attempt.run_id,  # last, because it is required: a file that was cut lacks it
     }
@@ -69,7 +70,7 @@ def _document(run: Run, attempt: Attempt, science: Mapping[str, Any]) -> dict[st
 
 def _environment(run: Run) -> dict[str, Any]:
     return {
-        "code": identity.code(),
+        "code": identity.code(run),
         "diff": identity.git_diff(),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -10,6 +10,7 @@ from titan.cluster.devices import Machine
 from titan.cluster.schema import Cluster
 from titan.errors import ConfigError
 from titan.estimate import fit
+from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
@@ -55,6 +56,7 @@ def resolve(
     recipe.parallelism.check()
     recipe.dataset.check()
     recipe.cluster.check()
+    hooks.check(recipe.hooks)
     if recipe.precision.compute == "auto":
         precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
         recipe = dataclasses.replace(recipe, precision=precision)

@@ -15,6 +15,7 @@ from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
 from titan.estimate.memory import rank_rows, weight_sharding
+from titan.hooks.schema import Hook
 from titan.parallelism.schema import Layout, StagePlan
 from titan.precision.schema import WeightSharding
 from titan.run.schema import Recipe
@@ -71,7 +72,13 @@ class Run(Recipe):
 
 def as_config(run: Recipe) -> dict[str, Any]:
     """Return the recipe as plain containers without secrets, for run.yaml and for trackers."""
-    return {f.name: redacted(plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe)}
+    found = {f.name: redacted(plain(getattr(run, f.name))) for f in dataclasses.fields(Recipe) if f.name != "hooks"}
+    return found | ({"hooks": _with_kinds(run.hooks)} if run.hooks else {})
+
+
+def _with_kinds(hooks: Mapping[str, Hook]) -> dict[str, Any]:
+    """Return the settings of hooks as plain containers, with the kind of each under `_target_`."""
+    return {name: {"_target_": kind(type(hook)), **redacted(plain(hook))} for name, hook in hooks.items()}
 
 
 def as_model(run: Recipe) -> dict[str, Any]:

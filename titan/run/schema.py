@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from titan.checkpoint.schema import Checkpoint
@@ -12,6 +13,7 @@ from titan.config.settings import setting
 from titan.console.numbers import billions
 from titan.dataset.schema import Dataset
 from titan.debug.schema import Debug
+from titan.hooks.schema import Hook
 from titan.memory.schema import Memory
 from titan.metrics.schema import Metrics
 from titan.model.schema import Llama
@@ -41,11 +43,14 @@ class Recipe:
     debug: Debug
     profile: Profile
     cluster: Cluster
+    hooks: Mapping[str, Hook] | None = setting(
+        None, "own code at named moments of a run, {NAME: {_target_: CLASS,...}}"
+    )
 
     @classmethod
     def axes(cls) -> tuple[str, ...]:
         """Return the axes, in the order of the design."""
-        return tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "modules"))
+        return tuple(f.name for f in dataclasses.fields(Recipe) if f.name not in ("name", "modules", "hooks"))
 
     def describe(self) -> str:
         """Return the settings that decide how much memory a run needs, for messages."""

@@ -12,6 +12,7 @@ from titan.config.settings import show
 from titan.console.numbers import billions, rounded
 from titan.console.progress import duration, loss_text, table
 from titan.estimate import fit
+from titan.run.directory import ended_by
 from titan.run.run import Run
 
 if TYPE_CHECKING:
@@ -128,7 +129,9 @@ def show_result(run: Run, result: Mapping[str, Any]) -> None:
         **_generate(run, result),
         **_next(run, result),
     }
-    print(f"\n{'Done' if result['finished'] else 'Stopped'} after step {result['step']:,} of {run.training.steps:,}.")
+    why = f" ({hook})" if (hook := ended_by(result)) else ""
+    done = "Done" if result["finished"] else "Stopped"
+    print(f"\n{done} after step {result['step']:,} of {run.training.steps:,}{why}.")
     table(rows)
     if result.get("sample"):
         print("\nSample of the trained model (prompt | continuation):")
@@ -181,12 +184,15 @@ def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
 def show_finished(finished: FinishedRun) -> None:
     """Print that a finished run has nothing to do, and its results."""
     result = finished.result
-    print(f"{short(finished.directory)} is finished: {result['step']:,} steps; nothing to do.")
+    hook = ended_by(result)
+    state = f"was ended by {hook}" if hook else "is finished"
+    more = "without the hook" if hook else f"with training.steps={result['step'] * 2}"
+    print(f"{short(finished.directory)} {state}: {result['step']:,} steps; nothing to do.")
     rows = {
         "loss": _loss(result),
         "speed": _speed(result),
         "checkpoint": str(short(result["checkpoint"]) if result.get("checkpoint") else "none saved"),
-        "continue": f"the same command with training.steps={result['step'] * 2}",
+        "continue": f"the same command {more}",
     }
     table(rows)
 

@@ -28,7 +28,7 @@ import yaml
 from titan.files import locks, untrusted
 from titan.files.atomic import write_atomic
 from titan.run.axes import present_key
-from titan.run.directory import is_finished, is_locked
+from titan.run.directory import ended_by, is_finished, is_locked, read_result
 from titan.sweep import job_exit
 
 State = Literal["planned", "queued", "running", "finished", "stopped", "failed"]
@@ -300,6 +300,8 @@ def _with_state(directory: Path, trial: TrialState) -> TrialState:
     run = Path(trial.directory)
     if is_finished(run, trial.steps):
         return replace(trial, state="finished", reason=None)
+    if trial.state == "finished" and (hook := ended_by(read_result(run)[0])):
+        return replace(trial, state="stopped", reason=f"ended by {hook}")
     if trial.job is not None:
         return _with_job_state(directory, trial)
     if trial.state == "running" and not is_locked(run):

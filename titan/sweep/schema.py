@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from titan.config.settings import setting
 
 LAUNCHER_MODULE = "hydra_plugins.titan"
 """Hydra takes launchers only from a module below `hydra_plugins`; `launchers.plugin` puts them there."""
+
+
+GRID = f"{LAUNCHER_MODULE}.GridSweeper"
+"""titan's own sweeper."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,13 @@ class Sweep:
         0.02, "equivalence margin: difference in validation loss, in nats, that counts as none", above=0, cap=1e6
     )
     target: float | None = setting(None, "validation loss to reach; null: none", above=0)
+    objective: str = setting(
+        "validation_loss", "number of result.json that a sweeper such as Optuna's gets of each trial"
+    )
+    direction: Literal["auto", "minimize", "maximize"] = setting(
+        "auto", "what the sweeper does with the objective; auto: hydra.sweeper.direction, else minimize"
+    )
+    worst: float | None = setting(None, "objective of a trial that failed; null: infinity, negative to maximize")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan.parallelism.mesh import World
+from titan.parallelism.tensor_norms import holders, squares
 from titan.training.train_step import TrainStep
 
 
@@ -55,21 +55,6 @@ def sum_squares(parts: Iterable[tuple[str, Tensor, Tensor]], layers: Sequence[st
     sums = torch.zeros(len(layers), dtype=torch.float64, device=world.device)
     places = {name: i for i, name in enumerate(layers)}
     for name, parameter, part in parts:
-        square = squares(part).sum() / _holders(parameter, world)
+        square = squares(part).sum() / holders(parameter, world)
         sums[places[layer_of(name)]] += square.to(world.device)
     return sums
-
-
-def squares(tensor: Tensor) -> Tensor:
-    """Return the sum of squares along the last dimension, float64; float32 norms keep low precision from overflow."""
-    norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
-    return norms.double().square()
-
-
-def _holders(tensor: Tensor, world: World) -> float:
-    """Return the number of ranks that hold the same part of a tensor."""
-    parts = 1
-    if isinstance(tensor, DTensor):
-        for dimension, placement in enumerate(tensor.placements):
-            parts *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)
-    return world.rank_info.world_size / world.layout.pipeline / parts

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from titan.debug.hooks import Call, Hooks
 from titan.model.layers import IGNORED
 from titan.parallelism import collectives
-from titan.training.layer_norms import squares
+from titan.parallelism.tensor_norms import squares
 from titan.training.replay.job import TokenLoss
 from titan.training.train_step import TrainStep
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +15,24 @@ if TYPE_CHECKING:
     from titan.training.trainer import Trainer
 
 
-def document(trainer: Trainer, seconds: float, sample: dict[str, str] | None) -> dict[str, Any]:
+def ended_by(trainer: Trainer) -> dict[str, Any]:
+    """Return which hook ended the run and why, as `ended_by`; empty otherwise. All ranks call it together."""
+    if not trainer.ended:
+        return {}
+    hook, reason = next(stop for stop in trainer.world.gather(trainer.hooks.stop) if stop is not None)
+    return {"ended_by": {"hook": hook, "reason": reason}}
+
+
+def document(
+    trainer: Trainer, seconds: float, sample: dict[str, str] | None, ended_by: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the content of result.json.
 
     Args:
         trainer: after the last step of the attempt.
         seconds: that the attempt took.
         sample: what the trained model continued; None where it was not asked.
+        ended_by: see the function.
     """
     run, directory = trainer.run, Path(trainer.run.directory)
     metrics, saved = directory / "metrics.jsonl", manifest.complete(directory)
@@ -35,6 +47,8 @@ def document(trainer: Trainer, seconds: float, sample: dict[str, str] | None) ->
         "first_loss": first,
         "last_loss": last,
         **{k: finite(v) for k, v in trainer.validation.items()},
+        **{k: finite(v) for k, v in trainer.hooks.latest.items()},
+        **ended_by,
         **_median_speed(trainer),
         "data_wait": trainer.times.data_wait(),
         "checkpoint_stall_seconds": trainer.saving.stalled,

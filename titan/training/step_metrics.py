@@ -19,10 +19,10 @@ from torch import Tensor
 from titan.dataset.loader import Batch
 from titan.metrics.schema import WARM
 
-LOSS, STOP, REQUEUE, SAVE, PROFILE, VOID, VALID, PAIRS, HASH = range(9)
-"""Indices into the vector: summed loss, requests to stop, to be started again after that, to save and to profile, ranks
-that had nothing to read, targets that count, pairs of tokens that attend to each other, first piece of the batch
-hash."""
+LOSS, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(10)
+"""Indices into the vector: summed loss, requests to stop, to be started again after that, to save, to profile and (a
+hook's) to end the run, ranks that had nothing to read, targets that count, pairs of tokens that attend to each other,
+first piece of the batch hash."""
 HASH_PIECES, PIECE_BITS = 4, 16
 """A 64-bit hash is sent as four 16-bit pieces: in float64 their sums are exact for any number of ranks."""
 PLACES = HASH + HASH_PIECES
@@ -37,6 +37,7 @@ def pack(
     requeue: bool,
     save: bool,
     profile: bool = False,
+    end: bool = False,
     places: Sequence[float] = (),
 ) -> Tensor:
     """Return this rank's part of a step's vector, float64 [PLACES + len(places)] on the device of `loss`.
@@ -48,9 +49,10 @@ def pack(
         requeue: whether it asked to be started again after that.
         save: whether this rank asks for a checkpoint.
         profile: whether the user asked it for a profile.
+        end: whether a hook asked it to end the run.
         places: what `titan.training.rank_times` adds.
     """
-    requests = [float(stop or batch.void), float(requeue), float(save), float(profile)]
+    requests = [float(stop or batch.void), float(requeue), float(save), float(profile), float(end)]
     counts = [float(batch.void), float(batch.valid), float(batch.pairs)]
     pieces = [float(batch.hash >> (PIECE_BITS * i) & (2**PIECE_BITS - 1)) for i in range(HASH_PIECES)]
     host = torch.tensor([*requests, *counts, *pieces, *places], dtype=torch.float64)

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from titan.dataset.loader import Batch
 from titan.debug.activity import COMPUTING, EVALUATING, FINISHING, SAVING, UPDATING, Activity
 from titan.errors import RunError
 from titan.files.atomic import write_atomic
+from titan.hooks.calls import Hooks
 from titan.metrics.recorder import Recorder, peak_memory_gib
 from titan.parallelism import grad_norm
 from titan.parallelism.mesh import World, release_freed_memory
@@ -37,7 +38,7 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
 from titan.run.attempts import Attempt
 from titan.run.run import Run
-from titan.training import not_finite, reading, recording, results, step_metrics
+from titan.training import layer_norms, not_finite, reading, recording, results, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation import EvalSet, eval_sets, evaluate
 from titan.training.layer_metrics import LayerMetrics
@@ -47,6 +48,7 @@ from titan.training.rank_times import RankTimes
 from titan.training.sample import sample_text
 from titan.training.signals import exit_code_of_stop
 from titan.training.step_metrics import (
+    END,
     LOSS,
     PAIRS,
     PLACES,
@@ -110,6 +112,7 @@ class Trainer:
         self.saving = CheckpointPolicy(run, attempt, train_step, self.mix, self._warn)
         self.activity.save = self.saving.running
         self.stopping = self.requeue = self.save_requested = False
+        self.hooks, self.ended = Hooks(run, world, lambda: layer_norms.parameters(train_step)), False
         self.bad_steps, self.bad = 0, torch.zeros((), dtype=torch.bool, device=world.device)
         self.times = StepTimes()
         self.layers = LayerMetrics(run, train_step, run.metrics.layers_every)
@@ -141,10 +144,16 @@ class Trainer:
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
             self.eval_sets = eval_sets(self.run, self.world, self.mix, self._show, lambda: self.stop.requested)
+            self._call_hooks("on_run_start", {})
             with _no_automatic_gc():
                 self.loop()
         self._finish(began)
-        return exit_code_of_stop(self.requeue) if self.stopping else 0
+        return exit_code_of_stop(self.requeue) if self.interrupted else 0
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal ended the run before its last step."""
+        return self.stopping and not self.ended
 
     def close(self) -> None:
         """End what runs beside training: the loader, a save once it is done, the recorder."""
@@ -218,6 +227,7 @@ class Trainer:
         gradients = self.train_step.gradients()
         if self.masks_targets:  # how many targets count is known only now
             grad_norm.scale(gradients, (tokens / metrics[VALID].clamp(min=1)).float())
+        self.hooks.before_optimizer(self.step)
         norm = self.train_step.norm()
         if layers:
             layers.before_update()
@@ -257,6 +267,7 @@ class Trainer:
             requeue=self.stop.requeue,
             save=self.saving.should_save(),
             profile=self.profiling.request(),
+            end=self.hooks.stop is not None,
             places=self.rank_times.places(self.step),
         )
 
@@ -295,6 +306,8 @@ class Trainer:
             self.step = min(self.step, step.step - 1)
             self.rows = self.run.training.rows_before(self.step + 1)
             return False
+        self.ended = self.ended or (metrics[END] > 0 and self.step < self.run.training.steps)
+        self.stopping = self.stopping or self.ended
         self.save_requested = self.save_requested or metrics[SAVE] > 0
         self.profiling.asked = self.profiling.asked or metrics[PROFILE] > 0
         loss = metrics[LOSS] / max(1, metrics[VALID])
@@ -303,10 +316,11 @@ class Trainer:
         ranks, news = self.rank_times.read(step.step, metrics[PLACES:])
         for line in news:
             self._warn(line)
+        own = self.hooks.end_step(step.step, lambda: self._figures(step, loss, norm, seconds))
         if self.recorder:
             self._log_records(self.saving.poll_finished())
             record = self._record(step, loss, norm, seconds, metrics)
-            self.recorder.log(record | ranks | cause | self._mark_spike(step, loss))
+            self.recorder.log(record | ranks | cause | self._mark_spike(step, loss) | own)
         if self.progress:
             self.progress.step(step.step, loss, self._tokens(step) / seconds)
         return bool(cause)
@@ -335,6 +349,7 @@ class Trainer:
                 f"lower optimizer.lr={self.run.optimizer.lr:g}, or raise training.bad_steps="
                 f"{self.run.training.bad_steps}. The last checkpoint is from step {self.saving.saved_step}."
             )
+        self._call_hooks("on_not_finite", {"loss": loss, "grad_norm": norm, "not_finite": cause}, step.step)
         return {"not_finite": cause}
 
     def _find_cause(self, step: InFlightStep) -> str:
@@ -381,6 +396,11 @@ class Trainer:
             **self.layers.record(step.step),
         }
 
+    def _figures(self, step: InFlightStep, loss: float, norm: float, seconds: float) -> dict[str, Any]:
+        """Return the figures of a step for hooks."""
+        tokens = step.batch.read * self.run.training.seq_len
+        return {"tokens": tokens, "loss": loss, "grad_norm": norm, "lr": step.lr, "step_seconds": seconds}
+
     def _tokens(self, step: InFlightStep) -> int:
         """Return the number of tokens of a step."""
         return self.run.training.phase(step.step).rows * self.run.training.seq_len
@@ -417,9 +437,10 @@ class Trainer:
         self.activity.enter(EVALUATING)
         release_freed_memory(self.world.device)
         self.validation = evaluate(self.train_step, self.world, self.eval_sets)
+        own = self.hooks.call("on_validation", self.step, self.validation)
         if self.recorder:
             tokens_read = self.rows * self.run.training.seq_len
-            self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation})
+            self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation, **own})
         if self.progress:
             self.progress.say(f"step {self.step:,}: validation loss {self.validation['validation_loss']:.4f}")
 
@@ -451,7 +472,15 @@ class Trainer:
         """Log finished saves at the present step: trackers need steps in ascending order."""
         if self.recorder:
             for record in records:
-                self.recorder.log({"step": self.step, **record})
+                own = self.hooks.call("on_checkpoint", record["checkpoint_step"], record)
+                self.recorder.log({"step": self.step, **record, **own})
+
+    def _call_hooks(self, moment: str, figures: Mapping[str, Any], step: int | None = None) -> None:
+        """Call the hooks at a moment that has no record: what they log gets one; `step`: None for the present one."""
+        step = self.step if step is None else step
+        own = self.hooks.call(moment, step, figures)
+        if self.recorder and own:
+            self.recorder.log({"step": step, **own})
 
     def _warn(self, line: str) -> None:
         """Write a line to this rank's log, and to the terminal on rank 0."""
@@ -471,17 +500,20 @@ class Trainer:
         release_freed_memory(self.world.device)
         self._set_timeout(self.run.cluster.timeout)
         self.activity.enter(SAVING)
-        if not self.stopping or self.run.checkpoint.on_stop:
+        if not self.interrupted or self.run.checkpoint.on_stop:
             self._log_records(self.saving.finish(self.step, self.rows))
         else:
             self._log_records(self.saving.wait())
         sample = None
-        if not self.stopping:
+        if not self.interrupted:
             self.validate()
             self.activity.enter(FINISHING)
+        if not self.stopping:
             sample = sample_text(self.run, self.train_step, self.mix)
+        ended_by = results.ended_by(self)
+        self._call_hooks("on_run_end", {"finished": not self.stopping, **ended_by, **self.validation})
         if self.recorder:
-            result = results.document(self, time.monotonic() - began, sample)
+            result = results.document(self, time.monotonic() - began, sample, ended_by)
             write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
             self.recorder.finish(result)
             summary.show_result(self.run, result)

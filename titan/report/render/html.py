@@ -14,7 +14,7 @@ from markupsafe import Markup
 from titan.console.numbers import fixed, rounded
 from titan.report import ranking
 from titan.report.findings import Comparison, RunFound
-from titan.report.render import predicted
+from titan.report.render import own, predicted
 from titan.report.render.bars import memory_bars, throughput
 from titan.report.render.charts import Chart, marks
 from titan.report.render.curves import differences, training, validation
@@ -79,6 +79,8 @@ def page(comparison: Comparison, made: str = "") -> str:
         columns=columns(comparison),
         results=_results(comparison),
         sources=by_source(comparison),
+        own_title=own.TITLE,
+        own=own.table(comparison),
         predicted_title=predicted.TITLE,
         predicted_columns=predicted.columns(comparison),
         predictions=_predictions(comparison),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from titan.report import ranking
 from titan.report.findings import Comparison
-from titan.report.render import predicted
+from titan.report.render import own, predicted
 from titan.report.render.sentences import answers, lead, missing, notes, question
 from titan.report.render.table_data import between, columns
 
@@ -21,6 +21,7 @@ def text(comparison: Comparison) -> str:
         ),
         _section("Results", _figures(comparison)),
         _section("By source", _sources(comparison)),
+        _section(own.TITLE, _own(comparison)),
         _section(predicted.TITLE, _predictions(comparison)),
         _section(missing(comparison), _failures(comparison)),
         _section("Notes", [f"- {_plain(note)}" for note in notes(comparison)]),
@@ -70,6 +71,11 @@ def by_source(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
 def _sources(comparison: Comparison) -> list[str]:
     head, rows = by_source(comparison)
     return _table(head, rows, figures=len(head) - 2) if rows else []
+
+
+def _own(comparison: Comparison) -> list[str]:
+    head, rows = own.table(comparison)
+    return _table(head, rows, figures=len(head) - 1) if rows else []
 
 
 def _failures(comparison: Comparison) -> list[str]:

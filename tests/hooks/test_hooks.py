@@ -1,0 +1,189 @@
+"""Hooks: when they are called and with what, on every rank; what they log, and how they end a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launchers.command import command
+from launchers.start import run_local
+from tests.support.machines import detector
+from tests.support.matrix import EXACT, MODEL
+from tests.support.runs import TINY, learned, steps, tiny, train
+from titan.cluster import devices
+from titan.errors import ConfigError
+from titan.hooks.schema import MOMENTS
+from titan.metrics.lines import read_lines
+from titan.run import attempts, identity
+from titan.run.attempts import FinishedRun
+from titan.run.compose import composed
+
+OWN = "tests.support.own_hooks"
+
+
+def hook(name: str, kind: str, **settings: Any) -> str:
+    """The override that adds a hook."""
+    more = "".join(f",{key}:{value}" for key, value in settings.items())
+    return f"+hooks.{name}={{_target_:{OWN}.{kind}{more}}}"
+
+
+def trained(folder: Path, *overrides: str) -> int:
+    """Train in this process; the exit code of the command."""
+    quick = ("metrics.sample_tokens=0", "modules=[tests]", f"hydra.run.dir={folder}")
+    return command([*TINY, *quick, *overrides], run_local)
+
+
+def result(folder: Path) -> Any:
+    return json.loads((folder / "result.json").read_text())
+
+
+CALLS = [
+    ("on_run_start", 0, []),
+    ("before_optimizer", 1, []),
+    ("before_optimizer", 2, []),
+    ("on_step_end", 1, ["grad_norm", "loss", "lr", "step_seconds", "tokens"]),
+    ("on_step_end", 2, ["grad_norm", "loss", "lr", "step_seconds", "tokens"]),
+    ("on_validation", 2, ["validation_loss"]),
+]
+SAVED = ["checkpoint_gib", "checkpoint_seconds", "checkpoint_stall_seconds", "checkpoint_step"]
+
+
+def test_every_moment_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("metrics.validation_tokens=64", "metrics.validate_every=2", "checkpoint.every=2", "training.steps=4")
+    assert trained(tmp_path / "run", *asked, hook("listed", "Listed")) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("calls 0")]
+    calls = [(m, s, [f for f in figures if f != "bits_per_byte"]) for m, s, figures in eval(line[8:])]
+    assert calls[: len(CALLS)] == CALLS and ("on_checkpoint", 2, SAVED) in calls
+    assert [moment for moment, *_ in calls[-2:]] == ["on_validation", "on_run_end"]
+    assert {moment for moment, *_ in calls} == set(MOMENTS) - {"on_not_finite"}
+    logged = {key for record in read_lines(tmp_path / "run" / "metrics.jsonl") for key in record}
+    assert {f"hooks/listed/{moment}" for moment, *_ in calls} <= logged
+    assert result(tmp_path / "run")["hooks/listed/on_run_end"] == len(calls)
+
+
+def test_a_step_that_is_not_finite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    explodes = ("optimizer=sgd", "optimizer.lr=1e30", "training.clip_norm=null", "checkpoint=off")
+    assert trained(tmp_path / "run", *explodes, hook("listed", "Listed")) == 0
+    calls = re.findall(r"\('(\w+)', (\d)", capsys.readouterr().out.partition("calls 0")[2])
+    odd = calls.index(("on_not_finite", "2"))
+    again = [("on_step_end", "2"), ("before_optimizer", "3"), ("on_not_finite", "3"), ("on_step_end", "3")]
+    assert calls[odd + 1 :] == [*again, ("on_run_end", "3")]
+
+
+@pytest.mark.ranks
+def test_norms_are_those_of_one_device(tmp_path: Path) -> None:
+    own = (*MODEL, "optimizer=sgd", "checkpoint=off", "modules=[tests]", "model.tied=true", hook("norms", "Norms"))
+    alone = tiny(tmp_path / "alone", *own)
+    split = tiny(
+        tmp_path / "split", *own, "parallelism.pipeline=2", "parallelism.replicate=2", "parallelism.microbatches=4"
+    )
+    train(alone)
+    train(split)
+    there, here = ({k: v for k, v in steps(run)[0].items() if k.startswith("hooks/")} for run in (alone, split))
+    assert there and max(abs(here[name] / there[name] - 1) for name in there) <= EXACT and len(here) == len(there)
+    assert math.hypot(*there.values()) == pytest.approx(steps(alone)[0]["grad_norm"], rel=EXACT)
+
+
+def test_a_hook_that_changes_gradients(tmp_path: Path) -> None:
+    changed, plain = (tiny(tmp_path / name, "modules=[tests]", *more) for name, more in (
+        ("changed", (hook("scale", "Scale", factor=2.0),)), ("plain", ()),
+    ))  # fmt: skip
+    train(changed)
+    train(plain)
+    assert steps(changed)[0]["grad_norm"] == pytest.approx(2 * steps(plain)[0]["grad_norm"])
+
+
+def test_without_hooks_and_with_one_that_only_logs_a_run_learns_the_same(tmp_path: Path) -> None:
+    logs, plain = tiny(tmp_path / "a", "modules=[tests]", hook("norms", "Norms")), tiny(tmp_path / "b")
+    train(logs)
+    train(plain)
+    assert learned(logs) == learned(plain)
+
+
+def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("training.steps=9", hook("prune", "Stop"))
+    assert trained(tmp_path / "run", *asked) == 0
+    found = result(tmp_path / "run")
+    assert (found["finished"], found["step"]) == (False, 4)
+    assert found["ended_by"] == {"hook": "prune", "reason": "it is enough"} and found["checkpoint"]
+    assert "Stopped after step 4 of 9 (hooks.prune: it is enough)." in capsys.readouterr().out
+    assert trained(tmp_path / "run", *asked) == 0
+    assert "was ended by hooks.prune: it is enough: 4 steps; nothing to do" in capsys.readouterr().out
+    assert trained(tmp_path / "run", "training.steps=9", hook("prune", "Stop", step=6)) == 0
+    assert (result(tmp_path / "run")["step"], result(tmp_path / "run")["attempt"]) == (9, 2)
+
+
+@pytest.mark.ranks
+def test_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
+    run = tiny(tmp_path, "modules=[tests]", "training.steps=9", hook("prune", "Stop", rank=1), layout="ddp2")
+    assert [seen.code for seen in train(run)] == [0, 0]
+    assert result(tmp_path)["ended_by"]["hook"] == "prune" and result(tmp_path)["step"] < 9
+    assert isinstance(attempts.begin_attempt(run), FinishedRun)
+
+
+@pytest.mark.parametrize("moment", ["build", *(m for m in MOMENTS if m in ("on_run_start", "on_step_end"))])
+def test_a_hook_that_raises(moment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(tmp_path / "run", hook("bad", "Fail", moment=moment)) == 1
+    error = capsys.readouterr().err
+    at = {"build": "", "on_run_start": " at step 0", "on_step_end": " at step 1"}[moment]
+    assert re.search(rf"^titan: hooks.bad: failed in {moment}{at} \(\w+Error: .*\); correct the hook", error, re.M)
+    assert "Traceback" not in error
+    assert "Traceback" in (tmp_path / "run" / "log" / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param(
+            hook("x", "Fail", moment="on_step"), "has a method on_step; did you mean 'on_step_end'?", id="typo"
+        ),
+        pytest.param(hook("x", "Fail", moment="step"), "_Fail has no method for a moment", id="no moment"),
+        pytest.param(hook("x", "Other"), "is no titan.hooks.schema.Hook; derive it", id="no hook"),
+        pytest.param("+hooks.x={}", "hooks.x._target_ is missing", id="no class"),
+        pytest.param("+hooks.'a b'={_target_:tests.support.own_hooks.Norms}", "not understood", id="name"),
+        pytest.param(hook("norms", "Norms", every=0), "hooks.norms.every=0: must be at least 1", id="setting"),
+        pytest.param(hook("norms", "Norms", evry=1), "did you mean 'hooks.norms.every'?", id="unknown"),
+    ],
+)
+def test_a_user_error(override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trained(tmp_path / "run", override) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "run.yaml").exists()
+
+
+def test_hooks_in_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "detect", detector("cpu"))
+
+    def ids(*overrides: str) -> tuple[str, str, str]:
+        run = composed(["name=x", "modules=[tests]", *overrides])
+        return (
+            identity.digest(identity.science_of(run, "d", None)),
+            identity.digest(identity.settings_of(run, science=False)),
+            identity.trial_id(run),
+        )
+
+    plain, logs = ids(), ids(hook("a", "Norms"))
+    often, scaled = ids(hook("a", "Norms", every=2)), ids(hook("a", "Scale"))
+    assert plain[0] == logs[0] == often[0] != scaled[0] != ids(hook("a", "Scale", factor=2.0))[0]
+    assert len({plain[1], logs[1], often[1]}) == 3 and plain[1] == scaled[1]
+    assert len({plain[2], logs[2], often[2], scaled[2]}) == 4
+
+
+def test_several_hooks_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hooks").mkdir()
+    for name, kind in (("norms", "Norms"), ("stop", "Stop")):
+        (tmp_path / "hooks" / f"{name}.yaml").write_text(f"{name}:\n  _target_: {OWN}.{kind}\n")
+    monkeypatch.setenv("TITAN_CONF", str(tmp_path))
+    run = composed(["modules=[tests]", "hooks=[stop,norms]", hook("more", "Listed"), "+hooks.norms.every=5"])
+    assert list(run.hooks or {}) == ["stop", "norms", "more"] and run.hooks["norms"].every == 5  # type: ignore[index, attr-defined]
+    for typed, message in {
+        "hooks=[other]": r"hooks=\[other\]: there is no such choice; put a file hooks/other.yaml",
+        "hooks.other={a:1}": r"there is no such hook yet; write \+hooks.other=",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            composed(["modules=[tests]", typed])

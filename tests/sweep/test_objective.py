@@ -1,0 +1,131 @@
+"""What sweepers that learn from trials get of each: `sweep.objective`, or the worst value of a trial that failed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launchers import start
+from launchers.command import command
+from launchers.start import run_local
+from tests.support import learning_sweeper
+from tests.support.learning_sweeper import Learning
+from tests.support.runs import TINY
+from titan.errors import ConfigError
+from titan.sweep import ledger, objective
+from titan.sweep.schema import Sweep
+
+QUICK = [*TINY[:-2], "cluster=cpu", "metrics.validation_tokens=64", "metrics.sample_tokens=0", "checkpoint=off"]
+LEARNING = ["-m", "hydra/sweeper=learning"]
+
+
+@pytest.fixture(autouse=True)
+def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "run_local", lambda run, apart: run_local(run))  # in this process, which is faster
+    learning_sweeper.register()
+
+
+def sweep(*overrides: str) -> int:
+    return command([*LEARNING, *QUICK, "name=s", *overrides], run_local)
+
+
+def result(folder: Path) -> Any:
+    return json.loads((folder / "result.json").read_text())
+
+
+def test_a_sweeper_gets_the_objective_and_batches_keep_names_and_axes(tmp_path: Path) -> None:
+    assert sweep("optimizer.lr=1e-3,1e-2") == 0
+    values = [value for _, value in Learning.results]
+    losses = [result(tmp_path / "runs/s" / f"lr-{lr}")["validation_loss"] for lr in ("0.001", "0.01")]
+    assert values == [*losses, min(losses), min(losses)]
+    found = ledger.read(tmp_path / "runs/s")
+    assert found is not None and [trial.overrides for trial in found.trials] == [
+        ("optimizer.lr=0.001",), ("optimizer.lr=0.01",),
+    ]  # fmt: skip
+    assert found.spec.axes == {"optimizer.lr": ("0.001", "0.01")}
+
+
+def test_a_failed_trial_is_worse_than_all_others(tmp_path: Path) -> None:
+    explodes = ("optimizer=sgd", "training.clip_norm=null", "training.bad_steps=1", "sweep.objective=last_loss")
+    assert sweep("optimizer.lr=1e30,1e-3", *explodes) == 1
+    (_, failed), (_, learned), *_ = Learning.results
+    assert failed == math.inf and learned == result(tmp_path / "runs/s/lr-0.001")["last_loss"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(
+            ["metrics.validation_tokens=0"], "sweep.objective=validation_loss: metrics.valid", id="no-evaluation"
+        ),
+        pytest.param(
+            ["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: ", id="no-wait"
+        ),
+        pytest.param(
+            ["hydra/launcher=slurm", "hydra.launcher.dry_run=true"], "chooses trials by the results", id="dry"
+        ),
+        pytest.param(["sweep.objective=los", "training.steps=1"], "result.json has no such number", id="unknown"),
+        pytest.param(
+            ["+hydra.sweeper.direction=maximize", "sweep.direction=minimize"], "leave one of them out", id="direction"
+        ),
+    ],
+)
+def test_what_can_not_work(overrides: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = [o.removeprefix("+") for o in overrides]
+    assert sweep("optimizer.lr=1e-3,1e-2", *typed) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("own", "sweeper", "value"),
+    [
+        pytest.param({}, {}, math.inf, id="default"),
+        pytest.param({}, {"direction": "maximize"}, -math.inf, id="the-sweeper's"),
+        pytest.param({"direction": "maximize"}, {}, -math.inf, id="own"),
+        pytest.param({"worst": 99.0, "direction": "maximize"}, {}, 99.0, id="given"),
+    ],
+)
+def test_worst(own: dict[str, Any], sweeper: dict[str, Any], value: float) -> None:
+    assert objective.worst(Sweep(**own), sweeper) == value
+
+
+def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_counts(tmp_path: Path) -> None:
+    about = {"finished": True, "step": 3, "science_id": "a"}
+    for content, value in (
+        ({"validation_loss": None}, 9.0),
+        ({"validation_loss": 2.0}, 2.0),
+        ({"finished": False, "ended_by": {"hook": "a", "reason": "b"}, "validation_loss": 3.0}, 3.0),
+        ({"finished": False, "ended_by": {"hook": "a", "reason": "b"}}, 9.0),
+    ):
+        (tmp_path / "result.json").write_text(json.dumps(about | content))
+        assert objective.value(Sweep(), tmp_path, 0, 9.0) == value
+        assert objective.value(Sweep(), tmp_path, 1, 9.0) == 9.0
+    (tmp_path / "result.json").write_text(json.dumps(about | {"last_loss": 1.0}))
+    with pytest.raises(ConfigError, match="did you mean 'last_loss'"):
+        objective.value(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("optuna") is None, reason="needs hydra-optuna-sweeper, which titan does not depend on"
+)
+def test_optuna_minimizes_the_loss(tmp_path: Path) -> None:
+    asked = [
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=3",
+        "hydra.sweeper.n_jobs=1",
+        "hydra.sweeper.sampler.seed=1",
+    ]
+    varied = "optimizer.lr=tag(log,interval(1e-4,1e-1))"
+    assert command(["-m", *QUICK, *asked, "name=s", varied], run_local) == 0
+    trials = [folder for folder in (tmp_path / "runs/s").iterdir() if folder.name.startswith("lr-")]
+    losses = {folder.name: result(folder)["validation_loss"] for folder in trials}
+    best = yaml.safe_load((tmp_path / "runs/s/optimization_results.yaml").read_text())
+    assert best["best_value"] == min(losses.values()) and len(losses) == 3
+    assert losses[f"lr-{best['best_params']['optimizer.lr']}"] == best["best_value"]

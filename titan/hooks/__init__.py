@@ -1,0 +1,1 @@
+"""Hooks: a user's own code at named moments of a run."""

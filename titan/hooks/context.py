@@ -1,0 +1,85 @@
+"""What a hook knows and may do: the argument of all its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titan.parallelism import tensor_norms
+from titan.parallelism.mesh import World
+from titan.run.run import Run
+
+Parameters = Callable[[], Iterator[tuple[str, nn.Parameter]]]
+
+
+class Context:
+    """A hook's view of the run on this rank; the same object at every moment.
+
+    Attributes:
+        run: all settings.
+        rank, world_size: this rank, and the number of ranks.
+        device: of this rank.
+        step: the step of the moment; 0 before the first one.
+        figures: what is known at the moment; docs/extending-hooks.md lists it.
+    """
+
+    def __init__(self, name: str, run: Run, world: World, parameters: Parameters) -> None:
+        """Make the context of the hook `name`; `parameters` yields those of this rank."""
+        self.run, self.rank, self.world_size = run, world.rank_info.rank, world.rank_info.world_size
+        self.device, self.step, self.figures = world.device, 0, dict[str, Any]()
+        self._name, self._world, self._parameters = name, world, parameters
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._logged: dict[str, float | Tensor] = {}
+        self._stop: str | None = None
+        self._waits = True
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return this rank's parameters with their names in the whole model; parts of them are DTensors."""
+        return self._parameters()
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Return the gradients of this rank's parameters by their names; there are some only before the optimizer."""
+        return ((name, parameter.grad) for name, parameter in self._parameters() if parameter.grad is not None)
+
+    def norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the 2-norm of each whole tensor, the same on every layout; all ranks call it together.
+
+        Args:
+            tensors: this rank's parameters or gradients, or tensors that are distributed as they are, by name.
+
+        Returns:
+            Scalars on the device, also for names that only other ranks have.
+        """
+        own = tuple(tensors)
+        if own not in self._names:
+            of_all = self._world.gather(own)
+            self._names[own] = tuple(dict.fromkeys(name for names in of_all for name in names))
+        return tensor_norms.norms(tensors, self._names[own], self._world)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of a tensor over all ranks; all ranks call it together."""
+        return self._world.sum(tensor.detach().clone())
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Record an own metric of this step, as hooks/HOOK/NAME; what rank 0 logs is recorded.
+
+        Before the optimizer a scalar tensor is copied without waiting for the device.
+        """
+        if isinstance(value, Tensor):
+            value = value.item() if self._waits else _start_copy(value)
+        self._logged[name] = value
+
+    def stop(self, reason: str) -> None:
+        """Ask to end the run: any rank may, and all end it together within two more steps, with a checkpoint."""
+        self._stop = reason
+
+
+def _start_copy(value: Tensor) -> Tensor:
+    """Return a scalar's copy on the host, which is complete once the device has reached the end of the step."""
+    value = value.detach().to(torch.float64, copy=True)
+    if not value.is_cuda:
+        return value
+    return torch.empty((), dtype=torch.float64, pin_memory=True).copy_(value.reshape(()), non_blocking=True)

@@ -1,0 +1,58 @@
+"""A hook's settings: the base of the dataclasses that `hooks.NAME._target_` names. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from titan.errors import ConfigError
+
+MOMENTS = (
+    "on_run_start",
+    "before_optimizer",
+    "on_step_end",
+    "on_validation",
+    "on_checkpoint",
+    "on_not_finite",
+    "on_run_end",
+)
+"""The methods of a hook: each is called with a `titan.hooks.context.Context`, and a hook has some of them."""
+PREFIX = "hooks/"
+"""The prefix of a hook's own metrics in records: hooks/NAME/METRIC."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """The settings of a hook.
+
+    Attributes:
+        science: whether the hook changes what is learned: then it and its settings are part of science_id.
+    """
+
+    science: ClassVar[bool] = False
+
+    def build(self) -> Any:
+        """Return an object with some of the methods `MOMENTS`; each rank calls it once, before the first step."""
+        raise NotImplementedError
+
+
+def check(hooks: Mapping[str, Hook] | None) -> None:
+    """Raise ConfigError for names that metrics can't have, and for entries that are no hooks.
+
+    Raises:
+        ConfigError: naming the entry.
+    """
+    for name, hook in (hooks or {}).items():
+        if not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+            raise ConfigError(
+                f"hooks.{name}: names the hook's metrics; give it a name of letters, digits, - and _, such as norms."
+            )
+        if type(hook) is Hook:
+            raise ConfigError(f"hooks.{name}._target_ is missing: the hook's class; give it as MODULE.CLASS.")
+        if not isinstance(hook, Hook):
+            kind = f"{type(hook).__module__}.{type(hook).__qualname__}"
+            raise ConfigError(
+                f"hooks.{name}._target_={kind}: is no titan.hooks.schema.Hook; derive it from that class."
+            )
