@@ -11,19 +11,19 @@ from titan.config import former, settings
 from titan.config.settings import show
 from titan.dataset.schema import KINDS, Dataset
 from titan.errors import ConfigError
-from titan.model.schema import Llama, Qwen3
+from titan.model.schema import Decoder, Llama, Qwen3
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run.schema import Recipe
 from titan.schedule import schema as schedule
 
 PLUGGABLE: dict[str, dict[str, Any]] = {
-    "model": {"llama": Llama, "qwen3": Qwen3},
+    "model": {"llama": Llama, "qwen3": Qwen3, "base": Decoder},
     "dataset": {**KINDS, "base": Dataset},
     "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "base": Optimizer},
     "schedule": {**schedule.KINDS, "base": schedule.Schedule},
 }
-"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. Datasets and
-optimizers of the user's take the settings that all kinds share from `/schema/AXIS/base`."""
+"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A user's own
+kind takes the settings that all kinds share from `/schema/AXIS/base`."""
 
 CHOICES = {"training.schedule": "schedule"}
 """Former settings that are the choice on an axis now."""
