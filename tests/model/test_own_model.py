@@ -127,11 +127,11 @@ def test_a_plan_that_does_not_fit_is_rejected_before_anything_starts(
         pytest.param({"layer": "torch"}, "feed_forward.up is a Linear and no layer of titan", id="layer-of-torch"),
         pytest.param({"plan": "Strange"}, "column for layers.0.feed_forward, which is none of vocab", id="unknown"),
         pytest.param({"plan": "Undeclared"}, "declares no BLOCK_PLAN", id="no-plan"),
-        pytest.param({"widening": 1.001}, "2 does not divide dimension 0 of layers.0.feed_forward.up", id="odd"),
+        pytest.param({"ffn": 1001}, "2 does not divide dimension 0 of layers.0.feed_forward.up", id="odd"),
     ],
 )
 def test_a_plan_that_does_not_fit(values: dict[str, Any], expected: str) -> None:
     own = importlib.import_module("own_package.model").Own
     own(layers=1).check_tensor_plan(2)
     with pytest.raises(ConfigError, match=re.escape(expected)):
-        own(layers=1, **{"ffn": 1000, **values}).check_tensor_plan(2)
+        own(layers=1, **values).check_tensor_plan(2)
