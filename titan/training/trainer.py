@@ -138,7 +138,7 @@ class Trainer:
         self._restore()
         if self.world.is_rank0:
             summary.show_run(self.run, self.attempt, self.mix, self.applied)
-            self.recorder = recording.recorder(self.run, self.attempt, self._warn)
+            self.recorder = recording.recorder(self.run, self.attempt, self._warn, self.mix)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
             self.eval_sets = eval_sets(self.run, self.world, self.mix, self._show, lambda: self.stop.requested)
@@ -477,8 +477,9 @@ class Trainer:
         if self.recorder:
             result = results.document(self, time.monotonic() - began, sample)
             write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
-            self.recorder.finish(result)
             summary.show_result(self.run, result)
+            self.activity.enter(FINISHING)
+            self.recorder.finish(result)
 
     def _profiling(self) -> Profiling:
         predicted = self.attempt.prediction.step_parts if self.attempt.prediction else {}
