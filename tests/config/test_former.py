@@ -188,9 +188,11 @@ def test_a_run_from_before_its_setting_became_an_axis_goes_on() -> None:
     del config["schedule"]
     config["training"] |= {"schedule": "cosine", "warmup": 1, "decay": 0.5, "final_lr": 0.0}
     document = {"run_id": "r", "config": config, "ids": {"science": "s"}, "choices": {"model": "debug"}, "attempt": 1}
+    document["overrides"] = ["training.schedule=cosine", "training.decay=0.5", "training.warmup=1"]
     text = yaml.safe_dump(document | {"science": science | {"training.decay": 0.5}})
     old = parse_attempts(text, "x")[0]
     assert old["config"] == as_config(run) and old["choices"] == {"model": "debug", "schedule": "cosine"}
+    assert old["overrides"] == ["training.schedule=cosine", "training.warmup=1"], "it had no effect, and is gone"
     check_same_without_data(run, old)
     other = composed([*TINY, "schedule=linear", "schedule.warmup=0", "hydra.run.dir=/x"])
     with pytest.raises(ConfigError, match=r"schedule was cosine, now linear; schedule\.warmup was 1, now 0"):

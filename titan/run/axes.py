@@ -42,20 +42,23 @@ def present_key(key: str) -> str:
 def present_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a document of run.yaml with the present names of settings, and with choices on axes that it lacks."""
     config, science, choices = document["config"], document["science"], document.get("choices") or {}
+    overrides = document.get("overrides") or []
     present = former.present_config(config, _former())
     for old, axis in former.moved(config, CHOICES).items():
         choice = str(former.value(config, old))
         known = settings.defaults(PLUGGABLE[axis].get(choice, PLUGGABLE[axis]["base"]))
         moved = {name: value for name, value in present.get(axis, {}).items() if name in known}
         present, choices = {**present, axis: {**known, **moved}}, {**choices, axis: choice}
-        # a setting that the choice ignored was part of the ids, and is no setting of its class
-        science = {k: v for k, v in science.items() if _has(known, axis, present_key(k))}
-    return {**document, "config": present, "science": science, **({"choices": choices} if choices else {})}
+        # settings that the choice ignored were part of the ids, and are none of its class
+        science = {key: v for key, v in science.items() if _has(known, axis, key)}
+        overrides = [o for o in overrides if _has(known, axis, o.partition("=")[0].lstrip("+"))]
+    found = {"overrides": overrides, "choices": choices}
+    return {**document, "config": present, "science": science, **{k: v for k, v in found.items() if v}}
 
 
 def _has(known: Mapping[str, Any], axis: str, key: str) -> bool:
-    """Return whether a dotted key is of another axis, or one of the known settings of this one."""
-    group, _, name = key.partition(".")
+    """Return whether a dotted key, present or former, is of another axis or one of the known settings of this one."""
+    group, _, name = present_key(key).partition(".")
     return group != axis or not name or name in known
 
 
