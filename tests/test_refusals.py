@@ -196,7 +196,7 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("cluster.devices=0", "at least 1 or auto"),
     ("schedule=cosin", "did you mean 'cosine'?|Choices: constant, cosine, inverse_sqrt, linear, wsd"),
     ("schedule=constant schedule.final_lr=0.1", "schedule.final_lr=0.1|no effect|choose schedule=wsd"),
-    ("schedule.final_weight_decay=0.5", "schedule.final_weight_decay=0.5|no effect|schedule.weight_decay=linear"),
+    ("schedule.final_weight_decay=0.5", "schedule.final_weight_decay=0.5|no effect|schedule.weight_decay_shape=linear"),
     ("compile.backend=nvcc", "inductor, aot_eager, eager"),
     ("metrics.wandb_mode=onlin", "did you mean 'online'?"),
     # several settings together

@@ -22,7 +22,7 @@ def test_groups_keep_their_own_factors() -> None:
         {"params": [torch.zeros(1)], "weight_decay": 0.1, "factor": 0.5}, {"params": [torch.zeros(1)]},
     ]  # fmt: skip
     optimizer = torch.optim.SGD(groups, lr=1.0, weight_decay=0.4)
-    rates = Rates(optimizer, 0.1, Linear(warmup=0, weight_decay="linear").build(4))
+    rates = Rates(optimizer, 0.1, Linear(warmup=0, weight_decay_shape="linear").build(4))
     for step, factor in ((3, 0.5), (1, 1.0)):
         assert rates.set(step) == pytest.approx(0.1 * factor)
         first, second = optimizer.param_groups
@@ -40,7 +40,7 @@ def watch(trainer: Trainer) -> list[tuple[float, ...]]:
 
 
 def test_a_resumed_run_has_the_same_rates_and_weights(tmp_path: Path) -> None:
-    how = ["schedule=cosine", "schedule.weight_decay=linear", "schedule.warmup=1", "training.steps=5", OF_NORMS]
+    how = ["schedule=cosine", "schedule.weight_decay_shape=linear", "schedule.warmup=1", "training.steps=5", OF_NORMS]
     whole, part = (tiny(tmp_path / name, *how) for name in ("whole", "part"))
     (expected,) = (one.extra for one in train(whole, watch))
     train(part, stop_at(2))

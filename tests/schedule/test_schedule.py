@@ -142,13 +142,13 @@ def test_constant_stays_at_the_peak() -> None:
     ("settings", "expected"),
     [
         pytest.param({}, [1.0, 1.0, 1.0, 1.0, 1.0], id="constant"),
-        pytest.param({"weight_decay": "lr"}, [0.5, 1.0, 1.0, 2 / 3, 1 / 3], id="as-the-learning-rate"),
-        pytest.param({"weight_decay": "linear"}, [1.0, 0.8, 0.6, 0.4, 0.2], id="linear"),
+        pytest.param({"weight_decay_shape": "lr"}, [0.5, 1.0, 1.0, 2 / 3, 1 / 3], id="as-the-learning-rate"),
+        pytest.param({"weight_decay_shape": "linear"}, [1.0, 0.8, 0.6, 0.4, 0.2], id="linear"),
         pytest.param(
-            {"weight_decay": "linear", "final_weight_decay": 2.0}, [1.0, 1.2, 1.4, 1.6, 1.8], id="linear-rising"
+            {"weight_decay_shape": "linear", "final_weight_decay": 2.0}, [1.0, 1.2, 1.4, 1.6, 1.8], id="linear-rising"
         ),
         pytest.param(
-            {"weight_decay": "cosine", "final_weight_decay": 0.5},
+            {"weight_decay_shape": "cosine", "final_weight_decay": 0.5},
             [0.5 + 0.25 * (1 + math.cos(math.pi * i / 5)) for i in range(5)],
             id="cosine",
         ),

@@ -49,7 +49,7 @@ class Schedule:
         at_most=1,
         formerly="training.final_lr",
     )
-    weight_decay: Literal["constant", "lr", "linear", "cosine"] = setting(
+    weight_decay_shape: Literal["constant", "lr", "linear", "cosine"] = setting(
         "constant",
         "weight decay over the steps: constant, lr (in proportion to the learning rate), or linear or cosine from "
         "optimizer.weight_decay to final_weight_decay",
@@ -77,12 +77,12 @@ class Schedule:
 
     def weight_decay_factor(self, step: int, steps: int) -> float:
         """Return the weight decay of `step` (1 is the first) of `steps` as a factor of the optimizer's."""
-        if self.weight_decay == "constant":
+        if self.weight_decay_shape == "constant":
             return 1.0
-        if self.weight_decay == "lr":
+        if self.weight_decay_shape == "lr":
             return self.lr_factor(step, steps)
         done = progress(step, 0, steps)
-        return between(self.final_weight_decay, half_cosine(done) if self.weight_decay == "cosine" else 1 - done)
+        return between(self.final_weight_decay, half_cosine(done) if self.weight_decay_shape == "cosine" else 1 - done)
 
     def check(self, steps: int) -> None:
         """Raise ConfigError for settings without effect, too long a warm-up, and factors that are no plain numbers.
@@ -98,10 +98,11 @@ class Schedule:
                 f"schedule.warmup={self.warmup}: must be below training.steps={steps}; "
                 f"give schedule.warmup={steps // 10}, for example."
             )
-        if self.final_weight_decay and self.weight_decay not in ("linear", "cosine"):
+        if self.final_weight_decay and self.weight_decay_shape not in ("linear", "cosine"):
             raise ConfigError(
                 f"schedule.final_weight_decay={self.final_weight_decay}: has no effect with "
-                f"schedule.weight_decay={self.weight_decay}; give schedule.weight_decay=linear or cosine."
+                f"schedule.weight_decay_shape={self.weight_decay_shape}; give schedule.weight_decay_shape=linear or "
+                "cosine."
             )
         self._check_factors(steps)
 
