@@ -16,6 +16,8 @@ from launchers import start
 from launchers.command import command
 from tests.support import import_graph
 from tests.support.runs import TINY
+from titan.run import identity
+from titan.run.compose import composed
 from titan.run.run import Run
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -47,17 +49,30 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize("overrides", TRAIN)
 def test_an_example_trains(overrides: str, mine: Path) -> None:
-    composed: list[Run] = []
+    found: list[Run] = []
 
     def train(run: Run) -> int:
-        composed.append(run)
+        found.append(run)
         return start.run_local(run) if run.layout.devices == 1 else 0
 
     assert command([*SMALL, *shlex.split(overrides), "name=example"], train) == 0
-    (run,) = composed
+    (run,) = found
     own = (type(run.model), type(run.optimizer), type(run.schedule), type(run.dataset))
     assert sum(kind.__module__.startswith("mine.") for kind in own) == 1
     assert run.layout.devices > 1 or (mine / "runs/example/result.json").is_file()
+
+
+def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["schedule=cycles", "--cfg", "job", "-p", "schedule"], lambda run: 0) == 0
+    assert "_target_: mine.cycles.Cycles\ncycles: 2\n" in capsys.readouterr().out
+    assert command([*SMALL, "schedule=cycles", "schedule.cycles=0", "name=x"], lambda run: 0) == 2
+    assert "schedule.cycles=0: must be at least 1." in capsys.readouterr().err
+    runs = [composed([*SMALL, "schedule=cycles", f"schedule.cycles={n}", "name=x"]) for n in (2, 3)]
+    two, three = (identity.settings_of(run, science=True) for run in runs)
+    assert two["schedule"] == "mine.cycles.Cycles" and "schedule.cycles" not in two
+    assert three == {**two, "schedule.cycles": 3}
 
 
 def test_every_file_of_the_page_is_used() -> None:

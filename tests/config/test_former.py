@@ -173,7 +173,7 @@ def test_a_run_with_former_keys_is_read_with_the_present_ones(capsys: pytest.Cap
 def test_a_setting_that_became_an_axis_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     old = ["training.schedule=cosine", "training.warmup=1", "training.final_lr=0.1"]
     new = ["schedule=cosine", "schedule.warmup=1", "schedule.final_lr=0.1"]
-    found, wanted = (composed([*TINY, *line, "hydra.run.dir=/x"]) for line in (old, new))
+    found, wanted = (composed([*TINY, *line, "name=x", "hydra.run.dir=/x"]) for line in (old, new))
     assert dataclasses.replace(found, overrides=(), hydra={}) == dataclasses.replace(wanted, overrides=(), hydra={})
     warned = capsys.readouterr().err.splitlines()
     assert [line.partition("this setting is now called ")[2].split(";")[0] for line in warned] == [
