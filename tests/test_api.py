@@ -160,7 +160,7 @@ def test_compose_rejects(overrides: Sequence[str], sentence: str) -> None:
 
 @pytest.mark.parametrize("parallelism", ["single", "ddp"])
 def test_an_error_of_ranks_is_raised(tmp_path: Path, parallelism: str, capfd: pytest.CaptureFixture[str]) -> None:
-    diverging = ["optimizer=sgd", "optimizer.lr=1e30", "training.bad_steps=1", "training.warmup=0"]
+    diverging = ["optimizer=sgd", "optimizer.lr=1e30", "training.bad_steps=1", "schedule.warmup=0"]
     run = api.compose(*TINY, *diverging, f"parallelism={parallelism}", f"hydra.run.dir={tmp_path}/run")
     with pytest.raises(RunError) as failed:
         api.train(run)

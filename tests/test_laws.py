@@ -136,10 +136,10 @@ def test_the_gradients_are_those_of_the_mean_loss_of_a_token(runs: Runs) -> None
 
 def test_an_update_uses_the_rate_of_its_own_step(runs: Runs) -> None:
     """The rate falls from its peak in the first step to zero in the second, which is not done."""
-    run, (seen,) = runs("single", ("training.steps=1", "training.warmup=0", "training.decay=1"))
+    run, (seen,) = runs("single", ("training.steps=1", "schedule.warmup=0", "schedule.decay=1"))
     expected = {f"model.{n}": seen.first[f"model.{n}"] - run.optimizer.lr * g for n, g in seen.gradients.items()}
     assert difference(weights(seen.last), expected) <= 1e-6
-    warm, _ = runs("single", ("training.warmup=2",))
+    warm, _ = runs("single", ("schedule.warmup=2",))
     assert [line["lr"] for line in steps(warm)] == pytest.approx([0.05, 0.1, 0.1])
 
 

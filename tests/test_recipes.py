@@ -20,6 +20,7 @@ from titan.parallelism.schema import Layout
 from titan.run.compose import composed
 from titan.run.hydra_session import CONF
 from titan.run.run import Run
+from titan.schedule.schema import WSD, Cosine, Schedule
 from titan.training.schema import Training
 
 FILES = {group: sorted(f.stem for f in (CONF / group).glob("*.yaml")) for group in ("recipe", "sweep")}
@@ -123,7 +124,7 @@ def test_a_published_recipe_is_what_was_published(name: str) -> None:
     assert run.machine.name == "NVIDIA H100 80GB HBM3"
     assert run.training.global_batch == said.rows * said.layout.data_ranks * said.seq_len
     assert (run.rank_rows, run.training.seq_len, run.microbatches) == (said.rows, said.seq_len, said.microbatches)
-    assert (run.optimizer.lr, run.training.warmup_steps, run.training.steps) == said.training
+    assert (run.optimizer.lr, run.schedule.warmup_steps(run.training.steps), run.training.steps) == said.training
     assert (run.parallelism.async_tensor, run.parallelism.schedule) == (said.overlapped, said.schedule)
     axes = ("model", "memory", "compile", "dataset", "precision", "checkpoint")
     expected = [said.model, said.memory, said.compile, "c4", said.precision, "off"]
@@ -136,43 +137,42 @@ def check_what_all_share(run: Run) -> None:
     """What holds of every published recipe."""
     optimizer = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     assert {key: getattr(run.optimizer, key) for key in optimizer} == optimizer
-    assert (run.training.clip_norm, run.training.schedule) == (1.0, "linear")
+    assert (run.training.clip_norm, run.choices["schedule"]) == (1.0, "linear")
     assert (run.model.rope_theta, run.model.rope_factor, run.model.vocab) == (500_000.0, 8.0, 128_256)
     assert run.metrics.validation_tokens == run.metrics.sample_tokens == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "training", "lr", "axes", "minutes"),
+    ("name", "layout", "training", "schedule", "lr", "axes", "minutes"),
     [
         pytest.param(
-            "train_1b", Layout(shard=8), Training(100_000, 2**20, seq_len=4096, warmup=2000), 5e-4,
+            "train_1b", Layout(shard=8), Training(100_000, 2**20, seq_len=4096), WSD(warmup=2000), 5e-4,
             ["none", "block"], 30, id="1b",
         ),
         pytest.param(
-            "train_8b", Layout(shard=64), Training(250_000, 2**22, seq_len=8192, warmup=2000), 3e-4,
+            "train_8b", Layout(shard=64), Training(250_000, 2**22, seq_len=8192), WSD(warmup=2000), 3e-4,
             ["selective", "block"], 30, id="8b",
         ),
         pytest.param(
             "train_70b", Layout(shard=64, tensor=8),
-            Training(250_000, 2**22, ((252_000_000, 2**23),), 8192, warmup=2000), 1.5e-4,
+            Training(250_000, 2**22, ((252_000_000, 2**23),), 8192), WSD(warmup=2000), 1.5e-4,
             ["full", "block"], 20, id="70b",
         ),
         pytest.param(
             "train_405b", Layout(pipeline=16, shard=16, tensor=8),
-            Training(
-                1_200_000, 2**22, ((252_000_000, 2**23), (2_870_000_000_000, 2**24)), 8192, schedule="cosine",
-                warmup=8000, final_lr=0.01,
-            ),
+            Training(1_200_000, 2**22, ((252_000_000, 2**23), (2_870_000_000_000, 2**24)), 8192),
+            Cosine(warmup=8000, final_lr=0.01),
             8e-5, ["full", "block"], 15, id="405b",
         ),
     ],
 )  # fmt: skip
 def test_a_recipe_for_training(
-    name: str, layout: Layout, training: Training, lr: float, axes: list[str], minutes: int
+    name: str, layout: Layout, training: Training, schedule: Schedule, lr: float, axes: list[str], minutes: int
 ) -> None:
     run = recipe(name)
     assert (run.layout, run.optimizer.lr) == (layout, lr)
     assert dataclasses.asdict(run.training) == dataclasses.asdict(training)
+    assert run.schedule == schedule
     assert [run.choices["memory"], run.choices["compile"]] == axes
     assert run.parallelism.reshards(run.layout) is (name not in ("train_1b", "train_405b"))
     saved = run.checkpoint

@@ -6,6 +6,7 @@ import dataclasses
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -37,6 +38,7 @@ class Axis:
     pair: tuple[int, ...] = setting((1, 2), formerly="two")
     part: Part = dataclasses.field(default=Part())
     parts: Mapping[str, Part] | None = setting(None)
+    moved: int = setting(1, formerly="older.setting")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Recipe:
         return ("axis",)
 
 
-FORMER = former_keys([("axis", Axis)])
+FORMER = former_keys([("axis", Axis)]) | {"older.kind": "axis"}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,7 @@ def once() -> Iterator[None]:
 def test_former_keys_of_a_schema() -> None:
     assert FORMER == {
         "axis.lr": "axis.rate", "axis.two": "axis.pair", "axis.part.length": "axis.part.size",
-        "axis.parts.*.length": "axis.parts.*.size",
+        "axis.parts.*.length": "axis.parts.*.size", "older.setting": "axis.moved", "older.kind": "axis",
     }  # fmt: skip
 
 
@@ -74,6 +76,8 @@ def test_former_keys_of_a_schema() -> None:
         pytest.param("++axis.lr=1,2", "++axis.rate=1,2", id="sweep"),
         pytest.param("axis.part.length=[a=b]", "axis.part.size=[a=b]", id="nested"),
         pytest.param("axis.parts.mine.length=3", "axis.parts.mine.size=3", id="named"),
+        pytest.param("older.setting=3", "axis.moved=3", id="of-another-axis"),
+        pytest.param("++older.kind=a,b", "axis=a,b", id="choice-of-an-axis"),
         pytest.param("axis.rate=3", "axis.rate=3", id="present"),
         pytest.param("other.lr=3", "other.lr=3", id="another-axis"),
         pytest.param("axis.lr.x=3", "axis.lr.x=3", id="below"),
@@ -110,6 +114,8 @@ def test_two_values_are_rejected() -> None:
 def test_ids_hash_the_former_key() -> None:
     run = Recipe(Axis(rate=0.5))
     assert identity.settings_of(cast(Any, run), science=False) == {"axis.lr": 0.5}
+    run = Recipe(Axis(moved=2))
+    assert identity.settings_of(cast(Any, run), science=False) == {"older.setting": 2}
 
 
 def test_commands_without_configuration_files_accept_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +150,8 @@ def test_a_configuration_of_a_file_gets_present_keys() -> None:
         "axis": {"rate": 1, "parts": {"mine": {"size": 3}, "other": {"size": 4}}, "own": 2},
         "name": None,
     }
+    moved = {"older": {"setting": 3, "kind": "a", "rest": 1}, "axis": {"lr": 1}}
+    assert present_config(moved, FORMER) == {"older": {"rest": 1}, "axis": {"rate": 1, "moved": 3}}
 
 
 def test_a_run_with_former_keys_is_read_with_the_present_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,3 +169,48 @@ def test_a_run_with_former_keys_is_read_with_the_present_ones(capsys: pytest.Cap
     with pytest.raises(ConfigError, match=r"precision\.matmuls was float8, now mxfp8"):
         check_same_without_data(other, old)
     assert not capsys.readouterr().err
+
+
+def test_a_setting_that_became_an_axis_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    old = ["training.schedule=cosine", "training.warmup=1", "training.final_lr=0.1"]
+    new = ["schedule=cosine", "schedule.warmup=1", "schedule.final_lr=0.1"]
+    found, wanted = (composed([*TINY, *line, "name=x", "hydra.run.dir=/x"]) for line in (old, new))
+    assert dataclasses.replace(found, overrides=(), hydra={}) == dataclasses.replace(wanted, overrides=(), hydra={})
+    warned = capsys.readouterr().err.splitlines()
+    assert [line.partition("this setting is now called ")[2].split(";")[0] for line in warned] == [
+        "schedule", "schedule.warmup", "schedule.final_lr",
+    ]  # fmt: skip
+
+
+def test_a_run_from_before_its_setting_became_an_axis_goes_on() -> None:
+    run = composed([*TINY, "schedule=cosine", "schedule.warmup=1", "hydra.run.dir=/x"])
+    config, science = as_config(run), identity.settings_of(run, science=True)
+    assert science["training.schedule"] == "cosine" and science["training.warmup"] == 1
+    del config["schedule"]
+    config["training"] |= {"schedule": "cosine", "warmup": 1, "decay": 0.5, "final_lr": 0.0}
+    document = {"run_id": "r", "config": config, "ids": {"science": "s"}, "choices": {"model": "debug"}, "attempt": 1}
+    document["overrides"] = ["training.schedule=cosine", "training.decay=0.5", "training.warmup=1"]
+    text = yaml.safe_dump(document | {"science": science | {"training.decay": 0.5}})
+    old = parse_attempts(text, "x")[0]
+    assert old["config"] == as_config(run) and old["choices"] == {"model": "debug", "schedule": "cosine"}
+    assert old["overrides"] == ["training.schedule=cosine", "training.warmup=1"], "it had no effect, and is gone"
+    check_same_without_data(run, old)
+    other = composed([*TINY, "schedule=linear", "schedule.warmup=0", "hydra.run.dir=/x"])
+    with pytest.raises(ConfigError, match=r"schedule was cosine, now linear; schedule\.warmup was 1, now 0"):
+        check_same_without_data(other, old)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        pytest.param(
+            "warmup: 5", "training.warmup=5: .* now called schedule.warmup; write schedule.warmup", id="value"
+        ),
+        pytest.param("schedule: cosine", "training.schedule=cosine: .*`override /schedule: cosine`", id="choice"),
+    ],
+)
+def test_a_file_with_a_setting_that_moved_is_rejected(content: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\ntraining:\n  {content}\n")
+    with pytest.raises(ConfigError, match=expected):
+        composed([*TINY, f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine", "hydra.run.dir=/x"])

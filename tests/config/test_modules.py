@@ -92,7 +92,7 @@ def test_what_does_not_name_it_imports_nothing(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        "training.steps=0", "training.step=3", "name=../x", "parallelism.pipeline=0", "training.warmup=50",
+        "training.steps=0", "training.step=3", "name=../x", "parallelism.pipeline=0", "schedule.warmup=50",
         "model.heads=3", "cluster.time=x", "+dataset._target_=os.path",
     ],
 )  # fmt: skip

@@ -15,7 +15,15 @@ import pytest
 
 from titan.metrics import trackers
 from titan.metrics.schema import Metrics
-from titan.metrics.trackers import Trackers, has_wandb_key, online_obstacle, open_trackers, scalars, without_secrets
+from titan.metrics.trackers import (
+    About,
+    Trackers,
+    has_wandb_key,
+    online_obstacle,
+    open_trackers,
+    scalars,
+    without_secrets,
+)
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 
@@ -85,6 +93,37 @@ def test_a_tracker_that_hangs_neither_stalls_nor_ends_the_run(verb: str) -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("hurry", "expected"),
+    [
+        pytest.param(False, ["slow: it is still sending; the run waits 30 s at most."], id="finished"),
+        pytest.param(
+            True,
+            [
+                "slow: it is still sending; the run waits 0.2 s at most.",
+                "slow: it did not close within 0.2 s of the end of the run; the run continues without it.",
+            ],
+            id="stopped",
+        ),
+    ],
+)
+def test_a_tracker_may_send_longer_after_a_finished_run(
+    hurry: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trackers, "NOTICE", 0.05)
+    release, warnings, slow = threading.Event(), list[str](), Listing()
+
+    def wait(result: Mapping[str, Any]) -> None:
+        release.wait(0.5)
+        slow.result = result
+
+    slow.finish = wait  # type: ignore[method-assign]
+    both = Trackers({"slow": slow.open}, warnings.append, patience=0.2, longer={"slow": 30.0})
+    both.finish({"loss": 0.5}, hurry=hurry)
+    assert (slow.result, warnings) == (None if hurry else {"loss": 0.5}, expected)
+    release.set()
+
+
 def test_a_tracker_that_exits_is_dropped() -> None:
     def leave(warn: Callable[[str], None]) -> Listing:
         raise SystemExit(3)
@@ -129,6 +168,7 @@ def test_warnings_are_shown_in_the_training_thread_and_records_are_copies() -> N
         pytest.param(
             {"step": 1, "loss": 2.0, "validation_loss": 2.5}, {"train/loss": 2.0, "validation/loss": 2.5}, id="both"
         ),
+        pytest.param({"step": 1, "time": 1.7e9, "loss": 2.0}, {"train/loss": 2.0}, id="no-time"),
         pytest.param({"step": 1, "rows": [1], "hash": "ab", "skipped": True, "gone": None}, {}, id="no-numbers"),
     ],
 )
@@ -137,9 +177,8 @@ def test_scalars(record: dict[str, Any], named: dict[str, float]) -> None:
 
 
 def everything(directory: Path, warn: Callable[[str], None], metrics: Metrics, **config: Any) -> Trackers:
-    return open_trackers(
-        metrics, directory=directory, run_id="abc", group_id="group", name="x", config=config, warn=warn
-    )
+    about = About(run_id="abc", group_id="group", name="x", config=config)
+    return open_trackers(metrics, directory=directory, about=about, warn=warn)
 
 
 def test_none_wanted_opens_none(tmp_path: Path) -> None:
@@ -173,6 +212,27 @@ def test_tensorboard_hides_the_steps_that_a_resumed_attempt_repeats(tmp_path: Pa
     assert warnings == []
 
 
+def test_tensorboard_has_hyperparameters_and_exact_times(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    config = {"model": {"dim": 64, "head_dim": None}, "optimizer": {"betas": [0.9, 0.95], "api_key": "x"}, "name": "x"}
+    both = everything(tmp_path, print, Metrics(tensorboard=True), **config)
+    both.log({"step": 1, "loss": 3.0, "time": 1763845128.123})
+    both.finish({"loss": 3.0, "finished": True})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(events.Tags()["scalars"]) == ["result/loss", "train/loss"]
+    assert events.Scalars("train/loss")[0].wall_time == 1763845128.123
+    content = events.PluginTagToContent("hparams")
+    start = HParamsPluginData.FromString(content["_hparams_/session_start_info"]).session_start_info.hparams
+    assert {name: getattr(value, str(value.WhichOneof("kind"))) for name, value in start.items()} == {
+        "model.dim": 64, "model.head_dim": "null", "optimizer.betas": "[0.9,0.95]", "name": "x",
+    }  # fmt: skip
+    shown = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment.metric_infos
+    assert {info.name.tag for info in shown} == set(trackers.SHOWN)
+    assert HParamsPluginData.FromString(content["_hparams_/session_end_info"]).session_end_info.status == 1
+
+
 def test_tensorboard_where_nothing_can_be_written_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file in the way")
     warnings: list[str] = []
@@ -200,7 +260,6 @@ def end_wandb() -> Iterator[None]:
 def test_wandb_offline_two_attempts_and_no_secret_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLOUD_SECRET", "planted-secret")
     monkeypatch.setattr(sys, "argv", ["train", "dataset.path=https://me:planted-secret@host/x"])
-    monkeypatch.setattr(trackers, "PATIENCE", 120.0)  # its service writes the files, however busy the machine is
     warnings: list[str] = []
     for _ in range(2):
         config = {"model": {"dim": 64, "api_key": "planted-secret"}, "path": "s3://me:planted-secret@host/x"}

@@ -372,9 +372,9 @@ def _data(weight: Any) -> Tensor:
 class TestCheckpoints:
     def test_a_run_in_float8_goes_on_as_if_it_had_not_ended(self, tmp_path: Path) -> None:
         settings = (*SHAPE, "precision=float8", "checkpoint=sync", *LAYOUTS["fsdp"])
-        whole = tiny(tmp_path / "whole", *settings, "training.steps=4", "training.warmup=0", "training.schedule=linear")
+        whole = tiny(tmp_path / "whole", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear")
         train(whole)
-        part = tiny(tmp_path / "part", *settings, "training.steps=4", "training.warmup=0", "training.schedule=linear")
+        part = tiny(tmp_path / "part", *settings, "training.steps=4", "schedule.warmup=0", "schedule=linear")
         train(part, lambda trainer: setattr(trainer.stop, "requested", True))
         assert manifest.complete(tmp_path / "part")
         train(part)
@@ -402,7 +402,7 @@ class TestPure:
         """torch's fused SGD leaves bf16 weights on a CPU as they are, without a word."""
         for optimizer in ("adamw", "sgd"):
             (seen,) = train(
-                tiny(tmp_path / optimizer, "precision=bf16_pure", f"optimizer={optimizer}", "training.warmup=0")
+                tiny(tmp_path / optimizer, "precision=bf16_pure", f"optimizer={optimizer}", "schedule.warmup=0")
             )
             assert not same(seen.first, {n: seen.last[n] for n in seen.first})
 

@@ -55,6 +55,11 @@ LABELS = [
         id="hardware",
     ),
     pytest.param([(S, ()), (Story(digest="e" * 64), ())], ["data=dddddddd", "data=eeeeeeee"], id="content-of-data"),
+    pytest.param(
+        [(S, ("schedule=cosine",)), (S, ("schedule=linear",)), (S, ("schedule=wsd",))],
+        ["schedule=cosine", "schedule=linear", "schedule=wsd"],
+        id="kinds-with-equal-settings",
+    ),
     pytest.param([(S, ()), (Story(seed=1), ())], ["model=debug parallelism=single"], id="one"),
     pytest.param(
         [(S, ()), (Story(repeat=1), ("metrics.tensorboard=true", "checkpoint.keep=5", "name=x"))],

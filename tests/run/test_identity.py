@@ -20,6 +20,7 @@ from titan.run import identity
 from titan.run.compose import composed
 from titan.run.run import Run
 from titan.run.schema import Recipe
+from titan.schedule.schema import KINDS as SCHEDULES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
@@ -28,10 +29,10 @@ EXECUTION = {  # in an axis of science, but without a say in what is learned
     "dataset.workers", "dataset.stream", "dataset.sources", "dataset.keep_gib", "dataset.name", "dataset.revision",
     "optimizer.implementation", "precision.emulate", "precision.float8_gather",
 }  # fmt: skip
-SCIENCE = ("model", "dataset", "optimizer", "training", "precision")
+SCIENCE = ("model", "dataset", "optimizer", "schedule", "training", "precision")
 HINTS = typing.get_type_hints(Recipe)
 KINDS: dict[str, list[type]] = {axis: [HINTS[axis]] for axis in Recipe.axes()}
-KINDS |= {"dataset": list(DATASETS.values()), "optimizer": [AdamW, SGD, Muon]}
+KINDS |= {"dataset": list(DATASETS.values()), "optimizer": [AdamW, SGD, Muon], "schedule": list(SCHEDULES.values())}
 ALL = [pytest.param(axis, kind, id=kind.__name__) for axis, kinds in KINDS.items() for kind in kinds]
 
 
@@ -92,7 +93,7 @@ def changed(axis: str, kind: type, name: str, base: Run) -> dict[str, bool]:
     return {key: getattr(old, key) != getattr(new, key) for key in ("science", "execution", "group", "code")}
 
 
-@pytest.mark.parametrize("axis", ["dataset", "optimizer"])
+@pytest.mark.parametrize("axis", ["dataset", "optimizer", "schedule"])
 def test_kinds_with_equal_settings_are_told_apart(axis: str, base: Run) -> None:
     ids = {of(dataclasses.replace(base, **{axis: kind(**given(kind))})).science for kind in KINDS[axis]}
     assert len(ids) == len(KINDS[axis])

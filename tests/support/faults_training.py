@@ -156,13 +156,13 @@ TRAINING = (
     fault(
         "learning rate: one step ahead",
         "titan/training/trainer.py",
-        "lr_factor(self.run.training, self.step)",
-        "lr_factor(self.run.training, self.step + 1)",
+        "self.rates.set(self.step)",
+        "self.rates.set(self.step + 1)",
         "test_laws.py::test_an_update_uses_the_rate_of_its_own_step",
     ),
     fault(
         "learning rate: groups have that of the optimizer",
-        "titan/training/trainer.py",
+        "titan/schedule/rates.py",
         'lr * group.get("factor", 1.0)',
         "lr",
         "optimizer/test_optimizer_layouts.py::test_groups_have_their_own_rate_and_metrics_the_optimizers",
@@ -234,10 +234,10 @@ TRAINING = (
     ),
     fault(
         "schedule: the decay ends a step late",
-        "titan/training/lr_schedule.py",
-        "(step - 1 - start) / (training.steps - start)",
-        "(step - 1 - start) / (training.steps + 1 - start)",
-        "training/test_training_schema.py",
+        "titan/schedule/schema.py",
+        "(step - 1 - start) / (steps - start)",
+        "(step - 1 - start) / (steps + 1 - start)",
+        "schedule/test_schedule.py",
     ),
     fault(
         "optimizer: moments are not rounded once but kept",

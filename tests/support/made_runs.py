@@ -23,7 +23,6 @@ from titan.run.prediction import Prediction
 from titan.run.run import Run, as_config
 from titan.sweep import ledger
 from titan.sweep.ledger import SweepSpec
-from titan.training.lr_schedule import lr_factor
 
 BEGAN = 1_760_000_000
 """When the first attempt of every made run began, in seconds since 1970."""
@@ -237,7 +236,7 @@ def _step(run: Run, story: Story, step: int, loss: float | None, seconds: float)
         "tokens": step * tokens,
         "loss": None if loss is None else loss * wrong,
         "grad_norm": (1 + 1 / step) * wrong,
-        "lr": run.optimizer.lr * lr_factor(run.training, step),
+        "lr": run.optimizer.lr * run.schedule.lr_factor(step, run.training.steps),
         "step_seconds": seconds,
         "data_seconds": 0.01 * seconds,
         "tokens_per_second": rate * run.layout.devices,

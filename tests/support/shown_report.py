@@ -191,7 +191,7 @@ def many(variants: int = 64, steps: int = 10_000) -> Comparison:
     """As many variants as one may ever look at."""
     made = [variant("lr=0.001 layout=0", (0,), baseline=True, steps_done=steps)]
     for i in range(1, variants):
-        label = f"optimizer.lr={0.0005 * i:.4g} parallelism={('fsdp', 'tp', 'hsdp')[i % 3]} training.warmup={i % 7}"
+        label = f"optimizer.lr={0.0005 * i:.4g} parallelism={('fsdp', 'tp', 'hsdp')[i % 3]} schedule.warmup={i % 7}"
         figures: dict[str, Any] = {"tokens": 30_000 + 300 * ((i * 37) % 64 - 20), "memory": 0.5 + (i * 29 % 64) / 30}
         same = {"learning": learning(), "rounding": 1e-6 * i} if i % 2 else {}
         other = {} if i % 2 else {"same_science": False, "quality": (quality(difference=-0.01 * i),), "gain": 0.01 * i}

@@ -108,7 +108,7 @@ def test_a_step_that_is_not_finite_changes_nothing(
 def test_a_bad_first_step_is_as_if_it_was_not(optimizer: str, tmp_path: Path) -> None:
     """Also of the optimizer's state: momentum that a skipped step made would be chance bytes."""
     momentum = ["optimizer.momentum=0.9", "optimizer.weight_decay=0.1"] if optimizer == "sgd" else []
-    run = tiny(tmp_path, f"optimizer={optimizer}", *momentum, "training.steps=2", "training.schedule=linear")
+    run = tiny(tmp_path, f"optimizer={optimizer}", *momentum, "training.steps=2", "schedule=linear")
     first, second = train(run, poison({1}, 0, False))[0].extra
     assert same(first, second)
     assert all(not bool(tensor.any()) for name, tensor in second.items() if name.startswith("optimizer."))

@@ -1,7 +1,8 @@
 """Renamed settings on command lines: an override of a former key becomes one of the present key, with a warning.
 
-A field `setting(..., formerly="old")` says what it was called. In configuration files `settings.build` accepts the
-former key; overrides need the present one before Hydra composes, which rejects unknown keys. Ids hash the former key.
+A field `setting(..., formerly="old")` says what it was called, `formerly="axis.old"` also on which other axis. In
+configuration files `settings.build` accepts the former key of the same axis; overrides need the present one before
+Hydra composes, which rejects unknown keys. Ids hash the former key.
 """
 
 from __future__ import annotations
@@ -32,12 +33,18 @@ def _of_schema(cls: type, path: str) -> Iterator[tuple[str, str]]:
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         where, kind = f"{path}.{field.name}", hints[field.name]
-        if formerly := field.metadata.get("formerly"):
-            yield f"{path}.{formerly}", where
+        if field.metadata.get("formerly"):
+            yield key(path, field), where
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from _of_schema(kind, where)
         elif (nested := values_of(kind)) is not None and nested is not cls:
             yield from _of_schema(nested, f"{where}.{NAME}")
+
+
+def key(path: str, field: dataclasses.Field[Any]) -> str:
+    """Return the dotted key of a field, or its former one."""
+    name = field.metadata.get("formerly") or field.name
+    return name if "." in name else f"{path}.{name}"
 
 
 def rename_overrides(overrides: Sequence[str], former: Mapping[str, str], *, warn: bool = True) -> list[str]:
@@ -58,7 +65,8 @@ def _renamed(override: str, former: Mapping[str, str], warn: bool) -> str:
         return override
     if warn:
         warn_once(f"{parts[2]}: this setting is now called {key}; use that name.")
-    return f"{parts[1]}{key}{parts[3]}"
+    prefix = parts[1] if "." in key else ""  # an axis has a choice already, and Hydra rejects a + before it
+    return f"{prefix}{key}{parts[3]}"
 
 
 def present_key(key: str, former: Mapping[str, str]) -> str:
@@ -72,9 +80,33 @@ def present_key(key: str, former: Mapping[str, str]) -> str:
 
 
 def present_config(config: Mapping[str, Any], former: Mapping[str, str], path: str = "") -> dict[str, Any]:
-    """Return a nested configuration with present keys."""
+    """Return a nested configuration with present keys; a key that moved to another axis is there afterwards."""
+    found: dict[str, Any] = {}
+    for key, content in config.items():
+        name = present_key(f"{path}{key}", former)
+        if name.startswith(path):
+            name = name.removeprefix(path)
+            inner = isinstance(content, Mapping)
+            found[name] = present_config(content, former, f"{path}{name}.") if inner else content
+    for old, new in ({} if path else moved(config, former)).items():
+        axis, _, name = new.partition(".")
+        if name and isinstance(content := found.get(axis, {}), Mapping):
+            found[axis] = {**content, name: value(config, old)}
+    return found
+
+
+def value(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a key `axis.name` in a nested configuration."""
+    axis, _, name = key.partition(".")
+    return config[axis][name]
+
+
+def moved(config: Mapping[str, Any], former: Mapping[str, str]) -> dict[str, str]:
+    """Return those former keys of settings that `config` has and that are now on another axis, with present ones."""
     found = {}
-    for key, value in config.items():
-        name = present_key(f"{path}{key}", former).removeprefix(path)
-        found[name] = present_config(value, former, f"{path}{name}.") if isinstance(value, Mapping) else value
+    for old, new in former.items():
+        axis, _, name = old.partition(".")
+        content = config.get(axis)
+        if new.partition(".")[0] != axis and isinstance(content, Mapping) and name in content:
+            found[old] = new
     return found

@@ -6,6 +6,9 @@ frozen: it is the first path of the class. The kind of a user's class is its dot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 PATHS: dict[str, str] = {
     "titan.dataset.schema.Chat": "titan.dataset.schema.Chat",
     "titan.dataset.schema.Hub": "titan.dataset.schema.Hub",
@@ -21,14 +24,44 @@ PATHS: dict[str, str] = {
     "titan.optimizer.AdamW": "titan.optimizer.schema.AdamW",
     "titan.optimizer.Muon": "titan.optimizer.schema.Muon",
     "titan.optimizer.SGD": "titan.optimizer.schema.SGD",
+    "titan.schedule.Constant": "titan.schedule.schema.Constant",
+    "titan.schedule.Cosine": "titan.schedule.schema.Cosine",
+    "titan.schedule.InverseSqrt": "titan.schedule.schema.InverseSqrt",
+    "titan.schedule.Linear": "titan.schedule.schema.Linear",
+    "titan.schedule.WSD": "titan.schedule.schema.WSD",
 }
 """The present dotted path of each kind. Moving a class changes the right side of its line, never the left."""
+
+FORMER: dict[str, tuple[str, str]] = {
+    "titan.schedule.Cosine": ("training.schedule", "cosine"),
+    "titan.schedule.Linear": ("training.schedule", "linear"),
+    "titan.schedule.WSD": ("training.schedule", "wsd"),
+}
+"""Kinds that were a value of a setting before they were classes: ids hash that setting and value."""
+FORMER_DEFAULTS = {"training.schedule": "wsd"}
+"""The defaults of those settings, which ids leave out."""
 
 
 def kind(cls: type) -> str:
     """Return the name of a class in ids and files."""
     path = f"{cls.__module__}.{cls.__qualname__}"
     return next((kind for kind, place in PATHS.items() if place == path), path)
+
+
+def in_ids(axis: str, cls: type) -> dict[str, str]:
+    """Return what ids hash for the class that was chosen on an axis, by the name of the setting."""
+    name, value = FORMER.get(kind(cls), (axis, kind(cls)))
+    return {} if FORMER_DEFAULTS.get(name) == value else {name: value}
+
+
+def of_ids(axis: str, science: Mapping[str, Any]) -> str | None:
+    """Return the kind that was chosen on an axis, from a run's science settings; None where they leave it out."""
+    found = (kind for kind, (name, value) in FORMER.items() if science.get(name) == value and _axis(kind) == axis)
+    return science.get(axis) or next(found, None)
+
+
+def _axis(kind: str) -> str:
+    return kind.split(".")[1]
 
 
 def path_of(name: str) -> str:

@@ -67,7 +67,8 @@ def setting(
         words: texts that a field of type `int | str` or `float | str` accepts beside numbers, such as "auto".
         in_ids: False when no id depends on it: requests to a scheduler, and names of a run.
         any_text: whether a text may be empty, long and have several lines.
-        formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay.
+        formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay;
+            a dotted one is of another axis.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {

@@ -35,12 +35,12 @@ class Recorder:
         self.trackers.log(record)
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Pass the final result to the trackers and close them."""
-        self.trackers.finish(result)
+        """Pass the final result to the trackers and close them; a run that was stopped does not wait for uploads."""
+        self.trackers.finish(result, hurry=not result.get("finished", False))
 
     def close(self) -> None:
         """Let the trackers flush, also those of a run that failed, and write the lines that are still buffered."""
-        self.trackers.finish({})
+        self.trackers.finish({}, hurry=True)
         self.lines.write("")
 
     def __enter__(self) -> Recorder:

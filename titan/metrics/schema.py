@@ -23,6 +23,13 @@ class Metrics:
     wandb_mode: Literal["offline", "online"] = setting(
         "offline", "offline: files only, for a later `wandb sync`; online: send while training"
     )
+    wandb_group: str | None = setting(
+        None, "the run's group at Weights & Biases; null: its group id, which the repeats with other seeds share"
+    )
+    wandb_tags: tuple[str, ...] = setting((), "the run's tags at Weights & Biases, beside the name of its sweep")
+    wandb_finish_minutes: float = setting(
+        5.0, "minutes that the end of a finished run waits for Weights & Biases to send the rest", above=0, cap=1440
+    )
     plot: bool = setting(True, "plot loss.png at the end")
     sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0, cap=10**6)
     validate_every: int = setting(50, "steps between evaluations; 0: only at the end", at_least=0)

@@ -25,9 +25,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from titan.config.settings import show
 from titan.console.text import redact
 from titan.hooks.schema import PREFIX
 from titan.metrics.schema import Metrics
@@ -37,7 +39,11 @@ Warn = Callable[[str], None]
 BACKLOG = 10_000
 """The number of records in a slow tracker's queue at which it is dropped."""
 PATIENCE = 20.0
-"""Seconds that the end of a run waits for its trackers."""
+"""Seconds that the end of a run waits for its trackers; W&B may take longer where the run is finished."""
+NOTICE = 5.0
+"""Seconds of waiting after which the user is told."""
+TAG = 64
+"""Characters of a tag that W&B accepts."""
 INIT_SECONDS = 10.0
 """wandb's timeout for starting a run; without a network it fails after about three times this."""
 
@@ -61,15 +67,22 @@ Opener = Callable[[Warn], Tracker]
 class Trackers:
     """Several trackers as one that never raises and never blocks for long."""
 
-    def __init__(self, openers: Mapping[str, Opener], warn: Warn, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        openers: Mapping[str, Opener],
+        warn: Warn,
+        patience: float = PATIENCE,
+        longer: Mapping[str, float] | None = None,
+    ) -> None:
         """Start opening the trackers in the background.
 
         Args:
             openers: by the setting that asks for the tracker, for warnings.
             warn: shows a sentence to the user; only called from the thread that calls `log` and `finish`.
-            patience: seconds that `finish` waits for all of them together.
+            patience: seconds that `finish` waits for a tracker.
+            longer: the same for single trackers, unless in a hurry.
         """
-        self._warn, self._patience = warn, patience
+        self._warn, self._patience, self._longer = warn, patience, longer or {}
         self._workers = [_Worker(name, opener) for name, opener in openers.items()]
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -78,13 +91,21 @@ class Trackers:
             worker.put(("log", dict(record)))
         self._show_warnings()
 
-    def finish(self, result: Mapping[str, Any]) -> None:
-        """Queue the final result for every tracker, and wait for a limited time until they have closed."""
-        deadline = time.monotonic() + self._patience
+    def finish(self, result: Mapping[str, Any], *, hurry: bool = False) -> None:
+        """Queue the final result for every tracker, and wait for a limited time until they have closed.
+
+        Args:
+            result: the content of result.json.
+            hurry: whether a signal or an error ended the run, so that none may take longer.
+        """
+        began = time.monotonic()
         for worker in self._workers:
             worker.put(("finish", dict(result)))
         for worker in self._workers:
-            worker.wait(max(0.0, deadline - time.monotonic()), self._patience)
+            patience = self._patience if hurry else self._longer.get(worker.name, self._patience)
+            if patience > NOTICE and not worker.ended(began + NOTICE):
+                self._warn(f"{worker.name}: it is still sending; the run waits {patience:g} s at most.")
+            worker.wait(began + patience, patience)
         self._show_warnings()
         self._workers = []
 
@@ -101,7 +122,7 @@ class _Worker:
 
     def __init__(self, name: str, opener: Opener) -> None:
         self.failed = False
-        self._name = name
+        self.name = name
         self._jobs: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue(BACKLOG)
         self._warnings: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, args=(opener,), name=f"tracker-{name}", daemon=True)
@@ -114,10 +135,15 @@ class _Worker:
         except queue.Full:
             self._fail(f"its queue is full ({BACKLOG} records)")
 
-    def wait(self, seconds: float, patience: float) -> None:
-        """Wait for the thread's end; a tracker that is still busy after `seconds` has failed."""
-        self._thread.join(seconds)
-        if self._thread.is_alive() and not self.failed:
+    def ended(self, deadline: float) -> bool:
+        """Wait for the thread's end until a time of the monotonic clock; return whether it came, or a failure."""
+        if not self.failed:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        return self.failed or not self._thread.is_alive()
+
+    def wait(self, deadline: float, patience: float) -> None:
+        """Wait for the thread's end; a tracker that is still busy at the deadline has failed."""
+        if not self.ended(deadline):
             self._fail(f"it did not close within {patience:g} s of the end of the run")
 
     def warnings(self) -> Iterator[str]:
@@ -137,7 +163,7 @@ class _Worker:
 
     def _fail(self, reason: str) -> None:
         self.failed = True
-        self._warnings.put(f"{self._name}: {reason}; the run continues without it.")
+        self._warnings.put(f"{self.name}: {reason}; the run continues without it.")
 
 
 def _first_line(error: BaseException) -> str:
@@ -145,40 +171,70 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip(".")
 
 
-def open_trackers(
-    metrics: Metrics,
-    *,
-    directory: Path,
-    run_id: str,
-    group_id: str,
-    name: str,
-    config: Mapping[str, Any],
-    warn: Warn,
-) -> Trackers:
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """What trackers show of a run beside its records.
+
+    Attributes:
+        run_id: the same in every attempt of a run, so that a resumed run continues the same tracker run.
+        group_id: shared by the seeds of one experiment.
+        name: the run's display name.
+        config: the resolved settings as plain containers; values that look like secrets are left out.
+        facts: what identifies the run: choices, kinds, ids, commit, data, parameters, sweep and variant.
+        sweep: the name of its sweep, if any.
+    """
+
+    run_id: str
+    group_id: str
+    name: str
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    sweep: str | None = None
+
+    @property
+    def all(self) -> dict[str, Any]:
+        """Settings and facts, without secrets."""
+        return without_secrets({**self.config, **self.facts})
+
+
+def open_trackers(metrics: Metrics, *, directory: Path, about: About, warn: Warn) -> Trackers:
     """Open the trackers that the settings ask for.
 
     Args:
         metrics: the settings.
         directory: the run's directory; trackers write to tensorboard/ and wandb/ in it.
-        run_id: the same in every attempt of a run, so that a resumed run continues the same tracker run.
-        group_id: shared by the seeds of one experiment.
-        name: the run's display name.
-        config: the resolved settings as plain containers; values that look like secrets are left out.
+        about: the run.
         warn: shows a sentence to the user.
     """
     wanted: dict[str, tuple[str, Opener]] = {}
     if metrics.tensorboard:
-        wanted["metrics.tensorboard=true"] = ("tensorboard", lambda _: TensorBoard(directory / "tensorboard"))
+        wanted["metrics.tensorboard=true"] = (
+            "tensorboard",
+            lambda _: TensorBoard(directory / "tensorboard", about.all),
+        )
     if metrics.wandb:
-        settings = {"id": run_id, "group": group_id, "name": name, "config": without_secrets(config)}
-        wanted["metrics.wandb=true"] = ("wandb", lambda show: WeightsAndBiases(metrics, directory, settings, show))
+        wanted["metrics.wandb=true"] = (
+            "wandb", lambda show: WeightsAndBiases(metrics, directory, wandb_options(metrics, about), show),
+        )  # fmt: skip
     openers = {}
     for setting, (package, opener) in wanted.items():
         if _installed(package):
             openers[setting] = opener
         else:
             warn(f"{setting}: the package {package} is not installed (pip install {package}); continuing without it.")
-    return Trackers(openers, warn)
+    return Trackers(openers, warn, longer={"metrics.wandb=true": 60 * metrics.wandb_finish_minutes})
+
+
+def wandb_options(metrics: Metrics, about: About) -> dict[str, Any]:
+    """Return what describes a run to wandb.init."""
+    tags = dict.fromkeys([*metrics.wandb_tags, *([about.sweep] if about.sweep else [])])
+    return {
+        "id": about.run_id,
+        "group": metrics.wandb_group or about.group_id,
+        "name": about.name,
+        "tags": [tag[:TAG] for tag in tags],
+        "config": about.all,
+    }
 
 
 def _installed(package: str) -> bool:
@@ -190,12 +246,13 @@ def _installed(package: str) -> bool:
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record under their names in a tracker: train/loss, validation/loss, hooks/NAME/METRIC.
 
-    Lists, strings and booleans are left out, and so is the step, which is the axis.
+    Lists, strings and booleans are left out, and so are the step, which is the axis, and the time, which trackers
+    record themselves: TensorBoard's values are fp32, in which a time is known to two minutes.
     """
     validation = "validation_loss" in record and "loss" not in record
     named = {}
     for key, value in record.items():
-        if key != "step" and isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if key not in ("step", "time") and isinstance(value, numbers.Real) and not isinstance(value, bool):
             short = key.removeprefix("validation_")
             group = "validation" if validation or short != key else "train"
             named[key if key.startswith(PREFIX) else f"{group}/{short}"] = float(value)
@@ -205,10 +262,18 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoard:
     """Event files for TensorBoard; a resumed attempt purges the steps that it repeats."""
 
-    def __init__(self, directory: Path) -> None:
-        """Create the directory; the writer opens with the first record, whose step it needs."""
-        from torch.utils.tensorboard import SummaryWriter
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        """Create the directory; the writer opens with the first record, whose step it needs.
 
+        Args:
+            directory: of the event files.
+            settings: shown as hyperparameters.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        describe: Any = hparams
+        self._begin, self._settings, self._end = describe(hyperparameters(settings), dict.fromkeys(SHOWN, 0.0))
         directory.mkdir(parents=True, exist_ok=True)
         self._open: Callable[[int], Any] = lambda step: SummaryWriter(str(directory), purge_step=step, flush_secs=30)
         self._writer: Any = None
@@ -219,16 +284,39 @@ class TensorBoard:
         if "step" not in record:
             return
         self._step = int(record["step"])
-        self._writer = self._writer or self._open(self._step)
+        if self._writer is None:
+            self._writer = self._open(self._step)
+            self._add(self._begin, self._settings)
         for name, value in scalars(record).items():
-            self._writer.add_scalar(name, value, self._step)
+            self._writer.add_scalar(name, value, self._step, walltime=record.get("time"))
+
+    def _add(self, *summaries: Any) -> None:
+        for summary in summaries:
+            self._writer.file_writer.add_summary(summary)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write the final result as result/... at the last step and close the file."""
         if self._writer is not None:
             for name, value in _numbers(result).items():
                 self._writer.add_scalar(f"result/{name}", value, self._step)
+            if result.get("finished"):
+                self._add(self._end)
             self._writer.close()
+
+
+SHOWN = ("train/loss", "validation/loss", "train/tokens_per_second")
+"""What TensorBoard shows beside the hyperparameters."""
+
+
+def hyperparameters(settings: Mapping[str, Any], path: str = "") -> dict[str, bool | int | float | str]:
+    """Return nested settings by dotted names, values that are no scalars as text."""
+    found: dict[str, bool | int | float | str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= hyperparameters(value, f"{path}{key}.")
+        else:
+            found[f"{path}{key}"] = value if isinstance(value, (bool, int, float, str)) else show(value)
+    return found
 
 
 class WeightsAndBiases:
@@ -240,7 +328,7 @@ class WeightsAndBiases:
         Args:
             metrics: project, entity and mode.
             directory: where wandb/ is created.
-            settings: id, group, name and config of the run, as wandb.init takes them.
+            settings: see `wandb_options`.
             warn: shows a sentence to the user.
 
         Raises:
@@ -251,6 +339,7 @@ class WeightsAndBiases:
             raise OSError(f"{directory} can't be written to")  # wandb would silently write to /tmp
         run = self._online(metrics, directory, settings, warn) if metrics.wandb_mode == "online" else None
         self._run: Any = run or _start(metrics, directory, settings, "offline")
+        self._run.config.update(settings["config"], allow_val_change=True)  # a resumed run has its first attempt's
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -283,7 +372,7 @@ def _start(metrics: Metrics, directory: Path, settings: Mapping[str, Any], mode:
     sys.argv[:] = map(hide_secrets, sys.argv)  # W&B records it; nothing reads it any more
     options = wandb.Settings(
         init_timeout=INIT_SECONDS,
-        finish_timeout=PATIENCE,
+        finish_timeout=60 * metrics.wandb_finish_minutes,
         silent=True,
         console="off",
         disable_code=True,

@@ -98,6 +98,16 @@ class Decoder:
                 f"model.rope_high={self.rope_high:g}: must be above model.rope_low={self.rope_low:g}; raise it."
             )
 
+    def check_tensor_plan(self, degree: int) -> None:
+        """Raise ConfigError where the module's plan for tensor parallelism does not fit it; the module is built.
+
+        Raises:
+            ConfigError: see `titan.model.tensor_plan.check`.
+        """
+        from titan.model import tensor_plan
+
+        tensor_plan.check(self, degree)
+
     def linear_layers(self) -> dict[str, Matmul]:
         """Return the linear layers by the name of their module."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size

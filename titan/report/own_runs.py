@@ -149,6 +149,7 @@ def recipe_of(raw: Raw, hardware: Hardware, peak_tflops: float | None = None) ->
             content[axis] = {**config[axis], "_target_": science[axis]}
     masked = bool(config["dataset"].get("mask_documents"))
     content["dataset"] = {"_target_": SYNTHETIC, "mask_documents": masked}
+    content["schedule"] = {}  # a step's time does not depend on it
     recipe: Recipe = build(Recipe, content, allowed=trusted(()))  # not what a run's own file would import
     return replace(recipe, cluster=replace(recipe.cluster, hardware=hardware, peak_tflops=peak_tflops))
 

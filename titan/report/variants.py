@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from titan.config import kinds
 from titan.config.settings import plain, show
 from titan.errors import ConfigError
 from titan.report.collect import Raw, neat
@@ -98,7 +99,7 @@ def facts_of(raw: Raw) -> Facts:
     """Return the facts of a run."""
     last, science = raw.last, raw.last["science"]
     values = {name: value for name, value in flat(_completed(raw)).items() if not IGNORED.fullmatch(name)}
-    values |= {f"{axis}.class": science[axis] for axis in Recipe.axes() if axis in science}
+    values |= {f"{axis}.class": kind for axis in Recipe.axes() if (kind := kinds.of_ids(axis, science))}
     values |= {f"parallelism.{name}": degree for name, degree in (last.get("layout") or {}).items()}
     values |= {"parallelism.microbatches": last.get("microbatches"), "devices": raw.devices, "hardware": raw.hardware}
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}

@@ -7,19 +7,26 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan.config import former
+from titan.config import former, settings
+from titan.config.settings import show
 from titan.dataset.schema import KINDS, Dataset
-from titan.model.schema import Llama, Qwen3
+from titan.errors import ConfigError
+from titan.model.schema import Decoder, Llama, Qwen3
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
 from titan.run.schema import Recipe
+from titan.schedule import schema as schedule
 
 PLUGGABLE: dict[str, dict[str, Any]] = {
-    "model": {"llama": Llama, "qwen3": Qwen3},
+    "model": {"llama": Llama, "qwen3": Qwen3, "base": Decoder},
     "dataset": {**KINDS, "base": Dataset},
     "optimizer": {"adamw": AdamW, "sgd": SGD, "muon": Muon, "base": Optimizer},
+    "schedule": {**schedule.KINDS, "base": schedule.Schedule},
 }
-"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. Datasets and
-optimizers of the user's take the settings that all kinds share from `/schema/AXIS/base`."""
+"""Schemas of the axes that have several kinds: YAML files take their defaults from `/schema/AXIS/KIND`. A user's own
+kind takes the settings that all kinds share from `/schema/AXIS/base`."""
+
+CHOICES = {"training.schedule": "schedule"}
+"""Former settings that are the choice on an axis now."""
 
 
 def present(overrides: Sequence[str], *, warn: bool = True) -> list[str]:
@@ -32,9 +39,39 @@ def present_key(key: str) -> str:
     return former.present_key(key, _former())
 
 
-def present_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resolved configuration that a file holds with the present names of settings."""
-    return former.present_config(config, _former())
+def present_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document of run.yaml with the present names of settings, and with choices on axes that it lacks."""
+    config, science, choices = document["config"], document["science"], document.get("choices") or {}
+    overrides = document.get("overrides") or []
+    present = former.present_config(config, _former())
+    for old, axis in former.moved(config, CHOICES).items():
+        choice = str(former.value(config, old))
+        known = settings.defaults(PLUGGABLE[axis].get(choice, PLUGGABLE[axis]["base"]))
+        moved = {name: value for name, value in present.get(axis, {}).items() if name in known}
+        present, choices = {**present, axis: {**known, **moved}}, {**choices, axis: choice}
+        # settings that the choice ignored were part of the ids, and are none of its class
+        science = {key: v for key, v in science.items() if _has(known, axis, key)}
+        overrides = [o for o in overrides if _has(known, axis, o.partition("=")[0].lstrip("+"))]
+    found = {"overrides": overrides, "choices": choices}
+    return {**document, "config": present, "science": science, **{k: v for k, v in found.items() if v}}
+
+
+def _has(known: Mapping[str, Any], axis: str, key: str) -> bool:
+    """Return whether a dotted key, present or former, is of another axis or one of the known settings of this one."""
+    group, _, name = present_key(key).partition(".")
+    return group != axis or not name or name in known
+
+
+def check_moved(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that a configuration file gives under the name of the axis that it was on.
+
+    Raises:
+        ConfigError: naming its present axis.
+    """
+    for old, new in former.moved(config, _former()).items():
+        value = show(former.value(config, old))
+        how = f"write {new}" if "." in new else f"write `override /{new}: {value}` in the defaults list"
+        raise ConfigError(f"{old}={value}: a configuration file has a setting that is now called {new}; {how} there.")
 
 
 @functools.cache
@@ -42,4 +79,4 @@ def _former() -> dict[str, str]:
     """The former keys of all axes."""
     declared = typing.get_type_hints(Recipe)
     schemas = [(axis, cls) for axis in Recipe.axes() for cls in (declared[axis], *PLUGGABLE.get(axis, {}).values())]
-    return former.former_keys(schemas)
+    return former.former_keys(schemas) | CHOICES

@@ -89,7 +89,7 @@ def parse_attempts(text: str, label: str) -> list[dict[str, Any]]:
             raise _unreadable(label, f"its document {number} is not complete: it has no {error}") from error
         except ValueError as error:
             raise _unreadable(label, f"its document {number} is not complete: {error}") from error
-    return [document | {"config": axes.present_config(document["config"])} for document in documents]
+    return [axes.present_document(document) for document in documents]
 
 
 def _check_document(document: Any, first: Any) -> None:

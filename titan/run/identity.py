@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titan
-from titan.config.kinds import kind
+from titan.config import former, kinds
 from titan.config.settings import plain
 from titan.console.text import redacted
 from titan.hooks.schema import Hook
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 """Increased when a setting changes its meaning, so that old and new runs get different ids."""
-SCIENCE = ("model", "dataset", "optimizer", "training", "precision")
+SCIENCE = ("model", "dataset", "optimizer", "schedule", "training", "precision")
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = "titan-code.json"
 """In a launcher's copy of the code: the file with the commit and diff of the checkout that was copied."""
@@ -56,7 +56,7 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
     for axis in run.axes():
         value, default = getattr(run, axis), axis in SCIENCE
         if type(value) is not declared[axis] and default == science:
-            found[axis] = kind(type(value))
+            found |= kinds.in_ids(axis, type(value))
         found |= _differing(axis, value, default, science)
     return found | _of_hooks(run.hooks or {}, science)
 
@@ -77,7 +77,7 @@ def _differing(path: str, value: Any, default: bool, science: bool) -> dict[str,
         if not field.metadata.get("in_ids", True):
             continue
         if (default if mark is None else mark) == science and setting != field.default:
-            found[f"{path}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))
+            found[former.key(path, field)] = redacted(plain(setting))
     return found
 
 

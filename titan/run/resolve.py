@@ -53,6 +53,7 @@ def resolve(
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
+    recipe.schedule.check(recipe.training.steps)
     recipe.parallelism.check()
     recipe.dataset.check()
     recipe.cluster.check()

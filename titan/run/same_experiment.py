@@ -8,6 +8,7 @@ from typing import Any
 
 from titan.checkpoint.manifest import Manifest
 from titan.checkpoint.select import Candidate
+from titan.config.kinds import FORMER_DEFAULTS
 from titan.config.settings import show
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
@@ -73,7 +74,8 @@ def _reject_other(run: Run, last: Mapping[str, Any], new: Mapping[str, Any], dif
 
 
 def _values(config: Mapping[str, Any], science: Mapping[str, Any]) -> dict[str, Any]:
-    return flat(config) | {present_key(key): value for key, value in science.items()}
+    defaults = {present_key(key): value for key, value in FORMER_DEFAULTS.items()}
+    return defaults | flat(config) | {present_key(key): value for key, value in science.items()}
 
 
 def _reject_fewer_steps(run: Run, last: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from titan.optimizer.schema import Optimizer
 from titan.parallelism.schema import Parallelism
 from titan.precision.schema import Precision
 from titan.profile.schema import Profile
+from titan.schedule.schema import Schedule
 from titan.training.schema import Training
 
 
@@ -33,6 +34,7 @@ class Recipe:
     model: Llama  # or another Decoder, which _target_ names; ids leave out that it is a Llama
     dataset: Dataset
     optimizer: Optimizer
+    schedule: Schedule
     training: Training
     precision: Precision
     parallelism: Parallelism

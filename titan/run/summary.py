@@ -35,7 +35,7 @@ def show_run(run: Run, attempt: Attempt, mix: RowMixture, applied: Sequence[str]
             "batch": f"{t.global_batch:,} tokens = {t.rows} rows; {run.rank_rows} per rank in "
             f"{run.microbatches} micro-batch{'es' if run.microbatches > 1 else ''}{_growth(run)}",
             "steps": f"{t.steps:,}, {billions(t.tokens)} tokens; "
-            f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {t.schedule}; seed {t.seed}",
+            f"{chosen.get('optimizer', '')}, lr {run.optimizer.lr:g}, {chosen.get('schedule', '')}; seed {t.seed}",
             "layout": f"{chosen.get('parallelism', '')}: {run.layout}",
             **_dimensions(run),
             **{"applied" if i == 0 else f"  {i + 1}": step for i, step in enumerate(applied)},

@@ -3,31 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
 from titan.cluster.known_devices import peak_tflops
+from titan.config.kinds import kind
+from titan.dataset import corpora
+from titan.dataset.mixture import RowMixture
 from titan.metrics.recorder import Recorder, Speed
 from titan.metrics.spikes import SpikeDetector
-from titan.metrics.trackers import open_trackers
+from titan.metrics.trackers import About, open_trackers
+from titan.run import identity
 from titan.run.attempts import Attempt
+from titan.run.axes import PLUGGABLE
 from titan.run.directory import read_last_steps
 from titan.run.run import Run, as_config
+from titan.run.sweep_of import sweep_of
 
 
-def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None]) -> Recorder:
-    """Return what writes this attempt's records to metrics.jsonl and to the trackers."""
+def recorder(run: Run, attempt: Attempt, warn: Callable[[str], None], mix: RowMixture | None = None) -> Recorder:
+    """Return what writes this attempt's records to metrics.jsonl and to the trackers; they name the data of `mix`."""
     directory = Path(run.directory)
-    trackers = open_trackers(
-        run.metrics,
-        directory=directory,
+    wanted = run.metrics.tensorboard or run.metrics.wandb
+    about = about_run(run, attempt, mix) if wanted else About(run_id="", group_id="", name=run.name, config={})
+    trackers = open_trackers(run.metrics, directory=directory, about=about, warn=warn)
+    return Recorder(directory, attempt.number, trackers, warn)
+
+
+def about_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> About:
+    """Return what trackers show of a run beside its records."""
+    code, sweep = identity.code(), sweep_of(run)
+    facts = {
+        "choices": dict(run.choices),
+        "kinds": {axis: kind(type(getattr(run, axis))) for axis in PLUGGABLE},
+        "ids": asdict(attempt.ids),
+        "attempt": attempt.number,
+        "commit": code["commit"],
+        "diff": code["diff"],
+        "data": corpora.data_digest(mix) if mix else None,
+        "parameters": run.model.parameters(),
+        "layout": run.layout.degrees(),
+        "sweep": sweep.name if sweep else None,
+        "variant": sweep.variant if sweep else None,
+    }
+    return About(
         run_id=attempt.run_id,
         group_id=attempt.ids.group,
         name=run.name,
         config=as_config(run),
-        warn=warn,
+        facts=facts,
+        sweep=sweep.name if sweep else None,
     )
-    return Recorder(directory, attempt.number, trackers, warn)
 
 
 def spikes(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:

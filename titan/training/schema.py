@@ -1,4 +1,4 @@
-"""The training axis: steps, batch sizes, seed, learning rate schedule and loss. Free of torch."""
+"""The training axis: steps, batch sizes, seed and loss. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan.errors import ConfigError
 
 @dataclass(frozen=True)
 class Training:
-    """The number of steps, the global batch and the schedule of the learning rate."""
+    """The number of steps and the global batch."""
 
     steps: int = setting(200, "optimizer updates", at_least=1, cap=10**9)
     global_batch: int = setting(2048, "tokens per update, over all devices", at_least=1, cap=10**10)
@@ -24,15 +24,6 @@ class Training:
     seq_len: int = setting(256, "tokens per row", at_least=2, cap=10**9)
     seed: int = setting(0, "decides the initial weights and the order of the data", at_least=0, below=2**63)
     repeat: int = setting(0, "number of a repeated run with the same settings; changes nothing else", science=False)
-    schedule: Literal["wsd", "cosine", "linear"] = setting("wsd", "learning rate after warm-up: wsd, cosine or linear")
-    warmup: int | str = setting(
-        "auto",
-        "steps in which the learning rate rises from zero; auto: a tenth of them, 2,000 at most",
-        words=("auto",),
-        at_least=0,
-    )
-    decay: float = setting(0.2, "share of the steps in which wsd falls at the end", at_least=0, at_most=1)
-    final_lr: float = setting(0.0, "learning rate at the end, as a share of optimizer.lr", at_least=0, at_most=1)
     clip_norm: float | None = setting(1.0, "maximum norm of the gradient; null: no clipping", above=0)
     bad_steps: int = setting(
         3, "consecutive steps with a loss or gradient that is not finite, after which to fail", at_least=1, cap=10**9
@@ -80,20 +71,10 @@ class Training:
         """Tokens of all steps."""
         return self.rows_before(self.steps + 1) * self.seq_len
 
-    @property
-    def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises from zero."""
-        return min(2000, self.steps // 10) if self.warmup == "auto" else int(self.warmup)
-
     def check(self) -> None:
-        """Raise ConfigError for batches that are no whole rows, batches that don't grow, and too long a warm-up."""
+        """Raise ConfigError for batches that are no whole rows, and for batches that don't grow."""
         self._check_rows("training.global_batch", self.global_batch)
         self._check_growth()
-        if self.warmup_steps >= self.steps:
-            raise ConfigError(
-                f"training.warmup={self.warmup}: must be below training.steps={self.steps}; "
-                f"give training.warmup={self.steps // 10}, for example."
-            )
 
     def _check_rows(self, name: str, batch: int) -> None:
         if batch % self.seq_len:

@@ -38,11 +38,11 @@ from titan.parallelism.microbatches import Microbatches
 from titan.run import summary
 from titan.run.attempts import Attempt
 from titan.run.run import Run
+from titan.schedule.rates import Rates
 from titan.training import layer_norms, not_finite, reading, recording, results, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
 from titan.training.evaluation import EvalSet, eval_sets, evaluate
 from titan.training.layer_metrics import LayerMetrics
-from titan.training.lr_schedule import lr_factor
 from titan.training.profiling import Profiling
 from titan.training.rank_times import RankTimes
 from titan.training.sample import sample_text
@@ -114,6 +114,7 @@ class Trainer:
         self.stopping = self.requeue = self.save_requested = False
         self.hooks, self.ended = Hooks(run, world, lambda: layer_norms.parameters(train_step)), False
         self.bad_steps, self.bad = 0, torch.zeros((), dtype=torch.bool, device=world.device)
+        self.rates = Rates(train_step.optimizer, run.optimizer.lr, run.schedule.build(run.training.steps))
         self.times = StepTimes()
         self.layers = LayerMetrics(run, train_step, run.metrics.layers_every)
         self.spikes = recording.spikes(run, attempt, world.is_rank0)
@@ -140,7 +141,7 @@ class Trainer:
         self._restore()
         if self.world.is_rank0:
             summary.show_run(self.run, self.attempt, self.mix, self.applied)
-            self.recorder = recording.recorder(self.run, self.attempt, self._warn)
+            self.recorder = recording.recorder(self.run, self.attempt, self._warn, self.mix)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
             self.eval_sets = eval_sets(self.run, self.world, self.mix, self._show, lambda: self.stop.requested)
@@ -217,7 +218,7 @@ class Trainer:
             batch, self.step = next(self.loader), self.step + 1
         self.activity.enter(COMPUTING)
         layers = self.layers if self.layers.due(self.step) else None
-        lr = self._set_lr()
+        lr = self.rates.set(self.step)
         tokens, rows = self.run.training.phase(self.step).rows * self.run.training.seq_len, self._to_device(batch)
         if layers:
             layers.before_step(self.step, rows)
@@ -243,13 +244,6 @@ class Trainer:
             layers.after_update(self.step)
         self.rows = batch.read
         return self._copy_metrics_to_host(batch, lr, loss, torch.cat([metrics, norm.double()[None]]), timer)
-
-    def _set_lr(self) -> float:
-        """Set every parameter group's learning rate for this step, and return the optimizer's."""
-        lr = self.run.optimizer.lr * lr_factor(self.run.training, self.step)
-        for group in self.train_step.optimizer.param_groups:
-            group["lr"] = lr * group.get("factor", 1.0)
-        return lr
 
     def _to_device(self, batch: Batch) -> Microbatches:
         """Copy a batch to this rank's device; ranks that share rows get those of the rank that reads them."""
@@ -515,8 +509,9 @@ class Trainer:
         if self.recorder:
             result = results.document(self, time.monotonic() - began, sample, ended_by)
             write_atomic(Path(self.run.directory) / "result.json", json.dumps(result, indent=1))
-            self.recorder.finish(result)
             summary.show_result(self.run, result)
+            self.activity.enter(FINISHING)
+            self.recorder.finish(result)
 
     def _profiling(self) -> Profiling:
         predicted = self.attempt.prediction.step_parts if self.attempt.prediction else {}

@@ -1,0 +1,124 @@
+"""What W&B receives of a run, by a module in its place."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.runs import mix_of, tiny
+from titan.metrics.recorder import Recorder
+from titan.metrics.trackers import Trackers
+from titan.run import attempts, identity
+from titan.run.attempts import Attempt
+from titan.training import recording
+
+
+class FakeWandb(types.ModuleType):
+    """A module that keeps what it gets, and is the run that it starts."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.settings: dict[str, Any] = {}
+        self.started: dict[str, Any] = {}
+        self.updated: list[Mapping[str, Any]] = []
+        self.logged: list[Mapping[str, Any]] = []
+        self.finished = False
+        self.summary: dict[str, Any] = {}
+        self.config = types.SimpleNamespace(update=self._update)
+
+    def Settings(self, **values: Any) -> None:
+        self.settings |= values
+
+    def setup(self, settings: object) -> None:
+        pass
+
+    def init(self, **values: Any) -> FakeWandb:
+        self.started = values
+        return self
+
+    def _update(self, values: Mapping[str, Any], allow_val_change: bool) -> None:
+        assert allow_val_change
+        self.updated.append(values)
+
+    def define_metric(self, *names: str, **values: Any) -> None:
+        pass
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("titan.metrics.trackers._installed", lambda package: True)
+    return fake
+
+
+def test_wandb_receives_what_identifies_a_run(
+    tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "code", lambda: {"commit": "c0ffee", "diff": "d1ff"})
+    (tmp_path / "grid" / "first").mkdir(parents=True)
+    axes = {"schedule": ["wsd", "cosine"], "optimizer.lr": ["0.1", "0.2"], "training.seed": ["0", "1"]}
+    (tmp_path / "grid" / "sweep.yaml").write_text(yaml.safe_dump({"question": None, "axes": axes}))
+    run = tiny(
+        tmp_path / "grid" / "first", "metrics.wandb=true", "metrics.wandb_tags=[paper,second try]",
+        "metrics.wandb_finish_minutes=3", "schedule=cosine", "optimizer.lr=0.1", "training.seed=1",
+    )  # fmt: skip
+    attempt, mix = attempts.begin_attempt(run), mix_of(run)
+    assert isinstance(attempt, Attempt)
+    recorder = recording.recorder(run, attempt, print, mix)
+    recorder.log({"step": 1, "loss": 2.0})
+    recorder.finish({"finished": True, "last_loss": 2.0})
+    config, started = wandb.started["config"], wandb.started
+    assert wandb.updated == [config] and wandb.finished and wandb.summary == {"result/last_loss": 2.0}
+    assert wandb.logged == [{"step": 1, "train/loss": 2.0, "train/attempt": 1.0}]
+    assert (started["id"], started["group"]) == (attempt.run_id, attempt.ids.group)
+    assert started["tags"] == ["paper", "second try", "grid"]
+    assert wandb.settings["finish_timeout"] == 180
+    assert config["optimizer"]["lr"] == 0.1 and config["choices"]["schedule"] == "cosine"
+    assert config["kinds"]["schedule"] == "titan.schedule.Cosine" and config["kinds"]["model"].endswith("Llama")
+    assert set(config["ids"]) == {"science", "group", "execution", "code"}
+    assert (config["commit"], config["diff"], config["parameters"]) == ("c0ffee", "d1ff", run.model.parameters())
+    assert config["data"] == mix.sources[0].corpus.digest
+    assert (config["sweep"], config["variant"]) == ("grid", "optimizer.lr=0.1 schedule=cosine")
+
+
+def test_a_run_of_its_own_has_its_own_group_and_no_sweep(tmp_path: Path, wandb: FakeWandb) -> None:
+    (tmp_path / "single").mkdir()
+    run = tiny(tmp_path / "single", "metrics.wandb=true", "metrics.wandb_group=mine")
+    attempt = attempts.begin_attempt(run)
+    assert isinstance(attempt, Attempt)
+    recording.recorder(run, attempt, print, mix_of(run)).finish({"finished": True})
+    assert (wandb.started["group"], wandb.started["tags"]) == ("mine", [])
+    assert (wandb.started["config"]["sweep"], wandb.started["config"]["variant"]) == (None, None)
+
+
+class Hurries(Trackers):
+    """Trackers that keep whether the end was in a hurry."""
+
+    def __init__(self) -> None:
+        super().__init__({}, print)
+        self.seen: list[bool] = []
+
+    def finish(self, result: Mapping[str, Any], *, hurry: bool = False) -> None:
+        self.seen.append(hurry)
+
+
+def test_only_a_finished_run_waits_for_uploads(tmp_path: Path) -> None:
+    trackers = Hurries()
+    recorder = Recorder(tmp_path, 1, trackers, print)
+    recorder.finish({"finished": True})
+    recorder.finish({"finished": False})
+    recorder.close()
+    assert trackers.seen == [False, True, True]

@@ -1,0 +1,72 @@
+"""Whether a model's plan for tensor parallelism fits its modules; see `titan.model.decoder.Placement`."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from titan.config.kinds import kind
+from titan.errors import ConfigError
+from titan.model.decoder import Placement
+from titan.model.schema import Decoder
+
+SPLIT = {"vocab": 0, "colwise": 0, "rowwise": 1}
+"""The dimension of a weight that ranks split, by its placement; others stay whole."""
+
+
+def check(schema: Decoder, degree: int) -> None:
+    """Raise ConfigError for a model without a plan, or with one that does not fit its parameters.
+
+    Args:
+        schema: of the model, which is built on meta.
+        degree: of tensor parallelism.
+
+    Raises:
+        ConfigError: with the first entry or parameter that is wrong.
+    """
+    with torch.device("meta"):
+        model: nn.Module = schema.build()
+    wrong = next(_errors(model, degree), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"parallelism.tensor={degree}: the model {kind(type(schema))} can't be split: {wrong}; correct BLOCK_PLAN "
+            f"of {type(model).__qualname__}, or give parallelism.tensor=1."
+        )
+
+
+def _errors(model: nn.Module, degree: int) -> Iterator[str]:
+    """Yield what is wrong with a model's plan."""
+    try:
+        plan: Mapping[str, Placement] = model.tensor_plan()  # type: ignore[operator]
+    except AttributeError:
+        yield "it declares no BLOCK_PLAN"
+        return
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, placement in plan.items():
+        yield from _entry_errors(name, placement, modules, parameters, degree)
+    planned = {f"{name}.weight" for name, placement in plan.items() if placement != "region"}
+    for name in sorted(parameters.keys() - planned):
+        yield f"its plan has no entry for the parameter {name}"
+
+
+def _entry_errors(
+    name: str, placement: str, modules: Mapping[str, nn.Module], parameters: Mapping[str, nn.Parameter], degree: int
+) -> Iterator[str]:
+    """Yield what is wrong with one entry of a plan."""
+    known = typing.get_args(Placement)
+    if name not in modules:
+        yield f"its plan names {name}, which is no module"
+    elif placement not in known:
+        yield f"its plan has {placement} for {name}, which is none of {', '.join(known)}"
+    elif placement != "region":
+        weight = parameters.get(f"{name}.weight")
+        if weight is None:
+            yield f"its plan has {placement} for {name}, which has no weight"
+        elif not hasattr(modules[name], "use"):
+            yield f"{name} is a {type(modules[name]).__name__} and no layer of titan.model.layers"
+        elif placement in SPLIT and weight.shape[SPLIT[placement]] % degree:
+            yield f"{degree} does not divide dimension {SPLIT[placement]} of {name}.weight {tuple(weight.shape)}"

@@ -1,0 +1,39 @@
+"""The sweep that a run is a trial of, from the files of the sweep's directory. Free of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from titan.files import untrusted
+from titan.run.axes import present_key
+from titan.run.run import Run
+
+REPEATS = ("training.seed", "training.repeat")
+"""Settings whose values make no other variant."""
+
+
+class SweepOf(NamedTuple):
+    """What a run is in its sweep.
+
+    Attributes:
+        name: of the sweep's directory.
+        variant: the settings that the sweep varies, with the run's values as typed, without seed and repeat.
+    """
+
+    name: str
+    variant: str
+
+
+def sweep_of(run: Run) -> SweepOf | None:
+    """Return the sweep that started a run; None for a run of its own."""
+    folder = Path(run.directory).parent
+    try:
+        content = next(iter(untrusted.parse_yaml(untrusted.read(folder / "sweep.yaml").decode())), None) or {}
+        untrusted.check(content, dict[str, object], "it")
+        untrusted.check(varied := content.get("axes") or {}, dict[str, list[object]], "axes")
+    except (OSError, ValueError):
+        return None
+    names = {present_key(name) for name in varied} - set(REPEATS)
+    given = {override.partition("=")[0].lstrip("+"): override.partition("=")[2] for override in run.overrides}
+    return SweepOf(folder.name, " ".join(f"{name}={given[name]}" for name in sorted(names & given.keys())))
