@@ -86,7 +86,7 @@ def _of_hooks(hooks: Mapping[str, Hook], science: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, hook in hooks.items():
         if hook.science == science:
-            found[f"hooks.{name}"] = kind(type(hook))
+            found[f"hooks.{name}"] = kinds.kind(type(hook))
         found |= _differing(f"hooks.{name}", hook, hook.science, science)
     changing = [name for name, hook in hooks.items() if hook.science]
     return found | ({"hooks": changing} if science and len(changing) > 1 else {})
