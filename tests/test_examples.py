@@ -21,7 +21,7 @@ from titan.run.compose import composed
 from titan.run.run import Run
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE = "".join(page.read_text() for page in (DOCS / "contributing.md", *sorted(DOCS.glob("extending-*.md"))))
+PAGE = "".join((DOCS / name).read_text() for name in ("contributing.md", "extending-schedule.md"))
 FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, flags=re.DOTALL))
 LINES = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
 TRAIN = [line.partition("titan.train ")[2] for line in LINES if "titan.train " in line]
