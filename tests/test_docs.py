@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = [
     "model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=32", "training.steps=2",
-    "training.seq_len=32", "training.global_batch=64", "metrics.sample_tokens=4", "metrics.validation_tokens=64",
+    "training.seq_len=32", "training.global_batch=64", "metrics.sample_tokens=4", "evaluation.tokens=64",
     "metrics.plot=false", "metrics.wandb=false",
 ]  # fmt: skip
 

@@ -17,6 +17,7 @@ AXES = {
     "dataset": "training data",
     "optimizer": "optimizer",
     "training": "steps, global batch, sequence length, schedule",
+    "evaluation": "validation sets, tasks, averaged weights",
     "precision": "dtypes of weights, activations and matmuls",
     "parallelism": "layout: how the model and the batch are split across devices",
     "memory": "activation checkpointing",

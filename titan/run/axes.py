@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from titan.config import former
+from titan.config import former, settings
 from titan.dataset.schema import KINDS, Dataset
 from titan.model.schema import Llama, Qwen3
 from titan.optimizer.schema import SGD, AdamW, Muon, Optimizer
@@ -35,6 +35,11 @@ def present_key(key: str) -> str:
 def present_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a resolved configuration that a file holds with the present names of settings."""
     return former.present_config(config, _former())
+
+
+def moved(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Hydra composed with the settings that moved to another axis there; warn of those."""
+    return former.moved(content, _former(), settings.defaults(Recipe))
 
 
 @functools.cache

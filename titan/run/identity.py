@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titan
+from titan.config.former import former_key
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.console.text import redacted
@@ -61,7 +62,7 @@ def settings_of(run: Run, *, science: bool) -> dict[str, Any]:
             if not field.metadata.get("in_ids", True):
                 continue
             if (default if mark is None else mark) == science and setting != field.default:
-                found[f"{axis}.{field.metadata.get('formerly') or field.name}"] = redacted(plain(setting))
+                found[former_key(field.metadata.get("formerly") or field.name, axis)] = redacted(plain(setting))
     return found
 
 

@@ -54,6 +54,7 @@ def resolve(
     recipe.training.check()
     recipe.parallelism.check()
     recipe.dataset.check()
+    recipe.evaluation.check()
     recipe.cluster.check()
     if recipe.precision.compute == "auto":
         precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")

@@ -12,6 +12,7 @@ from titan.config.settings import setting
 from titan.console.numbers import billions
 from titan.dataset.schema import Dataset
 from titan.debug.schema import Debug
+from titan.evaluation.schema import Evaluation
 from titan.memory.schema import Memory
 from titan.metrics.schema import Metrics
 from titan.model.schema import Llama
@@ -32,6 +33,7 @@ class Recipe:
     dataset: Dataset
     optimizer: Optimizer
     training: Training
+    evaluation: Evaluation
     precision: Precision
     parallelism: Parallelism
     memory: Memory

@@ -19,6 +19,7 @@ from titan.config.settings import MISSING, setting
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
+from titan.evaluation.schema import Evaluation
 from titan.metrics.schema import Metrics
 from titan.run import identity
 from titan.run.attempts import Attempt
@@ -28,7 +29,7 @@ from titan.run.run import Run
 
 CPU_RANKS = 16
 """Ranks that a replay starts on a CPU without being asked for them."""
-NOT_COPIED = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics")
+NOT_COPIED = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics", "evaluation")
 """Overrides of the run that say where it writes, by their beginnings."""
 KEPT = ("checkpoint.resume=", "checkpoint.weights=", "checkpoint.verify=")
 LAYOUT = ("cluster", "parallelism", "memory.offload")
@@ -182,8 +183,9 @@ def _ranks(document: Mapping[str, Any]) -> str:
 def _quiet(run: Run, scratch: Path) -> Run:
     """Return the run with another directory, and without what it writes beside a checkpoint that is asked for."""
     checkpoint = replace(run.checkpoint, mode="sync", every=0, minutes=0, path=None, export=None)
-    metrics = Metrics(validation_tokens=0, validate_every=0, sample_tokens=0, plot=False, spike_window=0)
-    return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics)
+    metrics = Metrics(sample_tokens=0, plot=False, spike_window=0)
+    evaluation = Evaluation(every=0, tokens=0)
+    return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics, evaluation=evaluation)
 
 
 def _check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], given: Sequence[str]) -> None:
