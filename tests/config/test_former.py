@@ -6,6 +6,7 @@ import dataclasses
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest

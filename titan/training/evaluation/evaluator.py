@@ -37,6 +37,7 @@ class Evaluator:
         mix: RowMixture,
         show: Callable[[str], None],
         stopped: Callable[[], bool],
+        tokenizer: str | None = None,
     ) -> None:
         """Read the sets and the tasks.
 
@@ -45,16 +46,17 @@ class Evaluator:
             train_step: the model.
             mix: the sources.
             show, stopped: see `eval_sets`.
+            tokenizer: the argument of `load_tokenizer`; None: that of the data.
 
         Raises:
             ConfigError: when a file can't be read, or the data have no tokenizer.
             StopRequested, RunError: see `eval_sets`.
         """
         self.run, self.train_step, self.world = run, train_step, train_step.world
-        tokenizer = _tokenizer(run, mix)
+        known = load_tokenizer(tokenizer) if tokenizer else _tokenizer(run, mix)
         self.sets = eval_sets(run, self.world, mix, show, stopped)
-        self.files = file_sets(run, self.world, tokenizer)
-        self.tasks = _tasks(run, tokenizer)
+        self.files = file_sets(run, self.world, known)
+        self.tasks = _tasks(run, known)
 
     def __bool__(self) -> bool:
         """Whether there is anything to measure."""

@@ -119,7 +119,7 @@ def plan(
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     begins = parent(replace(run, directory=name), [], mix, own=False)
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
-    _check_science(name, document, science, overrides)
+    check_science(name, document, science, overrides)
     if settings.start == 0 or (settings.start is None and settings.step == 1):
         found = None if begins.checkpoint is None else (begins.checkpoint.path, begins.checkpoint.about)
     else:
@@ -134,15 +134,18 @@ def plan(
     return Plan(run, attempt, mix, recorded, tuple(notes))
 
 
-def command_of(document: Mapping[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def command_of(
+    document: Mapping[str, Any], overrides: Sequence[str], left_out: tuple[str, ...] = NOT_COPIED
+) -> tuple[list[str], list[str]]:
     """Return the command line that repeats an attempt on this machine, and notes on what differs.
 
     Args:
         document: the attempt's in run.yaml.
         overrides: the user's, which come after it.
+        left_out: beginnings of the attempt's own overrides that are not repeated.
     """
     given = [o.lstrip("+") for o in overrides]
-    kept = [o for o in document.get("overrides") or () if not o.startswith(NOT_COPIED) or o.startswith(KEPT)]
+    kept = [o for o in document.get("overrides") or () if not o.startswith(left_out) or o.startswith(KEPT)]
     same = _fits(document) and not any(o.startswith(("parallelism=", "cluster")) for o in given)
     notes = []
     if not same:
@@ -188,7 +191,7 @@ def _quiet(run: Run, scratch: Path) -> Run:
     return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics, evaluation=evaluation)
 
 
-def _check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], given: Sequence[str]) -> None:
+def check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], given: Sequence[str]) -> None:
     """Raise ConfigError when data or settings differ from the run's, other than by the user's overrides."""
     keys = tuple(o.lstrip("+").partition("=")[0] for o in given)
     before = document["science"]
