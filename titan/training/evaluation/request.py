@@ -92,7 +92,8 @@ def _of_run(settings: Settings, overrides: Sequence[str], scratch: Path, compose
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     begins = parent(replace(run, directory=name), [], mix, own=False)
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
-    check_science(name, document, science, overrides)
+    free = [override for override in overrides if not override.lstrip("+").startswith("model")]
+    check_science(name, document, science, free)
     elsewhere = document["config"].get("checkpoint", {}).get("path")
     saved = select.complete(Path(name).expanduser(), elsewhere, str(documents[0]["run_id"]))
     chosen = _checkpoints(settings, {step: (each.path, each.about) for step, each in saved.items()})
@@ -199,8 +200,8 @@ def _checkpoints(
         raise ConfigError(f"{what}: the run has no such complete checkpoint; {known}.")
     if settings.average > len(steps):
         raise ConfigError(
-            f"average={settings.average}: the run has {len(steps)} complete checkpoints up to step {steps[-1]}; give at "
-            "most as many, or train it with a larger checkpoint.keep."
+            f"average={settings.average}: the run has {len(steps)} complete checkpoints up to step {steps[-1]}; give "
+            "at most as many, or train it with a larger checkpoint.keep."
         )
     return [(step, found[step]) for step in steps[-settings.average :]]
 
