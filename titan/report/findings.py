@@ -173,6 +173,7 @@ class RunFound:
         spikes: of the training loss, in the order of steps.
         shared: whether another run of the comparison used the same machine while its steps were timed.
         predicted: what it was predicted to take; None where its hardware was not described.
+        figures: what it measured at its end of files, tasks and averaged weights, by the keys of metrics.jsonl.
     """
 
     label: str
@@ -204,6 +205,7 @@ class RunFound:
     spikes: tuple[Spike, ...] = ()
     shared: bool = False
     predicted: Predicted | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
