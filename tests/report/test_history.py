@@ -161,4 +161,4 @@ def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
     assert dict(variant.runs[1].figures) == {"evaluation/hs/acc": 0.6, "ema/validation_loss": 4.0}
     shown = {(column.name, column.unit): column.cells[0].main for column in columns(found)}
     assert shown["hs", "acc"] == "0.5500" and shown["ema", "validation_loss"] == "3.5000"
-    assert "evaluation/hs/acc,ema/validation_loss" in export.csv_text(found).splitlines()[0]
+    assert "ema/validation_loss,evaluation/hs/acc" in export.csv_text(found).splitlines()[0]

@@ -13,6 +13,7 @@ from titan.estimate import fit
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
+from titan.run.branch import decaying
 from titan.run.compile_scope import choose_scope
 from titan.run.paths import check_length, check_name
 from titan.run.run import Run
@@ -49,6 +50,7 @@ def resolve(
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
+    recipe = decaying(recipe)
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
