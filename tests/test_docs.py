@@ -17,8 +17,8 @@ import pytest
 
 from launchers import start
 from launchers.command import command as launch
-from tests.support import made_weights
-from titan import calibrate, compare, convert, data, generate, plan, prepare, replay, status
+from tests.support import made_weights, task_files
+from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
 from titan.config.arguments import arguments
 from titan.dataset.tokenizers import train
@@ -114,6 +114,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}
     ledger.add(rates, point | {"steps": 200, "devices": 1})
     (folder / "prompts.txt").write_text("import\nclass\n")
+    task_files.write(folder)
+    for step in (200, 300):
+        made_weights.native(folder / "runs" / "trunk" / "checkpoints" / f"step-{step}", made_weights.LLAMA)
     return folder
 
 
@@ -153,6 +156,11 @@ def test_command(
         trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
         assert replay.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
+    elif "titan.evaluate" in words:
+        request.getfixturevalue("compared")
+        trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
+        given = [trained.get(word, word) for word in words[words.index("titan.evaluate") + 1 :]]
+        assert evaluate.main(given) == 2 * command.refused
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:
@@ -187,6 +195,7 @@ def train_small(run: Run, apart: bool = False) -> int:
         "sweep=",
         "checkpoint.resume",
         "checkpoint.weights",
+        "checkpoint.decay_steps",
         *(small.partition("=")[0] for small in SMALL),
     )
     kept = [o for o in run.overrides if not o.startswith(replaced)]
