@@ -28,6 +28,7 @@ from titan.profile import command as profile
 from titan.run import attempts, compose
 from titan.run.run import Run
 from titan.sweep import ledger
+from titan.training.evaluation import request as request_of_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -160,7 +161,8 @@ def test_command(
         request.getfixturevalue("compared")
         trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.evaluate") + 1 :]]
-        assert evaluate.main(given) == 2 * command.refused
+        own, _ = request_of_evaluation.split(given)
+        assert arguments(request_of_evaluation.Settings, own) if command.elsewhere else evaluate.main(given) == 0
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:

@@ -42,7 +42,14 @@ def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> N
     texts = [{"sentence_good": a[1], "sentence_bad": a[2]} for a in task_files.lines(4)]
     (mine / "pairs.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     small = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "evaluation"))]
-    given = [*small, *task_files.corpus(mine), "model.vocab=4096", "metrics.sample_tokens=0", *shlex.split(TRAIN)]
+    given = [
+        *small,
+        *task_files.corpus(mine),
+        "training.seq_len=64",
+        "model.vocab=4096",
+        "metrics.sample_tokens=0",
+        *shlex.split(TRAIN),
+    ]
     assert command(given, start.run_local) == 0
     last = [line for line in read_lines(mine / "runs/example/metrics.jsonl") if "evaluation/pairs/acc" in line][-1]
     assert last["step"] == 5 and set(re.findall(r"evaluation/pairs/\w+", PAGE)) <= last.keys()

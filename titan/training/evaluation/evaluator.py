@@ -53,7 +53,7 @@ class Evaluator:
             StopRequested, RunError: see `eval_sets`.
         """
         self.run, self.train_step, self.world = run, train_step, train_step.world
-        known = load_tokenizer(tokenizer) if tokenizer else _tokenizer(run, mix)
+        known = _given(tokenizer, run) if tokenizer else _tokenizer(run, mix)
         self.sets = eval_sets(run, self.world, mix, show, stopped)
         self.files = file_sets(run, self.world, known)
         self.tasks = _tasks(run, known)
@@ -90,6 +90,20 @@ class Evaluator:
             )
             for name, task in self.tasks.items()
         }
+
+
+def _given(name: str, run: Run) -> Tokenizer:
+    """Return a tokenizer that is not that of the data.
+
+    Raises:
+        ConfigError: when it has more ids than the model.
+    """
+    found = load_tokenizer(name)
+    if found.vocab_size > run.model.vocab:
+        raise ConfigError(
+            f"tokenizer={name}: has {found.vocab_size} ids, and the model {run.model.vocab}; give the model's tokenizer."
+        )
+    return found
 
 
 def _tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:

@@ -51,6 +51,7 @@ class Settings:
     tokens: int | None = setting(
         None, "tokens of each file and of each source's evaluation set; null: as the run has them", at_least=0
     )
+    tokenizer: str | None = setting(None, "the tokenizer of weights whose folder has none; null: that of the folder")
     to: str | None = setting(None, "a JSON file to write, with everything that is shown")
 
 
@@ -83,6 +84,8 @@ Open = Callable[[str, str], "Weights"]
 
 
 def _of_run(settings: Settings, overrides: Sequence[str], scratch: Path, compose: Compose) -> Job:
+    if settings.tokenizer is not None:
+        raise ConfigError(f"tokenizer={settings.tokenizer}: the data of a run have one; leave it out.")
     name, documents = settings.from_, attempts_of(settings.from_)
     document = documents[-1]
     command, _ = command_of(document, overrides, LEFT_OUT)
@@ -110,8 +113,9 @@ def _of_weights(settings: Settings, overrides: Sequence[str], scratch: Path, com
             raise ConfigError(f"{key}={getattr(settings, key)}: from={settings.from_} is no run; leave {key} out.")
     if not (settings.sets or settings.tasks) or settings.tokens == 0:
         raise ConfigError(f"from={settings.from_}: is no run, so there is nothing to measure; give tasks or sets.")
-    if weights.tokenizer is None:
-        raise ConfigError(f"from={settings.from_}: has no tokenizer to read text with; add its file to the folder.")
+    tokenizer = settings.tokenizer or weights.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"from={settings.from_}: has no tokenizer to read text with; give tokenizer=FILE.")
     run = compose(overrides, _command(weights))
     evaluation = replace(_chosen(settings, Evaluation()), tokens=0)
     run = _quiet(run, evaluation, scratch)
@@ -119,7 +123,7 @@ def _of_weights(settings: Settings, overrides: Sequence[str], scratch: Path, com
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     ids = identity.ids(run, identity.science_of(run, corpora.data_digest(mix), None))
     attempt = Attempt(1, "evaluate", ids, folders, None, 0, 0, "start", None, weights.path)
-    return Job(run, attempt, (), weights.tokenizer)
+    return Job(run, attempt, (), tokenizer)
 
 
 def _command(weights: Weights) -> list[str]:
