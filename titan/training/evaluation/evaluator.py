@@ -101,7 +101,7 @@ def _given(name: str, run: Run) -> Tokenizer:
     found = load_tokenizer(name)
     if found.vocab_size > run.model.vocab:
         raise ConfigError(
-            f"tokenizer={name}: has {found.vocab_size} ids, and the model {run.model.vocab}; give the model's tokenizer."
+            f"tokenizer={name}: has {found.vocab_size} ids, and the model {run.model.vocab}; give the model's own."
         )
     return found
 
