@@ -20,6 +20,8 @@ from titan.evaluation.scores import figures
 from titan.metrics.lines import read_lines
 from titan.run.compose import composed
 from titan.run.run import Run
+from titan.training.evaluation.request import LEFT_OUT
+from titan.training.replay import request
 
 FORMATS = ("hellaswag", "arc", "lambada")
 
@@ -167,3 +169,13 @@ def test_weights_of_no_run_need_something_to_measure(exported: Path, capsys: pyt
     assert "is no run, so there is nothing to measure; give tasks or sets." in capsys.readouterr().err
     assert evaluate.main([f"from={exported}", "step=3"]) == 2
     assert evaluate.main(["--help"]) == 0
+
+
+def test_what_a_run_of_before_measured_is_known(run: Run) -> None:
+    """Its command line has former names, and adds tasks with a plus sign; a replay measures nothing."""
+    given = ["metrics.validation_tokens=64", "+evaluation.tasks.x.path=x.jsonl", "metrics.plot=false"]
+    document = {"overrides": given, "layout": {}, "config": {"precision": {"compute": "fp32"}}}
+    kept, _ = request.command_of(document, [], LEFT_OUT)
+    assert kept[:2] == ["evaluation.tokens=64", "+evaluation.tasks.x.path=x.jsonl"] and "plot" not in str(kept)
+    replayed, _ = request.command_of(document, [])
+    assert "evaluation" not in str(replayed)

@@ -119,3 +119,22 @@ def test_a_checkpoint_may_lack_the_average(tmp_path: Path) -> None:
         assert torch.allclose(tensor, (before[key] + after[key]) / 2, rtol=1e-6, atol=1e-8)
     (without,) = train(tiny(tmp_path / "run", "training.steps=3", "training.warmup=0"))
     assert without.code == 0 and not averages(without)
+
+
+def test_a_step_that_was_not_finite_leaves_the_average_as_it_is(tmp_path: Path) -> None:
+    def before(trainer: Trainer) -> Tensors:
+        def averaged() -> Tensors:
+            return whole({n: t for n, t in train_state_dict(trainer.train_step).items() if n.endswith(".ema")})
+
+        assert trainer.average is not None
+        trainer.average.begin()
+        at_first = averaged()
+        for parameter in trainer.train_step.parameters():
+            parameter.data.add_(1)
+        trainer.average.update(torch.tensor(True))
+        assert same(averaged(), at_first)
+        trainer.average.update(torch.tensor(False))
+        return {name: tensor - at_first[name] for name, tensor in averaged().items()}
+
+    (seen,) = train(tiny(tmp_path, "evaluation.ema=0.75", "optimizer=sgd", "checkpoint=off"), before)
+    assert all(torch.allclose(moved, torch.full_like(moved, 0.25), atol=1e-6) for moved in seen.extra.values())

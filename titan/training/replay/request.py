@@ -23,6 +23,7 @@ from titan.evaluation.schema import Evaluation
 from titan.metrics.schema import Metrics
 from titan.run import identity
 from titan.run.attempts import Attempt
+from titan.run.axes import present
 from titan.run.directory import RUN, read_attempts
 from titan.run.lineage import parent, rows_read
 from titan.run.run import Run
@@ -145,7 +146,8 @@ def command_of(
         left_out: beginnings of the attempt's own overrides that are not repeated.
     """
     given = [o.lstrip("+") for o in overrides]
-    kept = [o for o in document.get("overrides") or () if not o.startswith(left_out) or o.startswith(KEPT)]
+    own = present(document.get("overrides") or (), warn=False)
+    kept = [o for o in own if not o.lstrip("+").startswith(left_out) or o.startswith(KEPT)]
     same = _fits(document) and not any(o.startswith(("parallelism=", "cluster")) for o in given)
     notes = []
     if not same:
