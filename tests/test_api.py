@@ -44,7 +44,7 @@ def python(directory: Path, *arguments: str, text: str | None = None) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> api.Result:
     """A run of three steps in this process."""
     folder = tmp_path_factory.mktemp("api")
-    run = api.compose(*TINY, "checkpoint.every=2", "metrics.validation_tokens=256", f"hydra.run.dir={folder}/run")
+    run = api.compose(*TINY, "checkpoint.every=2", "evaluation.tokens=256", f"hydra.run.dir={folder}/run")
     return api.train(run, in_process=True)
 
 

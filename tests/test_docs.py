@@ -17,8 +17,8 @@ import pytest
 
 from launchers import start
 from launchers.command import command as launch
-from tests.support import made_weights
-from titan import calibrate, compare, convert, data, generate, plan, prepare, replay, status
+from tests.support import made_weights, task_files
+from titan import calibrate, compare, convert, data, evaluate, generate, plan, prepare, replay, status
 from titan.checkpoint import manifest
 from titan.config.arguments import arguments
 from titan.dataset.tokenizers import train
@@ -28,12 +28,13 @@ from titan.profile import command as profile
 from titan.run import attempts, compose
 from titan.run.run import Run
 from titan.sweep import ledger
+from titan.training.evaluation import request as request_of_evaluation
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SMALL = [
     "model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=32", "training.steps=2",
-    "training.seq_len=32", "training.global_batch=64", "metrics.sample_tokens=4", "metrics.validation_tokens=64",
+    "training.seq_len=32", "training.global_batch=64", "metrics.sample_tokens=4", "evaluation.tokens=64",
     "metrics.plot=false", "metrics.wandb=false",
 ]  # fmt: skip
 
@@ -123,6 +124,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     point = {"event": "point", "id": "a", "directory": "lr-0.001", "overrides": ["optimizer.lr=0.001"]}
     ledger.add(rates, point | {"steps": 200, "devices": 1})
     (folder / "prompts.txt").write_text("import\nclass\n")
+    task_files.write(folder)
+    for step in (200, 300):
+        made_weights.native(folder / "runs" / "trunk" / "checkpoints" / f"step-{step}", made_weights.LLAMA)
     return folder
 
 
@@ -162,6 +166,12 @@ def test_command(
         trained = {"runs/first": "runs/low", "runs/mine": "runs/low", "step=100": "step=1", "step=150": "step=1"}
         given = [trained.get(word, word) for word in words[words.index("titan.replay") + 1 :]]
         assert replay.parse(given) if command.elsewhere else replay.main(given) == 2 * command.refused
+    elif "titan.evaluate" in words:
+        request.getfixturevalue("compared")
+        trained = {"from=runs/first": "from=runs/low", "step=200": "step=2", "average=4": "average=1"}
+        given = [trained.get(word, word) for word in words[words.index("titan.evaluate") + 1 :]]
+        own, _ = request_of_evaluation.split(given)
+        assert arguments(request_of_evaluation.Settings, own) if command.elsewhere else evaluate.main(given) == 0
     elif "titan.status" in words:
         assert status.main(words[words.index("titan.status") + 1 :]) < 2  # its points are trained elsewhere
     elif "titan.profile" in words:
@@ -196,6 +206,7 @@ def train_small(run: Run, apart: bool = False) -> int:
         "sweep=",
         "checkpoint.resume",
         "checkpoint.weights",
+        "checkpoint.decay_steps",
         *(small.partition("=")[0] for small in SMALL),
     )
     kept = [o for o in run.overrides if not o.startswith(replaced)]

@@ -139,7 +139,7 @@ def check_what_all_share(run: Run) -> None:
     assert {key: getattr(run.optimizer, key) for key in optimizer} == optimizer
     assert (run.training.clip_norm, run.choices["schedule"]) == (1.0, "linear")
     assert (run.model.rope_theta, run.model.rope_factor, run.model.vocab) == (500_000.0, 8.0, 128_256)
-    assert run.metrics.validation_tokens == run.metrics.sample_tokens == 0
+    assert run.evaluation.tokens == run.metrics.sample_tokens == 0
 
 
 @pytest.mark.parametrize(

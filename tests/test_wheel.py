@@ -36,7 +36,7 @@ def test_it_is_the_wheel_that_runs(site: Path, tmp_path: Path) -> None:
 
 def test_train(site: Path, tmp_path: Path) -> None:
     small = ["model.dim=32", "model.layers=1", "model.heads=2", "model.kv_heads=1", "model.ffn=32", "training.steps=2"]
-    quiet = ["metrics.validation_tokens=0", "metrics.sample_tokens=4", "metrics.plot=false", "name=x"]
+    quiet = ["evaluation.tokens=0", "metrics.sample_tokens=4", "metrics.plot=false", "name=x"]
     done = python(site, tmp_path, "-m", "titan.train", *small, *quiet, "training.global_batch=256")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs" / "x" / "result.json").is_file()

@@ -112,10 +112,10 @@ class TestRunsOfTheSameName:
 
 
 def test_a_finished_run_whose_last_copy_was_cut_off_makes_it_up(tmp_path: Path) -> None:
-    plain = tiny(tmp_path / "runs" / "x", "metrics.validation_tokens=64")
+    plain = tiny(tmp_path / "runs" / "x", "evaluation.tokens=64")
     train(plain)
     assert isinstance(attempts.begin_attempt(plain), FinishedRun)
-    owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "metrics.validation_tokens=64"]
+    owing = [f"checkpoint.path={tmp_path}/copies", "checkpoint.export=hf", "evaluation.tokens=64"]
     run = tiny(tmp_path / "runs" / "x", *owing)
     assert train(run)[0].code == 0
     assert Remote(f"{tmp_path}/copies/x").index().keys() == {3}

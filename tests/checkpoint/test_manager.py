@@ -100,7 +100,7 @@ def test_any_layout_resumes_any_other(before: str, after: str, tied: bool, tmp_p
 
 @pytest.mark.parametrize(("layout", "tied"), [("single", "false"), ("fsdp2", "false"), ("fsdp2", "true")])
 def test_a_validation_before_takes_nothing_from_a_checkpoint(layout: str, tied: str, tmp_path: Path) -> None:
-    often = ["metrics.validate_every=2", "metrics.validation_tokens=64", "checkpoint.every=2", "training.steps=4"]
+    often = ["evaluation.every=2", "evaluation.tokens=64", "checkpoint.every=2", "training.steps=4"]
     run = tiny(tmp_path, *often, f"model.tied={tied}", layout=layout)
     last = train(run)[0].last
     assert saved(run, 2).keys() == last.keys()
@@ -109,7 +109,7 @@ def test_a_validation_before_takes_nothing_from_a_checkpoint(layout: str, tied: 
 
 def test_a_kill_costs_what_came_after_the_last_complete_checkpoint(tmp_path: Path) -> None:
     whole = tiny(tmp_path / "whole", "training.steps=6", "checkpoint.every=2")
-    run = tiny(tmp_path / "killed", "training.steps=6", "checkpoint.every=2", "metrics.validate_every=5")
+    run = tiny(tmp_path / "killed", "training.steps=6", "checkpoint.every=2", "evaluation.every=5")
     expected = train(whole)[0].last
     with pytest.raises(Exception, match="Killed"):
         train(run, lambda trainer: setattr(trainer, "save", _dies_at(trainer, 4)))

@@ -203,9 +203,6 @@ def test_a_run_from_before_its_setting_became_an_axis_goes_on() -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        pytest.param(
-            "warmup: 5", "training.warmup=5: .* now called schedule.warmup; write schedule.warmup", id="value"
-        ),
         pytest.param("schedule: cosine", "training.schedule=cosine: .*`override /schedule: cosine`", id="choice"),
     ],
 )
@@ -214,3 +211,24 @@ def test_a_file_with_a_setting_that_moved_is_rejected(content: str, expected: st
     (tmp_path / "recipe" / "mine.yaml").write_text(f"# @package _global_\ntraining:\n  {content}\n")
     with pytest.raises(ConfigError, match=expected):
         composed([*TINY, f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine", "hydra.run.dir=/x"])
+
+
+def test_a_setting_that_moved_to_another_axis_works_in_commands_files_and_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = composed([*TINY, "metrics.validate_every=7", "hydra.run.dir=/x"])
+    assert run.evaluation.every == 7
+    assert "metrics.validate_every: this setting is now called evaluation.every" in capsys.readouterr().err
+    assert identity.settings_of(run, science=False)["metrics.validate_every"] == 7
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "mine.yaml").write_text("# @package _global_\nmetrics:\n  validate_every: 7\n")
+    path = [*TINY, "recipe=mine", f"hydra.searchpath=[file://{tmp_path}]", "hydra.run.dir=/x"]
+    assert composed(path).evaluation.every == 7
+    assert "metrics.validate_every=7: this setting is now called evaluation.every" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"^metrics\.validate_every=7: is the former name of evaluation\.every"):
+        composed([*path, "evaluation.every=8"])
+    config = as_config(run)
+    config["metrics"] |= {"validate_every": 7, "validation_tokens": 0}
+    del config["evaluation"]
+    document = {"run_id": "r", "config": config, "ids": {"science": "s"}, "science": {}, "attempt": 1}
+    assert parse_attempts(yaml.safe_dump(document), "x")[0]["config"]["evaluation"] == {"every": 7, "tokens": 0}

@@ -24,9 +24,9 @@ FILES = dict(re.findall(r"```(?:python|yaml)\n# (\S+)\n(.*?)```", PAGE, flags=re
 LINES = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, flags=re.DOTALL) for line in block.splitlines()]
 NORMS, PRUNED = (shlex.split(line.partition("titan.train ")[2]) for line in LINES if "titan.train " in line)
 SMALL = [
-    *(o for o in TINY if not o.startswith("metrics.valid")),
+    *(o for o in TINY if not o.startswith("evaluation.")),
     "metrics.sample_tokens=0",
-    "metrics.validation_tokens=64",
+    "evaluation.tokens=64",
 ]
 
 

@@ -54,7 +54,7 @@ SAVED = ["checkpoint_gib", "checkpoint_seconds", "checkpoint_stall_seconds", "ch
 
 
 def test_every_moment_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("metrics.validation_tokens=64", "metrics.validate_every=2", "checkpoint.every=2", "training.steps=4")
+    asked = ("evaluation.tokens=64", "evaluation.every=2", "checkpoint.every=2", "training.steps=4")
     assert trained(tmp_path / "run", *asked, hook("listed", "Listed")) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("calls 0")]
     calls = [(m, s, [f for f in figures if f != "bits_per_byte"]) for m, s, figures in eval(line[8:])]

@@ -15,7 +15,7 @@ from titan.metrics.trackers import scalars
 from titan.report.render import own
 
 KEY = "hooks/norms/layers.1.attention.wq.weight"
-LIKE = ("checkpoint=off", "metrics.validation_tokens=64")
+LIKE = ("checkpoint=off", "evaluation.tokens=64")
 
 
 def test_from_the_hook_to_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def test_choices(choice: str, changed: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"console_every": 0}, {"validate_every": -1}, {"validation_tokens": -1}, {"wandb_mode": "disabled"}],
+    [{"console_every": 0}, {"sample_tokens": -1}, {"wandb_mode": "disabled"}],
     ids=str,
 )
 def test_refusals(given: dict[str, object]) -> None:

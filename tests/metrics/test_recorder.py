@@ -38,7 +38,7 @@ def text_run(folder: Path, layout: str = "single", *more: str) -> Run:
     for i in range(20):
         (folder / "text" / f"{i}.txt").write_text(f"The {i}. text says: for x in range({i}): return naïve\n" * 9)
     text = ["dataset=text", f"dataset.path={folder}/text", "dataset.validation=0.5", "model.vocab=4096"]
-    keep = ["metrics.validate_every=2", "metrics.validation_tokens=160", "metrics.sample_tokens=0", *more]
+    keep = ["evaluation.every=2", "evaluation.tokens=160", "metrics.sample_tokens=0", *more]
     base = [setting for setting in TINY if not setting.startswith(("dataset", "model.vocab", "metrics.validation"))]
     return composed([*base, *LAYOUTS[layout], *text, *keep, f"hydra.run.dir={folder}/run"])
 
@@ -55,9 +55,7 @@ def lines(run: Run) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("layout", ["single", "fsdp2"])
 def test_every_line_has_every_key(layout: str, tmp_path: Path) -> None:
-    run = tiny(
-        tmp_path, "metrics.validation_tokens=64", "metrics.validate_every=2", "cluster.peak_tflops=1", layout=layout
-    )
+    run = tiny(tmp_path, "evaluation.tokens=64", "evaluation.every=2", "cluster.peak_tflops=1", layout=layout)
     train(run)
     for line in lines(run):
         schema = STEP if "loss" in line else SAVED if "checkpoint_step" in line else VALIDATION

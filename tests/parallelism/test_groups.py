@@ -281,7 +281,7 @@ def stalling(places: list[str]) -> Callable[[Trainer], None]:
 
 STEPS = (
     "training.steps=6", "cluster.step_timeout=1", "cluster.timeout=30", "training.grow=[[384,256]]",
-    "metrics.validation_tokens=64", "metrics.validate_every=2", "checkpoint.every=5",
+    "evaluation.tokens=64", "evaluation.every=2", "checkpoint.every=5",
 )  # fmt: skip
 
 

@@ -123,6 +123,6 @@ def test_without_validation_the_end_of_training_is_compared(tmp_path: Path) -> N
 def test_other_validation_rows_are_not_compared(tmp_path: Path) -> None:
     for seed in range(2):
         made(tmp_path / f"a{seed}", replace(S, seed=seed))
-        made(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "metrics.validation_tokens=512")
+        made(tmp_path / f"b{seed}", replace(S, seed=seed, off=1e-3 + 1e-4 * seed), "evaluation.tokens=512")
     found = compare([tmp_path]).variants[1].learning
     assert found is not None and found.answer == "yes" and "final training loss" in found.text

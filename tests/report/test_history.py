@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from tests.support.made_runs import BETWEEN, START, Attempt, Story, made, read_lines, write_lines
-from titan.report import speed
+from titan.report import export, speed
 from titan.report.collect import Raw, collect
+from titan.report.comparison import compare
 from titan.report.history import History
+from titan.report.render.table_data import columns
 from titan.report.runs import member
 
 SEVERAL = Story(
@@ -144,3 +146,19 @@ def test_a_model_that_is_not_here_has_no_flops(tmp_path: Path) -> None:
     raw.last["science"]["model"] = "experiments.gone.Model"
     found = speed.of_run(raw)
     assert speed.model_of(raw) is None and found is not None and found.mfu_causal is None
+
+
+def test_figures_of_tasks_are_compared(tmp_path: Path) -> None:
+    """In the table one column for each task and average of weights, in the CSV every figure."""
+    for seed in (0, 1):
+        raw = read(tmp_path / f"run-{seed}", Story(seed=seed))
+        lines = read_lines(raw.directory)
+        ours = {"evaluation/hs/acc": 0.5 + seed / 10, "evaluation/hs/acc_low": 0.4, "ema/validation_loss": 3.0 + seed}
+        last = max(line["step"] for line in lines)
+        write_lines(raw.directory, [x | ours if "validation_loss" in x and x["step"] == last else x for x in lines])
+    found = compare([tmp_path])
+    (variant,) = found.variants
+    assert dict(variant.runs[1].figures) == {"evaluation/hs/acc": 0.6, "ema/validation_loss": 4.0}
+    shown = {(column.name, column.unit): column.cells[0].main for column in columns(found)}
+    assert shown["hs", "acc"] == "0.5500" and shown["ema", "validation_loss"] == "3.5000"
+    assert "ema/validation_loss,evaluation/hs/acc" in export.csv_text(found).splitlines()[0]

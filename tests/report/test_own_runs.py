@@ -38,7 +38,7 @@ LAYOUTS = {
 
 @cache
 def planned_run(*overrides: str) -> Run:
-    return composed([*TINY, "metrics.validation_tokens=1024", *HARDWARE, *overrides, "hydra.run.dir=/nowhere"])
+    return composed([*TINY, "evaluation.tokens=1024", *HARDWARE, *overrides, "hydra.run.dir=/nowhere"])
 
 
 @cache

@@ -144,7 +144,7 @@ MEASURES = [
     pytest.param((), ("dataset.tokenizer=other",), "e", "bits per byte", id="another-tokenizer"),
     pytest.param((), ("dataset.seed=5",), "e", None, id="other-text"),
     pytest.param((), ("dataset.validation=0.02",), "e", None, id="another-share-held-out"),
-    pytest.param((), (WD, "metrics.validation_tokens=512"), "d", None, id="fewer-tokens"),
+    pytest.param((), (WD, "evaluation.tokens=512"), "d", None, id="fewer-tokens"),
     pytest.param((), (WD,), "e", None, id="the-same-settings-of-other-files"),
 ]
 

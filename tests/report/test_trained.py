@@ -8,7 +8,7 @@ from tests.support.runs import tiny, train
 from titan.report.comparison import Options, compare
 from titan.report.findings import Variant
 
-MORE = ("training.steps=8", "metrics.validation_tokens=256", "metrics.validate_every=4", "checkpoint=off")
+MORE = ("training.steps=8", "evaluation.tokens=256", "evaluation.every=4", "checkpoint=off")
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from titan.report.comparison import Options, compare
 from titan.report.findings import Comparison, Quality
 
 RECIPE = (
-    "training.steps=120", "schedule.warmup=10", "optimizer.lr=1e-2", "metrics.validation_tokens=4096", "checkpoint=off",
-    "metrics.validate_every=0", "metrics.sample_tokens=0", "dataset.tokens=400000", "dataset.validation=0.1",
+    "training.steps=120", "schedule.warmup=10", "optimizer.lr=1e-2", "evaluation.tokens=4096", "checkpoint=off",
+    "evaluation.every=0", "metrics.sample_tokens=0", "dataset.tokens=400000", "dataset.validation=0.1",
 )  # fmt: skip
 NEUTRAL = "training.bad_steps=4"
 """Science by its mark, and without an effect on runs that go well."""

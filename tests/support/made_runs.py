@@ -105,7 +105,7 @@ class Story:
 @lru_cache(maxsize=256)
 def run_of(*overrides: str) -> Run:
     """A composed run, with validation, whose directory is nowhere."""
-    return composed([*TINY, "metrics.validation_tokens=1024", *overrides, "hydra.run.dir=/nowhere"])
+    return composed([*TINY, "evaluation.tokens=1024", *overrides, "hydra.run.dir=/nowhere"])
 
 
 def made(directory: Path, story: Story | None = None, *overrides: str) -> Path:

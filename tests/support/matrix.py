@@ -29,8 +29,8 @@ MODEL = (
     "model.layers=4",
     "model.heads=4",
     "model.kv_heads=2",
-    "metrics.validation_tokens=64",
-    "metrics.validate_every=2",
+    "evaluation.tokens=64",
+    "evaluation.every=2",
 )
 RECIPE = ("optimizer=sgd", "checkpoint=off", "training.clip_norm=0.5", *MODEL)
 TIED = "model.tied=true"

@@ -41,7 +41,7 @@ from titan.training.trainer import Trainer
 TINY = (
     "dataset=synthetic", "dataset.tokens=20000", "dataset.vocab=64", "model.dim=32", "model.layers=2", "model.heads=2",
     "model.kv_heads=1", "model.ffn=48", "model.vocab=64", "training.seq_len=16", "training.global_batch=128",
-    "training.steps=3", "precision=fp32", "metrics.plot=false", "metrics.validation_tokens=0", "cluster=cpu",
+    "training.steps=3", "precision=fp32", "metrics.plot=false", "evaluation.tokens=0", "cluster=cpu",
 )  # fmt: skip
 LAYOUTS = {
     "single": ["parallelism=single"],

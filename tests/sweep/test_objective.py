@@ -21,7 +21,7 @@ from titan.errors import ConfigError
 from titan.sweep import ledger, objective
 from titan.sweep.schema import Sweep
 
-QUICK = [*TINY[:-2], "cluster=cpu", "metrics.validation_tokens=64", "metrics.sample_tokens=0", "checkpoint=off"]
+QUICK = [*TINY[:-2], "cluster=cpu", "evaluation.tokens=64", "metrics.sample_tokens=0", "checkpoint=off"]
 LEARNING = ["-m", "hydra/sweeper=learning"]
 
 
@@ -62,9 +62,7 @@ def test_a_failed_trial_is_worse_than_all_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(
-            ["metrics.validation_tokens=0"], "sweep.objective=validation_loss: metrics.valid", id="no-evaluation"
-        ),
+        pytest.param(["evaluation.tokens=0"], "sweep.objective=validation_loss: evaluation.tokens", id="no-evaluation"),
         pytest.param(
             ["hydra/launcher=slurm", "hydra.launcher.wait=false"], "hydra.launcher.wait=false: ", id="no-wait"
         ),

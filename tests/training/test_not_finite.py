@@ -24,7 +24,7 @@ SETTINGS = (
     "checkpoint=off",
     "training.steps=4",
     "parallelism.microbatches=2",
-    "metrics.validate_every=0",
+    "evaluation.every=0",
 )
 STEP, PLACE = 2, 5
 """The step that fails, and the row in it, counted from its first."""
@@ -126,7 +126,7 @@ def test_the_origin_of_a_planted_value_is_named(
 
 def test_steps_after_it_are_those_of_a_run_that_skips_it(tmp_path: Path) -> None:
     """The step that had started is repeated with the weights that it would have had."""
-    kept, late = tiny(tmp_path / "kept", *SETTINGS), tiny(tmp_path / "late", *SETTINGS, "metrics.validate_every=1")
+    kept, late = tiny(tmp_path / "kept", *SETTINGS), tiny(tmp_path / "late", *SETTINGS, "evaluation.every=1")
     for run in (kept, late):  # the second one waits for each step before the next
         train(run, plant(W1, "forward", 0))
     assert learned(kept) == learned(late)

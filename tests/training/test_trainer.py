@@ -129,7 +129,7 @@ def test_bad_steps_in_a_row_end_the_run(layout: str, tmp_path: Path) -> None:
 
 
 def test_a_first_stop_ends_the_attempt_and_the_next_one_finishes(tmp_path: Path) -> None:
-    run = tiny(tmp_path, "training.steps=5", "metrics.validation_tokens=64")
+    run = tiny(tmp_path, "training.steps=5", "evaluation.tokens=64")
     assert train(run, stop_at(2))[0].code == 130
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["finished"], result["step"]) == (False, 3)

@@ -35,7 +35,7 @@ from titan.precision.schema import CAPABILITY
 from titan.run import compose, identity
 from titan.run.run import Run
 
-QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "metrics.validation_tokens=0"]
+QUIET = ["checkpoint=off", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0"]
 LONG = ["training.steps=1000000", *QUIET]
 Titled = TypeVar("Titled", Case, activation_modes.Mode)
 

@@ -45,7 +45,7 @@ Exit codes: 0 success, 1 error, 2 wrong arguments (the message says what to chan
 """
 BASE = (
     "dataset=synthetic", "checkpoint=off", "compile=off", "model=debug", "metrics.plot=false",
-    "metrics.sample_tokens=0", "metrics.validation_tokens=0", "training.steps=1000000", "cluster=cpu",
+    "metrics.sample_tokens=0", "evaluation.tokens=0", "training.steps=1000000", "cluster=cpu",
 )  # fmt: skip
 """Overrides of all cases."""
 TOKENS = 2048

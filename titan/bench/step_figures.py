@@ -26,7 +26,7 @@ from titan.run.run import Run
 
 BASE = (
     "model=debug", "dataset=synthetic", "checkpoint=off", "compile=off", "cluster=cpu", "memory=none",
-    "training.steps=1000000", "metrics.plot=false", "metrics.sample_tokens=0", "metrics.validation_tokens=0",
+    "training.steps=1000000", "metrics.plot=false", "metrics.sample_tokens=0", "evaluation.tokens=0",
     "model.kv_heads=2",
 )  # fmt: skip
 SHAPES = (  # dim, layers, heads, ffn, vocab, length, tokens

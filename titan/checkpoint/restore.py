@@ -17,7 +17,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
 from titan.checkpoint.manifest import Corrupt, File
 from titan.checkpoint.reader import METADATA, Foreign, Reader
-from titan.checkpoint.state import TrainState, train_state_dict
+from titan.checkpoint.state import TrainState, is_average, train_state_dict
 from titan.config.settings import show
 from titan.errors import ConfigError, RunError
 
@@ -96,10 +96,13 @@ def _check_metadata(folder: Path, listed: Mapping[str, File]) -> str | None:
     return f"{manifest.NAME} does not list {missing[0]}" if missing else None
 
 
-def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> None:
+def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> bool:
     """Load model and optimizer; all ranks call it together.
 
     The optimizer must have its state already (`titan.checkpoint.state.init_optimizer_state`).
+
+    Returns:
+        Whether all was in the checkpoint: one from a run without a moving average of the weights lacks that.
 
     Raises:
         ConfigError: when the checkpoint has another model or optimizer.
@@ -107,7 +110,7 @@ def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> None
     """
     state, reader = train_state_dict(trained), Reader(folder)
     try:
-        _compare(state, reader, coordinator)
+        complete = _compare(state, reader, coordinator)
         coordinator.run_all(
             lambda: load(state, storage_reader=reader, no_dist=True)
         )  # each rank plans for itself what it reads
@@ -118,19 +121,25 @@ def restore(trained: TrainState, folder: Path, coordinator: Coordinator) -> None
         ) from error
     if trained.tied_weights is not None:
         trained.tied_weights.align(trained.optimizer)
+    return complete
 
 
-def _compare(state: Mapping[str, Tensor], reader: Reader, coordinator: Coordinator) -> None:
+def _compare(state: dict[str, Tensor], reader: Reader, coordinator: Coordinator) -> bool:
     """Raise ConfigError on all ranks when the checkpoint has another model or optimizer.
 
-    Each rank compares its own tensors, so that only differing names are sent.
+    Each rank compares its own tensors, so that only differing names are sent. A moving average that only one of both
+    has is left out, of `state` too; returns False where the checkpoint lacks it.
     """
     saved: Mapping[str, Any] = coordinator.run_all(reader.read_metadata).state_dict_metadata
-    there = {name: tuple(saved[name].size) for name in sorted(saved)}
+    has, asks = any(map(is_average, saved)), any(map(is_average, state))
+    there = {name: tuple(saved[name].size) for name in sorted(saved) if asks or not is_average(name)}
+    for name in [name for name in state if is_average(name) and not has]:
+        del state[name]
     mine = {name: tuple(tensor.shape) for name, tensor in state.items()}
     part = _Part({n: shape for n, shape in mine.items() if there.get(n) != shape}, bytes(n in mine for n in there))
     if message := coordinator.gather(lambda: part, lambda parts: _difference(there, parts, reader.path)):
         raise ConfigError(message)
+    return has or not asks
 
 
 class _Part(NamedTuple):

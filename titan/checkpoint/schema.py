@@ -26,6 +26,13 @@ class Checkpoint:
     )
     verify: bool = setting(True, "verify checksums before a checkpoint is used; false: sizes only")
     resume: str | None = setting(None, "another run's directory or checkpoint to start from")
+    decay_steps: int | None = setting(
+        None,
+        "with resume: the steps that follow, in which wsd falls; it decides training.steps and schedule.decay; null: "
+        "those are as given",
+        at_least=1,
+        in_ids=False,
+    )
     weights: str | None = setting(
         None, "initial weights: a checkpoint, or a folder in the format of Hugging Face or Meta"
     )

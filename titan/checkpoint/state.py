@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from titan.parallelism import data
 from titan.precision.low_precision import plain_tensor
 
+AVERAGE = "ema"
+"""The key of the weights' moving average beside the optimizer's state. A checkpoint may have it or lack it."""
+
 
 class TrainState(Protocol):
     """What a checkpoint needs of the objects that a rank trains."""
@@ -46,6 +49,11 @@ def train_state_dict(state: TrainState) -> dict[str, Tensor]:
             if isinstance(value, Tensor):
                 found[f"optimizer.{name}.{key}"] = value
     return found
+
+
+def is_average(name: str) -> bool:
+    """Return whether a tensor of `train_state_dict` is a moving average."""
+    return name.startswith("optimizer.") and name.endswith(f".{AVERAGE}")
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:

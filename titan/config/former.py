@@ -1,8 +1,8 @@
 """Renamed settings on command lines: an override of a former key becomes one of the present key, with a warning.
 
 A field `setting(..., formerly="old")` says what it was called, `formerly="axis.old"` also on which other axis. In
-configuration files `settings.build` accepts the former key of the same axis; overrides need the present one before
-Hydra composes, which rejects unknown keys. Ids hash the former key.
+configuration files `settings.build` accepts the former key of the same axis, and `move` that of another; overrides need
+the present one before Hydra composes, which rejects unknown keys. Ids hash the former key.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from titan.config.settings import values_of
+from titan.config.settings import show, values_of
 from titan.config.warning import warn_once
+from titan.errors import ConfigError
 
 NAME = "*"
 """Stands in a dotted key for a name that the user chooses."""
@@ -109,4 +110,31 @@ def moved(config: Mapping[str, Any], former: Mapping[str, str]) -> dict[str, str
         content = config.get(axis)
         if new.partition(".")[0] != axis and isinstance(content, Mapping) and name in content:
             found[old] = new
+    return found
+
+
+def move(config: Mapping[str, Any], former: Mapping[str, str], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested configuration in which the settings that moved to another axis are there; warn of those.
+
+    Args:
+        config: one mapping of settings for each axis, with every setting.
+        former: see `former_keys`.
+        defaults: of the schemas: a moved setting replaces its default.
+
+    Raises:
+        ConfigError: when a moved setting has a value under both names.
+    """
+    found = {axis: dict(content) if isinstance(content, Mapping) else content for axis, content in config.items()}
+    for old, new in moved(config, former).items():
+        (axis, _, name), (other, _, present) = old.partition("."), new.partition(".")
+        if not present:  # it became a choice
+            continue
+        given, target = found[axis].pop(name), found.setdefault(other, {})
+        there = target.get(present)
+        if there not in (defaults.get(other, {}).get(present, there), given):
+            raise ConfigError(
+                f"{old}={show(given)}: is the former name of {new}, which is {show(there)}; leave one out."
+            )
+        warn_once(f"{old}={show(given)}: this setting is now called {new}; use that name.")
+        target[present] = given
     return found

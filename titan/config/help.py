@@ -18,6 +18,7 @@ AXES = {
     "optimizer": "optimizer",
     "schedule": "learning rate and weight decay over the steps",
     "training": "steps, global batch, sequence length",
+    "evaluation": "validation sets, tasks, averaged weights",
     "precision": "dtypes of weights, activations and matmuls",
     "parallelism": "layout: how the model and the batch are split across devices",
     "memory": "activation checkpointing",

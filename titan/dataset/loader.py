@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from titan.dataset.mixture import RowMixture
-from titan.dataset.shards import Split
 from titan.errors import RunError
 from titan.parallelism.data_shard import DataShard
 from titan.training.schema import Training
@@ -36,6 +35,22 @@ TOKENS, TARGETS, POSITIONS, DOCUMENTS = range(4)
 _ORDER_BLOCK = 4096
 _POLL_SECONDS = 0.5
 _LOG_SECONDS = 20.0
+
+
+class Tokens(Protocol):
+    """A sequence of tokens that rows are read from; see `titan.dataset.shards.Split` for the methods."""
+
+    def rows(self, seq_len: int) -> int:
+        """Return the number of rows."""
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Return tokens."""
+
+    def counted(self, start: int, count: int) -> NDArray[np.bool_]:
+        """Return which tokens count in the loss."""
+
+    def begins(self, start: int, count: int) -> NDArray[np.int64]:
+        """Return where documents begin."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,7 @@ class Reader:
             fields[POSITIONS] = np.arange(self.seq_len)
         return fields
 
-    def fill(self, into: NDArray[np.int32], split: Split, row: int, masked: bool) -> tuple[NDArray[Any], int, int]:
+    def fill(self, into: NDArray[np.int32], split: Tokens, row: int, masked: bool) -> tuple[NDArray[Any], int, int]:
         """Write one row into fields [2 or 4, seq_len].
 
         Args:
@@ -333,7 +348,7 @@ class _Closed(Exception):
     """Raised in the background thread when the loader is closed."""
 
 
-def fixed_rows(split: Split, seq_len: int, rows: int, documents: bool, masked: bool) -> NDArray[np.int32]:
+def fixed_rows(split: Tokens, seq_len: int, rows: int, documents: bool, masked: bool) -> NDArray[np.int32]:
     """Return the first `rows` rows of a split, or all if it has fewer: fields [2 or 4, rows, seq_len], see `Batch`.
 
     Documents are shuffled when they are prepared, so the first rows are a fair sample.

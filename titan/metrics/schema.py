@@ -32,8 +32,6 @@ class Metrics:
     )
     plot: bool = setting(True, "plot loss.png at the end")
     sample_tokens: int = setting(64, "tokens sampled from the trained model at the end; 0: none", at_least=0, cap=10**6)
-    validate_every: int = setting(50, "steps between evaluations; 0: only at the end", at_least=0)
-    validation_tokens: int = setting(16384, "tokens of each source's evaluation set; 0: no evaluation", at_least=0)
     layers_every: int = setting(
         0,
         "steps between metrics of each layer: norms of gradients and weights, update-to-weight ratio, size of "

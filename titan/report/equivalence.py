@@ -255,7 +255,7 @@ def _end(pair: tuple[Member, Member]) -> float | None:
 
 def _one_set(pair: tuple[Member, Member]) -> bool:
     """Return whether both validate on the same rows, which the science_id does not cover."""
-    counts = [m.raw.config["metrics"].get("validation_tokens") for m in pair]
+    counts = [m.raw.config.get("evaluation", {}).get("tokens") for m in pair]
     return bool(counts[0] == counts[1])
 
 

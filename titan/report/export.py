@@ -22,8 +22,8 @@ COLUMNS = (
     "tflops_per_device", "mfu", "mfu_causal", "memory_gib", "steps_timed", "device_hours", "goodput", "attempts",
     "start_seconds", "checkpoint_seconds", "data_seconds", "steps_again", "diverged", "outlier",
 )  # fmt: skip
-"""Columns of every CSV, in this order; `setting/NAME`, `bits_per_byte/SOURCE`, `hooks/NAME/METRIC` and `predicted/NAME`
-follow."""
+"""Columns of every CSV, in this order; `setting/NAME`, `bits_per_byte/SOURCE`, keys of metrics.jsonl of tasks,
+`hooks/NAME/METRIC` and `predicted/NAME` follow."""
 
 _SAME = ("directory", "state", "reason", "seed", "science_id", "group_id", "execution_id", "code_id", "devices",
          "hardware", "step", "steps", "tokens", "decayed", "loss")  # fmt: skip
@@ -64,6 +64,7 @@ def _row(variant: Variant, run: RunFound) -> dict[str, Any]:
         **{field.name: getattr(run.cost, field.name) for field in dataclasses.fields(run.cost)},
         **{f"setting/{name}": value for name, value in variant.settings.items()},
         **{f"bits_per_byte/{source}": value for source, value in run.bits_by_source.items()},
+        **run.figures,
         **run.own,
         **_predicted(run.predicted),
     }

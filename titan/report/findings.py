@@ -174,6 +174,7 @@ class RunFound:
         shared: whether another run of the comparison used the same machine while its steps were timed.
         predicted: what it was predicted to take; None where its hardware was not described.
         own: the last value of each metric that hooks have logged, by its key hooks/NAME/METRIC.
+        figures: what it measured at its end of files, tasks and averaged weights, by the keys of metrics.jsonl.
     """
 
     label: str
@@ -206,6 +207,7 @@ class RunFound:
     shared: bool = False
     predicted: Predicted | None = None
     own: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def _evaluation_set(member: Member) -> tuple[Any, ...]:
     """Return the settings that decide the evaluation set and its rows."""
     config = member.raw.config
     rows = config["training"]["seq_len"], config["dataset"].get("mask_documents")
-    return (_digest(member), config["metrics"].get("validation_tokens"), *rows)
+    return (_digest(member), config.get("evaluation", {}).get("tokens"), *rows)
 
 
 def _digest(member: Member) -> Any:
@@ -58,7 +58,7 @@ def _digest(member: Member) -> Any:
 
 def same_text(one: Member, two: Member) -> bool:
     """Return whether two runs have the same text as evaluation set, whatever their tokens and rows are."""
-    count = [m.raw.config["metrics"].get("validation_tokens") for m in (one, two)]
+    count = [m.raw.config.get("evaluation", {}).get("tokens") for m in (one, two)]
     if count[0] != count[1]:
         return False
     if _digest(one) == _digest(two):

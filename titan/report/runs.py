@@ -69,6 +69,7 @@ def member(raw: Raw, label: str, shared: bool = False) -> Member:
         shared=shared,
         predicted=predicted.of_run(raw, timed),
         own={PREFIX + name: value for name, value in by_source(raw.result, PREFIX).items()},
+        figures=_figures(final),
     )
     return Member(raw, history, run)
 
@@ -91,6 +92,13 @@ def last_loss(history: History) -> float | None:
 def by_source(final: Mapping[str, Any], prefix: str) -> dict[str, float]:
     """Return the metrics of each source of a mixture, by its name."""
     found = {key.removeprefix(prefix): _number(value) for key, value in final.items() if key.startswith(prefix)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _figures(final: Mapping[str, Any]) -> dict[str, float]:
+    """Return what was measured of files, tasks and averaged weights; intervals are over seeds here, not over items."""
+    names = [key for key in final if key.startswith(("evaluation/", "ema/")) and not key.endswith(("_low", "_high"))]
+    found = {name: _number(final[name]) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -28,8 +28,8 @@ from titan.report.verdicts import Open
 
 SAME_HOURS = 0.02
 """Device-hours that differ by no more than this share are equal."""
-SOONER = "set a lower target or a lower metrics.validate_every"
-NOWHERE = "a run has no validation as early as the end of the shortest run (lower metrics.validate_every)"
+SOONER = "set a lower target or a lower evaluation.every"
+NOWHERE = "a run has no validation as early as the end of the shortest run (lower evaluation.every)"
 
 
 def compared(variant: Sequence[Member], baseline: Sequence[Member], target: float | None = None) -> list[Open]:
@@ -143,7 +143,7 @@ def _at_equal_tokens(variant: Sequence[Member], baseline: Sequence[Member], meas
     if not points:
         text = (
             "inconclusive: not ranked, because the numbers of tokens differ and the runs have no validation at the "
-            "same number of tokens (lower metrics.validate_every)"
+            "same number of tokens (lower evaluation.every)"
         )
         return _nothing(measure.name, "equal tokens", text)
     point = max(points)

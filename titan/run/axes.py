@@ -62,16 +62,19 @@ def _has(known: Mapping[str, Any], axis: str, key: str) -> bool:
     return group != axis or not name or name in known
 
 
-def check_moved(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a setting that a configuration file gives under the name of the axis that it was on.
+def move(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Hydra composed with the settings of configuration files that moved to another axis there.
 
     Raises:
-        ConfigError: naming its present axis.
+        ConfigError: for a setting that became a choice, which files have to make otherwise.
     """
-    for old, new in former.moved(config, _former()).items():
-        value = show(former.value(config, old))
-        how = f"write {new}" if "." in new else f"write `override /{new}: {value}` in the defaults list"
-        raise ConfigError(f"{old}={value}: a configuration file has a setting that is now called {new}; {how} there.")
+    for old, new in former.moved(config, CHOICES).items():
+        chosen = show(former.value(config, old))
+        raise ConfigError(
+            f"{old}={chosen}: a configuration file has a setting that is now called {new}; write `override "
+            f"/{new}: {chosen}` in the defaults list there."
+        )
+    return former.move(config, _former(), settings.defaults(Recipe))
 
 
 @functools.cache

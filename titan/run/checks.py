@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from titan.compile.compiler import missing_compiler
 from titan.config.settings import nearest, show
+from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.model.schema import Llama
@@ -55,6 +56,7 @@ def check(run: Run, started: bool = False, elsewhere: bool = False) -> None:
     if run.precision.eight_bit and not elsewhere and importlib.util.find_spec("torchao") is None:
         raise ConfigError(f"precision.matmuls={run.precision.matmuls}: needs torchao; pip install 'titan[float8]'.")
     _check_checkpoint(run)
+    _check_evaluation(run)
     run.profile.check(run.layout.devices)
 
 
@@ -70,6 +72,16 @@ def _check_checkpoint(run: Run) -> None:
         raise ConfigError(
             f"checkpoint.export=meta: this format exists for Llama only, and the model is a "
             f"{type(run.model).__name__}; give checkpoint.export=hf."
+        )
+
+
+def _check_evaluation(run: Run) -> None:
+    """Reject texts to evaluate where the data have no tokenizer."""
+    chosen = [name for name in ("sets", "tasks") if getattr(run.evaluation, name)]
+    if chosen and isinstance(run.dataset, Synthetic):
+        raise ConfigError(
+            f"evaluation.{chosen[0]}: dataset=synthetic has no tokenizer to read text with; choose a dataset of text, "
+            "or leave it out."
         )
 
 

@@ -26,7 +26,7 @@ from titan.config.warning import warn_once
 from titan.console.text import is_secret, redact, redacted
 from titan.errors import ConfigError
 from titan.run import command_line, hydra_node, hydra_private
-from titan.run.axes import PLUGGABLE, check_moved, present
+from titan.run.axes import PLUGGABLE, move, present
 from titan.run.hydra_errors import HydraErrors
 from titan.run.hydra_session import CONF, CONFIG, ExtraConfigs, Session, compose_config, without_hydra
 from titan.run.paths import check_name
@@ -127,7 +127,7 @@ def _typed(cfg: DictConfig, trusted: tuple[str, ...]) -> Recipe:
     if cfg.hydra.job.env_set and isinstance(content.get("cluster"), dict):
         ours, theirs = content["cluster"].get("environment") or {}, OmegaConf.to_container(cfg.hydra.job.env_set)
         content["cluster"]["environment"] = {**ours, **theirs}  # type: ignore[dict-item]
-    check_moved(content)
+    content = move(content)
     modules.check(content.get("modules") or [], trusted)
     settings.check_targets(content, trusted)
     if settings.is_foreign(content):

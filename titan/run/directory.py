@@ -33,6 +33,7 @@ _OPTIONAL: dict[str, Any] = {
 _RESULT: dict[str, Any] = {
     **dict.fromkeys(("tokens", "attempt"), int),
     **dict.fromkeys(("first_loss", "last_loss", "validation_loss", "bits_per_byte", "mfu", "seconds"), float | None),
+    **dict.fromkeys(("evaluation", "ema"), float | None),
     **dict.fromkeys(("tokens_per_second", "data_wait", "memory_gib", "checkpoint_stall_seconds"), float | None),
     **dict.fromkeys(("checkpoint", "plot"), str | None),
     "science_id": str,

@@ -14,6 +14,7 @@ from titan.hooks import schema as hooks
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.parallelism.schema import Layout, Parallelism
 from titan.run import checks
+from titan.run.branch import decaying
 from titan.run.compile_scope import choose_scope
 from titan.run.paths import check_length, check_name
 from titan.run.run import Run
@@ -50,12 +51,14 @@ def resolve(
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
+    recipe = decaying(recipe)
     recipe.model.check()
     recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
     recipe.training.check()
     recipe.schedule.check(recipe.training.steps)
     recipe.parallelism.check()
     recipe.dataset.check()
+    recipe.evaluation.check()
     recipe.cluster.check()
     hooks.check(recipe.hooks)
     if recipe.precision.compute == "auto":

@@ -13,6 +13,7 @@ from titan.config.settings import setting
 from titan.console.numbers import billions
 from titan.dataset.schema import Dataset
 from titan.debug.schema import Debug
+from titan.evaluation.schema import Evaluation
 from titan.hooks.schema import Hook
 from titan.memory.schema import Memory
 from titan.metrics.schema import Metrics
@@ -36,6 +37,7 @@ class Recipe:
     optimizer: Optimizer
     schedule: Schedule
     training: Training
+    evaluation: Evaluation
     precision: Precision
     parallelism: Parallelism
     memory: Memory

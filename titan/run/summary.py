@@ -170,6 +170,18 @@ def _loss(result: Mapping[str, Any]) -> str:
     )
 
 
+def validation(found: Mapping[str, Any]) -> str:
+    """Return what an evaluation found, for the terminal: the loss, and the first figure of each file and task."""
+    named: dict[str, str] = {}
+    for key, value in found.items():
+        kind, _, rest = key.partition("/")
+        if kind == "evaluation":
+            name, _, figure = rest.rpartition("/")
+            named.setdefault(name, f"{name} {figure} {value:.4f}")
+    loss = [f"validation loss {found['validation_loss']:.4f}"] if "validation_loss" in found else []
+    return ", ".join([*loss, *named.values()])
+
+
 def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
     """Return the line with the validation loss of each source of a mixture."""
     parts = []

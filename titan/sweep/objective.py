@@ -21,9 +21,9 @@ def check(sweep: Sweep, runs: list[Run]) -> None:
         ConfigError: before any trial starts.
     """
     validated = sweep.objective.partition("/")[0] in ("validation_loss", "bits_per_byte")
-    if validated and any(run.metrics.validation_tokens == 0 for run in runs):
+    if validated and any(run.evaluation.tokens == 0 for run in runs):
         raise ConfigError(
-            f"sweep.objective={sweep.objective}: metrics.validation_tokens=0 asks for no evaluation; give some tokens, "
+            f"sweep.objective={sweep.objective}: evaluation.tokens=0 asks for no evaluation; give some tokens, "
             "or sweep.objective=last_loss."
         )
 

@@ -253,12 +253,19 @@ def projections(width: int) -> Tensor:
 
 def token_losses(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each token, float32 like `targets`; 0 where it does not count. All tensor ranks call it."""
-    weight = head.use(head.weight, head.operand or hidden.dtype)
-    losses, size = [], max(1, CHUNK // len(hidden))
-    for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
-        logits = head.whole(head.product(x, weight)).float().flatten(0, -2)
-        losses.append(F.cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="none").view(y.shape))
+    losses = [
+        F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=IGNORED, reduction="none").view(y.shape)
+        for logits, y in logits_in_chunks(head, hidden, targets)
+    ]
     return torch.cat(losses, 1)
+
+
+def logits_in_chunks(head: Any, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the whole logits (float32) and the targets of some tokens of each row at a time; see `token_losses`."""
+    weight = head.use(head.weight, head.operand or hidden.dtype)
+    size = max(1, CHUNK // len(hidden))
+    for x, y in zip(torch.split(hidden, size, 1), torch.split(targets, size, 1), strict=True):
+        yield head.whole(head.product(x, weight)).float(), y
 
 
 def largest_logit(q: Tensor, k: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

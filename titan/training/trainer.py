@@ -41,7 +41,8 @@ from titan.run.run import Run
 from titan.schedule.rates import Rates
 from titan.training import layer_norms, not_finite, reading, recording, results, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
-from titan.training.evaluation import EvalSet, eval_sets, evaluate
+from titan.training.evaluation.averages import MovingAverage
+from titan.training.evaluation.evaluator import Evaluator
 from titan.training.layer_metrics import LayerMetrics
 from titan.training.profiling import Profiling
 from titan.training.rank_times import RankTimes
@@ -106,6 +107,8 @@ class Trainer:
         self.run, self.attempt, self.world, self.train_step, self.stop = run, attempt, world, train_step, stop
         self.step, self.rows = attempt.step, attempt.rows
         init_optimizer_state(train_step.optimizer)
+        decay = run.evaluation.ema
+        self.average = None if decay is None else MovingAverage(train_step, decay)
         self.speed = recording.speed(run)
         self.mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(attempt.corpora, run.dataset))
         self.masks_targets = run.dataset.mask_documents or any(rows.corpus.masked for rows in self.mix.sources)
@@ -121,7 +124,7 @@ class Trainer:
         self.validation: dict[str, float] = {}
         self.recorder: Recorder | None = None
         self.progress: Progress | None = None
-        self.eval_sets: dict[str, EvalSet] = {}
+        self.evaluator: Evaluator | None = None
         self.timeout = world.timeout
         self.profiling = self._profiling()
         self.rank_times = RankTimes(run.profile, world, train_step, run.compile.scope != "off")
@@ -144,7 +147,7 @@ class Trainer:
             self.recorder = recording.recorder(self.run, self.attempt, self._warn, self.mix)
         with Progress(self.step, self.run.training.steps, self.run.metrics.console_every) as progress:
             self.progress = progress if self.world.is_rank0 else None
-            self.eval_sets = eval_sets(self.run, self.world, self.mix, self._show, lambda: self.stop.requested)
+            self.evaluator = Evaluator(self.run, self.train_step, self.mix, self._show, lambda: self.stop.requested)
             self._call_hooks("on_run_start", {})
             with _no_automatic_gc():
                 self.loop()
@@ -168,15 +171,17 @@ class Trainer:
         """Remove what a killed attempt may have left, and load a checkpoint's state or initial weights."""
         if self.world.is_rank0:
             retention.sweep(Path(self.run.directory), self.run.checkpoint.grace)
-        rank_info = self.world.rank_info
+        rank_info, complete = self.world.rank_info, False
         coordinator = Coordinator(rank_info.rank, rank_info.world_size, self.world.exchange)
         if self.attempt.checkpoint:
-            restore(self.train_step, Path(self.attempt.checkpoint), coordinator)
+            complete = restore(self.train_step, Path(self.attempt.checkpoint), coordinator)
             self._note(f"weights, optimizer state and data position: from {summary.short(self.attempt.checkpoint)}")
             self.saving.resume_post_save()
         elif self.attempt.weights:
             start_from_weights(self.train_step, self.attempt.weights, coordinator)
             self._note(f"weights: from {summary.short(self.attempt.weights)}")
+        if self.average is not None and not complete:
+            self.average.begin()
 
     def _note(self, line: str) -> None:
         """Add a line to what was applied to the model."""
@@ -276,6 +281,8 @@ class Trainer:
             optimizer.step()
         if self.train_step.scales is not None:
             self.train_step.scales.update()
+        if self.average is not None:
+            self.average.update(bad)
         optimizer.zero_grad(set_to_none=True)
 
     def _copy_metrics_to_host(
@@ -408,8 +415,8 @@ class Trainer:
             The step; None where it had to be finalized for one of these tasks.
         """
         number, run = self.step, self.run
-        every = run.metrics.validate_every
-        validate = bool(self.eval_sets) and every > 0 and number % every == 0 and number < run.training.steps
+        every = run.evaluation.every
+        validate = bool(self.evaluator) and every > 0 and number % every == 0 and number < run.training.steps
         save = self.save_requested or (run.checkpoint.every > 0 and number % run.checkpoint.every == 0)
         save = save and run.checkpoint.mode != "off" and number < last
         if not (validate or save):
@@ -425,18 +432,18 @@ class Trainer:
         return None
 
     def validate(self) -> None:
-        """Measure the loss on the evaluation sets; all ranks call it together."""
-        if not self.eval_sets:
+        """Measure what the evaluation axis asks for; all ranks call it together."""
+        if not self.evaluator:
             return
         self.activity.enter(EVALUATING)
         release_freed_memory(self.world.device)
-        self.validation = evaluate(self.train_step, self.world, self.eval_sets)
+        self.validation = self.evaluator.measure(self.average)
         own = self.hooks.call("on_validation", self.step, self.validation)
         if self.recorder:
             tokens_read = self.rows * self.run.training.seq_len
             self.recorder.log({"step": self.step, "tokens": tokens_read, **self.validation, **own})
         if self.progress:
-            self.progress.say(f"step {self.step:,}: validation loss {self.validation['validation_loss']:.4f}")
+            self.progress.say(f"step {self.step:,}: {summary.validation(self.validation)}")
 
     def save(self) -> None:
         """Start a checkpoint; all ranks call it together."""

@@ -31,7 +31,7 @@ from titan.parallelism.mesh import World
 from titan.run.attempts import Attempt, use_previous_checkpoint
 from titan.run.run import Run
 from titan.training.build import build
-from titan.training.evaluation import StopRequested
+from titan.training.evaluation.sets import StopRequested
 from titan.training.signals import StopSignals, exit_code_of_stop
 from titan.training.train_step import TrainStep
 from titan.training.trainer import Trainer

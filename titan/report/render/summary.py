@@ -163,7 +163,7 @@ def _unequal(comparison: Comparison, others: Sequence[Variant]) -> list[str]:
         return [f"{parts} They are ranked by the tokens to the loss {comparison.target:g}.", *_to_target(comparison)]
     ranked = [variant for variant in others if (q := verdict(variant)) and q.difference is not None]
     if not ranked:
-        why = "the runs have no validation at the same number of tokens (lower metrics.validate_every)"
+        why = "the runs have no validation at the same number of tokens (lower evaluation.every)"
         return [f"{parts} They can't be compared at equal tokens: {why}."]
     where = "They are compared at equal tokens, where the longer runs had not finished their learning rate schedule."
     return [f"{parts} {where}", *_counts(others)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
 from titan.console.numbers import bounds, fixed, multiple, plural, rounded, short
-from titan.report import ranking
+from titan.report import ranking, statistics
 from titan.report.findings import Comparison, Interval, Quality, Reached, RunFound, Speed, Variant
 
 Mood = Literal["", "good", "bad", "open"]
@@ -112,10 +112,31 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         Column(name, unit, meaning, tuple(map(cell, comparison.variants)), weight)
         for name, unit, meaning, weight, cell in _SORTS
     )
-    shown = [column for column in made if any(cell.main for cell in column.cells)]
+    shown = [column for column in (*made, *_figures(comparison)) if any(cell.main for cell in column.cells)]
     needless = {"tokens"} if len(ranking.tokens(comparison.variants)) < 2 else set()
     needless |= {"speed", "answer"} if len(comparison.variants) < 2 else set()
     return tuple(column for column in shown if column.name not in needless)
+
+
+def _figures(comparison: Comparison) -> Iterator[Column]:
+    """Yield a column for each file, task and average of weights that runs measured at their end."""
+    keys = dict.fromkeys(key for variant in comparison.variants for run in variant.runs for key in run.figures)
+    for key in keys:
+        owner, _, figure = key.rpartition("/")
+        shown = [name for name in _PREFERRED if f"{owner}/{name}" in keys] or [figure]
+        if figure == shown[0]:
+            name = owner.replace("evaluation/", "") or figure
+            cells = tuple(_mean(variant, key) for variant in comparison.variants)
+            yield Column(name, figure, f"{key} at the end; 95% interval over seeds", cells, 4)
+
+
+_PREFERRED = ("acc_norm", "acc", "bits_per_byte", "perplexity", "loss", "validation_loss")
+"""The figure that stands for a file, a task or averaged weights: the first of these; all are in the CSV and JSON."""
+
+
+def _mean(variant: Variant, key: str) -> Cell:
+    """Return the mean of a figure over the variant's runs that have it."""
+    return estimate(statistics.mean([run.figures[key] for run in variant.runs if key in run.figures]))
 
 
 def answer(variant: Variant) -> Cell:

@@ -19,16 +19,18 @@ from titan.config.settings import MISSING, setting
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
+from titan.evaluation.schema import Evaluation
 from titan.metrics.schema import Metrics
 from titan.run import identity
 from titan.run.attempts import Attempt
+from titan.run.axes import present
 from titan.run.directory import RUN, read_attempts
 from titan.run.lineage import parent, rows_read
 from titan.run.run import Run
 
 CPU_RANKS = 16
 """Ranks that a replay starts on a CPU without being asked for them."""
-NOT_COPIED = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics")
+NOT_COPIED = ("name", "hydra", "sweep", "checkpoint.", "checkpoint=", "metrics", "evaluation")
 """Overrides of the run that say where it writes, by their beginnings."""
 KEPT = ("checkpoint.resume=", "checkpoint.weights=", "checkpoint.verify=")
 LAYOUT = ("cluster", "parallelism", "memory.offload")
@@ -118,7 +120,7 @@ def plan(
     mix = corpora.build_mixture(run.dataset, run.training, corpora.open_corpora(folders))
     begins = parent(replace(run, directory=name), [], mix, own=False)
     science = identity.science_of(run, corpora.data_digest(mix), begins.id)
-    _check_science(name, document, science, overrides)
+    check_science(name, document, science, overrides)
     if settings.start == 0 or (settings.start is None and settings.step == 1):
         found = None if begins.checkpoint is None else (begins.checkpoint.path, begins.checkpoint.about)
     else:
@@ -133,15 +135,19 @@ def plan(
     return Plan(run, attempt, mix, recorded, tuple(notes))
 
 
-def command_of(document: Mapping[str, Any], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def command_of(
+    document: Mapping[str, Any], overrides: Sequence[str], left_out: tuple[str, ...] = NOT_COPIED
+) -> tuple[list[str], list[str]]:
     """Return the command line that repeats an attempt on this machine, and notes on what differs.
 
     Args:
         document: the attempt's in run.yaml.
         overrides: the user's, which come after it.
+        left_out: beginnings of the attempt's own overrides that are not repeated.
     """
     given = [o.lstrip("+") for o in overrides]
-    kept = [o for o in document.get("overrides") or () if not o.startswith(NOT_COPIED) or o.startswith(KEPT)]
+    own = present(document.get("overrides") or (), warn=False)
+    kept = [o for o in own if not o.lstrip("+").startswith(left_out) or o.startswith(KEPT)]
     same = _fits(document) and not any(o.startswith(("parallelism=", "cluster")) for o in given)
     notes = []
     if not same:
@@ -182,11 +188,12 @@ def _ranks(document: Mapping[str, Any]) -> str:
 def _quiet(run: Run, scratch: Path) -> Run:
     """Return the run with another directory, and without what it writes beside a checkpoint that is asked for."""
     checkpoint = replace(run.checkpoint, mode="sync", every=0, minutes=0, path=None, export=None)
-    metrics = Metrics(validation_tokens=0, validate_every=0, sample_tokens=0, plot=False, spike_window=0)
-    return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics)
+    metrics = Metrics(sample_tokens=0, plot=False, spike_window=0)
+    evaluation = Evaluation(every=0, tokens=0)
+    return replace(run, directory=str(scratch), checkpoint=checkpoint, metrics=metrics, evaluation=evaluation)
 
 
-def _check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], given: Sequence[str]) -> None:
+def check_science(name: str, document: Mapping[str, Any], science: Mapping[str, Any], given: Sequence[str]) -> None:
     """Raise ConfigError when data or settings differ from the run's, other than by the user's overrides."""
     keys = tuple(o.lstrip("+").partition("=")[0] for o in given)
     before = document["science"]

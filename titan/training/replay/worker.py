@@ -23,6 +23,7 @@ from titan.errors import ConfigError, RunError
 from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
+from titan.run.run import Run
 from titan.training import step_metrics
 from titan.training.build import build
 from titan.training.layer_metrics import LayerMetrics
@@ -67,20 +68,29 @@ def work(job: Job, rank_info: RankInfo) -> int:
 
 
 def _checked(job: Job, world: World) -> str | None:
-    """Return the folder of the checkpoint, which is fetched where it is a copy elsewhere.
+    path = job.attempt.checkpoint
+    return None if path is None else checked(job.run, path, job.attempt.step, world, "start")
+
+
+def checked(run: Run, path: str, step: int, world: World, setting: str) -> str:
+    """Return the folder of a checkpoint, which is fetched where it is a copy elsewhere; all ranks call it together.
+
+    Args:
+        run: where to fetch it to, and whether to verify checksums.
+        path: the checkpoint.
+        step: its step.
+        world: the ranks.
+        setting: the user's setting that chose the step, for messages.
 
     Raises:
         ConfigError: when it differs from its checksums; unlike a run, this marks nothing.
         RunError: when it can't be fetched.
     """
-    path, step = job.attempt.checkpoint, job.attempt.step
-    if path is None:
-        return None
     coordinator = Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
     if not coordinator.broadcast(Path(path).is_dir() and (Path(path) / manifest.NAME).is_file()):
-        path = _fetched(path, step, Path(job.run.directory), coordinator)
-    if wrong := corruption(Path(path), coordinator, job.run.checkpoint.verify):
-        raise ConfigError(f"start={step}: {path} is damaged: {wrong}; give an earlier one's step.")
+        path = _fetched(path, step, Path(run.directory), coordinator)
+    if wrong := corruption(Path(path), coordinator, run.checkpoint.verify):
+        raise ConfigError(f"{setting}={step}: {path} is damaged: {wrong}; give an earlier one's step.")
     return path
 
 

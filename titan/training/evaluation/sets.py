@@ -1,4 +1,4 @@
-"""Evaluation during training: the loss on the evaluation set of each source, fixed rows that no run trains on."""
+"""The loss on the evaluation set of each source, fixed rows that no run trains on, and on files of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from titan.dataset.loader import IGNORED, TARGETS, Reader, fixed_rows
 from titan.dataset.mixture import RowMixture
 from titan.dataset.mixture import TokenSequences as Source
+from titan.dataset.tokenizers.tokenizer import Tokenizer
 from titan.errors import RunError
+from titan.evaluation.sets import read_set
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
@@ -42,7 +44,7 @@ class EvalSet:
 def eval_sets(
     run: Run, world: World, mix: RowMixture, show: Callable[[str], None], stopped: Callable[[], bool]
 ) -> dict[str, EvalSet]:
-    """Return the evaluation set of each source that has one: `metrics.validation_tokens` of each.
+    """Return the evaluation set of each source that has one: `evaluation.tokens` of each.
 
     While a source is being prepared this waits until the rows exist, so that they are the same as afterwards.
 
@@ -57,16 +59,39 @@ def eval_sets(
         StopRequested: when a signal came while it waited.
         RunError: when the rows are not prepared within `cluster.timeout`.
     """
-    count, found = run.metrics.validation_tokens // run.training.seq_len, {}
+    count, found = run.evaluation.tokens // run.training.seq_len, {}
     for source in mix.sources if count else ():
         _wait(source, count, run.cluster.timeout, show, stopped)
         corpus = source.corpus
         fields = fixed_rows(corpus.validation, run.training.seq_len, count, run.dataset.mask_documents, corpus.masked)
         targets = fields[TARGETS][fields[TARGETS] != IGNORED]
         if targets.size:
-            rows = Microbatches(*torch.from_numpy(_local_rows(run, world, fields)).to(world.device).long())
-            found[source.name] = EvalSet(rows, targets.size, int(corpus.token_bytes[targets].sum()))
+            found[source.name] = _eval_set(run, world, fields, corpus.token_bytes)
     return found
+
+
+def file_sets(run: Run, world: World, tokenizer: Tokenizer | None) -> dict[str, EvalSet]:
+    """Return the sets of `evaluation.sets` by their names.
+
+    Raises:
+        ConfigError: when a file can't be read.
+    """
+    found: dict[str, EvalSet] = {}
+    if tokenizer is None:
+        return found
+    for name, chosen in (run.evaluation.sets or {}).items():
+        split = read_set(chosen, tokenizer, f"evaluation.sets.{name}")
+        seq_len = run.training.seq_len
+        fields = fixed_rows(split, seq_len, split.rows(seq_len), run.dataset.mask_documents, masked=True)
+        found[name] = _eval_set(run, world, fields, tokenizer.token_bytes())
+    return found
+
+
+def _eval_set(run: Run, world: World, fields: NDArray[np.int32], token_bytes: NDArray[np.uint16]) -> EvalSet:
+    """Return the set of whole rows, which all ranks have read."""
+    targets = fields[TARGETS][fields[TARGETS] != IGNORED]
+    rows = Microbatches(*torch.from_numpy(_local_rows(run, world, fields)).to(world.device).long())
+    return EvalSet(rows, targets.size, int(token_bytes[targets].sum()))
 
 
 def evaluate(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
@@ -78,6 +103,18 @@ def evaluate(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -
     found = _metrics("", sum(losses.values()), list(sets.values()))
     for name, part in sets.items() if len(sets) > 1 else ():
         found |= _metrics(f"/{name}", losses[name], [part])
+    return found
+
+
+def evaluate_files(train_step: TrainStep, world: World, sets: Mapping[str, EvalSet]) -> dict[str, float]:
+    """Return loss, perplexity and bits per byte of each set of a file; all ranks call it together."""
+    found: dict[str, float] = {}
+    for name, part in sets.items():
+        loss = world.sum(train_step.evaluate(part.rows).double()).item()
+        mean = loss / part.count
+        found |= {f"evaluation/{name}/loss": mean, f"evaluation/{name}/perplexity": math.exp(min(mean, 700))}
+        if part.bytes:
+            found[f"evaluation/{name}/bits_per_byte"] = loss / math.log(2) / part.bytes
     return found
 
 

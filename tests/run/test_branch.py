@@ -1,0 +1,39 @@
+"""Branches that decay from a checkpoint: one command, and a sweep over checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import steps, tiny, train
+from titan.errors import ConfigError
+
+CONSTANT = ("schedule.decay=0", "schedule.warmup=0", "optimizer.lr=1e-2")
+
+
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_branch_decays_from_its_checkpoint(tmp_path: Path, step: int) -> None:
+    train(tiny(tmp_path / "trunk", *CONSTANT, "training.steps=6", "checkpoint.every=2", "checkpoint.keep=9"))
+    source = f"checkpoint.resume={tmp_path}/trunk/checkpoints/step-{step}"
+    branch = tiny(tmp_path / "branch", *CONSTANT, source, "checkpoint.decay_steps=4")
+    assert branch.training.steps == step + 4
+    assert [seen.code for seen in train(branch)] == [0]
+    rates = [line["lr"] for line in steps(branch)]
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    again = tiny(tmp_path / "x", *CONSTANT, source, f"training.steps={step + 4}", f"schedule.decay={4 / (step + 4)}")
+    assert again.training == branch.training
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        pytest.param([], "checkpoint.decay_steps=4: there is no checkpoint to decay from", id="no-checkpoint"),
+        pytest.param(["checkpoint.resume=/no"], "checkpoint.resume=/no: there is no such directory", id="no-folder"),
+        pytest.param(["checkpoint.resume=/no", "schedule=cosine"], "the schedule Cosine has no decay", id="schedule"),
+    ],
+)
+def test_what_can_not_decay_is_rejected(more: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as rejected:
+        tiny(Path("/nowhere"), "checkpoint.decay_steps=4", *more)
+    assert message in str(rejected.value)

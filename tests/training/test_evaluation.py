@@ -1,0 +1,140 @@
+"""Evaluation while a run trains: sets of files, tasks and averaged weights, on several layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.test_manager import in_two_attempts
+from tests.support import task_files
+from tests.support.runs import TINY, Seen, Tensors, same, tiny, train, weights, whole
+from titan.checkpoint.state import train_state_dict
+from titan.errors import ConfigError
+from titan.metrics.lines import read_lines
+from titan.run.compose import composed
+from titan.run.run import Run
+from titan.training.trainer import Trainer
+
+BASE = (
+    *(setting for setting in TINY if not setting.startswith(("dataset", "evaluation"))),
+    "model.vocab=4096", "model.kv_heads=2", "optimizer=sgd", "training.steps=2", "training.seq_len=64",
+    "training.global_batch=256", "metrics.sample_tokens=0", "checkpoint=off", "evaluation.tokens=256",
+)  # fmt: skip
+LAYOUTS = ["fsdp", "tp", "pp", "cp"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus, tasks, and one device's run."""
+    return tmp_path_factory.mktemp("evaluated")
+
+
+@pytest.fixture(scope="module")
+def given(folder: Path) -> list[str]:
+    """The overrides of all runs here."""
+    paths = task_files.write(folder)
+    sets = f"+evaluation.sets.code={{path: {paths['lambada']}, tokens: 100}}"
+    return [*BASE, *task_files.corpus(folder), *task_files.settings(paths), sets]
+
+
+def trained(directory: Path, given: list[str], *more: str) -> Run:
+    run = composed([*given, *more, f"hydra.run.dir={directory}"])
+    assert [seen.code for seen in train(run)] == [0] * run.layout.devices
+    return run
+
+
+def measured(run: Run) -> dict[str, float]:
+    """The figures of the last evaluation."""
+    lines = [line for line in read_lines(Path(run.directory) / "metrics.jsonl") if "validation_loss" in line]
+    return {key: value for key, value in lines[-1].items() if key.startswith(("evaluation/", "validation", "ema/"))}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, given: list[str]) -> dict[str, float]:
+    return measured(trained(folder / "single", given, "evaluation.ema=0.5"))
+
+
+def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    assert one.keys() == other.keys()
+    return max(abs(one[key] - other[key]) / max(abs(other[key]), 1e-9) for key in one)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.full] if x == "cp" else []) for x in LAYOUTS])
+def test_all_layouts_measure_the_same(tmp_path: Path, given: list[str], alone: dict[str, float], layout: str) -> None:
+    found = measured(trained(tmp_path / layout, given, f"parallelism={layout}", "evaluation.ema=0.5"))
+    # the exponential of a sum over a word's tokens has the absolute error of that sum as its relative error
+    assert difference(found, alone) < 2e-5
+
+
+def test_synthetic_data_have_no_tokenizer_for_tasks(folder: Path) -> None:
+    paths = task_files.settings(task_files.write(folder))
+    with pytest.raises(ConfigError, match=r"evaluation\.tasks: dataset=synthetic has no tokenizer"):
+        composed([*TINY, *paths, "hydra.run.dir=/nowhere"])
+
+
+def states_of(trainer: Trainer) -> list[Tensors]:
+    """The weights at the start and, filled while it trains, after each step."""
+    step = trainer.train_step
+    found = [weights(whole(train_state_dict(step)))]
+    step.optimizer.register_step_post_hook(lambda *_: found.append(weights(whole(train_state_dict(step)))))
+    return found
+
+
+def averages(seen: Seen) -> Tensors:
+    return {n.removesuffix(".ema"): t for n, t in seen.last.items() if n.endswith(".ema")}
+
+
+def test_a_moving_average_is_that_of_all_steps(tmp_path: Path) -> None:
+    """Over two attempts, of which the second begins at a checkpoint that has the average."""
+    more = ["evaluation.ema=0.75", "evaluation.tokens=64", "optimizer=sgd", "schedule=linear"]
+    (seen,) = train(tiny(tmp_path / "one", *more, "training.steps=4"), states_of)
+    first, *later = seen.extra
+    for name, tensor in averages(seen).items():
+        key = name.replace("optimizer.", "model.")
+        expected = first[key]
+        for state in later:
+            expected = 0.75 * expected + 0.25 * state[key]
+        assert torch.allclose(tensor, expected, rtol=1e-6, atol=1e-8)
+    assert len(later) == 4 and len(averages(seen)) == len(first)
+    run = tiny(tmp_path / "two", *more, "training.steps=4")
+    _, (halved,) = in_two_attempts(run, run)
+    assert same(averages(halved), averages(seen))
+    lines = [line for line in read_lines(tmp_path / "one" / "metrics.jsonl") if "validation_loss" in line]
+    assert lines[-1]["ema/validation_loss"] != lines[-1]["validation_loss"]
+
+
+def test_a_checkpoint_may_lack_the_average(tmp_path: Path) -> None:
+    """Then it begins at the checkpoint's weights; a run without one ignores that of its checkpoint."""
+    run = tiny(tmp_path / "run", "training.steps=1", "schedule.warmup=0")
+    train(run)
+    with_it = tiny(tmp_path / "run", "training.steps=2", "schedule.warmup=0", "evaluation.ema=0.5")
+    (seen,) = train(with_it, states_of)
+    before, after = seen.first, seen.extra[-1]
+    for name, tensor in averages(seen).items():
+        key = name.replace("optimizer.", "model.")
+        assert torch.allclose(tensor, (before[key] + after[key]) / 2, rtol=1e-6, atol=1e-8)
+    (without,) = train(tiny(tmp_path / "run", "training.steps=3", "schedule.warmup=0"))
+    assert without.code == 0 and not averages(without)
+
+
+def test_a_step_that_was_not_finite_leaves_the_average_as_it_is(tmp_path: Path) -> None:
+    def before(trainer: Trainer) -> Tensors:
+        def averaged() -> Tensors:
+            return whole({n: t for n, t in train_state_dict(trainer.train_step).items() if n.endswith(".ema")})
+
+        assert trainer.average is not None
+        trainer.average.begin()
+        at_first = averaged()
+        for parameter in trainer.train_step.parameters():
+            parameter.data.add_(1)
+        trainer.average.update(torch.tensor(True))
+        assert same(averaged(), at_first)
+        trainer.average.update(torch.tensor(False))
+        return {name: tensor - at_first[name] for name, tensor in averaged().items()}
+
+    (seen,) = train(tiny(tmp_path, "evaluation.ema=0.75", "optimizer=sgd", "checkpoint=off"), before)
+    assert all(torch.allclose(moved, torch.full_like(moved, 0.25), atol=1e-6) for moved in seen.extra.values())

@@ -1,0 +1,119 @@
+"""Figures of trained weights: `python -m titan.evaluate from=RUN [SETTING=VALUE ...] [OVERRIDE ...]`; see `--help`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan.cluster.environment import before_torch
+from titan.config.arguments import arguments, describe, shows
+from titan.console import output
+from titan.errors import ConfigError, RunError, exit_code
+from titan.files.atomic import write_atomic
+from titan.training.evaluation.job import Job, read_result
+from titan.training.evaluation.request import Settings, about, plan, split
+
+HELP = f"""\
+Figures of trained weights: python -m titan.evaluate from=RUN [SETTING=VALUE ...] [OVERRIDE ...]
+
+  python -m titan.evaluate from=runs/first tasks=[hellaswag:hellaswag_val.jsonl]   its last checkpoint
+  python -m titan.evaluate from=runs/first step=100 sets=[book.txt] to=book.json   an earlier one; text of a file
+  python -m titan.evaluate from=runs/first average=4 parallelism=single            and the average of four checkpoints
+  python -m titan.evaluate from=exported/ tasks=[arc:arc.jsonl,lambada:l.jsonl]    exported weights
+
+{describe(Settings)}
+
+What is no setting is an override of the run's own command line. Nothing is written into the run's directory.
+
+Exit codes: 0 done, 1 failed, 2 wrong settings (the message says how to correct them), 130 interrupted.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, and return the exit code."""
+    before_torch(os.environ)
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _main(words))
+
+
+def _main(words: list[str]) -> int:
+    if shows(words, HELP):
+        return 0
+    own, overrides = split(words)
+    settings = arguments(Settings, own)
+    _check_paths(settings)
+    from launchers.command import compose_single
+    from launchers.scratch import scratch
+    from titan.weights.formats import open_weights  # only now: errors need not wait for torch
+
+    with scratch() as folder:
+        job = plan(settings, overrides, folder, compose_single, open_weights)
+        code = _run(job)
+        if code:
+            return code
+        found = read_result(job)
+    _show(found)
+    if settings.to:
+        _write(settings, {"from": settings.from_, **about(job), "results": found})
+    return 0
+
+
+def _check_paths(settings: Settings) -> None:
+    path = Path(settings.from_).expanduser()
+    if not path.exists() and (path.parent.is_dir() or len(path.parts) != 2):
+        raise ConfigError(f"from={settings.from_}: there is no such directory; correct the path.")
+    target = Path(settings.to or "x").expanduser()
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a directory" if target.is_dir() else f"there is no directory {target.parent}"
+        raise ConfigError(f"to={settings.to}: {what}; give another file.")
+
+
+def _run(job: Job) -> int:
+    """Run the ranks, and return their exit code."""
+    ranks = job.run.layout.devices
+    what = "the weights" if job.attempt.checkpoint is None else f"the checkpoint of step {job.attempt.step}"
+    print(f"titan: {what}, {job.run.layout}", file=sys.stderr)
+    if ranks == 1:
+        from titan.cluster.rank_info import RankInfo
+        from titan.training.evaluation.worker import work
+
+        return work(job, RankInfo())
+    from launchers.supervisor import run_ranks
+
+    return run_ranks(job, ranks, Path(job.run.directory), module="titan.training.evaluation.rank")
+
+
+def _show(found: Mapping[str, Mapping[str, float]]) -> None:
+    """Print a table: a line for each figure, a column for the weights and for each average."""
+    names = [key for key in found["weights"] if not key.endswith(("_low", "_high"))]
+    width = max(map(len, names))
+    print(f"{'':<{width}}  " + "  ".join(f"{kind:>26}" for kind in found))
+    for name in names:
+        cells = "  ".join(f"{_cell(of, name):>26}" for of in found.values())
+        print(f"{name.removeprefix('evaluation/'):<{width}}  {cells}")
+
+
+def _cell(of: Mapping[str, float], name: str) -> str:
+    """Return a figure with its interval."""
+    value = f"{of[name]:.4g}"
+    return f"{value} [{of[f'{name}_low']:.4g}, {of[f'{name}_high']:.4g}]" if f"{name}_low" in of else value
+
+
+def _write(settings: Settings, content: Mapping[str, Any]) -> None:
+    try:
+        write_atomic(Path(str(settings.to)).expanduser(), json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise RunError(f"to={settings.to}: can't be written ({error.strerror}).") from error
+
+
+def cli() -> None:
+    """The console script `titan-evaluate`."""
+    output.run(main, keep_going=False)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,92 @@
+"""The evaluation axis: validation sets, tasks and averaged weights. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from titan.config.settings import MISSING, setting
+from titan.errors import ConfigError
+from titan.evaluation.items import FORMATS, Item, read_items
+from titan.evaluation.texts import read_texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """Text of a local file, whose loss is measured beside that of the dataset's own evaluation set."""
+
+    path: str = setting(MISSING, "a text file, or a .jsonl file with one JSON object a line")
+    field: str = setting("text", "the key of a JSON object that holds the document's text")
+    tokens: int = setting(16384, "tokens of the file to use, the first ones", at_least=1)
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError when the file can't be read, or its first document has no text."""
+        if not next(read_texts(self.path, self.field, where), ""):
+            raise ConfigError(f"{where}.path={self.path}: its first document is empty; give another file.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Items of a local file: choosing between continuations, or predicting one (cloze).
+
+    A task of your own derives from this class and defines `item`.
+    """
+
+    path: str = setting(MISSING, "a file with one JSON object a line, one for each item")
+    format: Literal["hellaswag", "arc", "lambada"] | None = setting(
+        None, "the format of the file, as published; null: the class that _target_ names reads it"
+    )
+    limit: int | None = setting(None, "items to use, the first ones; null: all", at_least=1)
+    bos: bool = setting(False, "begin each context with the tokenizer's token that begins a document")
+
+    def build(self, where: str = "task") -> tuple[Item, ...]:
+        """Return the items.
+
+        Args:
+            where: the prefix of the settings in messages.
+
+        Raises:
+            ConfigError: when the file or an item can't be read.
+        """
+        return read_items(self.path, self.item, self.limit, f"{where}.path")
+
+    def item(self, record: Mapping[str, Any]) -> Item:
+        """Return the item of one JSON object; one of another format may raise KeyError, ValueError or TypeError."""
+        return FORMATS[str(self.format)](record)
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError when there is no format, or the items can't be read."""
+        if self.format is None and type(self) is Task:
+            raise ConfigError(f"{where}.format=null: give one of {', '.join(FORMATS)}, or a class by _target_.")
+        self.build(where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What a run measures of its weights while it trains, and how often."""
+
+    every: int = setting(
+        50, "steps between evaluations; 0: only at the end", at_least=0, formerly="metrics.validate_every"
+    )
+    tokens: int = setting(
+        16384, "tokens of each source's evaluation set; 0: none", at_least=0, formerly="metrics.validation_tokens"
+    )
+    sets: Mapping[str, ValidationSet] | None = setting(None, "files of text, by names that you choose")
+    tasks: Mapping[str, Task] | None = setting(None, "tasks with items from files, by names that you choose")
+    ema: float | None = setting(
+        None, "decay per step of a moving average of the weights that is evaluated too; null: none", above=0, below=1
+    )
+
+    def check(self) -> None:
+        """Raise ConfigError when a name can't be a part of a key, or a file can't be read."""
+        sets, tasks = self.sets or {}, self.tasks or {}
+        for axis, named in (("sets", sets), ("tasks", tasks)):
+            for name, one in named.items():
+                where = f"evaluation.{axis}.{name}"
+                if not re.fullmatch(r"\w[\w.-]*", name):
+                    raise ConfigError(f"{where}: a name has letters, digits, '_', '-' and '.'; give another one.")
+                one.check(where)
+        if both := sorted(sets.keys() & tasks.keys()):
+            raise ConfigError(f"evaluation.sets.{both[0]}: is the name of a task too; give another one.")

@@ -1,0 +1,95 @@
+"""Averages of weights, evaluated in place of the weights: over steps (EMA) and over checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from titan.checkpoint.state import AVERAGE
+from titan.parallelism import data
+from titan.parallelism.grad_norm import local
+from titan.precision.low_precision import plain_tensor
+from titan.training.train_step import TrainStep
+
+
+class MovingAverage:
+    """The exponential moving average of the weights, float32 and sharded as they are.
+
+    It is kept beside the optimizer's own state, so checkpoints save it, and any layout restores it.
+    """
+
+    def __init__(self, train_step: TrainStep, decay: float) -> None:
+        """Allocate it; `begin` gives it values."""
+        self.train_step, self.decay = train_step, decay
+        state = train_step.optimizer.state
+        for parameter in _parameters(train_step):
+            state[parameter][AVERAGE] = torch.zeros_like(plain_tensor(parameter), dtype=torch.float32)
+
+    def begin(self) -> None:
+        """Begin at the present weights."""
+        for average, weight in self._pairs():
+            average.copy_(weight)
+
+    @torch.no_grad()
+    def update(self, bad: Tensor) -> None:
+        """Add the weights after a step, unless the step was `bad` and left them as they were."""
+        share: Tensor | None = None
+        for average, weight in self._pairs():
+            if share is None or share.device != average.device:
+                share = ((~bad).float() * (1 - self.decay)).to(average.device)
+            average.lerp_(weight.float(), share)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Replace the weights by their average while the block runs; all ranks call it together."""
+        with replaced(self.train_step, [average for average, _ in self._pairs()]):
+            yield
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return this rank's shards of the average and of the weights."""
+        state = self.train_step.optimizer.state
+        return ((local(state[p][AVERAGE]), local(plain_tensor(p))) for p in _parameters(self.train_step))
+
+
+@contextmanager
+def replaced(train_step: TrainStep, values: Sequence[Tensor]) -> Iterator[None]:
+    """Replace this rank's shards of the weights while the block runs; all ranks call it together."""
+    before = [weight.clone() for weight in _weights(train_step)]
+    _set(train_step, values)
+    try:
+        yield
+    finally:
+        _set(train_step, before)
+
+
+@torch.no_grad()
+def mean_over(train_step: TrainStep, loads: Sequence[Callable[[], None]]) -> None:
+    """Set the weights to the mean of those that each of `loads` loads, summed in float32."""
+    sums: list[Tensor] = []
+    for load in loads:
+        load()
+        weights = [weight.float() for weight in _weights(train_step)]
+        sums = [a.add_(b) for a, b in zip(sums, weights, strict=True)] if sums else [w.clone() for w in weights]
+    _set(train_step, [total.div_(len(loads)) for total in sums])
+
+
+@torch.no_grad()
+def _set(train_step: TrainStep, values: Sequence[Tensor]) -> None:
+    for stage in train_step.stages:
+        data.reshard(stage)  # or the next forward pass would use weights that are still gathered
+    for weight, value in zip(_weights(train_step), values, strict=True):
+        weight.copy_(value)
+    if train_step.scales is not None:
+        train_step.scales.update()
+
+
+def _weights(train_step: TrainStep) -> list[Tensor]:
+    return [local(plain_tensor(parameter)) for parameter in _parameters(train_step)]
+
+
+def _parameters(train_step: TrainStep) -> list[nn.Parameter]:
+    """Return the parameters as the optimizer has them: sharded, also where a forward pass left them gathered."""
+    return [parameter for group in train_step.optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,135 @@
+"""Everything that a run measures of its weights: its sources' evaluation sets, files of text, and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from titan.dataset.mixture import RowMixture
+from titan.dataset.tokenizers.load import load_tokenizer
+from titan.dataset.tokenizers.tokenizer import Tokenizer
+from titan.errors import ConfigError
+from titan.evaluation.items import Item
+from titan.evaluation.requests import Request, requests_of
+from titan.evaluation.scores import Figure, figures
+from titan.run.run import Run
+from titan.training.evaluation.averages import MovingAverage
+from titan.training.evaluation.likelihoods import loglikelihoods
+from titan.training.evaluation.sets import eval_sets, evaluate, evaluate_files, file_sets
+from titan.training.train_step import TrainStep
+
+
+@dataclass(frozen=True)
+class TaskRequests:
+    """A task and what is asked of the model for it, one request for each choice."""
+
+    items: Sequence[Item]
+    requests: Sequence[Request]
+
+
+class Evaluator:
+    """Measures the weights of a train step; all ranks call it together, and all get the same."""
+
+    def __init__(
+        self,
+        run: Run,
+        train_step: TrainStep,
+        mix: RowMixture,
+        show: Callable[[str], None],
+        stopped: Callable[[], bool],
+        tokenizer: str | None = None,
+    ) -> None:
+        """Read the sets and the tasks.
+
+        Args:
+            run: says what is measured.
+            train_step: the model.
+            mix: the sources.
+            show, stopped: see `eval_sets`.
+            tokenizer: the argument of `load_tokenizer`; None: that of the data.
+
+        Raises:
+            ConfigError: when a file can't be read, or the data have no tokenizer.
+            StopRequested, RunError: see `eval_sets`.
+        """
+        self.run, self.train_step, self.world = run, train_step, train_step.world
+        known = _given(tokenizer, run) if tokenizer else _tokenizer(run, mix)
+        self.sets = eval_sets(run, self.world, mix, show, stopped)
+        self.files = file_sets(run, self.world, known)
+        self.tasks = _tasks(run, known)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to measure."""
+        return bool(self.sets or self.files or self.tasks)
+
+    def measure(self, average: MovingAverage | None = None) -> dict[str, float]:
+        """Return all figures of the weights, and of their average where there is one, by keys of metrics.jsonl."""
+        found = self._measure()
+        if average is not None:
+            with average.in_place():
+                found |= {f"ema/{key}": value for key, value in self._measure().items()}
+        return found
+
+    def _measure(self) -> dict[str, float]:
+        found = evaluate(self.train_step, self.world, self.sets) if self.sets else {}
+        found |= evaluate_files(self.train_step, self.world, self.files)
+        for task, by_name in self.measure_tasks().items():
+            for name, figure in by_name.items():
+                key = f"evaluation/{task}/{name}"
+                found |= {key: figure.value, f"{key}_low": figure.low, f"{key}_high": figure.high}
+        return found
+
+    def measure_tasks(self) -> dict[str, dict[str, Figure]]:
+        """Return the figures of each task."""
+        run = self.run
+        tokens, compiled = run.microbatch_rows * run.training.seq_len, run.compile.scope != "off"
+        return {
+            name: figures(
+                task.items,
+                loglikelihoods(self.train_step, task.requests, run.training.seq_len, tokens, compiled=compiled),
+            )
+            for name, task in self.tasks.items()
+        }
+
+
+def _given(name: str, run: Run) -> Tokenizer:
+    """Return a tokenizer that is not that of the data.
+
+    Raises:
+        ConfigError: when it has more ids than the model.
+    """
+    found = load_tokenizer(name)
+    if found.vocab_size > run.model.vocab:
+        raise ConfigError(
+            f"tokenizer={name}: has {found.vocab_size} ids, and the model {run.model.vocab}; give the model's own."
+        )
+    return found
+
+
+def _tokenizer(run: Run, mix: RowMixture) -> Tokenizer | None:
+    """Return the data's tokenizer, where something needs it.
+
+    Raises:
+        ConfigError: when they have none.
+    """
+    if not (run.evaluation.sets or run.evaluation.tasks):
+        return None
+    corpus = mix.sources[0].corpus
+    if corpus.tokenizer["fingerprint"] == "none":
+        raise ConfigError(
+            f"evaluation.{'sets' if run.evaluation.sets else 'tasks'}: dataset={corpus.name} has no tokenizer to read "
+            "text with; leave it out, or choose a dataset of text."
+        )
+    return load_tokenizer(corpus.tokenizer_path)
+
+
+def _tasks(run: Run, tokenizer: Tokenizer | None) -> dict[str, TaskRequests]:
+    found: dict[str, TaskRequests] = {}
+    if tokenizer is None:
+        return found
+    for name, task in (run.evaluation.tasks or {}).items():
+        where = f"evaluation.tasks.{name}"
+        items = task.build(where)
+        requests = requests_of(items, tokenizer, run.training.seq_len, bos=task.bos, where=where)
+        found[name] = TaskRequests(items, requests)
+    return found

@@ -1,0 +1,91 @@
+"""The body of a rank that evaluates: load a checkpoint, weights, or an average of checkpoints, and measure them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint.coordinator import Coordinator
+from titan.checkpoint.restore import restore
+from titan.cluster.rank_info import RankInfo
+from titan.debug.switches import set_switches
+from titan.parallelism import mesh
+from titan.parallelism.mesh import World
+from titan.training.build import build
+from titan.training.evaluation.averages import mean_over
+from titan.training.evaluation.evaluator import Evaluator
+from titan.training.evaluation.job import Job, write_result
+from titan.training.replay.worker import checked
+from titan.training.signals import StopSignals
+from titan.training.trainer import Trainer
+from titan.training.worker import log_to, user_error
+
+log = logging.getLogger("titan")
+
+
+def work(job: Job, rank_info: RankInfo) -> int:
+    """Evaluate as one of the job's ranks; rank 0 writes the result.
+
+    Raises:
+        ConfigError: when a checkpoint or a file can't be used.
+        RunError: when the evaluation can't continue.
+    """
+    run = job.run
+    log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
+    set_switches(run.debug)
+    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
+        world = mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, exchange=True)
+        try:
+            folders = [checked(run, path, step, world, "step") for step, path in _checkpoints(job)]
+            attempt = replace(job.attempt, checkpoint=folders[-1]) if folders else job.attempt
+            trainer = Evaluated(run, attempt, world, build(run, world, log.info), stop)
+            found = trainer.evaluate(job, folders[:-1])
+            trainer.close()
+        except Exception as error:
+            mine = user_error(run, error)
+            if mine is error:
+                raise
+            raise mine from error
+        if world.is_rank0:
+            write_result(job, found)
+        world.close()  # only after success: see titan.training.worker
+        log_to(None)
+        return 0
+
+
+def _checkpoints(job: Job) -> tuple[tuple[int, str], ...]:
+    path = job.attempt.checkpoint
+    return job.checkpoints or (() if path is None else ((job.attempt.step, path),))
+
+
+class Evaluated(Trainer):
+    """Has the state of a checkpoint, or weights, and measures it."""
+
+    def evaluate(self, job: Job, earlier: list[str]) -> dict[str, dict[str, float]]:
+        """Return the figures by keys of metrics.jsonl: of the weights, and of averages; all ranks call it together.
+
+        Args:
+            job: what to measure.
+            earlier: the checkpoints before the attempt's, for an average over all of them.
+        """
+        self._restore()
+        evaluator = Evaluator(self.run, self.train_step, self.mix, self._show, lambda: False, job.tokenizer)
+        found = {"weights": evaluator.measure()}
+        if self.average is not None:
+            with self.average.in_place():
+                found["ema"] = evaluator.measure()
+        if earlier:
+            mean_over(self.train_step, [*map(self._loading, earlier), lambda: self._restore()])
+            found[f"average of {len(earlier) + 1}"] = evaluator.measure()
+        return found
+
+    def _loading(self, folder: str) -> Any:
+        coordinator = _coordinator(self.world)
+        return partial(restore, self.train_step, Path(folder), coordinator)
+
+
+def _coordinator(world: World) -> Coordinator:
+    return Coordinator(world.rank_info.rank, world.rank_info.world_size, world.exchange)
