@@ -47,8 +47,8 @@ class Decoder(nn.Module):
     Attributes:
         mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
             type; returns the mask that every block's attention uses.
-        losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states and
-            a mapping from these names to values of its tokens, float32 [B, t].
+        losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states
+            and a mapping from these names to values of its tokens, float32 [B, t].
         aliases: parameters that are replicas of a tied weight on another stage, with that weight's name.
     """
 

@@ -209,7 +209,7 @@ def carry(first: Tensor, others: Tensor, extra: Tensor) -> Tensor:
 
 
 def apply(head: Head | None, terms: Sequence[Term] = (), chunk: int | None = None, cap: float | None = None) -> None:
-    """Set how a head computes its loss, on the stage that has it; with neither terms, chunk nor cap it stays as it is."""
+    """Set how a head, on the stage that has it, computes its loss; without terms, chunk and cap nothing changes."""
     if head is None:
         return
     if terms or cap is not None:

@@ -63,7 +63,7 @@ class Decoder:
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", above=0, cap=1)
     tied: bool = setting(False, "tie the head's weight to the embedding's")
     logit_cap: float | None = setting(
-        None, "logits are soft-capped: logit_cap * tanh(logits / logit_cap); null: they are not", above=0
+        None, "logits are soft-capped: logit_cap * tanh(logits / logit_cap); null: they are not", above=0, later=True
     )
 
     @property

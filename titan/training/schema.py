@@ -108,9 +108,13 @@ class Training:
         """Raise ConfigError for batches that are no whole rows, batches that don't grow, and too long a warm-up."""
         self._check_rows("training.global_batch", self.global_batch)
         self._check_growth()
-        for name in self.loss_terms or {}:
+        for name, term in (self.loss_terms or {}).items():
             if name in ("z_loss", "label_smoothing"):
                 raise ConfigError(f"training.loss_terms.{name}: is the name of training.{name}; choose another name.")
+            if type(term) is LossTerm:
+                raise ConfigError(
+                    f"training.loss_terms.{name}: names no class; add its _target_, such as _target_: mine.Term."
+                )
         if self.warmup_steps >= self.steps:
             raise ConfigError(
                 f"training.warmup={self.warmup}: must be below training.steps={self.steps}; "
