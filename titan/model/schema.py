@@ -178,9 +178,12 @@ class Decoder:
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
 
-    def head_activations(self, share: RankPart, *, parts: bool = True, chunk: int | None = None) -> Head:
+    def head_activations(
+        self, share: RankPart, *, parts: bool = True, chunk: int | None = None, terms: bool = False
+    ) -> Head:
         """Return the activation memory of final norm, head and loss; see `titan.model.activations.head`."""
-        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk)
+        capped = self.logit_cap is not None
+        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk, terms=terms, capped=capped)
 
 
 @dataclass(frozen=True, kw_only=True)
