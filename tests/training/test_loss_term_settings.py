@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -10,9 +11,11 @@ from tests.support.loss_terms import Entropy
 from tests.support.runs import tiny
 from titan.config import settings
 from titan.errors import ConfigError
+from titan.model.schema import Llama
 from titan.run.identity import settings_of
 from titan.training.loss_terms import LabelSmoothing, ZLoss
 from titan.training.schema import Training
+from titan.weights.export import check_export
 
 OWN = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coefficient: -0.3}"
 
@@ -39,3 +42,25 @@ def test_terms_have_the_names_that_metrics_show() -> None:
 def test_an_own_term_has_another_name_than_a_setting(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"training\.loss_terms\.{name}: is the name of"):
         Training(loss_terms={name: Entropy()}).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param(
+            ("checkpoint.export=hf", "model.logit_cap=30"), r"checkpoint\.export=hf.*model\.logit_cap=30", id="hf"
+        ),
+        pytest.param(("+training.loss_terms.a={coefficient: 1}",), r"training\.loss_terms\.a.*_target_", id="class"),
+        pytest.param(("training.z_loss=-1",), r"training\.z_loss=-1.*at least 0", id="negative"),
+    ],
+)
+def test_what_cannot_work_is_refused(settings: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(tmp_path, *settings)
+
+
+@pytest.mark.parametrize("form", ["hf", "meta"])
+def test_formats_without_capped_logits_are_refused(form: Literal["hf", "meta"]) -> None:
+    check_export(Llama(), form)
+    with pytest.raises(ConfigError, match=rf"format={form}.*model\.logit_cap=30"):
+        check_export(Llama(logit_cap=30.0), form)
