@@ -34,7 +34,7 @@ from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.sweep.schema import LAUNCHER_MODULE, LAUNCHERS, Sweep
-from titan.training.loss_terms import LossTerm
+from titan.training.schema import LossTerm
 
 
 def register() -> None:

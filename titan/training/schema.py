@@ -10,7 +10,8 @@ from typing import Literal
 
 from titan.config.settings import setting, show
 from titan.errors import ConfigError
-from titan.training.loss_terms import LabelSmoothing, LossTerm, ZLoss
+from titan.training.loss_terms import LabelSmoothing, ZLoss
+from titan.training.loss_terms import LossTerm as LossTerm  # other packages import schemas only
 
 
 @dataclass(frozen=True)
