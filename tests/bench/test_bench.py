@@ -120,7 +120,7 @@ def test_the_bare_loop_computes_as_many_logits_at_a_time() -> None:
     run = command.compose.composed([*chunk, *command.QUIET, *SMALL])
     with speed.open_trainer(run) as (_, bare_loop):
         bare = bare_loop(Case("", ()))
-    assert bare.model.head.chunked.keywords == {"chunk": 16}
+    assert bare.model.head.fused.keywords == {"chunk": 16}
     before = bare.model.head.weight.detach().clone()
     bare.steps(1)
     assert not torch.equal(before, bare.model.head.weight)

@@ -107,6 +107,23 @@ def test_with_norms_as_gpus_compute_them(layout: str, more: tuple[str, ...]) -> 
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 
+CAPPED = ("training.label_smoothing=0.1", "model.logit_cap=30")
+
+
+@pytest.mark.parametrize(
+    ("layout", "terms"),
+    [
+        pytest.param("single", ("training.z_loss=1e-4",), id="z-loss"),
+        pytest.param("tp", CAPPED, marks=pytest.mark.full, id="capped-tp"),
+        pytest.param("single", (*CAPPED, "precision=fp32"), marks=pytest.mark.full, id="capped-fp32"),
+        pytest.param("tp", ("training.z_loss=1e-4", "precision=fp32"), marks=pytest.mark.full, id="z-loss-tp-fp32"),
+    ],
+)
+def test_loss_terms_and_capped_logits(layout: str, terms: tuple[str, ...]) -> None:
+    estimated, found = both(run("head", layout, *terms), LAYOUTS[layout][1])
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
+
+
 @pytest.mark.parametrize(
     ("schedule", "mode"),
     [

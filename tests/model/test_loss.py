@@ -123,7 +123,7 @@ def test_the_head_is_one_graph_that_can_go_back_twice(backend: str) -> None:
     hidden, weight, targets = case((2, 9, 8, 30), 1, 0.2)
     other, *more = case((2, 9, 8, 30), 1, 0.2)
     head = Head(8, 30)
-    head.weight, head.chunked = nn.Parameter(weight.detach()), lambda *args: chunked(*args, chunk=7)
+    head.weight, head.fused = nn.Parameter(weight.detach()), lambda *args: chunked(*args, chunk=7)
     head.compile(backend=backend, fullgraph=True)
     loss = head(hidden, targets)
     whole(other, *more).backward()  # type: ignore[no-untyped-call]

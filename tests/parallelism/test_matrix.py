@@ -12,23 +12,29 @@ from tests.support.runs import same
 ALL = [pytest.param(case, id=case.id, marks=[] if case.quick else [pytest.mark.full]) for case in cases()]
 
 
-BF16 = {"gradients": 4e-2, "weights": 4e-3, "loss": 1e-4, "norm": 1e-3, "validation": 2e-4}
+BF16 = {"gradients": 4e-2, "weights": 4e-3, "loss": 1e-4, "norm": 1e-3, "validation": 2e-4, "terms": 0.0}
 """Bounds in bf16, some times what was measured: 1.6e-2 (tensor; 5e-3 to 9e-3 without it), 9e-4, 2e-5, 2e-4, 3e-5."""
 IN_BF16 = ["tp", "cp", "pp", "fsdp-tp-pp", "cp-ring-balanced", "ZBVZeroBubble-fsdp"]
 
 
+class OneDevice(dict[tuple[str, ...], Outcome]):
+    """Runs on one device by what they learn, each trained when it is first asked for."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.folders = folders
+
+    def __missing__(self, science: tuple[str, ...]) -> Outcome:
+        self[science] = outcome(self.folders.mktemp("one"), None, science)
+        return self[science]
+
+
 @pytest.fixture(scope="module")
-def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Outcome]:
-    return {
-        science: outcome(tmp_path_factory.mktemp("one"), None, science)
-        for science in {case.science for case in cases()}
-    }
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> OneDevice:
+    return OneDevice(tmp_path_factory)
 
 
 @pytest.mark.parametrize("case", ALL)
-def test_a_layout_learns_what_one_device_learns(
-    case: Case, one_device: dict[tuple[str, ...], Outcome], tmp_path: Path
-) -> None:
+def test_a_layout_learns_what_one_device_learns(case: Case, one_device: OneDevice, tmp_path: Path) -> None:
     found = worst(outcome(tmp_path, case, case.science), one_device[case.science])
     assert found.pop("same start")
     assert found.pop("same rows")

@@ -127,7 +127,7 @@ def test_a_default_that_is_spelled_out_changes_nothing(base: Run) -> None:
 def test_a_new_field_with_its_old_meaning_changes_no_id(base: Run) -> None:
     old = type(base.training)
     wider = dataclasses.make_dataclass(
-        "Training", [("label_smoothing", float, settings.setting(0.0, "new"))], bases=(old,), frozen=True
+        "Training", [("sharpening", float, settings.setting(0.0, "new"))], bases=(old,), frozen=True
     )
     fields = {f.name: getattr(base.training, f.name) for f in dataclasses.fields(old)}
 
@@ -137,7 +137,7 @@ def test_a_new_field_with_its_old_meaning_changes_no_id(base: Run) -> None:
     Wider.__annotations__["training"] = wider
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(Run)}
     same = Wider(**values | {"training": wider(**fields)})
-    other = Wider(**values | {"training": wider(**fields, label_smoothing=0.1)})
+    other = Wider(**values | {"training": wider(**fields, sharpening=0.1)})
     assert of(same) == of(base)
     assert of(other).science != of(base).science
 

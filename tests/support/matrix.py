@@ -238,9 +238,39 @@ def reading() -> Iterator[Case]:
             yield replace(case, quick=case.id in QUICK_READING)
 
 
+OWN_TERM = "+training.loss_terms.own={_target_: tests.support.loss_terms.Entropy, coefficient: -0.3}"
+OF_BLOCKS = ("modules=[tests]", "model._target_=tests.support.loss_terms.Small")
+TERMS = {
+    "z-loss": ("training.z_loss=0.01",),
+    "smoothing": ("training.label_smoothing=0.1",),
+    "capped": ("model.logit_cap=0.5",),
+    "own": ("modules=[tests]", OWN_TERM),
+    "blocks": OF_BLOCKS,
+}
+ALL_TERMS = tuple(dict.fromkeys(setting for science in TERMS.values() for setting in science))
+
+
+def terms() -> Iterator[Case]:
+    """Each loss term on split logits and stages, and all of them at once in each kind of layout."""
+    of_two = ("parallelism.shard=2", "parallelism.tensor=2", *PIPELINED)
+    for name, science in TERMS.items():
+        yield Case(f"{name} fsdp tp pp", of_two, model=science)
+    full = ("training.loss_chunk=7", "memory=full", "parallelism.tensor=2", *PIPELINED)
+    yield Case("terms chunked full tp pp", full, quick=True, model=ALL_TERMS)
+    for name, settings in {**READING, **CHUNKED}.items():
+        yield Case(f"terms {name}", settings, model=ALL_TERMS)
+    yield Case("terms documents fsdp of 3", ("parallelism.shard=3",), model=(*ALL_TERMS, *DOCUMENTS))
+    yield Case("terms growing tp whole sequence", variant("tp whole sequence"), model=(*ALL_TERMS, *GROWING))
+
+
+def variant(name: str) -> tuple[str, ...]:
+    """The settings of a variant."""
+    return next(case.settings for case in variants() if case.name == name)
+
+
 def cases() -> list[Case]:
     """All of them."""
-    return [*layouts(), *schedules(), *variants(), *techniques(), *chunked(), *reading()]
+    return [*layouts(), *schedules(), *variants(), *techniques(), *chunked(), *reading(), *terms()]
 
 
 def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:
@@ -306,6 +336,7 @@ def worst(got: Outcome, wanted: Outcome) -> dict[str, float]:
         "loss": relative("loss"),
         "norm": relative("grad_norm"),
         "validation": abs(got.validation / wanted.validation - 1),
+        "terms": max((relative(key) for key in expected[0] if key.startswith("loss/")), default=0.0),
     }
 
 

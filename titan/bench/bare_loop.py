@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from titan.compile.schema import Compile
 from titan.dataset.loader import Loader, Shape
 from titan.dataset.mixture import RowMixture
 from titan.memory.checkpointing import checkpoint_blocks
-from titan.model import init_weights, loss
+from titan.model import init_weights, loss_terms
 from titan.parallelism.data_shard import DataShard
 from titan.precision.cast import set_compute_dtype
 from titan.run.run import Run
@@ -42,8 +41,7 @@ class BareLoop:
             self.model: Any = run.model.build()
         if not autocast:
             set_compute_dtype(self.model, run.precision, run.precision.select(run.model.linear_layers()).quantized)
-        if run.training.loss_chunk is not None and self.model.head is not None:
-            self.model.head.chunked = partial(loss.chunked, chunk=run.training.loss_chunk)
+        loss_terms.apply(self.model.head, chunk=run.training.loss_chunk, cap=run.model.logit_cap)
         checkpoint_blocks(self.model.blocks(), run.memory)
         self.loss = self._compiled(run.compile)
         init_weights.materialise(self.model, self.model.initial(), run.training.seed, device)

@@ -55,6 +55,7 @@ def setting(
     in_ids: bool = True,
     any_text: bool = False,
     formerly: str | None = None,
+    later: bool = False,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -69,6 +70,7 @@ def setting(
         any_text: whether a text may be empty, long and have several lines.
         formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay;
             a dotted one is of another axis.
+        later: whether files and digests leave it out while it has its default, as those from before it was added do.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -80,6 +82,7 @@ def setting(
         "cap": cap,
         "any_text": any_text,
         "formerly": formerly,
+        "later": later,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -218,7 +221,7 @@ def defaults(cls: type) -> dict[str, Any]:
     """Return the schema's default values as plain containers, nested schemas included."""
     hints = typing.get_type_hints(cls)
     out: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
+    for field in _fields(cls).values():
         kind = hints[field.name]
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             out[field.name] = defaults(kind)
@@ -230,7 +233,8 @@ def defaults(cls: type) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """Return a schema's instance as plain containers, for JSON and YAML."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        kept = ((f, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {f.name: plain(v) for f, v in kept if not (f.metadata.get("later") and v == f.default)}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     if isinstance(value, Mapping):

@@ -65,11 +65,18 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(run))
 
     def after(self, stage: int, module: nn.Module, hook: After, *, first: bool = False) -> None:
-        """Call `hook` after a module of a stage and the hooks that it has already; with `first` before those."""
+        """Call `hook` after a module of a stage and the hooks that it has already; with `first` before those.
+
+        Of a block that returns loss terms too it gets the hidden states.
+        """
         call = self.calls[stage]
 
-        def run(module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Any:
-            return hook(call, module, args, out) if _first(call, "after", module) else None
+        def run(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            if not _first(call, "after", module):
+                return None
+            hidden, *losses = out if isinstance(out, tuple) else (out,)
+            other = hook(call, module, args, hidden)
+            return other if other is None or not losses else (other, *losses)
 
         self._handles.append(module.register_forward_hook(run, prepend=first))
 

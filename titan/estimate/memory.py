@@ -211,7 +211,10 @@ class _RankMemory:
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
         self.block: Block = model.block_activations(self.share, self._context_parallel_bytes())
         self.head: Head = model.head_activations(
-            self.share, parts=recipe.parallelism.loss_parallel, chunk=recipe.training.loss_chunk
+            self.share,
+            parts=recipe.parallelism.loss_parallel,
+            chunk=recipe.training.loss_chunk,
+            terms=bool(recipe.training.terms),
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
         self._count_elements()

@@ -142,7 +142,16 @@ def block(
     return Block(gradient, norms + inputs + attention + feed_forward, selective, backward, outputs)
 
 
-def head(share: RankPart, dim: int, vocab: int, *, parts: bool, chunk: int | None) -> Head:
+def head(
+    share: RankPart,
+    dim: int,
+    vocab: int,
+    *,
+    parts: bool,
+    chunk: int | None,
+    terms: bool = False,
+    capped: bool = False,
+) -> Head:
     """Return the activation memory of the final norm, the head and the cross-entropy.
 
     Args:
@@ -151,15 +160,22 @@ def head(share: RankPart, dim: int, vocab: int, *, parts: bool, chunk: int | Non
         vocab: V.
         parts: whether tensor-parallel ranks compute the loss from sharded logits (loss parallel).
         chunk: tokens whose logits exist at a time; None: all.
+        terms: whether there are loss terms next to cross-entropy; from statistics of the logits, which need no more.
+        capped: whether logits are soft-capped.
     """
     c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
+    fused, more = terms or capped, 4 if capped else 0  # as titan.model.loss_terms.Objective computes it
     norm, hidden = share.norm(dim) * s, c * dim * n
     last = norm + (share.norm_backward(dim) + c * dim) * s
     if chunk is not None:
         gradients = hidden + c * vocab * dim / t
-        logits = min(chunk, n) * vocab / t * (4 + c % 4)
+        logits = min(chunk, n) * vocab / t * ((12 + more if fused else 4) + c % 4)
         peak = norm + 2 * hidden + (4 + c) * vocab * dim / t + logits
         return Head(norm + gradients, peak, norm + 2 * gradients, last)
+    if fused:
+        logits = n * vocab / t
+        peak = norm + hidden + (8 + more) * logits
+        return Head(norm + hidden + 4 * logits, peak, peak, last)
     cut = t > 1 and parts
     logits = n * vocab / (t if cut else 1)
     kept = norm + hidden + (8 if cut else 4) * logits

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from titan.model import loss_terms
 from titan.model.init_weights import Initial, Normal, Ones
-from titan.model.layers import Embedding, Head, RMSNorm, inverse_frequencies, make_mask, rotation, stretch_frequencies
+from titan.model.layers import (
+    Embedding,
+    Head,
+    RMSNorm,
+    inverse_frequencies,
+    make_mask,
+    rotation,
+    soft_cap,
+    stretch_frequencies,
+)
 
 Placement = Literal["vocab", "region", "colwise", "rowwise", "sequence", "heads"]
 """How tensor parallelism treats a module.
@@ -36,6 +47,8 @@ class Decoder(nn.Module):
     Attributes:
         mask: called once per micro-batch with document ids [B, T] (or None), positions [1 or B, T] and the compute
             type; returns the mask that every block's attention uses.
+        losses: coefficients of the loss terms that blocks return, by name; a block may then return its hidden states
+            and a mapping from these names to values of its tokens, float32 [B, t].
         aliases: parameters that are replicas of a tied weight on another stage, with that weight's name.
     """
 
@@ -56,6 +69,10 @@ class Decoder(nn.Module):
         self.head: Head | None = Head(config.dim, config.vocab)
         self.mask: Callable[[Tensor | None, Tensor, torch.dtype], Any] = make_mask
         self.aliases: dict[str, str] = {}
+        self.losses: Mapping[str, float] = {}
+        if config.logit_cap is not None:
+            self.head.whole = partial(soft_cap, cap=config.logit_cap)
+            loss_terms.apply(self.head, cap=config.logit_cap)
         if config.tied:
             self.head.weight = self.tok_embeddings.weight
         self.register_buffer("inv_freq", torch.empty(config.head_size // 2), persistent=False)
@@ -85,7 +102,7 @@ class Decoder(nn.Module):
             frequencies = stretch_frequencies(frequencies, c.rope_factor, c.rope_low, c.rope_high, c.rope_original)
         self.inv_freq = frequencies.to(device)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, document_ids: Tensor | None = None) -> Any:
         """Return hidden states after the final norm, from which `head` computes logits or the loss.
 
         Args:
@@ -94,7 +111,8 @@ class Decoder(nn.Module):
             document_ids: [B, T] int64; tokens attend only to tokens of the same id. None: one document per row.
 
         Returns:
-            [B, T, D] in the compute type; on stages without the final norm the output of the last block.
+            [B, T, D] in the compute type; on stages without the final norm the output of the last block. Where `losses`
+            names terms and gradients are computed: these, and the blocks' summed values, float32 [terms, B, t].
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -102,9 +120,21 @@ class Decoder(nn.Module):
         cos, sin = rotation(self.inv_freq, positions)
         hidden = x if self.tok_embeddings is None else self.tok_embeddings(x)
         seen = self.mask(document_ids, positions, hidden.dtype)
+        if self.losses:
+            return self._with_losses(hidden, cos, sin, seen)
         for block in self.blocks():
             hidden = block(hidden, cos, sin, seen)
         return hidden if self.norm is None else self.norm(hidden)
+
+    def _with_losses(self, hidden: Tensor, *args: Any) -> Any:
+        """Compute the blocks and the final norm, and add up the values that blocks return."""
+        total = loss_terms.sum_values({}, tuple(self.losses), hidden)
+        for block in self.blocks():
+            out = block(hidden, *args)
+            hidden, values = out if isinstance(out, tuple) else (out, {})
+            total = total + loss_terms.sum_values(values, tuple(self.losses), hidden)
+        hidden = hidden if self.norm is None else self.norm(hidden)
+        return (hidden, total) if torch.is_grad_enabled() else hidden
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks of this module, in order."""

@@ -5,8 +5,8 @@ type of its input where it uses it (a no-op if the weight has that type already)
 low precision - norms, rotary embedding, loss - compute in float32 and cast back.
 
 What a technique may replace is a plain attribute: how a layer gets its weight (`use`) and in which type (`operand`),
-its matmul (`product`), the embedding look-up (`lookup`), attention (`core`), the loss (`loss`, or `chunked` without
-whole logits) and the gathering of logits (`whole`).
+its matmul (`product`), the embedding look-up (`lookup`), attention (`core`), the loss (`loss` from logits, or `fused`
+from hidden states) and what makes logits complete (`whole`).
 
 Shapes: B rows of a micro-batch, T tokens of a row, D hidden width, H heads of width d.
 """
@@ -29,6 +29,10 @@ IGNORED = -100
 
 Use = Callable[[Tensor, torch.dtype], Tensor]
 """Returns the weight that a layer computes with, in the requested type."""
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies activations [..., in] with a weight [out, in]."""
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,7 +89,7 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
         self.use: Use = cast
         self.operand: torch.dtype | None = None  # the type in which `product` gets the weight; None: the input's
-        self.product: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.product: Product = F.linear
 
     def reset_parameters(self) -> None:
         """Do nothing: `titan.model.init_weights.materialise` initialises the weight."""
@@ -115,6 +119,27 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
+class _SoftCap(torch.autograd.Function):
+    """Saves its result only, as the loss does, so that capping needs no memory between the passes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, cap: float) -> Tensor:
+        ctx.cap, out = cap, (logits / cap).tanh_().mul_(cap)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (out,) = ctx.saved_tensors
+        return (out / ctx.cap).square_().neg_().add_(1).mul_(grads[0]), None
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap), computed in float32, in the type of the logits (arXiv:2408.00118)."""
+    out: Tensor = _SoftCap.apply(logits.float(), cap)  # type: ignore[no-untyped-call]
+    return out.to(logits.dtype)
+
+
 def identity(x: Tensor) -> Tensor:
     """Return the argument."""
     return x
@@ -126,7 +151,7 @@ class Head(Linear):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
-        self.chunked: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self.fused: Callable[[Tensor, Tensor, Tensor, Product], Tensor] | None = None
         self.whole: Callable[[Tensor], Tensor] = identity
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -137,10 +162,11 @@ class Head(Linear):
             targets: [B, T] int64, -100 where ignored; None for logits.
 
         Returns:
-            Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar.
+            Logits [B, T, vocab] in the type of `hidden`; or the sum over valid targets in nats, a float32 scalar. With
+            loss terms: see `titan.model.loss_terms.Objective`.
         """
-        if self.chunked is not None and targets is not None:
-            return self.chunked(hidden, self.use(self.weight, hidden.dtype), targets)
+        if self.fused is not None and targets is not None:
+            return self.fused(hidden, self.use(self.weight, self.operand or hidden.dtype), targets, self.product)
         logits = super().forward(hidden)
         return self.whole(logits) if targets is None else self.loss(logits, targets)
 

@@ -21,15 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan.model.custom_op import register
-from titan.model.layers import IGNORED, identity
+from titan.model.layers import IGNORED, Product, identity
 
 Results = tuple[Tensor, Tensor, Tensor]
 """The summed loss in nats (fp32 scalar) and the gradients of hidden states and weight, each in its tensor's type; a
 gradient that was not requested is empty."""
 Operation = Callable[[Tensor, Tensor, Tensor, bool, bool], Results]
 """Returns `Results` for hidden states [N, D], weight [V, D], targets [N] and whether each gradient is requested."""
-Measure = Callable[[Tensor, Tensor, bool], Tensor]
-"""Returns the summed loss of logits, see `slopes`."""
+Measure = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+"""Returns the loss of hidden states, their logits and targets, overwriting the logits by the gradient if requested; and
+the gradient of the hidden states that does not come from the logits, if there is one."""
 
 
 def loss_and_grad_(
@@ -62,13 +63,18 @@ def loss_and_grad_(
     return (sums.log() - chosen).where(valid, 0).sum()
 
 
+def measure_logits(hidden: Tensor, logits: Tensor, targets: Tensor, graded: bool, **split: Any) -> tuple[Tensor, None]:
+    """Do as `loss_and_grad_`, as a `Measure`."""
+    return loss_and_grad_(logits, targets, graded, **split), None
+
+
 def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     chunk: int,
     wants: tuple[bool, bool],
-    measure: Measure = loss_and_grad_,
+    measure: Measure = measure_logits,
 ) -> Results:
     """Return the loss and the requested gradients, computing the logits of `chunk` tokens at a time."""
     loss = hidden.new_zeros((), dtype=torch.float32)
@@ -77,7 +83,7 @@ def chunked_loss(
     for start in range(0, len(hidden), chunk):
         part = slice(start, start + chunk)
         mine = None if into_hidden is None else into_hidden[part]
-        loss += _of_chunk(hidden[part], weight, targets[part], measure, mine, into_weight)
+        loss = loss + _of_chunk(hidden[part], weight, targets[part], measure, mine, into_weight)
     nothing = hidden.new_empty(0), weight.new_empty(0)
     return (
         loss,
@@ -96,10 +102,12 @@ def _of_chunk(
 ) -> Tensor:
     """Return the loss of one chunk; write its gradient to `into_hidden` and add its gradient to `into_weight`."""
     logits = F.linear(hidden, weight).float()
-    loss = measure(logits, targets, into_hidden is not None or into_weight is not None)
+    loss, direct = measure(hidden, logits, targets, into_hidden is not None or into_weight is not None)
     logits = logits.to(hidden.dtype)  # as autograd rounds the gradient in the backward of `float`
     if into_hidden is not None:
         torch.mm(logits, weight, out=into_hidden)
+        if direct is not None:
+            into_hidden += direct
     if into_weight is not None and hidden.dtype == into_weight.dtype:
         into_weight.addmm_(logits.T, hidden)
     elif into_weight is not None:
@@ -121,8 +129,9 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (of_hidden, of_weight), needs = ctx.saved_tensors, ctx.needs_input_grad
-        dh = (of_hidden * grads[0]).view(ctx.shape) if needs[0] else None
-        return dh, of_weight * grads[0] if needs[1] else None, None, None, None
+        upstream = grads[0].flatten()[0]  # with loss terms the first element has the gradient of all
+        dh = (of_hidden * upstream).view(ctx.shape) if needs[0] else None
+        return dh, of_weight * upstream if needs[1] else None, None, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, operation: Operation) -> Tensor:
@@ -135,8 +144,11 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, operat
     return out
 
 
-def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Return `linear_cross_entropy` with an unsharded weight [vocab, D], in chunks of `chunk` tokens."""
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor, product: Product = F.linear, *, chunk: int) -> Tensor:
+    """Return `linear_cross_entropy` with an unsharded weight [vocab, D], in chunks of `chunk` tokens.
+
+    `product` has no effect: the head of chunks is computed in the type of the hidden states.
+    """
 
     def operation(*args: Any) -> Results:
         results: Results = torch.ops.titan.chunked_loss(*args, chunk)

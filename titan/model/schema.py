@@ -62,6 +62,9 @@ class Decoder:
     rope_original: int = setting(8192, "sequence length before RoPE scaling", at_least=1, cap=10**9)
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", above=0, cap=1)
     tied: bool = setting(False, "tie the head's weight to the embedding's")
+    logit_cap: float | None = setting(
+        None, "logits are soft-capped: logit_cap * tanh(logits / logit_cap); null: they are not", above=0, later=True
+    )
 
     @property
     def head_size(self) -> int:
@@ -185,9 +188,12 @@ class Decoder:
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
 
-    def head_activations(self, share: RankPart, *, parts: bool = True, chunk: int | None = None) -> Head:
+    def head_activations(
+        self, share: RankPart, *, parts: bool = True, chunk: int | None = None, terms: bool = False
+    ) -> Head:
         """Return the activation memory of final norm, head and loss; see `titan.model.activations.head`."""
-        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk)
+        capped = self.logit_cap is not None
+        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk, terms=terms, capped=capped)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ ranks communicate where a region of split matmuls begins and ends:
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from titan.model.custom_op import register
-from titan.model.layers import IGNORED, cross_entropy, look_up
-from titan.model.loss import Results, chunked_loss, linear_cross_entropy, loss_and_grad_, shapes
+from titan.model.layers import IGNORED, Product, cross_entropy, look_up
+from titan.model.loss import Results, chunked_loss, linear_cross_entropy, measure_logits, shapes
+from titan.model.loss_terms import Objective, Vocabulary
 from titan.parallelism import collectives
 
 SEQUENCE = 1
@@ -47,9 +49,12 @@ def apply(model: Any, mesh: DeviceMesh, *, sequence: bool, loss: bool, chunk: in
         model.head.weight = model.tok_embeddings.weight
     if model.head is not None:
         group = mesh.get_group()
-        model.head.whole = partial(collectives.join, dim=-1, group=group)
+        model.head.whole = partial(_whole, complete=model.head.whole, group=group)
         model.head.loss = partial(_split_loss if loss else _whole_loss, group=group)
-        model.head.chunked = None if chunk is None else partial(_chunked_loss, chunk=chunk, group=group)
+        if isinstance(model.head.fused, Objective):
+            model.head.fused = replace(model.head.fused, vocabulary=_SplitVocabulary(group))
+        else:
+            model.head.fused = None if chunk is None else partial(_chunked_loss, chunk=chunk, group=group)
 
 
 def overlap(mesh: DeviceMesh) -> None:
@@ -171,6 +176,42 @@ def _look_up(tokens: Tensor, weight: Tensor, dtype: torch.dtype, rank: int) -> T
     return look_up(index.masked_fill(elsewhere, 0), weight, dtype).masked_fill(elsewhere[..., None], 0)
 
 
+def _whole(logits: Tensor, complete: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Return whole logits from split ones, on every rank."""
+    return complete(collectives.join(logits, -1, group))
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] / ctx.ranks, None
+
+
+class _SplitVocabulary(Vocabulary):
+    """A rank's part of a vocabulary that is split over a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+
+    def largest(self, x: Tensor) -> Tensor:
+        return collectives.all_reduce(x, self.group, "max")
+
+    def total(self, x: Tensor) -> Tensor:
+        return collectives.total(x, self.group)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return collectives.join(x, -1, self.group)
+
+    def shared(self, x: Tensor) -> Tensor:
+        out: Tensor = _Shared.apply(x, self.ranks)  # type: ignore[no-untyped-call]
+        return out
+
+
 def _split_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the summed cross-entropy from split logits [..., vocab / ranks]; ranks exchange 3 elements per token."""
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
@@ -188,7 +229,9 @@ def _whole_loss(logits: Tensor, targets: Tensor, group: dist.ProcessGroup) -> Te
     return cross_entropy(collectives.join(logits, -1, group), targets)
 
 
-def _chunked_loss(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, group: dist.ProcessGroup) -> Tensor:
+def _chunked_loss(
+    hidden: Tensor, weight: Tensor, targets: Tensor, product: Product, chunk: int, group: dist.ProcessGroup
+) -> Tensor:
     """Return the summed cross-entropy from split logits of `chunk` tokens at a time."""
 
     def operation(*args: Any) -> Results:
@@ -210,7 +253,7 @@ def _split_in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `in_chunks` does, where the weight is the `rank`-th shard of the vocabulary; all have one size."""
     largest, total = (partial(collectives.reduced, group=group, how=how) for how in ("max", "sum"))
-    measure = partial(loss_and_grad_, first=rank * len(weight), largest=largest, total=total)
+    measure = partial(measure_logits, first=rank * len(weight), largest=largest, total=total)
     return chunked_loss(hidden, weight, targets, chunk, (wants_hidden, wants_weight), measure)
 
 

@@ -68,6 +68,11 @@ def _check_checkpoint(run: Run) -> None:
     for name, value in (("export", how.export), ("path", how.path)):
         if how.mode == "off" and value:
             raise ConfigError(f"checkpoint.{name}={value}: nothing is saved; give checkpoint=sync or checkpoint=async.")
+    if how.export in ("hf", "meta") and run.model.logit_cap is not None:
+        raise ConfigError(
+            f"checkpoint.export={how.export}: models of this format do not cap logits, and model.logit_cap="
+            f"{show(run.model.logit_cap)}; give checkpoint.export=null, or model.logit_cap=null."
+        )
     if how.export == "meta" and not isinstance(run.model, Llama):
         raise ConfigError(
             f"checkpoint.export=meta: this format exists for Llama only, and the model is a "

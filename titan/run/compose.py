@@ -34,6 +34,7 @@ from titan.run.resolve import resolve
 from titan.run.run import Run
 from titan.run.schema import Recipe
 from titan.sweep.schema import GRID, LAUNCHER_MODULE, LAUNCHERS, Sweep
+from titan.training.schema import LossTerm
 
 
 def register() -> None:
@@ -42,6 +43,7 @@ def register() -> None:
     for axis, kinds in PLUGGABLE.items():
         for kind, cls in kinds.items():
             store.store(name=kind, group=f"schema/{axis}", node=settings.defaults(cls))
+    store.store(name="base", group="schema/loss_term", node=settings.defaults(LossTerm))
     fixed = settings.defaults(Recipe)
     chosen = dict.fromkeys(PLUGGABLE, settings.MISSING)
     store.store(name="run", group="schema", node=fixed | chosen | {"sweep": settings.defaults(Sweep)})

@@ -7,7 +7,7 @@ stages, precision, tensor, context, activation checkpointing, compile, FSDP, ini
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titan.compile.backend import compile_stage
 from titan.errors import ConfigError
 from titan.memory.checkpointing import checkpoint_blocks
-from titan.model import attention, init_weights, loss
+from titan.model import attention, init_weights, loss_terms
 from titan.model.schema import Decoder
 from titan.parallelism import context, context_chunks, context_kernels, data, tensor
 from titan.parallelism.mesh import World
@@ -26,7 +26,7 @@ from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
 from titan.run.run import Run
-from titan.training.train_step import GradAccumulation, MicrobatchRunner, Stage, TrainStep
+from titan.training.train_step import GradAccumulation, MicrobatchRunner, Stage, StageWithLosses, TrainStep
 
 Note = Callable[[str], None]
 
@@ -71,7 +71,14 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
         tied_weights=_tied_weights(stages, run, world),
         seq_len_multiple=run.parallelism.multiple(run.layout),
         notes=tuple(notes),
+        terms=(*run.training.terms, *_model_terms(stages)),
+        parts=len(_model_terms(stages)) if run.parallelism.sequence_parallel and run.layout.tensor > 1 else 0,
     )
+
+
+def _model_terms(stages: dict[int, Stage]) -> tuple[str, ...]:
+    """Return the names of the loss terms that the model's blocks return, the same on all stages."""
+    return tuple(next(iter(stages.values())).model.losses)
 
 
 def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
@@ -82,7 +89,7 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
             model: Any = run.model.build()
         if stage_plan.count > 1:
             model.keep(range(*stage_plan.layers[number]), first=number == 0, last=number == stage_plan.count - 1)
-        stages[number] = Stage(model)
+        stages[number] = StageWithLosses(model, world.coordinate("tensor")) if model.losses else Stage(model)
     note(f"built on meta: {sum(p.numel() for s in stages.values() for p in s.parameters()):,} parameters")
     if stage_plan.count > 1:
         numbers = f"{'stages' if len(stages) > 1 else 'stage'} {', '.join(map(str, stages))} of {stage_plan.count}"
@@ -95,8 +102,9 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
     model, parallelism = stage.model, run.parallelism
     quantized = run.precision.select(run.model.linear_layers(), run.layout.tensor).quantized
     mesh, chunk = _fsdp_mesh(world), run.training.loss_chunk
+    terms = tuple(loss_terms.Term(name, t.coefficient, t.build()) for name, t in run.training.terms.items())
     _apply_precision_and_tensor(
-        model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None
+        model, run.precision, parallelism, world, quantized, chunk=chunk, sharded=mesh is not None, terms=terms
     )
     attention.set_kernels(model, run.training.attention, world.device, blocks=run.training.attention == "flex")
     if world.context is not None:
@@ -139,6 +147,7 @@ def _apply_precision_and_tensor(
     quantized: tuple[str, ...] = (),
     chunk: int | None = None,
     sharded: bool = False,
+    terms: tuple[loss_terms.Term, ...] = (),
 ) -> None:
     """Set a model's compute types and loss chunks, and split it over tensor ranks, for training and generation alike.
 
@@ -150,10 +159,10 @@ def _apply_precision_and_tensor(
         quantized: modules whose matmuls are computed in eight bits.
         chunk: tokens whose logits exist at a time; None: all.
         sharded: whether FSDP gathers weights.
+        terms: of the loss, next to cross-entropy.
     """
     set_compute_dtype(model, precision, quantized, sharded)
-    if chunk is not None and model.head is not None:
-        model.head.chunked = partial(loss.chunked, chunk=chunk)
+    loss_terms.apply(model.head, terms, chunk, model.config.logit_cap)
     if (mesh := world.dimensions("tensor")) is not None:
         if parallelism.async_tensor:
             tensor.overlap(mesh)
@@ -278,7 +287,8 @@ def _runner(stages: dict[int, Stage], run: Run, world: World) -> MicrobatchRunne
         if group is None:
             raise RuntimeError("several stages, but no pipeline group")
         shape = _pipeline_shape(run)
-        return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout))
+        losses = len(run.training.terms), len(_model_terms(stages))
+        return Pipeline(stages, shape, group, world.device, p2p_groups(shape, group, world.timeout), losses)
     stage: nn.Module = stages[0]
     mesh = world.dimensions("replicate")
     wrapped = data.replicate(stage, mesh) if world.layout.only_replicated and mesh is not None else stage

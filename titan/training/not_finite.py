@@ -171,7 +171,7 @@ class Tracer(Hooks):
         inside = _parent(name)
 
         def after(call: Call, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
-            rows = self.bad_tokens[0] if name == "head" and out.dim() == 0 and self.bad_tokens else None
+            rows = self.bad_tokens[0] if name == "head" and out.dim() < 2 and self.bad_tokens else None
             self._note(call, "forward", name, "", out, rows)
             return self._watch(out, call, inside, f"after {_last(name)}")
 

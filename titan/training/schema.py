@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from titan.config.settings import setting, show
 from titan.errors import ConfigError
+from titan.training.loss_terms import LabelSmoothing, ZLoss
+from titan.training.loss_terms import LossTerm as LossTerm  # other packages import schemas only
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,13 @@ class Training:
         "tokens per chunk of logits in head and loss, to save memory; null: all tokens at once",
         science=False,
         at_least=1,
+    )
+    z_loss: float = setting(0.0, "coefficient of the mean squared logsumexp of the logits in the loss", at_least=0)
+    label_smoothing: float = setting(
+        0.0, "probability that targets spread evenly over the vocabulary", at_least=0, below=1
+    )
+    loss_terms: Mapping[str, LossTerm] | None = setting(
+        None, "your own terms of the loss, by names that you choose: {NAME: {_target_: mine.Term, coefficient: 0.1}}"
     )
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "flex"] = setting(
         "auto",
@@ -71,10 +81,27 @@ class Training:
         """Tokens of all steps."""
         return self.rows_before(self.steps + 1) * self.seq_len
 
+    @property
+    def terms(self) -> dict[str, LossTerm]:
+        """The terms of the loss next to cross-entropy, by name."""
+        terms: dict[str, LossTerm] = {}
+        if self.z_loss:
+            terms["z_loss"] = ZLoss(coefficient=self.z_loss)
+        if self.label_smoothing:
+            terms["label_smoothing"] = LabelSmoothing(coefficient=self.label_smoothing)
+        return terms | dict(self.loss_terms or {})
+
     def check(self) -> None:
         """Raise ConfigError for batches that are no whole rows, and for batches that don't grow."""
         self._check_rows("training.global_batch", self.global_batch)
         self._check_growth()
+        for name, term in (self.loss_terms or {}).items():
+            if name in ("z_loss", "label_smoothing"):
+                raise ConfigError(f"training.loss_terms.{name}: is the name of training.{name}; choose another name.")
+            if type(term) is LossTerm:
+                raise ConfigError(
+                    f"training.loss_terms.{name}: names no class; add its _target_, such as _target_: mine.Term."
+                )
 
     def _check_rows(self, name: str, batch: int) -> None:
         if batch % self.seq_len:

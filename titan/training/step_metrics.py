@@ -40,10 +40,10 @@ def pack(
     end: bool = False,
     places: Sequence[float] = (),
 ) -> Tensor:
-    """Return this rank's part of a step's vector, float64 [PLACES + len(places)] on the device of `loss`.
+    """Return this rank's part of a step's vector, float64 [PLACES + len(places) + terms] on the device of `loss`.
 
     Args:
-        loss: this rank's summed loss.
+        loss: this rank's summed loss; with loss terms a vector, whose other elements are the last of the result.
         batch: what this rank read.
         stop: whether a signal asked this rank to stop.
         requeue: whether it asked to be started again after that.
@@ -58,7 +58,14 @@ def pack(
     host = torch.tensor([*requests, *counts, *pieces, *places], dtype=torch.float64)
     if loss.device.type == "cuda":
         host = host.pin_memory()
-    return torch.cat([loss.double()[None], host.to(loss.device, non_blocking=True)])
+    losses = loss.double().flatten()
+    return torch.cat([losses[:1], host.to(loss.device, non_blocking=True), losses[1:]])
+
+
+def term_means(names: Sequence[str], metrics: Sequence[float]) -> dict[str, float]:
+    """Return the mean of each loss term over the targets that count, by its key in metrics.jsonl."""
+    sums = metrics[len(metrics) - len(names) :]
+    return {f"loss/{name}": value / max(1, metrics[VALID]) for name, value in zip(names, sums, strict=True)}
 
 
 def batch_hash(metrics: list[float]) -> str:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan.model.layers import IGNORED
+from titan.model.loss_terms import carry, weigh
 from titan.parallelism import data, grad_norm, tensor
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
@@ -48,11 +50,48 @@ class Stage(nn.Module):
         return ((self.model.aliases.get(name, name), p) for name, p in self.model.named_parameters())
 
 
+class StageWithLosses(Stage):
+    """A stage of a model whose blocks return loss terms: values of tokens, which count where their targets do."""
+
+    def __init__(self, model: Any, tensor_rank: int) -> None:
+        """Take the model, and which part of a row between split matmuls this rank has."""
+        super().__init__(model)
+        self.tensor_rank = tensor_rank
+
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Any:
+        """Compute this part of the model; see `Stage.forward`.
+
+        Returns:
+            Where gradients are computed, the last stage's loss with the sums of the terms behind it, see
+            `titan.model.loss_terms.carry`; from other stages hidden states, the terms' sum times their coefficients,
+            and the sums.
+        """
+        if targets is None or not torch.is_grad_enabled():
+            return super().forward(x, targets, positions, document_ids)
+        hidden, values = self.model(x, positions, document_ids)
+        parts = targets.shape[1] // values.shape[2]  # tensor ranks, where they split the sequence
+        valid = targets.chunk(parts, 1)[self.tensor_rank % parts] != IGNORED
+        figures = values.where(valid, 0).sum((1, 2))
+        extra = weigh(figures, list(self.model.losses.values()))
+        if self.model.head is None:
+            return hidden, extra, figures.detach()
+        return carry(self.model.head(hidden, targets).reshape(-1), figures, extra)
+
+
 class MicrobatchRunner(Protocol):
     """Runs micro-batches through the stages of this rank."""
 
     def backward(self, rows: Microbatches, scale: float) -> Tensor:
-        """Run forward and backward, and return this rank's summed loss, zero where the last stage is elsewhere."""
+        """Run forward and backward, and return this rank's summed loss, zero where the last stage is elsewhere.
+
+        With loss terms it is a vector: cross-entropy and the sums of the terms.
+        """
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
         """Run forward, and return the last stage's output for each micro-batch; nothing where it is elsewhere."""
@@ -71,8 +110,8 @@ class GradAccumulation:
         for i in range(count):
             with data.accumulating(self.wrapped, last=i == count - 1, whole=self.whole):
                 loss = self.wrapped(*rows.microbatch(i))
-                (loss * scale).backward()
-            total += loss.detach()
+                loss.backward(torch.full_like(loss, scale))
+            total = total + loss.detach()
         return total
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
@@ -96,6 +135,8 @@ class TrainStep:
             `titan.parallelism.pipeline.runtime.TiedWeights`.
         seq_len_multiple: the number that the length of a row must be a multiple of.
         notes: what was applied to the model, in order.
+        terms: names of the loss terms: of the logits, then of the model's blocks.
+        parts: how many of the last terms each tensor rank sums over its own tokens.
     """
 
     stages: tuple[Stage, ...]
@@ -107,6 +148,8 @@ class TrainStep:
     tied_weights: TiedWeights | None = None
     seq_len_multiple: int = 1
     notes: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
+    parts: int = 0
 
     @property
     def device(self) -> torch.device:
@@ -121,14 +164,22 @@ class TrainStep:
             scale: the factor of each token's loss: 1 / (tokens of the global batch).
 
         Returns:
-            This rank's summed loss, an fp32 scalar on its device; the sum over all ranks is the global batch's.
+            This rank's summed loss, an fp32 scalar on its device; the sum over all ranks is the global batch's. With
+            `terms` a vector: cross-entropy and the sums of the terms.
         """
         loss = self.runner.backward(self._local_rows(rows), scale)
         if self.tied_weights is not None:
             self.tied_weights.sum_gradients()
         for parameter in self.parameters():
             tensor.reduce_partial_grad(parameter)
-        return loss if self.world.counts_loss else torch.zeros_like(loss)
+        return loss if self.world.counts_loss else self._own_parts(loss)
+
+    def _own_parts(self, loss: Tensor) -> Tensor:
+        """Return of the loss of a tensor rank after the first, which is a replica, what is of its own tokens."""
+        own = torch.zeros_like(loss)
+        if self.parts:
+            own[-self.parts :] = loss[-self.parts :]
+        return own
 
     @torch.no_grad()
     def evaluate(self, rows: Microbatches) -> Tensor:

@@ -314,7 +314,7 @@ class Trainer:
         loss = metrics[LOSS] / max(1, metrics[VALID])
         cause = self._check_finite(step, loss, norm)
         self.times.add(seconds, metrics[PAIRS], step.batch.wait_seconds)
-        ranks, news = self.rank_times.read(step.step, metrics[PLACES:])
+        ranks, news = self.rank_times.read(step.step, metrics[PLACES : len(metrics) - len(self.train_step.terms)])
         for line in news:
             self._warn(line)
         own = self.hooks.end_step(step.step, lambda: self._figures(step, loss, norm, seconds))
@@ -336,7 +336,7 @@ class Trainer:
             self.bad_steps = 0
             return {}
         self.bad_steps += 1
-        losses = self.world.gather(float(step.local_loss))
+        losses = self.world.gather(float(step.local_loss.flatten()[0]))
         ranks = [r for r, value in enumerate(losses) if not math.isfinite(value)]
         where = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "the gradients (the loss is finite)"
         rows = f"rows {step.batch.first} to {step.batch.last}"
@@ -385,6 +385,7 @@ class Trainer:
             "step": step.step,
             "tokens": step.batch.read * self.run.training.seq_len,
             "loss": loss,
+            **step_metrics.term_means(self.train_step.terms, metrics),
             "grad_norm": norm,
             "lr": step.lr,
             "step_seconds": seconds,

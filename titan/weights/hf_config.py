@@ -145,6 +145,11 @@ def config_of(
     if name is None:
         known = ", ".join(family.__name__ for family in FAMILIES.values())
         raise ConfigError(f"format=hf: Hugging Face has no {type(model).__name__} (it has {known}); give format=titan.")
+    if model.logit_cap is not None:
+        raise ConfigError(
+            f"format=hf: Hugging Face's {name} does not cap logits, and model.logit_cap={show(model.logit_cap)}; "
+            "give format=titan."
+        )
     values = {**{key: getattr(model, field) for key, field in FIELDS.items()}, "head_dim": model.head_size}
     theirs = {"attention_bias": False, "hidden_act": "silu", "attention_dropout": 0.0, "initializer_range": 0.02}
     rope: dict[str, Any] = {"rope_type": "default"}

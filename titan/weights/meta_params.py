@@ -57,6 +57,11 @@ def feed_forward(dim: int, ffn: int) -> tuple[int, float]:
 def _check(model: Decoder) -> None:
     if type(model) is not Llama:
         raise ConfigError(f"format=meta: Meta has no {type(model).__name__}; give format=hf.")
+    if model.logit_cap is not None:
+        raise ConfigError(
+            f"format=meta: Meta's code does not cap logits, and model.logit_cap={show(model.logit_cap)}; "
+            "give format=titan."
+        )
     if model.head_size * model.heads != model.dim:
         raise ConfigError(
             f"format=meta: heads of width model.head_dim={model.head_size} are not model.dim={model.dim} / "

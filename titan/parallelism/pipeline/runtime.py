@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils.checkpoint import GraphExecGroup
 
+from titan.model.loss_terms import attach
 from titan.parallelism import mesh
 from titan.parallelism.grad_norm import local
 
@@ -119,6 +121,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         groups: P2PGroups | None = None,
+        losses: tuple[int, int] = (0, 0),
     ) -> None:
         """Take this rank's stages, and connect to its neighbours; all ranks of the pipeline call it together.
 
@@ -128,7 +131,10 @@ class Pipeline:
             group: the ranks along it.
             device: where messages are sent from.
             groups: see `p2p_groups`; messages without one use `group`.
+            losses: the number of loss terms of the logits, and of the model's blocks.
         """
+        self.count, self.of_blocks = losses
+        self.own: list[Tensor] = []
         self.stages, self.shape, self.group, self.device = dict(sorted(stages.items())), shape, group, device
         self.groups = groups or {}
         self.last = len(shape.owners) - 1
@@ -141,13 +147,22 @@ class Pipeline:
         """Run one step of the schedule; see `titan.training.train_step.MicrobatchRunner`."""
         self.scale = scale
         self.losses.clear()
+        self.own.clear()
         tokens, targets = rows.tokens.flatten(0, 1), _flat(rows.targets)
         x = (tokens,) if 0 in self.stages else ()
         kwargs = {"targets": targets, "positions": _positions(rows.positions, rows.tokens).flatten(0, 1)}
         if rows.documents is not None:
             kwargs["document_ids"] = _flat(rows.documents)
         self._schedule(len(rows.tokens)).step(*x, target=targets, return_outputs=False, **kwargs)
-        return torch.stack(self.losses).sum() if self.losses else torch.zeros((), device=self.device)
+        return self._total()
+
+    def _total(self) -> Tensor:
+        """Return the loss of this rank's stages: the last one's, and of the others what blocks return."""
+        shape = (1 + self.count + self.of_blocks,) if self.count + self.of_blocks else ()
+        total = torch.stack(self.losses).sum(0) if self.losses else torch.zeros(shape, device=self.device)
+        if self.own:
+            total[-self.of_blocks :] += torch.stack(self.own).sum(0)
+        return total
 
     def forward(self, rows: Microbatches) -> list[Tensor]:
         """Run one micro-batch after another through all stages; see `titan.training.train_step.MicrobatchRunner`."""
@@ -197,7 +212,16 @@ class Pipeline:
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         """The schedule's loss function: the last stage's output is the loss already."""
         self.losses.append(output.detach())
-        return output * self.scale
+        return output.sum() * self.scale  # loss terms behind the first element have no gradients
+
+    def _attach_losses(self, forward: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute a stage's hidden states, and have its loss terms differentiated in their backward pass."""
+        out = forward(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return out
+        hidden, extra, figures = out
+        self.own.append(figures)
+        return attach(hidden, extra, self.scale)
 
     def _schedule(self, microbatches: int) -> Any:
         """Return the schedule for a number of micro-batches, which grows with the batch."""
@@ -224,7 +248,8 @@ class Pipeline:
         shape, count = self.shape, len(self.shape.owners)
         hidden = shape.empty_hidden(shape.rows, shape.length, "meta").requires_grad_()
         tokens = torch.empty((shape.rows, shape.length), dtype=torch.int64, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
+        several = self.count + self.of_blocks
+        loss = torch.empty((1 + several,) if several else (), device="meta", requires_grad=True)
         stage_class = _Stage if shape.whole else _ReducingStage
         stage = stage_class(
             module,
@@ -236,6 +261,9 @@ class Pipeline:
             group=self.group,
         )
         stage.groups = self.groups
+        if self.of_blocks:
+            compute = partial(self._attach_losses, stage.forward_maybe_with_nosync)
+            stage.forward_maybe_with_nosync = compute  # type: ignore[method-assign]
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]  # before torch 2.13; see `_connect`
         return stage
 

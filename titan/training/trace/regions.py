@@ -100,7 +100,8 @@ class Regions:
         return enter
 
     def _leaves(self, index: int) -> Callable[..., None]:
-        def leave(_: Any, __: Any, hidden: Tensor) -> None:
+        def leave(_: Any, __: Any, out: Any) -> None:
+            hidden: Tensor = out[0] if isinstance(out, tuple) else out  # without loss terms
             if hidden.requires_grad:
                 _on_gradient(hidden, self._backward(self.microbatch, index))
 
@@ -109,8 +110,8 @@ class Regions:
     def _head(self, *_: Any) -> None:
         self._set("F", self.microbatch, AFTER)
 
-    def _ends(self, _: Any, __: Any, out: Tensor) -> None:
-        if out.requires_grad and out.dim() == 0:
+    def _ends(self, _: Any, __: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.requires_grad and out.dim() < 2:
             _on_gradient(out, self._backward(self.microbatch, AFTER))
 
 
