@@ -88,7 +88,7 @@ FAULTS = (
     fault(
         "layers: replicas count twice",
         "titan/training/layer_norms.py",
-        "square = squares(part).sum() / _holders(parameter, world)",
+        "square = squares(part).sum() / holders(parameter, world)",
         "square = squares(part).sum()",
         "training/test_layer_metrics.py::test_the_numbers_are_those_of_one_device[ddp tied]",
     ),

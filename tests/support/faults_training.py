@@ -184,8 +184,8 @@ TRAINING = (
     fault(
         "accumulation: each micro-batch alone",
         "titan/training/train_step.py",
-        "(loss * scale).backward()",
-        "(loss * scale / count).backward()",
+        "loss.backward(torch.full_like(loss, scale))",
+        "loss.backward(torch.full_like(loss, scale / count))",
         "training/test_build.py::test_microbatches_add_up",
     ),
     fault(
