@@ -23,7 +23,7 @@ class Context:
         rank, world_size: this rank, and the number of ranks.
         device: of this rank.
         step: the step of the moment; 0 before the first one.
-        figures: what is known at the moment; docs/extending-hooks.md lists it.
+        figures: what is known at the moment; docs/extending.md lists it.
     """
 
     def __init__(self, name: str, run: Run, world: World, parameters: Parameters) -> None:

@@ -1,0 +1,130 @@
+"""The examples of docs/extending.md work as they stand, from a folder outside of the repository."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launchers import start
+from launchers.command import command
+from tests.support import examples, task_files
+from tests.support.runs import TINY, steps
+from titan import evaluate
+from titan.hooks.context import Context
+from titan.hooks.schema import MOMENTS
+from titan.metrics.lines import read_lines
+from titan.run import identity
+from titan.run.compose import composed
+from titan.run.run import Run
+
+SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
+SECTIONS = ("A model", "An optimizer", "A dataset", "A schedule")
+TERMS, HOOKS, TASK = (examples.section(name) for name in ("Terms of the loss", "Hooks", "An evaluation task"))
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with examples.written(tmp_path, monkeypatch):
+        (tmp_path / "poems.csv").write_text("poem\n" + "roses are red and violets are blue\n" * 300)
+        yield tmp_path
+
+
+def trained(overrides: str, *small: str) -> Run:
+    """The run of a command, which has ended if it is on one device."""
+    found: list[Run] = []
+
+    def train(run: Run) -> int:
+        found.append(run)
+        return start.run_local(run) if run.layout.devices == 1 else 0
+
+    name = () if "name=" in overrides else ("name=example",)
+    assert command([*small, *shlex.split(overrides), *name], train) == 0
+    return found[0]
+
+
+@pytest.mark.parametrize("overrides", [o for name in SECTIONS for o in examples.trainings(examples.section(name))])
+def test_an_example_trains(overrides: str, mine: Path) -> None:
+    run = trained(overrides, *SMALL)
+    own = (type(run.model), type(run.optimizer), type(run.schedule), type(run.dataset))
+    assert sum(kind.__module__.startswith("mine.") for kind in own) == 1
+    assert run.layout.devices > 1 or (mine / "runs/example/result.json").is_file()
+
+
+def test_a_schedule_of_ones_own_is_shown_checked_and_part_of_the_ids(
+    mine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["schedule=cycles", "--cfg", "job", "-p", "schedule"], lambda run: 0) == 0
+    assert "_target_: mine.cycles.Cycles\ncycles: 2\n" in capsys.readouterr().out
+    assert command([*SMALL, "schedule=cycles", "schedule.cycles=0", "name=x"], lambda run: 0) == 2
+    assert "schedule.cycles=0: must be at least 1." in capsys.readouterr().err
+    runs = [composed([*SMALL, "schedule=cycles", f"schedule.cycles={n}", "name=x"]) for n in (2, 3)]
+    two, three = (identity.settings_of(run, science=True) for run in runs)
+    assert two["schedule"] == "mine.cycles.Cycles" and "schedule.cycles" not in two
+    assert three == {**two, "schedule.cycles": 3}
+
+
+@pytest.mark.parametrize("overrides", examples.trainings(TERMS))
+def test_terms_of_the_loss_are_measured(overrides: str, mine: Path) -> None:
+    run = trained(overrides, *(o for o in TINY if not o.startswith("training.steps")))
+    wanted = set(run.training.terms) | ({"small"} if "model=small" in overrides else set())
+    assert wanted
+    if run.layout.devices == 1:
+        found = steps(run)
+        assert len(found) == 5
+        assert all({key for key in line if key.startswith("loss/")} == {f"loss/{n}" for n in wanted} for line in found)
+
+
+def test_a_hook_measures(mine: Path) -> None:
+    trained(examples.trainings(HOOKS)[0], *_hooked())
+    found = [line for line in read_lines(mine / "runs/norms/metrics.jsonl") if "loss" in line]
+    assert len(found) == 5
+    for line in found:
+        blocks = [line[f"hooks/block_norms/block_{i}"] for i in range(2)]
+        assert min(blocks) > 0 and sum(block**2 for block in blocks) < line["grad_norm"] ** 2
+
+
+def test_a_hook_ends_a_run(mine: Path) -> None:
+    trained(examples.trainings(HOOKS)[1], *_hooked())
+    result = json.loads((mine / "runs/pruned/result.json").read_text())
+    assert not result["finished"] and 2 < result["step"] <= 5
+    assert result["ended_by"]["hook"] == "prune" and "is above 0.5" in result["ended_by"]["reason"]
+
+
+def _hooked() -> list[str]:
+    return [*(o for o in TINY if not o.startswith("evaluation.")), "metrics.sample_tokens=0", "evaluation.tokens=64"]
+
+
+def test_the_tables_name_every_moment_and_every_public_name() -> None:
+    assert re.findall(r"^\| `(\w+)` \| .* \| (?:all|rank 0) \|", HOOKS, flags=re.M) == list(MOMENTS)
+    table = HOOKS.partition("### The context")[2].partition("\n\n`norms`")[0]
+    named = set(re.findall(r"`(\w+)(?:\(.*?\))?`", "".join(re.findall(r"^\| (.*?) \|", table, flags=re.M))))
+    public = {name for name in vars(Context) if not name.startswith("_")}
+    assert named == public | {"run", "rank", "world_size", "device", "step", "figures"}
+
+
+def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ((train, measure),) = re.findall(r"```sh\npython -m titan.train (.*?)\npython -m titan.evaluate (.*?)\n```", TASK)
+    texts = [{"sentence_good": a[1], "sentence_bad": a[2]} for a in task_files.lines(4)]
+    (mine / "pairs.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    small = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "evaluation"))]
+    sizes = ["training.seq_len=64", "model.vocab=4096", "metrics.sample_tokens=0"]
+    given = [*small, *task_files.corpus(mine), *sizes, *shlex.split(train)]
+    assert command(given, start.run_local) == 0
+    last = [line for line in read_lines(mine / "runs/example/metrics.jsonl") if "evaluation/pairs/acc" in line][-1]
+    assert last["step"] == 5 and set(re.findall(r"evaluation/pairs/\w+", TASK)) <= last.keys()
+    assert evaluate.main([*shlex.split(measure), "to=out.json"]) == 0
+    assert "evaluation/pairs/acc_norm" in json.loads((mine / "out.json").read_text())["results"]["weights"]
+    (mine / "pairs.jsonl").write_text('{"sentence_good": "a"}')
+    assert command([*given, "name=other"], start.run_local) == 2
+    assert "line 1 is no item of this task (KeyError: 'sentence_bad')" in capsys.readouterr().err
+
+
+def test_every_example_is_trained() -> None:
+    sections = [*map(examples.section, SECTIONS), TERMS, HOOKS, TASK]
+    assert [len(examples.files(text)) for text in sections] == [2, 2, 2, 2, 4, 4, 2]
+    assert sum(len(examples.trainings(text)) for text in sections) == len(examples.trainings()) == 14
