@@ -1,0 +1,1 @@
+"""New techniques, each on titan's public names only."""

@@ -1,0 +1,1 @@
+"""Lion, an optimizer that updates by the sign of its momentum."""
