@@ -1,0 +1,81 @@
+"""Faults of what plugs in: schedules, loss terms, hooks, own code, objectives of sweepers, evaluation.
+
+Their texts occur once in their files.
+"""
+
+from __future__ import annotations
+
+from tests.support.fault import fault
+
+FAULTS = (
+    fault(
+        "schedule: weight decay compounds over resumed steps",
+        "titan/schedule/rates.py",
+        'group["weight_decay"] = decay * factors.weight_decay',
+        'group["weight_decay"] *= factors.weight_decay',
+        "schedule/test_rates.py",
+    ),
+    fault(
+        "schedule: warm-up begins at the peak",
+        "titan/schedule/schema.py",
+        "return step / start if step <= start else self.after_warmup(step, steps)",
+        "return self.after_warmup(max(step, start + 1), steps)",
+        "schedule/test_schedule.py",
+    ),
+    fault(
+        "loss terms: smoothing counts the target only",
+        "titan/model/loss_terms.py",
+        "return tokens.target_logit - tokens.mean_logit",
+        "return tokens.target_logit - tokens.logsumexp",
+        "model/test_loss_terms.py::test_figures_and_gradients",
+    ),
+    fault(
+        "loss terms: the vocabulary's parts begin at zero on every rank",
+        "titan/model/loss_terms.py",
+        "index = targets - vocabulary.rank * width",
+        "index = targets - 0 * width",
+        "model/test_loss_terms.py::test_parts_of_the_vocabulary_give_the_same",
+    ),
+    fault(
+        "hooks: they see gradients after clipping only",
+        "titan/hooks/calls.py",
+        'self._before[step] = self._call("before_optimizer", step, {}, waits=False)',
+        "self._before[step] = {}",
+        "hooks/test_hooks.py::test_every_moment_in_order",
+    ),
+    fault(
+        "own code: new files do not count",
+        "titan/run/own_code.py",
+        "    for folder in map(Path, spec.submodule_search_locations):\n",
+        "    for folder in ():\n",
+        "run/test_own_code.py",
+    ),
+    fault(
+        "objective: a failed trial is the best",
+        "titan/sweep/objective.py",
+        'return sweep.worst if sweep.worst is not None else -math.inf if direction == "maximize" else math.inf',
+        "return -math.inf",
+        "sweep/test_objective.py",
+    ),
+    fault(
+        "evaluation: spaces before a continuation are the context's",
+        "titan/evaluation/requests.py",
+        "return kept, context[len(kept) :] + continuation",
+        "return context, continuation",
+        "evaluation/test_items.py",
+    ),
+    fault(
+        "evaluation: targets of padding are scored",
+        "titan/training/evaluation/likelihoods.py",
+        "found[:, 0] += losses.double().where(valid, 0).sum(1)",
+        "found[:, 0] += losses.double().sum(1)",
+        "training/test_evaluation.py",
+    ),
+    fault(
+        "average: bad steps count",
+        "titan/training/evaluation/averages.py",
+        "share = ((~bad).float() * (1 - self.decay)).to(average.device)",
+        "share = ((~bad).float() * 0 + 1 - self.decay).to(average.device)",
+        "training/test_evaluation.py",
+    ),
+)
