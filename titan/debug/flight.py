@@ -79,7 +79,7 @@ def _signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def _operation(entry: Mapping[str, Any], familiar: bool) -> Operation:
     group, name, sizes, line = _signature(entry)
     number = -1 if entry["is_p2p"] else int(entry["collective_seq_id"])
-    started = entry["state"] == "started" or not name.startswith("nccl:")  # gloo's have no state of their own
+    started = entry["state"] == "started" or not name.startswith("nccl:")  # gloo records no state
     return Operation(group, number, kind(name), sizes, familiar, line=line, started=started)
 
 
