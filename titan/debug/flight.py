@@ -12,14 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan.profile import kinds
+
 MOST = 8
 """Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
-_WORDS = {
-    "all_gather": "all-gather", "allgather": "all-gather", "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce", "allreduce": "all-reduce", "broadcast": "broadcast", "barrier": "barrier",
-    "all_to_all": "all-to-all", "alltoall": "all-to-all", "send": "send", "recv": "receive", "gather": "gather",
-    "scatter": "scatter", "reduce": "reduce",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ def _operation(entry: Mapping[str, Any], familiar: bool) -> Operation:
 def kind(name: str) -> str:
     """Return a collective in words: "all-gather" for "nccl:_all_gather_base"."""
     plain = name.partition(":")[2] or name
-    return next((word for key, word in _WORDS.items() if key in plain), plain)
+    return kinds.words(plain) or plain
 
 
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:
