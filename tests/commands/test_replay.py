@@ -14,6 +14,8 @@ from tests.support.corruption import flip
 from tests.support.matrix import EXACT, MODEL
 from tests.support.runs import steps, tiny, train
 from titan import replay
+from titan.checkpoint import select
+from titan.run.directory import read_attempts
 from titan.run.run import Run
 
 SETTINGS = ("optimizer=sgd", "optimizer.lr=0.1", "training.steps=7", "checkpoint.every=3", *MODEL)
@@ -61,6 +63,11 @@ def test_a_copy_of_a_checkpoint_serves_too(tmp_path: Path) -> None:
     assert seen["record"]["loss"] == steps(made)[4]["loss"]
     flip(tmp_path / "elsewhere" / "first" / "step-3" / "__0_0.distcp")
     assert replay.main([made.directory, "step=5"]) == 1
+
+
+def test_copies_that_can_not_be_read_here_do_not_matter(run: Run) -> None:
+    found = select.complete(Path(run.directory), "unknown://bucket/x", read_attempts(Path(run.directory))[0]["run_id"])
+    assert sorted(found) == [3, 6, 7]
 
 
 def test_the_largest_losses_are_those_of_the_step(run: Run, tmp_path: Path) -> None:

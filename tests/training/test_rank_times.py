@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from statistics import median
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis.strategies import floats, integers, lists, tuples
 
 from tests.support.runs import steps, tiny, train
 from titan.parallelism.schema import Layout
 from titan.profile.schema import Profile
-from titan.training.rank_times import SlowRanks
+from titan.training.rank_times import SlowRanks, median_of_others
 from titan.training.trainer import Trainer
 
 FAST = ("metrics.sample_tokens=0", "checkpoint=off", "compile=off", "training.steps=9", "profile.slow_steps=4")
@@ -81,3 +85,12 @@ def test_slow_ranks(layout: Layout, own: list[float], data: list[float], news: s
         assert ranks.add(alike, data) == []
         assert ranks.add(alike, data) == [f"rank {found[0].split()[1]} is no longer slow"]
         assert ranks.named == []
+
+
+@given(lists(tuples(integers(0, 2), floats(0, 9)), min_size=1, max_size=12))
+def test_the_median_of_others(pairs: list[tuple[int, float]]) -> None:
+    groups, values = (list(column) for column in zip(*pairs, strict=True))
+    found = median_of_others(np.array(values), np.array(groups))
+    for rank, value in enumerate(values):
+        others = [v for i, v in enumerate(values) if groups[i] == groups[rank] and i != rank]
+        assert found[rank] == pytest.approx(median(others) if others else value)

@@ -74,20 +74,20 @@ def complete(directory: Path, elsewhere: str | None, run_id: str) -> dict[int, C
 
     Args:
         directory: the run's directory.
-        elsewhere: `checkpoint.path`; copies that can't be read are left out.
+        elsewhere: `checkpoint.path`; copies that can't be read from here are left out.
         run_id: the run's id.
     """
     found = {}
-    if elsewhere is not None:
-        with suppress(OSError, ValueError, KeyError, Corrupt):
-            remote = of(elsewhere, str(directory))
-            for step in remote.index():
-                with suppress(Corrupt):
-                    found[step] = Candidate(f"{remote.url}/step-{step}", _known(remote.manifest(step), run_id))
     for folder in manifest.steps(directory):
         with suppress(Corrupt):
             if about := manifest.inspect(folder):
                 found[about.step] = Candidate(str(folder.absolute()), _known(about, run_id))
+    if elsewhere is not None:
+        with suppress(ConfigError, OSError, ValueError, KeyError, Corrupt):
+            remote = of(elsewhere, str(directory))
+            for step in remote.index().keys() - found.keys():
+                with suppress(Corrupt):
+                    found[step] = Candidate(f"{remote.url}/step-{step}", _known(remote.manifest(step), run_id))
     return found
 
 

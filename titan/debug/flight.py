@@ -12,14 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan.profile import kinds
+
 MOST = 8
 """Collectives that have not ended: the oldest of them, since a GPU has hundreds waiting."""
-_WORDS = {
-    "all_gather": "all-gather", "allgather": "all-gather", "reduce_scatter": "reduce-scatter",
-    "all_reduce": "all-reduce", "allreduce": "all-reduce", "broadcast": "broadcast", "barrier": "barrier",
-    "all_to_all": "all-to-all", "alltoall": "all-to-all", "send": "send", "recv": "receive", "gather": "gather",
-    "scatter": "scatter", "reduce": "reduce",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,14 +75,14 @@ def _signature(entry: Mapping[str, Any]) -> tuple[str, str, str, str]:
 def _operation(entry: Mapping[str, Any], familiar: bool) -> Operation:
     group, name, sizes, line = _signature(entry)
     number = -1 if entry["is_p2p"] else int(entry["collective_seq_id"])
-    started = entry["state"] == "started" or not name.startswith("nccl:")  # gloo's have no state of their own
+    started = entry["state"] == "started" or not name.startswith("nccl:")  # gloo records no state
     return Operation(group, number, kind(name), sizes, familiar, line=line, started=started)
 
 
 def kind(name: str) -> str:
     """Return a collective in words: "all-gather" for "nccl:_all_gather_base"."""
     plain = name.partition(":")[2] or name
-    return next((word for key, word in _WORDS.items() if key in plain), plain)
+    return kinds.words(plain) or plain
 
 
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -11,10 +11,11 @@ COMPUTATION = (RECOMPUTATION, ATTENTION, MATMULS, OTHER, COPIES)
 DATA, HOST, IDLE = "waiting for data", "host", "idle"
 _COLLECTIVES = {
     "reducescatter": "reduce-scatter", "allgather": "all-gather", "allreduce": "all-reduce", "alltoall": "all-to-all",
-    "broadcast": "broadcast", "sendrecv": "send and receive", "send": "send and receive", "recv": "send and receive",
+    "broadcast": "broadcast", "sendrecv": "send and receive", "send": "send", "recv": "receive",
     "barrier": "barrier", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
 }  # fmt: skip
-COLLECTIVES = tuple(dict.fromkeys(_COLLECTIVES.values()))
+_MESSAGES = {"send": "send and receive", "receive": "send and receive"}
+COLLECTIVES = tuple(dict.fromkeys(_MESSAGES.get(kind, kind) for kind in _COLLECTIVES.values()))
 """Kinds of communication."""
 _ATTENTION = re.compile(r"attention|flash|fmha|sdpa|flex_", re.IGNORECASE)
 _MATMUL = re.compile(
@@ -27,13 +28,19 @@ _EXCHANGE = re.compile(r"^(c10d::|gloo:|nccl:|ncclDevKernel|ncclKernel|_c10d_fun
 _NO_WORK = re.compile(r"^(record_param_comms|aten::(empty|view|as_strided|detach|item|_local_scalar_dense)\b)")
 
 
+def words(name: str) -> str | None:
+    """Return a collective or message in words, by any name that a library gives it; None for anything else."""
+    letters = re.sub(r"[^a-z]", "", name.lower())
+    return next((kind for part, kind in _COLLECTIVES.items() if part in letters), None)
+
+
 @lru_cache(65536)
 def collective(name: str) -> str | None:
     """Return the kind of a collective operation or kernel; None for anything else."""
     if not _EXCHANGE.match(name):
         return None
-    letters = re.sub(r"[^a-z]", "", name.lower())
-    return next((kind for part, kind in _COLLECTIVES.items() if part in letters), None)
+    kind = words(name)
+    return None if kind is None else _MESSAGES.get(kind, kind)
 
 
 @lru_cache(65536)

@@ -27,7 +27,9 @@ class Profile:
     stacks: bool = setting(False, "record the Python source lines of operations")
 
     rank_times: bool = setting(True, "measure how long each rank computes and waits for others, in every step")
-    slow_steps: int = setting(20, "latest steps whose median tells a slower rank; 0: none is named", at_least=0)
+    slow_steps: int = setting(
+        20, "latest steps whose median decides whether a rank is slow; 0: none is named", at_least=0
+    )
     slow_factor: float = setting(1.25, "a rank is slower when its own time is so many times the others'", above=1)
 
     def check(self, ranks: int) -> None:

@@ -13,7 +13,6 @@ through a few functions of torch, which are replaced while this is in use:
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
+
+from titan.profile import clock
 
 BLOCKING = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 """Collectives of torch.distributed that titan and FSDP call."""
@@ -64,7 +65,7 @@ class Waits:
     def end_backward(self) -> None:
         """Count the time since the last gradient, where DDP sums them."""
         if self.ready is not None:
-            self.times.append((self.ready, self._now()))
+            self.times.append((self.ready, clock.now(self.on_gpu)))
             self.ready = None
 
     def take(self) -> list[tuple[Any, Any]]:
@@ -74,19 +75,17 @@ class Waits:
 
     def seconds(self, times: list[tuple[Any, Any]]) -> float:
         """Return the sum of waiting that `take` returned."""
-        if self.on_gpu:
-            return float(sum(start.elapsed_time(end) for start, end in times)) / 1000
-        return float(sum(end - start for start, end in times))
+        return sum(clock.seconds(start, end) for start, end in times)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def waiting(*args: Any, **kwargs: Any) -> Any:
             if self.inside or not self._counts():
                 return function(*args, **kwargs)
-            self.inside, start = True, self._now()
+            self.inside, start = True, clock.now(self.on_gpu)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.times.append((start, self._now()))
+                self.times.append((start, clock.now(self.on_gpu)))
                 self.inside = False
 
         return waiting
@@ -98,11 +97,4 @@ class Waits:
         return threading.get_ident() == self.thread
 
     def _last_gradient(self, _: Tensor) -> None:
-        self.ready = self._now()
-
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        self.ready = clock.now(self.on_gpu)

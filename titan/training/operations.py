@@ -55,6 +55,6 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _is_finite(x: Tensor) -> bool:
-    """Whether a tensor has no NaN and no infinity but minus infinity; assumed of types with storage of their own."""
+    """Whether a tensor has no NaN and no infinity but minus infinity; assumed of types with separate storage."""
     x = local(x)
     return type(x) not in (Tensor, torch.nn.Parameter) or bool((x < torch.inf).all())

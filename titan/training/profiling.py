@@ -2,8 +2,8 @@
 
     begin(step) ── a profile starts ── warm-up ── recorded steps with ranges ── the trace is written and summarised
 
-The file `profile/now` in the run's directory asks for a profile: rank 0 looks for it once a second, and tells the other
-ranks in the vector that they sum in each step, so that all begin with the same step.
+The file `profile/now` in the run's directory asks for a profile: rank 0 looks for it once a second, and sends it to the
+other ranks in the vector that they sum in each step, so that all begin with the same step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The times of all ranks in each step, and ranks that are slower than the others.
 
 Each rank writes its times of the latest finished step into its places of the vector that ranks sum, so that all know
-those of all one or two steps later. Ranks wait for each other in every step, so that all steps take equally long: what
-tells a slow rank is its own time, without waiting for others, compared with the ranks of the same pipeline stage.
+those of all one or two steps later. Ranks wait for each other in every step, so that all steps take equally long: a
+slow rank is known by its own time, without waiting for others, compared with the ranks of the same pipeline stage.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from titan.console.numbers import rounded
 from titan.parallelism import collectives, context, context_ring
@@ -102,18 +105,12 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {**{name: round(value, 6) for name, value in spread.items()}, "rank": largest}
 
 
-def _medians(vectors: Sequence[Sequence[float]]) -> list[float]:
-    """Return the median of each component."""
-    return [median(values) for values in zip(*vectors, strict=True)]
-
-
 class SlowRanks:
     """Names ranks whose own time is larger than that of the ranks with the same work: medians of the latest steps."""
 
     def __init__(self, settings: Profile, layout: Layout) -> None:
-        self.factor, ranks = settings.slow_factor, range(layout.devices)
-        stages = [layout.coordinates(rank)["pipeline"] for rank in ranks]
-        self.peers = [[peer for peer in ranks if stages[peer] == stages[rank] and peer != rank] for rank in ranks]
+        self.factor = settings.slow_factor
+        self.stages = np.array([layout.coordinates(rank)["pipeline"] for rank in range(layout.devices)])
         self.steps: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=settings.slow_steps)
         self.named: list[int] = []
 
@@ -122,10 +119,10 @@ class SlowRanks:
         self.steps.append((own, data))
         if not self.steps or len(self.steps) < (self.steps.maxlen or 0):
             return []
-        own, data = (_medians(vectors) for vectors in zip(*self.steps, strict=True))
-        usual = [median([own[peer] for peer in peers]) if peers else own[rank] for rank, peers in enumerate(self.peers)]
-        slow = [rank for rank, seconds in enumerate(own) if seconds > self.factor * usual[rank]]
-        news = [self._sentence(r, own[r], usual[r], data[r]) for r in slow if r not in self.named]
+        latest, waited = np.median(np.array(self.steps), axis=0)
+        usual = median_of_others(latest, self.stages)
+        slow = np.flatnonzero(latest > self.factor * usual).tolist()
+        news = [self._sentence(r, latest[r], usual[r], waited[r]) for r in slow if r not in self.named]
         news += [f"rank {rank} is no longer slow" for rank in self.named if rank not in slow]
         self.named = slow
         return news
@@ -136,3 +133,16 @@ class SlowRanks:
             f"rank {rank} is slow: its own time is {rounded(own)} s a step, {own / usual:.1f} times that of the other "
             f"ranks ({rounded(usual)} s), in the median of {len(self.steps)} steps; the cause is {cause}"
         )
+
+
+def median_of_others(values: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return for each value the median of the others of its group; the value itself where there are none."""
+    found = values.copy()
+    for group in np.unique(groups):
+        members = np.flatnonzero(groups == group)
+        members = members[np.argsort(values[members])]
+        ordered, count, place = values[members], len(members), np.arange(len(members))
+        if count > 1:  # without the value at `place`, those behind it move up
+            low, high = (count - 2) // 2, (count - 1) // 2
+            found[members] = (ordered[low + (place <= low)] + ordered[high + (place <= high)]) / 2
+    return found

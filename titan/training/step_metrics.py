@@ -7,7 +7,6 @@ another message.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from titan.dataset.loader import Batch
 from titan.metrics.schema import WARM
+from titan.profile import clock
 
 LOSS, STOP, REQUEUE, SAVE, PROFILE, END, VOID, VALID, PAIRS, HASH = range(10)
 """Indices into the vector: summed loss, requests to stop, to be started again after that, to save, to profile and (a
@@ -79,12 +79,12 @@ class StepTimer:
 
     def __init__(self, device: torch.device, before: StepTimer | None) -> None:
         self.on_gpu = device.type == "cuda"
-        self.start: Any = before.end if before else self._now()
+        self.start: Any = before.end if before else clock.now(self.on_gpu)
         self.end: Any = None
 
     def stop(self) -> None:
         """Mark the step's end, in the order of the device's work."""
-        self.end = self._now()
+        self.end = clock.now(self.on_gpu)
 
     def wait(self) -> None:
         """Wait until the device has reached the step's end."""
@@ -93,16 +93,7 @@ class StepTimer:
 
     def seconds(self) -> float:
         """Return how long the step took; call it after `wait`."""
-        if self.on_gpu:
-            return float(self.start.elapsed_time(self.end)) / 1000
-        return float(self.end - self.start)
-
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return clock.seconds(self.start, self.end)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The time of a traced step: each operation has its price, and streams wait for each other as recorded. Free of torch.
 
 On a GPU the host issues operations one after another and takes a launch for each; an operation starts when the host has
-issued it, its stream is free, and what the stream waits for is done. Collectives run on streams of their own and slow
+issued it, its stream is free, and what the stream waits for is done. Collectives run on separate streams and slow
 the computation beside them a little. On a CPU everything takes its turn. In a pipeline each action's time on its rank
 goes into the schedule's timetable.
 """

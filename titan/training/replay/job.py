@@ -20,7 +20,7 @@ class Job:
     """The input of the ranks.
 
     Attributes:
-        run: the run, with a temporary directory instead of its own.
+        run: the run, with a temporary directory.
         attempt: the checkpoint to begin at.
         step: the step to look at.
         tokens: how many tokens with the largest losses to collect.
