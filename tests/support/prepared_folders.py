@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from titan.dataset.shards import FORMAT, SPLITS, Corpus, open_corpus, token_dtype
+from titan.files.atomic import write_json
 
 Unit = Sequence[Sequence[int]]
 """The documents of a unit."""
@@ -38,7 +39,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     plan = {"format": FORMAT, "name": "hand", "digest": digest, "vocab_size": vocab_size, "masked": masked, "limit": 0}
     plan |= {"dtype": token_dtype(vocab_size).name, "tokenizer": {"name": "none", "fingerprint": "none", "file": ""}}
-    (folder / "plan.json").write_text(json.dumps({**plan, "units": [[i, i + 1, 1] for i in range(len(units))]}))
+    write_json(folder / "plan.json", {**plan, "units": [[i, i + 1, 1] for i in range(len(units))]})
     np.save(folder / "token_bytes.npy", np.ones(vocab_size, dtype=np.uint16))
     entries = []
     for number, train in enumerate(units if done is None else units[:done]):
@@ -51,7 +52,7 @@ def write(
 def publish(
     folder: Path, number: int, train: Unit, validation: Unit = (), vocab_size: int = 1000, masked: bool = False
 ) -> dict[str, list[int]]:
-    """Write a unit and its receipt; what the manifest says of it."""
+    """Write a unit and its receipt, a whole file since a loader may be reading; what the manifest says of it."""
     entry = {}
     receipt: dict[str, object] = {"unit": number, "documents": len(train) + len(validation), "bytes": 1}
     for name, documents in zip(SPLITS, (train, validation), strict=True):
@@ -65,7 +66,7 @@ def publish(
                 (tokens % 2 == 0).astype(np.uint8).tofile(stem.with_suffix(".mask"))
         entry[name] = [tokens.size, len(documents)]
         receipt[name] = {"tokens": tokens.size, "documents": len(documents), "max_token": int(max(tokens, default=-1))}
-    (folder / f"unit-{number:05d}.json").write_text(json.dumps(receipt))
+    write_json(folder / f"unit-{number:05d}.json", receipt)
     return entry
 
 
@@ -74,7 +75,7 @@ def finish(folder: Path, entries: Sequence[dict[str, list[int]]]) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     sums = {"documents": sum(e[s][1] for e in entries for s in SPLITS), "bytes": len(entries)}
     manifest = {**plan, **sums, "max_token": plan["vocab_size"] - 1, "report": {}, "units": list(entries)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_json(folder / "manifest.json", manifest)
 
 
 def counting(*lengths: int, start: int = 0, vocab_size: int = 1000) -> list[list[int]]:
