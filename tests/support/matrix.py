@@ -135,6 +135,39 @@ def variants() -> Iterator[Case]:
     )
 
 
+OWN_STRATEGY = "tests.support.own_strategies"
+GROUPS = (
+    "+parallelism.groups={columns: {_target_: " + OWN_STRATEGY + ".Columns, match: ['*.w2', tok_embeddings]}, "
+    "pairs: {_target_: " + OWN_STRATEGY + ".Pairs, match: ['layers.*.attention', layers.3]}, "
+    "kept: {_target_: " + OWN_STRATEGY + ".Kept, match: ['layers.*.feed_forward']}, "
+    "whole: {match: ['*norm', head], shard: 1}}"
+)
+GROUPED = {
+    "fsdp": ("parallelism.shard=4",),
+    "ddp fsdp": ("parallelism.replicate=2", "parallelism.shard=2", "parallelism.microbatches=2"),
+    "fsdp cp": ("parallelism.shard=2", "parallelism.context=2"),
+    "fsdp tp": ("parallelism.shard=2", "parallelism.tensor=2"),
+    "ddp tp": ("parallelism.replicate=2", "parallelism.tensor=2"),
+    "fsdp pp": ("parallelism.shard=2", "parallelism.pipeline=2"),
+    "fsdp pp reduced": ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.accumulate=sharded"),
+    "fsdp zbv": ("parallelism.shard=2", "parallelism.pipeline=2", "parallelism.schedule=ZBVZeroBubble"),
+    "fsdp tp pp": ("parallelism=3d",),
+    "fsdp whole": ("parallelism.shard=2", "parallelism.accumulate=whole", "parallelism.microbatches=2"),
+    "fsdp offloaded": ("parallelism.shard=2", "memory.offload=true"),
+    "fsdp compiled": ("parallelism.shard=2", "compile.scope=block", "compile.backend=aot_eager"),
+    "fsdp recomputing": ("parallelism.shard=2", "memory=full", "parallelism.prefetch=1"),
+}
+
+
+def grouped() -> Iterator[Case]:
+    """Parameters that are sharded by four strategies."""
+    for name, layout in GROUPED.items():
+        case = Case(f"{name} in groups", ("modules=[tests]", GROUPS, *layout), quick=name in ("fsdp tp pp",))
+        yield case
+    tied = "+parallelism.groups={ends: {match: [head, tok_embeddings], shard: 1}}"
+    yield Case("fsdp in groups", (tied, "parallelism.shard=2"), tied=True)
+
+
 MODES = ("none", "full", "every_n", "selective", "budget")
 COMPILED = {
     "fsdp": ("parallelism.shard=2",),
@@ -270,7 +303,7 @@ def variant(name: str) -> tuple[str, ...]:
 
 def cases() -> list[Case]:
     """All of them."""
-    return [*layouts(), *schedules(), *variants(), *techniques(), *chunked(), *reading(), *terms()]
+    return [*layouts(), *schedules(), *variants(), *techniques(), *chunked(), *reading(), *terms(), *grouped()]
 
 
 def _both(name: str, settings: tuple[str, ...]) -> Iterator[Case]:

@@ -107,7 +107,13 @@ def _patched(module: Any, name: str, function: Callable[..., Any]) -> Iterator[N
 
 
 def compile_stage(
-    stage: Any, settings: Compile, *, whole: bool = False, share: float | None = None, keep_buffers: bool = False
+    stage: Any,
+    settings: Compile,
+    *,
+    whole: bool = False,
+    whole_blocks: bool = True,
+    share: float | None = None,
+    keep_buffers: bool = False,
 ) -> None:
     """Compile a stage in place: parameter names stay, and hooks registered later run outside of the compiled code.
 
@@ -119,6 +125,7 @@ def compile_stage(
         settings: scope and backend.
         whole: with scope "model", require one graph (fullgraph); else torch may break it, as it must where FSDP
             all-gathers weights inside.
+        whole_blocks: with scope "block", likewise of each block.
         share: activation memory budget of the blocks (with scope "model", of the model) from 0, as with full
             checkpointing, to 1, the fastest. None: torch's default. No effect with backend "eager".
         keep_buffers: leave saved activations intact in backward, for schedules that compute the gradients of inputs
@@ -127,7 +134,7 @@ def compile_stage(
     backend = ConfiguredBackend(settings.backend, share, keep_buffers)
     if settings.scope == "block":
         for block in stage.model.blocks():
-            block.compile(backend=backend, fullgraph=True)
+            block.compile(backend=backend, fullgraph=whole_blocks)
         if stage.model.head is not None:
             stage.model.head.compile(backend=replace(backend, share=None), fullgraph=True)
     elif settings.scope == "model":

@@ -56,6 +56,7 @@ def setting(
     any_text: bool = False,
     formerly: str | None = None,
     later: bool = False,
+    hashed: bool = True,
 ) -> Any:
     """Declare a field of a schema.
 
@@ -71,6 +72,7 @@ def setting(
         formerly: the key that this one replaces: it still works, with a warning, and ids hash it, so that they stay;
             a dotted one is of another axis.
         later: whether files and digests leave it out while it has its default, as those from before it was added do.
+        hashed: False where its values have no hash, as mappings, and instances of the schema need one.
     """
     limits = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
     metadata = {
@@ -84,7 +86,7 @@ def setting(
         "formerly": formerly,
         "later": later,
     }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, hash=None if hashed else False)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

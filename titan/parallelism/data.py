@@ -4,6 +4,7 @@ Gradients are summed, never averaged: the loss is divided by the global number o
 """
 
 # No postponed annotations here: DDP reads those of its communication hook as types.
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,18 +12,30 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
+
+from titan.errors import RunError
+from titan.parallelism.grad_norm import local
+from titan.parallelism.strategy import BLOCKS, DEFAULT, Sharding, Strategy, assign, module_names
 
 
 def shard(
-    stage: Any, mesh: DeviceMesh, compute: torch.dtype, *, reshard: bool | int, prefetch: int = 0, offload: bool = False
+    stage: Any,
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    *,
+    reshard: bool | int,
+    prefetch: int = 0,
+    offload: bool = False,
+    groups: Mapping[str, Sharding] | None = None,
 ) -> None:
     """Shard the parameters of a stage over `mesh` (one dimension: FSDP; two, replicate and shard: HSDP).
 
-    Each block, the embedding and the head are gathered in the compute type when they are used. The backward pass of an
-    embedding needs no weight. Tied embedding and head are one FSDP group, which stays gathered from the forward pass of
-    the embedding to the backward pass of the head.
+    Each block, the embedding and the head are gathered in the compute type when they are used, and so is each module
+    that a group matches. The backward pass of an embedding needs no weight. Tied embedding and head are one FSDP group,
+    which stays gathered from the forward pass of the embedding to the backward pass of the head.
 
     Args:
         stage: the module whose forward pass uses all of its `model`.
@@ -32,28 +45,70 @@ def shard(
             ranks.
         prefetch: blocks that are gathered ahead of the one that computes; 0: FSDP's default.
         offload: keep the shards in host memory.
+        groups: how the modules that they match are sharded instead, by the groups' names.
+
+    Raises:
+        RunError: when a strategy can't wrap a module.
     """
-    model = stage.model
-    common: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload(offload, mesh.device_type)}
+    model, groups = stage.model, groups or {}
+    chosen = assign(
+        module_names(name for name, _ in model.named_parameters()),
+        {name: group.strategy for name, group in groups.items()},
+    )
+    common: dict[str, Any] = {"offload_policy": _offload(offload, mesh.device_type)}
     cast = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    embedding, head = model.tok_embeddings, model.head
-    for block in model.blocks():
-        fully_shard(block, mp_policy=cast, reshard_after_forward=reshard, **common)
-    if embedding is not None and head is not None and model.config.tied:
-        fully_shard([embedding, head], mp_policy=cast, reshard_after_forward=False, **common)
-    else:
-        if head is not None:
-            fully_shard(head, mp_policy=cast, reshard_after_forward=False, **common)
-        if embedding is not None:
-            fully_shard(embedding, mp_policy=cast, reshard_after_forward=reshard, **common)
-            embedding.set_unshard_in_backward(False)
-    fully_shard(stage, mp_policy=whole, reshard_after_forward=False, **common)
+    for names, again in _units(model, chosen, reshard):
+        strategy, ranks = groups[chosen[names[0]]] if names[0] in chosen else Sharding(DEFAULT, mesh)
+        options = common | _dimensions(strategy, model) | {"mp_policy": whole if names == ["norm"] else cast}
+        options["reshard_after_forward"] = again if ranks is mesh else bool(again)
+        _wrap([model.get_submodule(name) for name in names], names, strategy, ranks, options)
+    DEFAULT.wrap([stage], mesh, common | {"mp_policy": whole, "reshard_after_forward": False})
+    if model.tok_embeddings is not None and not (model.config.tied and model.head is not None):
+        model.tok_embeddings.set_unshard_in_backward(False)
     _prefetch(model.blocks(), prefetch)
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+
+
+def _units(model: Any, chosen: Iterable[str], reshard: bool | int) -> Iterator[tuple[list[str], bool | int]]:
+    """Yield the modules that are gathered together, the innermost first, and whether they are freed after forward."""
+    blocks = [f"{BLOCKS}.{number}" for number in model.layers]
+    ends = [name for name in ("head", "tok_embeddings") if getattr(model, name) is not None]
+    others = set(chosen).difference(blocks, ends)
+    for name in (*sorted(others, key=lambda name: (-name.count("."), name)), *blocks):
+        yield [name], reshard
+    if len(ends) == 2 and model.config.tied:
+        yield ends[::-1], False
+        return
+    for name in ends:
+        yield [name], False if name == "head" else reshard
+
+
+def _dimensions(strategy: Strategy, model: Any) -> dict[str, Any]:
+    """Return the argument of `fully_shard` with the dimension of each parameter, where it is not always the first."""
+    if type(strategy).dimension is Strategy.dimension:
+        return {}
+    names = {id(parameter): model.aliases.get(name, name) for name, parameter in model.named_parameters()}
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        shape = local(parameter).shape
+        dimension = strategy.dimension(names[id(parameter)], tuple(shape))
+        return Shard(dimension)
+
+    return {"shard_placement_fn": placement}
+
+
+def _wrap(modules: list[nn.Module], names: list[str], strategy: Strategy, mesh: DeviceMesh, options: Any) -> None:
+    """Let a strategy wrap modules, and raise RunError where it left them as they were."""
+    try:
+        strategy.wrap(modules, mesh, options)
+    except (NotImplementedError, AssertionError) as error:
+        raise RunError(f"{strategy._target_} can't shard {' and '.join(names)}: {error}") from error
+    if any(not isinstance(module, FSDPModule) for module in modules):
+        raise RunError(f"{strategy._target_}.wrap did not apply fully_shard to {' and '.join(names)}.")
 
 
 def _offload(offload: bool, device_type: str) -> OffloadPolicy:

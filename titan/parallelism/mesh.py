@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +51,7 @@ class World:
         exchange: messages between all ranks outside of the process groups, from any thread; None where none are sent.
         timeout: seconds after which creating a group gives up, and an operation on it until `set_timeout`.
         memory: the context in which weights get their memory: a simulation's fake tensors, for example.
+        data_meshes: those of `data_mesh` so far, by their number of shards.
     """
 
     rank_info: RankInfo
@@ -62,6 +63,7 @@ class World:
     exchange: Exchange | None = None
     timeout: float = TIMEOUT
     memory: Callable[[], AbstractContextManager[Any]] = nullcontext
+    data_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False)
 
     @property
     def is_rank0(self) -> bool:
@@ -100,6 +102,31 @@ class World:
         """Return the process group of one dimension of the weights' mesh; None when the mesh lacks it."""
         mesh = self.dimensions(name)
         return None if mesh is None else mesh.get_group()
+
+    def data_mesh(self, shards: int) -> DeviceMesh:
+        """Return the data-parallel ranks (replicate, shard and context) as dimensions replicate and shard.
+
+        Another number of shards than the layout's needs process groups of its own: all ranks call it together then.
+
+        Args:
+            shards: the size of shard, a divisor of the number of ranks.
+
+        Returns:
+            The mesh, without replicate where that is one.
+
+        Raises:
+            RuntimeError: where no weights are sharded.
+        """
+        usual = self.dimensions("replicate", "shard")
+        if usual is None:
+            raise RuntimeError(f"{self.layout}: no weights are sharded")
+        if shards == self.layout.sharded:
+            return usual
+        if shards not in self.data_meshes:
+            replicas = self.layout.replicate * self.layout.sharded // shards
+            inner = {"replicate": replicas, "shard": shards, "tensor": self.layout.tensor}
+            self.data_meshes[shards] = _data_mesh(self, {"pipeline": self.layout.pipeline, **inner})
+        return self.data_meshes[shards]
 
     def broadcast_rows(self, rows: Tensor) -> Tensor:
         """Broadcast `rows` in place, from the rank that reads them to the other model-parallel ranks."""
@@ -252,6 +279,16 @@ def _model_parallel_group(world: World) -> dist.ProcessGroup | None:
     if not names:
         return None
     return world.context if names == ("context",) else world.group(names[0])
+
+
+def _data_mesh(world: World, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the dimensions replicate (where it is above one) and shard of a mesh of all ranks with other sizes."""
+    names = tuple(name for name, size in sizes.items() if size > 1 or name in ("replicate", "shard"))
+    own = {name: _group_along(sizes, (name,), world.timeout) for name in ("replicate", "shard")}
+    groups: list[Any] = [own.get(name) or world.group(name) for name in names]
+    ranks = torch.arange(world.layout.devices, dtype=torch.int).view([sizes[name] for name in names])
+    mesh = DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
+    return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]
 
 
 def _group_along(sizes: Mapping[str, int], names: tuple[str, ...], timeout: float) -> dist.ProcessGroup:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from titan.config.settings import setting
 from titan.errors import ConfigError
+from titan.parallelism.strategy import Strategy
 
 DIMENSIONS = ("pipeline", "replicate", "shard", "context", "tensor")
 """The mesh's dimensions, outermost first: ranks that are adjacent along the last one are adjacent in a node."""
@@ -157,6 +159,12 @@ class Parallelism:
         (), "the first layer of each stage after the first, in place of split", at_least=1
     )
     idle: float = setting(0.15, "largest idle share of a pipeline for which micro-batches are chosen", above=0, below=1)
+    groups: Mapping[str, Strategy] | None = setting(
+        None,
+        "modules that FSDP shards in another way, by names that you choose: {NAME: {match: [PATTERN,...], shard: 1}}; "
+        "the first match applies",
+        hashed=False,
+    )
 
     def check(self) -> None:
         """Raise ConfigError when a degree is 0, or more than one is -1."""

@@ -14,6 +14,7 @@ from titan.dataset.schema import Synthetic
 from titan.errors import ConfigError
 from titan.estimate import fit
 from titan.model.schema import Llama
+from titan.parallelism import strategy
 from titan.parallelism.pipeline.stage_plan import plan_stages
 from titan.precision.schema import CAPABILITY, HARDWARE, QUANT_BLOCK
 from titan.run.compile_scope import keeps_scales
@@ -232,6 +233,12 @@ def _check_sharding(run: Run) -> None:
             raise ConfigError(
                 f"parallelism.{name}={value}: no weights are sharded here; give parallelism=fsdp, or {idle}."
             )
+    if how.groups and (layout.sharded * layout.replicate == 1 or layout.only_replicated):
+        raise ConfigError(
+            f"parallelism.groups={','.join(how.groups)}: no weights are sharded here; give parallelism=fsdp, or no "
+            "group."
+        )
+    strategy.check(how.groups or {}, run.model.parameter_names(), layout, run.model.tied)
     if isinstance(how.reshard, int) and (layout.sharded % how.reshard or layout.sharded == how.reshard):
         raise ConfigError(
             f"parallelism.reshard={how.reshard}: weights are sharded over {layout.sharded} ranks; give a smaller "

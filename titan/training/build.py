@@ -6,7 +6,7 @@ stages, precision, tensor, context, activation checkpointing, compile, FSDP, ini
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -22,6 +22,7 @@ from titan.parallelism import context, context_chunks, context_kernels, data, te
 from titan.parallelism.mesh import World
 from titan.parallelism.pipeline.runtime import Pipeline, PipelineShape, TiedWeights, p2p_groups
 from titan.parallelism.schema import Parallelism
+from titan.parallelism.strategy import Sharding, gathers_inside_blocks, in_group
 from titan.precision import low_precision
 from titan.precision.cast import set_compute_dtype
 from titan.precision.schema import Precision
@@ -50,9 +51,10 @@ def build(run: Run, world: World, log: Note = lambda line: None) -> TrainStep:
 
     stages = _build_stages(run, world, note)
     initial = [stage.model.initial() for stage in stages.values()]
+    groups = {name: strategy.build(world) for name, strategy in (run.parallelism.groups or {}).items()}
     for stage in stages.values():
-        _transform(stage, run, world)
-    _log_layout(run, world, note)
+        _transform(stage, run, world, groups)
+    _log_layout(run, world, note, groups)
     device = torch.device("cpu") if run.memory.offload else world.device
     for stage, init in zip(stages.values(), initial, strict=True):
         with world.memory():
@@ -97,7 +99,7 @@ def _build_stages(run: Run, world: World, note: Note) -> dict[int, Stage]:
     return stages
 
 
-def _transform(stage: Stage, run: Run, world: World) -> None:
+def _transform(stage: Stage, run: Run, world: World, groups: Mapping[str, Sharding]) -> None:
     """Apply the techniques to one stage, in the one order that works."""
     model, parallelism = stage.model, run.parallelism
     quantized = run.precision.select(run.model.linear_layers(), run.layout.tensor).quantized
@@ -115,11 +117,12 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
         stage,
         run.compile,
         whole=mesh is None,
+        whole_blocks=not gathers_inside_blocks(run.model.parameter_names(), parallelism.groups or {}),
         share=run.memory.share,
         keep_buffers=run.staging.splits_backward,
     )
     if mesh is not None:
-        if gathered := run.precision.gathered(run.model.linear_layers(), run.cut):
+        if gathered := _gathered_in_float8(run):
             low_precision.use_float8_gather(model, gathered)
         data.shard(
             stage,
@@ -128,13 +131,20 @@ def _transform(stage: Stage, run: Run, world: World) -> None:
             reshard=parallelism.reshards(run.layout),
             prefetch=parallelism.prefetch,
             offload=run.memory.offload,
+            groups=groups,
         )
+
+
+def _gathered_in_float8(run: Run) -> tuple[str, ...]:
+    """Return the matmuls whose weights are gathered in float8: their scales are those of one mesh."""
+    gathered = run.precision.gathered(run.model.linear_layers(), run.cut)
+    return tuple(name for name in gathered if not in_group(name, run.parallelism.groups or {}))
 
 
 def _scales(stages: dict[int, Stage], run: Run, world: World) -> low_precision.Scales | None:
     """Return what updates the scales of weights that are gathered in float8; offloaded weights are scaled at use."""
     mesh = _fsdp_mesh(world)
-    if mesh is None or run.memory.offload or not run.precision.gathered(run.model.linear_layers(), run.cut):
+    if mesh is None or run.memory.offload or not _gathered_in_float8(run):
         return None
     return low_precision.Scales((p for stage in stages.values() for p in stage.parameters()), mesh.get_group(-1))
 
@@ -233,7 +243,7 @@ def _fsdp_mesh(world: World) -> Any:
     return None if world.layout.only_replicated else world.dimensions("replicate", "shard")
 
 
-def _log_layout(run: Run, world: World, note: Note) -> None:
+def _log_layout(run: Run, world: World, note: Note, groups: Mapping[str, Sharding]) -> None:
     """Log what was applied, in order."""
     parallelism, layout = run.parallelism, run.layout
     note(f"precision: {run.precision.describe()}")
@@ -254,6 +264,8 @@ def _log_layout(run: Run, world: World, note: Note) -> None:
     if (mesh := _fsdp_mesh(world)) is not None:
         replicas = f", {layout.replicate} replicas" if layout.replicate > 1 else ""
         note(f"sharded over {_ranks(mesh.size(-1))}{replicas}, {_describe_reshard(parallelism.reshards(layout))}")
+        for name, (strategy, ranks) in groups.items():
+            note(f"group {name} ({', '.join(strategy.match)}): {strategy.describe(ranks)}")
     elif layout.only_replicated:
         note(f"replicated on {_ranks(layout.replicate)}")
 
@@ -272,7 +284,7 @@ def _describe_reshard(reshard: bool | int) -> str:
 def _log_low_precision(run: Run, world: World, note: Note) -> None:
     """Log which matmuls are computed in eight bits, and which weights are gathered in them."""
     precision, matmuls = run.precision, run.model.linear_layers()
-    choice, gathered = precision.select(matmuls, run.layout.tensor), precision.gathered(matmuls, run.cut)
+    choice, gathered = precision.select(matmuls, run.layout.tensor), _gathered_in_float8(run)
     left = f"; in {precision.compute}: {choice.describe_kept()}" if choice.kept else ""
     note(f"{len(choice.quantized)} of {len(matmuls)} matmuls in {precision.matmuls}{left}")
     if _fsdp_mesh(world) is not None:

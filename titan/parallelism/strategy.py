@@ -1,0 +1,194 @@
+"""Strategies: how FSDP shards the parameters of a group of modules, a user's own among them. Free of torch until used.
+
+FSDP gathers the parameters of one module at a time. By default these modules are the blocks, the embedding, the head
+and the rest, all sharded by one strategy: over all data-parallel ranks, along the first dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from titan.config.kinds import kind
+from titan.config.settings import nearest, setting, show
+from titan.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titan.parallelism.mesh import World
+    from titan.parallelism.schema import Layout
+
+BLOCKS = "layers"
+"""The name of the collection of blocks, which is no module that computes."""
+
+
+class Sharding(NamedTuple):
+    """A strategy and the ranks that it shards over."""
+
+    strategy: Strategy
+    mesh: DeviceMesh
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How the modules of a group are sharded: the ranks (`mesh`), the dimension and the wrapper.
+
+    Of nested modules that a group matches, the outermost one is wrapped.
+    """
+
+    match: tuple[str, ...] = setting(help="patterns of module names, such as ['layers.*.feed_forward','head']")
+    shard: int | None = setting(
+        None,
+        "ranks that each parameter is sharded over, with replicas on the other data-parallel ranks; 1: every rank has "
+        "whole parameters; null: as parameters of no group",
+        at_least=1,
+    )
+    _target_: str = field(init=False, default="")  # so that ids and run.yaml tell groups of equal settings apart
+
+    def __post_init__(self) -> None:
+        """Record which class this is."""
+        object.__setattr__(self, "_target_", kind(type(self)))
+
+    def build(self, world: World) -> Sharding:
+        """Return the strategy with its mesh; all ranks call it together, see `mesh`."""
+        return Sharding(self, self.mesh(world))
+
+    def shards(self, layout: Layout) -> int:
+        """Return the number of ranks that a parameter is sharded over; it divides that of data-parallel ranks."""
+        return self.shard or layout.sharded
+
+    def mesh(self, world: World) -> DeviceMesh:
+        """Return the ranks: dimensions replicate (where it is above one) and shard.
+
+        All ranks call it together, also those that have none of the group's modules, since it may create groups.
+        """
+        return world.data_mesh(self.shards(world.layout))
+
+    def dimension(self, name: str, shape: Sequence[int]) -> int:
+        """Return the dimension along which a parameter is sharded; ranks must divide any but the first.
+
+        Args:
+            name: its name in the whole model.
+            shape: its shape, of this tensor rank's part.
+        """
+        return 0
+
+    def wrap(self, modules: list[nn.Module], mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+        """Wrap modules that are gathered together; their parameters are still on the meta device.
+
+        Args:
+            modules: one, or the embedding and the head where their weight is tied.
+            mesh: of `mesh`.
+            options: further arguments of `torch.distributed.fsdp.fully_shard`.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(modules, mesh=mesh, **options)
+
+    def describe(self, mesh: DeviceMesh) -> str:
+        """Return in a few words how the group is sharded over its mesh."""
+        own = f"{self._target_}, " if type(self) is not Strategy else ""
+        replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 and mesh.size(0) > 1 else ""
+        return f"{own}sharded over {mesh.size(-1)} rank{'s' if mesh.size(-1) > 1 else ''}{replicas}"
+
+
+DEFAULT = Strategy(match=())
+"""The strategy of modules that no group matches."""
+
+
+def assign(names: Iterable[str], groups: Mapping[str, Strategy]) -> dict[str, str]:
+    """Return the group of each module that is wrapped by itself, by the module's name.
+
+    Args:
+        names: of modules.
+        groups: by their names; of several that match a module the first has it.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        mine = next((group for group, strategy in groups.items() if _begins(strategy, name)), None)
+        if mine is not None:
+            found[name] = mine
+    return found
+
+
+def in_group(name: str, groups: Mapping[str, Strategy]) -> bool:
+    """Return whether a module, or one around it, is in a group."""
+    return any(_matches(strategy, part) for strategy in groups.values() for part in (name, *_around(name)))
+
+
+def gathers_inside_blocks(parameters: Iterable[str], groups: Mapping[str, Strategy]) -> bool:
+    """Return whether a part of a block is in another group than the block, and so gathered by itself."""
+    return any(name.count(".") > 1 for name in assign(module_names(parameters), groups))
+
+
+def _begins(strategy: Strategy, name: str) -> bool:
+    """Return whether a strategy matches a module and none around it."""
+    return _matches(strategy, name) and not any(_matches(strategy, outer) for outer in _around(name))
+
+
+def _around(name: str) -> list[str]:
+    """Return the names of the modules around one."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _matches(strategy: Strategy, name: str) -> bool:
+    return name != BLOCKS and any(fnmatchcase(name, pattern) for pattern in strategy.match)
+
+
+def module_names(parameters: Iterable[str]) -> list[str]:
+    """Return the names of the modules that parameters are in."""
+    found: dict[str, None] = {}
+    for parameter in parameters:
+        found |= dict.fromkeys(_around(parameter))
+    return list(found)
+
+
+def check(groups: Mapping[str, Strategy], parameters: Sequence[str], layout: Layout, tied: bool) -> None:
+    """Raise ConfigError for groups that match nothing, or that can't be sharded as they say.
+
+    Args:
+        groups: by name.
+        parameters: names of the model's parameters.
+        layout: all degrees.
+        tied: whether embedding and head share a weight.
+
+    Raises:
+        ConfigError: with the setting to change.
+    """
+    names = module_names(parameters)
+    assigned = assign([*names, "head"] if tied else names, groups)
+    for name, group in groups.items():
+        _check_match(name, group, names)
+        _check_shards(name, group, layout)
+    if tied and assigned.get("tok_embeddings") != assigned.get("head"):
+        name = assigned.get("head") or assigned["tok_embeddings"]
+        raise ConfigError(
+            f"parallelism.groups.{name}.match={show(groups[name].match)}: embedding and head share a weight "
+            "(model.tied=true); match both, tok_embeddings and head, or neither."
+        )
+
+
+def _check_match(name: str, group: Strategy, names: Sequence[str]) -> None:
+    if not group.match:
+        raise ConfigError(f"parallelism.groups.{name}.match=[]: matches no module; give patterns such as ['layers.*'].")
+    for pattern in group.match:
+        if not any(fnmatchcase(module, pattern) for module in (*names, "head") if module != BLOCKS):
+            raise ConfigError(
+                f"parallelism.groups.{name}.match={show(group.match)}: no module of the model matches {pattern}; "
+                f"names are such as {names[0]}, {names[-2]} and {names[-1]}{nearest(pattern, names)}"
+            )
+
+
+def _check_shards(name: str, group: Strategy, layout: Layout) -> None:
+    """Reject a number of shards that ranks can't be divided into."""
+    ranks, shards = layout.replicate * layout.sharded, group.shards(layout)
+    if ranks % shards:
+        raise ConfigError(
+            f"parallelism.groups.{name}.shard={shards}: does not divide the {ranks} ranks of replicate, shard and "
+            f"context; give one that does, such as {layout.sharded}."
+        )
