@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.tensor import Shard
 
 from launchers import start
 from launchers.command import command
 from tests.support import examples, task_files
-from tests.support.runs import TINY, steps
+from tests.support.runs import TINY, steps, train
 from titan import evaluate
 from titan.hooks.context import Context
 from titan.hooks.schema import MOMENTS
@@ -24,7 +25,8 @@ from titan.run.run import Run
 
 SMALL = [o for o in TINY if not o.startswith(("dataset", "model.vocab", "optimizer", "schedule", "hydra.run.dir"))]
 SECTIONS = ("A model", "An optimizer", "A dataset", "A schedule")
-TERMS, HOOKS, TASK = (examples.section(name) for name in ("Terms of the loss", "Hooks", "An evaluation task"))
+NAMES = ("Terms of the loss", "A sharding strategy", "Hooks", "An evaluation task")
+TERMS, STRATEGY, HOOKS, TASK = map(examples.section, NAMES)
 
 
 @pytest.fixture
@@ -124,7 +126,16 @@ def test_a_task_of_ones_own(mine: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "line 1 is no item of this task (KeyError: 'sentence_bad')" in capsys.readouterr().err
 
 
+def test_a_strategy_of_ones_own(mine: Path) -> None:
+    runs_ = [trained(overrides, *SMALL, "model.layers=2") for overrides in examples.trainings(STRATEGY)]
+    assert {type(run.parallelism.groups["ffn"]).__module__ for run in runs_ if run.parallelism.groups} == {
+        "mine.columns"
+    }
+    seen = train(runs_[0], lambda trainer: [p.placements for p in trainer.train_step.parameters()])
+    assert all(rank.code == 0 and (Shard(1),) in rank.extra for rank in seen)
+
+
 def test_every_example_is_trained() -> None:
-    sections = [*map(examples.section, SECTIONS), TERMS, HOOKS, TASK]
-    assert [len(examples.files(text)) for text in sections] == [2, 2, 2, 2, 4, 4, 2]
-    assert sum(len(examples.trainings(text)) for text in sections) == len(examples.trainings()) == 14
+    sections = [*map(examples.section, SECTIONS), TERMS, STRATEGY, HOOKS, TASK]
+    assert [len(examples.files(text)) for text in sections] == [2, 2, 2, 2, 4, 1, 4, 2]
+    assert sum(len(examples.trainings(text)) for text in sections) == len(examples.trainings()) == 16

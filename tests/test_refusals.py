@@ -327,6 +327,12 @@ LAPTOP = [  # on a CPU with 16 GiB
     ("memory=budget debug.detect_anomaly=true", "memory=budget|debug.detect_anomaly=false|memory=selective"),
     ("parallelism=tp debug.detect_anomaly=true", "debug.detect_anomaly=true|parallelism.tensor"),
     ("parallelism.prefetch=3", "parallelism.prefetch=3|parallelism=fsdp"),
+    ("parallelism=ddp '+parallelism.groups.a={match:[head]}'", "parallelism.groups=a|parallelism=fsdp"),
+    (
+        "parallelism=fsdp '+parallelism.groups.a={match:[heads]}'",
+        "parallelism.groups.a.match=[heads]|did you mean 'head'",
+    ),
+    ("parallelism=fsdp '+parallelism.groups.a={match:[head],shard:4}'", "groups.a.shard=4|2 ranks"),
     ("parallelism=ddp parallelism.reshard=always", "parallelism.reshard=always|parallelism=fsdp"),
     ("memory=every_n memory.every=9", "memory.every=9|6 layers"),
     ("parallelism.shard=128 training.global_batch=32768", "128 ranks|at most 35 ranks"),

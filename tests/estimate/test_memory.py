@@ -46,6 +46,11 @@ LAYOUTS = {
     "3d-last": ("parallelism=3d parallelism.microbatches=4", 4),
     "3d-reduced": ("parallelism=3d parallelism.microbatches=4 parallelism.accumulate=sharded", 0),
     "4d": ("parallelism=4d parallelism.microbatches=4", 0),
+    "fsdp-groups": (
+        "parallelism=fsdp cluster.devices=4 "
+        "+parallelism.groups={whole:{match:[tok_embeddings,layers.0,layers.*.w1],shard:1},pairs:{match:[head],shard:2}}",
+        0,
+    ),
     "documents": ("parallelism=fsdp dataset.mask_documents=true", 0),
 }
 MODES = ("none", "full", "selective", "every_n")

@@ -155,6 +155,7 @@ GROUPED = {
     "fsdp whole": ("parallelism.shard=2", "parallelism.accumulate=whole", "parallelism.microbatches=2"),
     "fsdp offloaded": ("parallelism.shard=2", "memory.offload=true"),
     "fsdp compiled": ("parallelism.shard=2", "compile.scope=block", "compile.backend=aot_eager"),
+    "fsdp selective": ("parallelism.shard=2", "memory=selective", "parallelism.prefetch=1"),
     "fsdp recomputing": ("parallelism.shard=2", "memory=full", "parallelism.prefetch=1"),
 }
 

@@ -28,6 +28,7 @@ from titan.estimate.pipeline_states import State, action_states, rank_states
 from titan.model.activations import NO_CONTEXT, Block, ContextBytes, Head, RankPart
 from titan.parallelism.pipeline.stage_plan import splits_backward, stage_layers
 from titan.parallelism.schema import key_repeats
+from titan.parallelism.strategy import shards_of
 from titan.precision.schema import WeightSharding
 
 if TYPE_CHECKING:
@@ -207,7 +208,6 @@ class _RankMemory:
         )
         self.layers = sum(len(stage.layers) for stage in stages.values())
         self.fsdp = not layout.only_replicated and (layout.sharded > 1 or layout.replicate > 1)
-        self.shards = layout.sharded if self.fsdp else 1
         self.reduces_once = recipe.parallelism.accumulates_whole(layout) and microbatches > 1
         self.block: Block = model.block_activations(self.share, self._context_parallel_bytes())
         self.head: Head = model.head_activations(
@@ -218,6 +218,7 @@ class _RankMemory:
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
         self._count_elements()
+        self.shards = self._mean_shards()
         self._size_states()
         self._size_gathered()
 
@@ -229,6 +230,25 @@ class _RankMemory:
         self.embedding_elements = model.embedding_parameters() / tensor if first else 0.0
         self.head_elements = 0.0 if self._tied() or not last else model.head_parameters() / tensor
         self.elements = self.layers * self.block_elements + self.embedding_elements + self.head_elements
+
+    def _mean_shards(self) -> float:
+        """Return the shards of an element; where groups have other numbers of shards, so that the shards' sum is right.
+
+        Vectors, which are few elements, count as in no group.
+        """
+        groups, usual = self.recipe.parallelism.groups or {}, self.layout.sharded if self.fsdp else 1
+        if not groups or not self.fsdp:
+            return usual
+        layers = {str(layer) for stage in self.stages.values() for layer in stage.layers}
+        linear = {name: float(m.inputs * m.outputs) for name, m in self.recipe.model.linear_layers().items()}
+        matrices = {
+            name: n for name, n in linear.items() if name.startswith("layers.") and name.split(".")[1] in layers
+        }
+        ends = {"head": self.head_elements, "tok_embeddings": self.embedding_elements}
+        matrices |= {name: n * self.layout.tensor for name, n in ends.items()}
+        shards = shards_of(matrices, groups, self.layout)
+        more = sum(n / shards[name] - n / usual for name, n in matrices.items()) / self.layout.tensor
+        return self.elements / (self.elements / usual + more)
 
     def _size_states(self) -> None:
         """Compute the bytes of weights, optimizer state and one element of a reduced gradient on the device."""

@@ -50,6 +50,9 @@ COLLECTIVES = frozenset(
 on one device, and the rank's shard of it is saved anyway."""
 
 
+SAVED = MATMULS | ATTENTION | COLLECTIVES
+
+
 def checkpoint_blocks(blocks: Sequence[nn.Module], memory: Memory, first: int = 0) -> None:
     """Checkpoint the blocks that `memory` selects; a budget is applied by the compiler (`titan.compile.backend`).
 
@@ -108,9 +111,28 @@ def _contexts(matmuls: int) -> Callable[[], Any]:
     """
 
     def contexts() -> Any:
-        return create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
+        forward, again = create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
+        again.__class__ = _without_counting(type(again))
+        return forward, again
 
     return contexts
+
+
+@cache
+def _without_counting(mode: Any) -> Any:
+    """Return a mode of recomputation that counts only operations which may be saved.
+
+    torch's own counts all, and fails where the passes differ: FSDP gathers parts of a block in the forward pass, and
+    prefetches others while the block is recomputed.
+    """
+
+    class Mode(mode):  # type: ignore[misc]
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op.name().partition(".")[0] not in SAVED:
+                return op(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(op, types, args, kwargs)
+
+    return Mode
 
 
 class _Policy:

@@ -120,6 +120,18 @@ def in_group(name: str, groups: Mapping[str, Strategy]) -> bool:
     return any(_matches(strategy, part) for strategy in groups.values() for part in (name, *_around(name)))
 
 
+def shards_of(names: Iterable[str], groups: Mapping[str, Strategy], layout: Layout) -> dict[str, int]:
+    """Return the number of ranks that each module's parameters are sharded over, by the names of the innermost ones."""
+    names = list(names)
+    assigned = assign(module_names(f"{name}.weight" for name in names), groups)
+
+    def shards(name: str) -> int:
+        group = next((assigned[part] for part in (name, *_around(name)[::-1]) if part in assigned), None)
+        return groups[group].shards(layout) if group is not None else layout.sharded
+
+    return {name: shards(name) for name in names}
+
+
 def gathers_inside_blocks(parameters: Iterable[str], groups: Mapping[str, Strategy]) -> bool:
     """Return whether a part of a block is in another group than the block, and so gathered by itself."""
     return any(name.count(".") > 1 for name in assign(module_names(parameters), groups))
