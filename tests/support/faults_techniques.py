@@ -9,6 +9,13 @@ from tests.support.fault import fault
 
 FAULTS = (
     fault(
+        "groups: replicas of a group do not sum their gradients",
+        "titan/parallelism/mesh.py",
+        'return mesh["replicate", "shard"] if sizes["replicate"] > 1 else mesh["shard"]',
+        'return mesh["shard"]',
+        "parallelism/test_strategy.py::test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes",
+    ),
+    fault(
         "schedule: weight decay compounds over resumed steps",
         "titan/schedule/rates.py",
         'group["weight_decay"] = decay * factors.weight_decay',

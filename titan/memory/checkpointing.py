@@ -112,7 +112,8 @@ def _contexts(matmuls: int) -> Callable[[], Any]:
 
     def contexts() -> Any:
         forward, again = create_selective_checkpoint_contexts(_Policy(matmuls))  # type: ignore[no-untyped-call]
-        again.__class__ = _without_counting(type(again))
+        mode: Any = type(again)
+        again.__class__ = _without_counting(mode)
         return forward, again
 
     return contexts
