@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -110,9 +109,6 @@ def test_a_loss_that_is_not_finite_is_the_worst_and_a_trial_ended_by_a_hook_coun
         objective.value(Sweep(objective="lost_loss"), tmp_path, 0, 9.0)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("optuna") is None, reason="needs hydra-optuna-sweeper, which titan does not depend on"
-)
 def test_optuna_minimizes_the_loss(tmp_path: Path) -> None:
     asked = [
         "hydra/sweeper=optuna",
