@@ -14,6 +14,7 @@ from tests.support.runs import steps, tiny, train
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
 from titan.parallelism.strategy import Strategy, assign, check, in_group, module_names, shards_of
+from titan.training.worker import groups_of
 
 NAMES = (
     "tok_embeddings.weight", "layers.0.attention.wq.weight", "layers.0.attention.wo.weight", "layers.0.ffn_norm.weight",
@@ -69,9 +70,10 @@ def test_groups_that_cannot_be(group: Strategy, tied: bool, message: str) -> Non
 
 
 def _placed(trainer: Any) -> dict[str, Any]:
-    """How each parameter is sharded: the size of each mesh dimension, and the placements."""
+    """How each parameter is sharded: the size of each mesh dimension, and the placements; and the process groups."""
     named = dict(trainer.train_step.named_parameters())
-    return {
+    groups = sorted((group.dimension, len(group.ranks)) for group in groups_of(trainer.world).values())
+    return {"groups": groups} | {
         name: (tuple(p.device_mesh.shape), tuple(map(str, p.placements)))
         for name, p in named.items()
         if isinstance(p, DTensor)
@@ -91,6 +93,7 @@ def test_parameters_are_sharded_as_their_group_says_and_another_sharding_resumes
     assert placed["layers.0.feed_forward.w2.weight"] == ((4,), ("S(1)",))
     assert placed["layers.0.feed_forward.w1.weight"] == ((4,), ("S(0)",))
     assert placed["norm.weight"] == placed["head.weight"] == ((4, 1), ("R", "S(0)"))
+    assert placed["groups"] == [("replicate", 2), ("shard", 1), ("shard", 2), ("shard", 4)]  # of reports on hangs
     for line, wanted in zip(steps(before), steps(whole), strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
 

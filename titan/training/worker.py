@@ -81,9 +81,9 @@ def work(
                 rank_info.world_size,
                 world.device,
             )
-            watch.groups = _groups(world)
+            watch.groups = groups_of(world)
             train_step = build(run, world, log.info)
-            watch.names = partial(_module_names, train_step)
+            watch.groups, watch.names = groups_of(world), partial(_module_names, train_step)
             exit_code = _train(Trainer(run, attempt, world, train_step, stop, activity), failed, watch)
         except StopRequested:
             return exit_code_of_stop(stop.requeue)
@@ -147,11 +147,12 @@ def _timeout_setting(run: Run, seconds: float) -> str:
     return "cluster.step_timeout" if seconds == run.cluster.step_seconds else "cluster.timeout"
 
 
-def _groups(world: World) -> dict[str, Group]:
+def groups_of(world: World) -> dict[str, Group]:
     """Return this rank's process groups by their names, with the dimensions of the layout that they run along."""
     names = list(world.layout.mesh_degrees()) if world.mesh is not None else []
     known = [("world", dist.group.WORLD), *((name, world.group(name)) for name in names)]
     known += [("context", world.context), ("model parallel", world.model_parallel)]
+    known += [(name, m[name].get_group()) for m in world.data_meshes.values() for name in m.mesh_dim_names or ()]
     found: dict[str, Group] = {}
     for name, group in known if names else ():
         if group is not None and (group.group_name not in found or [name] == names):
