@@ -51,22 +51,7 @@ def resolve(
     """
     check_name(recipe.name)
     check_length(directory, f"hydra.run.dir={directory}")
-    recipe = decaying(recipe)
-    recipe.model.check()
-    recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
-    recipe.training.check()
-    recipe.schedule.check(recipe.training.steps)
-    recipe.parallelism.check()
-    recipe.dataset.check()
-    recipe.evaluation.check()
-    recipe.cluster.check()
-    hooks.check(recipe.hooks)
-    if recipe.precision.compute == "auto":
-        precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
-        recipe = dataclasses.replace(recipe, precision=precision)
-    recipe = dataclasses.replace(recipe, precision=recipe.precision.plain())
-    if _by_blocks(recipe, machine, elsewhere):
-        recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
+    recipe = _on_machine(_checked(decaying(recipe)), machine, elsewhere)
     layout = _layout(recipe, machine, ranks, elsewhere)
     microbatches = _microbatches(recipe, layout, machine)
     run = Run(
@@ -85,6 +70,31 @@ def resolve(
         run = _scoped(run, elsewhere)
     checks.check(run, started=ranks is not None or elsewhere, elsewhere=elsewhere)
     return run
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """Return a recipe whose axes have each been checked by themselves."""
+    recipe.model.check()
+    recipe.optimizer.check(recipe.model, recipe.precision.weight_bytes)
+    recipe.training.check()
+    recipe.schedule.check(recipe.training.steps)
+    recipe.parallelism.check()
+    recipe.dataset.check()
+    recipe.evaluation.check()
+    recipe.cluster.check()
+    hooks.check(recipe.hooks)
+    return recipe
+
+
+def _on_machine(recipe: Recipe, machine: Machine, elsewhere: bool) -> Recipe:
+    """Return a recipe whose settings that are "auto" follow the machine's devices."""
+    if recipe.precision.compute == "auto":
+        precision = dataclasses.replace(recipe.precision, compute="bf16" if machine.bf16_fast else "fp32")
+        recipe = dataclasses.replace(recipe, precision=precision)
+    recipe = dataclasses.replace(recipe, precision=recipe.precision.plain())
+    if _by_blocks(recipe, machine, elsewhere):
+        recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, attention="flex"))
+    return recipe
 
 
 def moved(run: Run, machine: Machine) -> Run:

@@ -11,17 +11,14 @@ from typing import Any
 from titan.checkpoint.coordinator import Coordinator
 from titan.checkpoint.restore import restore
 from titan.cluster.rank_info import RankInfo
-from titan.debug.switches import set_switches
-from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.training.build import build
 from titan.training.evaluation.averages import mean_over
 from titan.training.evaluation.evaluator import Evaluator
 from titan.training.evaluation.job import Job, write_result
 from titan.training.replay.worker import checked
-from titan.training.signals import StopSignals
+from titan.training.side_job import joined
 from titan.training.trainer import Trainer
-from titan.training.worker import log_to, user_error
 
 log = logging.getLogger("titan")
 
@@ -34,26 +31,15 @@ def work(job: Job, rank_info: RankInfo) -> int:
         RunError: when the evaluation can't continue.
     """
     run = job.run
-    log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
-    set_switches(run.debug)
-    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
-        world = mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, exchange=True)
-        try:
-            folders = [checked(run, path, step, world, "step") for step, path in _checkpoints(job)]
-            attempt = replace(job.attempt, checkpoint=folders[-1]) if folders else job.attempt
-            trainer = Evaluated(run, attempt, world, build(run, world, log.info), stop)
-            found = trainer.evaluate(job, folders[:-1])
-            trainer.close()
-        except Exception as error:
-            mine = user_error(run, error)
-            if mine is error:
-                raise
-            raise mine from error
+    with joined(run, rank_info) as (world, stop):
+        folders = [checked(run, path, step, world, "step") for step, path in _checkpoints(job)]
+        attempt = replace(job.attempt, checkpoint=folders[-1]) if folders else job.attempt
+        trainer = Evaluated(run, attempt, world, build(run, world, log.info), stop)
+        found = trainer.evaluate(job, folders[:-1])
+        trainer.close()
         if world.is_rank0:
             write_result(job, found)
-        world.close()  # only after success: see titan.training.worker
-        log_to(None)
-        return 0
+    return 0
 
 
 def _checkpoints(job: Job) -> tuple[tuple[int, str], ...]:

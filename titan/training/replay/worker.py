@@ -18,9 +18,7 @@ from titan.checkpoint.transfer import fetched
 from titan.cluster.rank_info import RankInfo
 from titan.console.progress import Progress
 from titan.debug.hooks import eagerly
-from titan.debug.switches import set_switches
 from titan.errors import ConfigError, RunError
-from titan.parallelism import mesh
 from titan.parallelism.mesh import World
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
@@ -30,9 +28,9 @@ from titan.training.layer_metrics import LayerMetrics
 from titan.training.observe import Observer, Rows, Totals
 from titan.training.replay import job as described
 from titan.training.replay.job import Job, Part
-from titan.training.signals import StopSignals, exit_code_of_stop
+from titan.training.side_job import joined
+from titan.training.signals import exit_code_of_stop
 from titan.training.trainer import Trainer
-from titan.training.worker import log_to, user_error
 
 log = logging.getLogger("titan")
 
@@ -48,23 +46,12 @@ def work(job: Job, rank_info: RankInfo) -> int:
         RunError: when the replay can't continue.
     """
     run = job.run
-    log_to(Path(run.directory) / "log" / f"rank-{rank_info.rank}.log")
-    set_switches(run.debug)
-    with StopSignals(rank_info.world_size == 1, rank_info.scheduled) as stop:
-        world = mesh.connect(rank_info, run.layout, run.machine.device, run.cluster.timeout, exchange=True)
-        try:
-            attempt = replace(job.attempt, checkpoint=_checked(job, world))
-            replayer = Replayer(run, attempt, world, build(run, world, log.info), stop)
-            code = replayer.replay(job)
-            replayer.close()
-        except Exception as error:
-            found = user_error(run, error)
-            if found is error:
-                raise
-            raise found from error
-        world.close()  # only after success: see titan.training.worker
-        log_to(None)  # the file of one rank is in a temporary directory
-        return code
+    with joined(run, rank_info) as (world, stop):
+        attempt = replace(job.attempt, checkpoint=_checked(job, world))
+        replayer = Replayer(run, attempt, world, build(run, world, log.info), stop)
+        code = replayer.replay(job)
+        replayer.close()
+    return code
 
 
 def _checked(job: Job, world: World) -> str | None:
