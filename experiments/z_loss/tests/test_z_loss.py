@@ -53,7 +53,7 @@ def test_the_loss_and_its_gradients(chunk: int | None) -> None:
 def test_variants_of_the_sweep(recipe: str, wanted: tuple[Any, ...]) -> None:
     run: Any = composed([CONF, "sweep=z_loss", f"recipe={recipe}", "name=x", "cluster=cpu"])
     assert (run.training.z_loss, run.model.logit_cap, run.training.loss_terms) == wanted
-    assert run.training.global_batch == 1024
+    assert run.training.global_batch == 512
 
 
 @pytest.mark.ranks
