@@ -187,3 +187,9 @@ def test_several_hooks_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     }.items():
         with pytest.raises(ConfigError, match=message):
             composed(["modules=[tests]", typed])
+
+
+def test_a_list_of_hooks_without_a_file_of_any() -> None:
+    assert not composed(["name=x", "hooks=[]"]).hooks
+    with pytest.raises(ConfigError, match=r"hooks=\[other\]: there is no such choice; put a file hooks/other.yaml"):
+        composed(["name=x", "hooks=[other]"])

@@ -60,6 +60,11 @@ LABELS = [
         ["schedule=cosine", "schedule=linear", "schedule=wsd"],
         id="kinds-with-equal-settings",
     ),
+    pytest.param(
+        [(S, ()), (S, ("modules=[tests]", "+hooks.a={_target_: tests.support.own_hooks.Norms}"))],
+        ["hooks=[]", "hooks=[a]"],
+        id="hooks-by-their-names",
+    ),
     pytest.param([(S, ()), (Story(seed=1), ())], ["model=debug parallelism=single"], id="one"),
     pytest.param(
         [(S, ()), (Story(repeat=1), ("metrics.tensorboard=true", "checkpoint.keep=5", "name=x"))],

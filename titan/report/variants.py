@@ -105,7 +105,8 @@ def facts_of(raw: Raw) -> Facts:
     values |= {"data": str(science.get("data"))[:8], "parent": science.get("parent")}
     values |= {CONTINUED: " ".join(map(str, raw.continued)) or "no"}
     typed = frozenset(override.partition("=")[0].lstrip("+~") for override in raw.overrides)
-    return Facts(dict(last.get("choices") or {}), values, typed)
+    hooks = {"hooks": show(list(raw.config.get("hooks") or {}))}  # as on the command line; no axis, so no choice yet
+    return Facts({**(last.get("choices") or {}), **hooks}, values, typed)
 
 
 def _completed(raw: Raw) -> dict[str, Any]:
@@ -152,9 +153,10 @@ def _names(facts: Sequence[Facts]) -> list[str]:
 
 
 def _chosen(facts: Sequence[Facts], differ: Iterable[str]) -> dict[str, list[str]]:
-    """Return the axes whose options differ, and not only in name."""
+    """Return the axes, and hooks, whose options differ, and not only in name."""
     touched = {name.partition(".")[0] for name in differ}
-    columns = {axis: [f.choices.get(axis, "?") for f in facts] for axis in Recipe.axes() if axis in touched}
+    axes = (*Recipe.axes(), "hooks")
+    columns = {axis: [f.choices.get(axis, "?") for f in facts] for axis in axes if axis in touched}
     return {axis: column for axis, column in columns.items() if len(set(column)) > 1}
 
 

@@ -47,6 +47,7 @@ def register() -> None:
     fixed = settings.defaults(Recipe)
     chosen = dict.fromkeys(PLUGGABLE, settings.MISSING)
     store.store(name="run", group="schema", node=fixed | chosen | {"sweep": settings.defaults(Sweep)})
+    hydra_private.add_group(store, "hooks")
     Plugins.instance().register(ExtraConfigs)
     _register_launchers(store)
 

@@ -104,3 +104,8 @@ def basic_sweeper() -> type[Any]:
 def clear_group(store: ConfigStore, package: str, group: str) -> None:
     """Remove the choices of a group that were stored by Hydra and its plugins."""
     store.repo[package][group].clear()
+
+
+def add_group(store: ConfigStore, group: str) -> None:
+    """Make a group known that has no choices yet: else Hydra takes its override for a value."""
+    store.repo.setdefault(group, {})

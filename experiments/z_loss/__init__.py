@@ -1,0 +1,1 @@
+"""Terms that keep the logits small, against plain cross-entropy."""
