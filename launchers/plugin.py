@@ -231,7 +231,7 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
     sweep = ledger.read(directory)
     attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.trials)))
     if is_finished(directory, run.training.steps):
-        summary.show_finished(attempts.finished_run(run))
+        summary.show_finished(run, attempts.finished_run(run))
         return 0
     point = Trial(ALONE, (), run)
     return launcher.grid(directory, [point], spec_of(cfg))[0]
