@@ -110,6 +110,7 @@ def test_the_table_has_the_prediction_and_names_the_slow_rank() -> None:
 
 @pytest.mark.parametrize(("factor", "named"), [(1.25, False), (1.1, True)])
 def test_the_factor_of_a_slow_rank_is_that_of_the_run(factor: float, named: bool, tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
     for number, matmuls in enumerate((0.4, 0.48, 0.4)):
         one = summary.summarise(number, [Breakdown(5, 1.0, {"matmuls": matmuls})], {})
         summary.write(tmp_path / "profile", dataclasses.replace(one, slow_factor=factor))
