@@ -243,7 +243,9 @@ class _RankMemory:
         on_device = 0.0 if self.recipe.memory.offload else 1.0
         matrices = self.layers * model.block_matmul_parameters() / self.layout.tensor
         self.weights = on_device * precision.weight_bytes * self.elements / self.shards
-        state = self.recipe.optimizer.state_bytes(int(matrices), int(self.elements - matrices), precision.weight_bytes)
+        state: float = self.recipe.optimizer.state_bytes(
+            int(matrices), int(self.elements - matrices), precision.weight_bytes
+        )
         state += _average_bytes(self.recipe) * self.elements
         self.optimizer = on_device * state / self.shards
         self.grad_element = on_device * precision.weight_bytes / self.shards
