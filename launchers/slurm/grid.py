@@ -117,6 +117,8 @@ class SlurmSweep:
                 "hydra.launcher.dry_run=true."
             )
         if not self.how.dry_run:
+            _check_controller()
+        if not self.how.dry_run:
             queue.ask("scontrol", "ping")  # before anything is written
         if "%" in str(self.root):
             raise ConfigError(f"hydra.run.dir={self.root}: Slurm would interpret the % in it; choose another name.")
@@ -380,3 +382,14 @@ def _submission_error(message: str, shape: Shape) -> RunError:
         if unsure
         else SubmissionRejected(text)
     )
+
+
+def _check_controller() -> None:
+    """Raise ConfigError where no Slurm controller answers."""
+    try:
+        queue.count()
+    except RunError as error:
+        raise ConfigError(
+            f"hydra/launcher=slurm: no Slurm controller answers here ({error}); run this on a login node of a cluster, "
+            "or give hydra.launcher.dry_run=true."
+        ) from error
