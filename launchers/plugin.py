@@ -29,7 +29,7 @@ from titan.config import launcher_hints, settings
 from titan.errors import ConfigError
 from titan.run import hydra_node, hydra_private
 from titan.run.axes import present
-from titan.run.directory import is_finished
+from titan.run.ended import is_done
 from titan.run.paths import check_length
 from titan.run.run import Run
 from titan.sweep import ledger, objective
@@ -230,8 +230,8 @@ def launch_single(launcher: SweepLauncher, run: Run, cfg: DictConfig) -> int:
     directory = Path(run.directory)
     sweep = ledger.read(directory)
     attempts.check_directory(run, own_job=bool(sweep and any(point.jobs for point in sweep.trials)))
-    if is_finished(directory, run.training.steps):
-        summary.show_finished(attempts.finished_run(run))
+    if is_done(run):
+        summary.show_finished(run, attempts.finished_run(run))
         return 0
     point = Trial(ALONE, (), run)
     return launcher.grid(directory, [point], spec_of(cfg))[0]

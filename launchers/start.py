@@ -51,7 +51,7 @@ def run_local(run: Run, apart: bool = False) -> int:
         for restart in range(run.cluster.restarts + 1):
             attempt = _begin(run)
             if isinstance(attempt, attempts.FinishedRun):
-                summary.show_finished(attempt)
+                summary.show_finished(run, attempt)
                 return 0
             code = _run_attempt(run, attempt, partial(_ranks, run, attempt, apart or run.cluster.restarts > 0))
             if code != 1 or restart == run.cluster.restarts:
@@ -110,7 +110,7 @@ def run_rank0(run: Run, rank_info: RankInfo, report: Report = _unreported) -> in
         with within(run.cluster.environment), locked(Path(run.directory), patience):
             attempt = _begin(run)
             if isinstance(attempt, attempts.FinishedRun):
-                summary.show_finished(attempt)
+                summary.show_finished(run, attempt)
                 meeting.send(store, rank_info, 0)
                 return 0
             meeting.send(store, rank_info, (run, attempt))

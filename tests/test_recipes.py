@@ -14,6 +14,7 @@ import yaml
 from launchers import start
 from launchers.command import command
 from tests.support.machines import detector
+from tests.support.runs import TINY, tiny, train
 from titan.cluster import devices
 from titan.errors import ConfigError
 from titan.parallelism.schema import Layout
@@ -198,11 +199,12 @@ GRIDS = {
     "optimizer": ("optimizer", ["adamw", "muon"]),
     "learning_rate": ("optimizer.lr", ["0.0003", "0.001", "0.003", "0.01"]),
     "batch_size": ("training.global_batch", ["1024", "2048", "4096"]),
+    "branches": ("checkpoint.resume", [f"runs/trunk/checkpoints/step-{step}" for step in (200, 300)]),
 }
 """What is varied in each sweep, and how."""
 
 
-@pytest.mark.parametrize("name", FILES["sweep"])
+@pytest.mark.parametrize("name", [name for name in FILES["sweep"] if name != "branches"])
 def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Run] = []
     monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
@@ -213,6 +215,18 @@ def test_every_point_of_a_sweep_can_run(name: str, monkeypatch: pytest.MonkeyPat
     tokens = sum(run.training.tokens for run in runs)
     assert tokens <= 2_000_000, "more than ten minutes at the 3,500 tokens a second of two slow cores"
     assert {run.checkpoint.mode for run in runs} == {"off"}
+
+
+def test_every_branch_of_the_sweep_decays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Run] = []
+    train(tiny(tmp_path / "trunk", "schedule.decay=0", "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9"))
+    monkeypatch.setattr(start, "run_local", lambda run, apart=False: runs.append(run) or 0)
+    monkeypatch.chdir(tmp_path)
+    steps = ",".join(f"{tmp_path}/trunk/checkpoints/step-{step}" for step in (1, 2))
+    tiny_settings = [o for o in TINY if not o.startswith(("schedule", "checkpoint", "hydra.run.dir"))]
+    line = ["-m", "sweep=branches", *tiny_settings, f"checkpoint.resume={steps}", "checkpoint.decay_steps=3"]
+    assert command(line, start.run_local) == 0
+    assert [run.training.steps for run in runs] == [4, 5]
 
 
 @pytest.mark.parametrize("name", FILES["sweep"])

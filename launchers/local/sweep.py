@@ -19,7 +19,7 @@ from launchers.trials import Trial
 from titan.console.text import safe
 from titan.errors import exit_code
 from titan.run import summary
-from titan.run.directory import is_finished
+from titan.run.ended import is_done
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import LocalLaunch
@@ -67,7 +67,7 @@ class LocalSweep:
         """Return the indices of the trials that are neither finished nor with Slurm."""
         sweep = read_state(self.root)
         now = {state.id: state for state in sweep.trials} if sweep else {}
-        kept = {i: now[trial.id].state for i, trial in enumerate(self.trials) if _is_kept(now[trial.id])}
+        kept = {i: now[t.id].state for i, t in enumerate(self.trials) if _is_kept(now[t.id]) or is_done(t.run)}
         for state, count in Counter(kept.values()).items():
             print(f"{count} of {len(self.trials)} trials: {state}, not started again", flush=True)
         return [index for index in range(len(self.trials)) if index not in kept]
@@ -75,7 +75,7 @@ class LocalSweep:
     def _print_next(self) -> None:
         """Print how many trials are finished, and the next command."""
         root = summary.short(str(self.root))
-        done = sum(is_finished(Path(t.run.directory), t.run.training.steps) for t in self.trials)
+        done = sum(is_done(t.run) for t in self.trials)
         then = f"python -m titan.compare {root} compares them" if done else f"python -m titan.status {root} shows why"
         more = "" if done == len(self.trials) else "; the same command continues the others"
         print(f"\n{done} of {len(self.trials)} trials are finished{more}; {then}.", flush=True)

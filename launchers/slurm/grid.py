@@ -29,6 +29,7 @@ from titan.console.text import safe, safe_lines
 from titan.errors import ConfigError, RunError
 from titan.files.atomic import write_atomic, write_json
 from titan.run import own_code, summary
+from titan.run.ended import is_done
 from titan.sweep import job_exit, ledger
 from titan.sweep.ledger import SweepSpec, TrialState
 from titan.sweep.schema import SlurmLaunch
@@ -116,6 +117,8 @@ class SlurmSweep:
                 "hydra.launcher.dry_run=true."
             )
         if not self.how.dry_run:
+            _check_controller()
+        if not self.how.dry_run:
             queue.ask("scontrol", "ping")  # before anything is written
         if "%" in str(self.root):
             raise ConfigError(f"hydra.run.dir={self.root}: Slurm would interpret the % in it; choose another name.")
@@ -144,7 +147,7 @@ class SlurmSweep:
         for state in ("finished", "running", "queued"):
             if count := list(self.printed.values()).count(state):
                 print(f"{count} of {len(self.trials)} trials: {state}, not submitted again", flush=True)
-        return [p for p in self.trials if self.printed[p.id] in OPEN]
+        return [p for p in self.trials if self.printed[p.id] in OPEN and not is_done(p.run)]
 
     def _now(self) -> dict[str, TrialState]:
         sweep = read_state(self.root)
@@ -276,7 +279,7 @@ class SlurmSweep:
                     self._print_state(trial, now[trial.id].state, now[trial.id].reason)
             if not left and all(now[trial.id].state in ENDED for trial in self.trials):
                 self._print_left([])
-                return [ENDED[now[trial.id].state] for trial in self.trials]
+                return [0 if is_done(trial.run) else ENDED[now[trial.id].state] for trial in self.trials]
             time.sleep(self.how.poll_seconds)
 
     def _submit_more(self, left: list[Trial]) -> list[Trial]:
@@ -286,7 +289,7 @@ class SlurmSweep:
         with ledger.exclusive_lock(self.root):
             adopt(self.root)
             now = self._now()
-            return self._submit([trial for trial in left if now[trial.id].state in OPEN])
+            return self._submit([trial for trial in left if now[trial.id].state in OPEN and not is_done(trial.run)])
 
     def _print_state(self, trial: Trial, state: str, more: str | None) -> None:
         """Print the state of a trial if it has changed."""
@@ -379,3 +382,14 @@ def _submission_error(message: str, shape: Shape) -> RunError:
         if unsure
         else SubmissionRejected(text)
     )
+
+
+def _check_controller() -> None:
+    """Raise ConfigError where no Slurm controller answers."""
+    try:
+        queue.count()
+    except RunError as error:
+        raise ConfigError(
+            f"hydra/launcher=slurm: no Slurm controller answers here ({error}); run this on a login node of a cluster, "
+            "or give hydra.launcher.dry_run=true."
+        ) from error

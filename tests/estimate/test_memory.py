@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
+from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from titan.estimate import memory
 from titan.estimate.pipeline_states import STEADY_STATE, State, schedule_states
 from titan.estimate.traced.memory import Live, peak
+from titan.model.loss_terms import Tokens
 from titan.run.compose import composed
 from titan.run.run import Run
+from titan.training.loss_terms import LossTerm
 from titan.training.trace.rank import trace
 
 CLOSE = 0.05
@@ -126,6 +134,61 @@ CAPPED = ("training.label_smoothing=0.1", "model.logit_cap=30")
 )
 def test_loss_terms_and_capped_logits(layout: str, terms: tuple[str, ...]) -> None:
     estimated, found = both(run("head", layout, *terms), LAYOUTS[layout][1])
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbabilities(LossTerm):
+    """The entropy of docs/extending.md."""
+
+    needs_logits: ClassVar[bool] = True
+
+    def build(self) -> Callable[[Tokens], Tensor]:
+        return _entropy
+
+
+def _entropy(tokens: Tokens) -> Tensor:
+    log_p = (tokens.logits / 1.0).log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def with_term(one: Run, term: LossTerm) -> Run:
+    return dataclasses.replace(one, training=dataclasses.replace(one.training, loss_terms={"own": term}))
+
+
+@pytest.mark.parametrize(("layout", "more"), [("single", 4.0), ("tp", 4.5)])
+def test_a_term_that_needs_logits_counts_them_again(layout: str, more: float) -> None:
+    one = run("head", layout)
+    without, needs = (
+        memory.peak(r, r.layout, r.microbatches, "cpu").bytes
+        for r in (with_term(one, LossTerm()), with_term(one, LogProbabilities()))
+    )
+    logits = 4 * one.microbatch_rows * one.training.seq_len * one.model.vocab
+    assert needs - without == pytest.approx(more * logits, rel=0.01)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["single", "tp", "gpipe-last", "pp-last"])
+def test_a_term_of_logits_is_in_the_trace(layout: str) -> None:
+    estimated, found = both(with_term(run("head", layout), LogProbabilities()), LAYOUTS[layout][1])
+    assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
+
+
+AVERAGED = "evaluation.ema=0.9"
+
+
+@pytest.mark.parametrize(("layout", "shards"), [("single", 1), ("fsdp-8", 8), ("fsdp-tp", 4)])
+def test_the_moving_average_takes_4_bytes_of_each_weight_sharded_as_they_are(layout: str, shards: int) -> None:
+    without, one = run("state", layout), run("state", layout, AVERAGED)
+    before, now = (memory.peak(r, r.layout, r.microbatches, "cpu").bytes for r in (without, one))
+    assert now - before == pytest.approx(4 * one.model.parameters() / shards)
+    assert sum(memory.whole_state(one)) - sum(memory.whole_state(without)) == 4 * one.model.parameters()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "more"), [("fsdp-8", ()), ("single", ("precision=bf16_pure",))])
+def test_the_moving_average_is_in_the_trace(layout: str, more: tuple[str, ...]) -> None:
+    estimated, found = both(run("state", layout, *more, AVERAGED), LAYOUTS[layout][1])
     assert estimated == pytest.approx(found.bytes, rel=CLOSE), str(found)
 
 

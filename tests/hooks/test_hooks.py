@@ -22,6 +22,7 @@ from titan.metrics.lines import read_lines
 from titan.run import attempts, identity
 from titan.run.attempts import FinishedRun
 from titan.run.compose import composed
+from titan.run.ended import is_done
 
 OWN = "tests.support.own_hooks"
 
@@ -114,7 +115,10 @@ def test_a_hook_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "Stopped after step 4 of 9 (hooks.prune: it is enough)." in capsys.readouterr().out
     assert trained(tmp_path / "run", *asked) == 0
     assert "was ended by hooks.prune: it is enough: 4 steps; nothing to do" in capsys.readouterr().out
-    assert trained(tmp_path / "run", "training.steps=9", hook("prune", "Stop", step=6)) == 0
+    later = ("training.steps=9", hook("prune", "Stop", step=6))
+    same, other = (tiny(tmp_path / "run", "modules=[tests]", *how) for how in (asked, later))
+    assert is_done(same) and not is_done(other)  # sweeps start trials that are not done
+    assert trained(tmp_path / "run", *later) == 0
     assert (result(tmp_path / "run")["step"], result(tmp_path / "run")["attempt"]) == (9, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 from pathlib import Path
@@ -105,3 +106,12 @@ def test_the_table_has_the_prediction_and_names_the_slow_rank() -> None:
     assert "communication                  0.6   60.0%      0.3 s" in text
     assert summary.comparison(ranks)[-1] == "rank 1 is slow: its own work takes 1.95 times the median rank's"
     assert "no rank is slow" in summary.comparison([ranks[0], ranks[2]])[-1]
+
+
+@pytest.mark.parametrize(("factor", "named"), [(1.25, False), (1.1, True)])
+def test_the_factor_of_a_slow_rank_is_that_of_the_run(factor: float, named: bool, tmp_path: Path) -> None:
+    (tmp_path / "profile").mkdir()
+    for number, matmuls in enumerate((0.4, 0.48, 0.4)):
+        one = summary.summarise(number, [Breakdown(5, 1.0, {"matmuls": matmuls})], {})
+        summary.write(tmp_path / "profile", dataclasses.replace(one, slow_factor=factor))
+    assert ("rank 1 is slow" in summary.comparison(summary.read(tmp_path, None))[-1]) is named

@@ -22,6 +22,7 @@ from launchers import start
 from tests.support.machines import detector
 from tests.support.runs import TINY, save_of
 from titan.cluster import devices
+from titan.compare import PAGE
 from titan.dataset.shards import open_corpus
 from titan.errors import ConfigError, exit_code
 from titan.run import attempts
@@ -29,7 +30,7 @@ from titan.run.attempts import Attempt, FinishedRun, begin_attempt
 from titan.run.compose import composed
 from titan.run.directory import is_locked, parse_attempts, read_attempts
 from titan.run.lock import locked
-from titan.run.paths import FILES
+from titan.run.paths import BEGUN, FILES
 from titan.run.run import Run
 from titan.sweep import ledger
 
@@ -379,3 +380,8 @@ def test_a_run_yaml_that_was_cut_anywhere_is_recognised() -> None:
     for end in range(len("---\n") + 1, len(text), 37):
         with pytest.raises(ConfigError, match=r"run.yaml can't be read"):
             parse_attempts(text[:end], "x")
+
+
+def test_a_report_in_a_directory_is_neither_foreign_nor_a_run(tmp_path: Path) -> None:
+    (tmp_path / PAGE).write_text("")
+    assert read_attempts(tmp_path) == [] and PAGE not in BEGUN

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import steps, tiny, train
 from titan.errors import ConfigError
+from titan.run import command_line, summary
+from titan.run.compose import composed
 
 CONSTANT = ("schedule.decay=0", "schedule.warmup=0", "optimizer.lr=1e-2")
 
@@ -23,6 +26,18 @@ def test_a_branch_decays_from_its_checkpoint(tmp_path: Path, step: int) -> None:
     assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
     again = tiny(tmp_path / "x", *CONSTANT, source, f"training.steps={step + 4}", f"schedule.decay={4 / (step + 4)}")
     assert again.training == branch.training
+
+
+def test_a_branch_is_continued_by_the_command_that_is_shown(tmp_path: Path) -> None:
+    train(tiny(tmp_path / "trunk", *CONSTANT, "training.steps=2"))
+    short = tiny(tmp_path / "branch", *CONSTANT, f"checkpoint.resume={tmp_path}/trunk", "checkpoint.decay_steps=2")
+    train(short)
+    command = summary.next_command(short, {"finished": True}).removeprefix("python -m titan.train ")
+    longer = composed(command_line.parse(shlex.split(command)).overrides)
+    assert [seen.code for seen in train(longer)] == [0]
+    assert [(line["step"], line["lr"]) for line in steps(longer)][2:] == [
+        (5, 0.01), (6, 0.0075), (7, 0.005), (8, 0.0025),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,15 @@ from tests.support.machines import detector
 from titan.cluster import devices
 from titan.config import settings
 from titan.dataset.schema import KINDS as DATASETS
+from titan.evaluation.schema import Task
+from titan.hooks.schema import Hook
 from titan.optimizer.schema import SGD, AdamW, Muon
 from titan.run import identity
 from titan.run.compose import composed
-from titan.run.run import Run
+from titan.run.run import Run, as_config
 from titan.run.schema import Recipe
 from titan.schedule.schema import KINDS as SCHEDULES
+from titan.training.loss_terms import LossTerm
 
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTION = {  # in an axis of science, but without a say in what is learned
@@ -97,6 +100,49 @@ def changed(axis: str, kind: type, name: str, base: Run) -> dict[str, bool]:
 def test_kinds_with_equal_settings_are_told_apart(axis: str, base: Run) -> None:
     ids = {of(dataclasses.replace(base, **{axis: kind(**given(kind))})).science for kind in KINDS[axis]}
     assert len(ids) == len(KINDS[axis])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnTask(Task):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnTerm(LossTerm):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnHook(Hook):
+    pass
+
+
+def with_part(base: Run, part: Any) -> Run:
+    """The run with a part at the place where the user gives it a name."""
+    if isinstance(part, Hook):
+        return dataclasses.replace(base, hooks={"a": part})
+    axis, field = ("evaluation", "tasks") if isinstance(part, Task) else ("training", "loss_terms")
+    return dataclasses.replace(base, **{axis: dataclasses.replace(getattr(base, axis), **{field: {"a": part}})})
+
+
+@pytest.mark.parametrize(
+    ("titans", "own", "changes"),
+    [
+        pytest.param(Task(path="p"), OwnTask(path="p"), "execution", id="task"),
+        pytest.param(LossTerm(), OwnTerm(), "science", id="loss-term"),
+        pytest.param(Hook(), OwnHook(), "execution", id="hook"),
+    ],
+)
+def test_the_class_of_a_named_part_is_in_one_id_and_in_run_yaml(titans: Any, own: Any, changes: str, base: Run) -> None:
+    old, new = (of(with_part(base, part)) for part in (titans, own))
+    assert [key for key in ("science", "execution") if getattr(old, key) != getattr(new, key)] == [changes]
+    assert f"'_target_': '{__name__}.{type(own).__name__}'" in str(as_config(with_part(base, own)))
+
+
+def test_tasks_of_titan_have_the_ids_from_before_classes_were_recorded(base: Run) -> None:
+    content = {"path": "p", "format": "arc", "limit": None, "bos": False}
+    found = identity.settings_of(with_part(base, Task(path="p", format="arc")), science=False)
+    assert found["evaluation.tasks"] == {"a": content}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -86,15 +87,30 @@ def test_every_file_of_the_package_is_in_the_code_id_alone(name: str, counts: bo
     assert identity.science_of(run, "d", None) == identity.science_of(of(), "d", None)
 
 
-def test_untracked_experiments_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    idea = tmp_path / "experiments" / "own_code_example"
+def taken(package: str) -> dict[str, ModuleType]:
+    """Remove a package's modules from those that are imported, and return them."""
+    names = [name for name in sys.modules if name.partition(".")[0] == package]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An idea in a package `experiments` that is in no git repository, and is found in place of this checkout's."""
+    idea, before = tmp_path / "experiments" / "own_code_example", taken("experiments")
     idea.mkdir(parents=True)
+    (idea.parent / "__init__.py").write_text("")
     (idea / "model.py").write_text(MODEL)
     monkeypatch.syspath_prepend(tmp_path)
+    yield idea
+    taken("experiments")
+    sys.modules.update(before)
+
+
+def test_untracked_experiments_count(experiment: Path) -> None:
     run = composed(["name=x", "+hooks.a={_target_:experiments.own_code_example.model.Logs}"])
     before = ids(run)
     assert own_code.packages(run) == ("experiments",)
-    (idea / "more.py").write_text("")
+    (experiment / "more.py").write_text("")
     assert ids(run) != before
 
 

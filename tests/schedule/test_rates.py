@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace as Namespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,19 @@ import torch
 from tests.checkpoint.test_manager import stop_at
 from tests.support.runs import same, saved, steps, tiny, train
 from titan.schedule.rates import Rates
-from titan.schedule.schema import Linear
+from titan.schedule.schema import Constant, Linear, Schedule
+from titan.training import recording
 from titan.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rising(Constant):
+    """A schedule of one's own."""
+
+    def weight_decay_factor(self, step: int, steps: int) -> float:
+        """Rise in proportion to the step."""
+        return step / steps
+
 
 OF_NORMS = "optimizer.groups={norms:{match:['*norm.weight'],weight_decay:0.4,lr:0.5}}"
 
@@ -28,6 +41,22 @@ def test_groups_keep_their_own_factors() -> None:
         first, second = optimizer.param_groups
         assert (first["lr"], second["lr"]) == (pytest.approx(0.05 * factor), pytest.approx(0.1 * factor))
         assert (first["weight_decay"], second["weight_decay"]) == (0.1 * factor, 0.4 * factor)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weight_decay", "recorded"),
+    [
+        pytest.param(Constant(weight_decay_shape="linear"), 0.1, {"weight_decay": 0.08}, id="shape"),
+        pytest.param(Rising(), 0.1, {"weight_decay": 0.04}, id="own"),
+        pytest.param(Linear(), 0.1, {}, id="constant"),
+        pytest.param(Rising(), 0.0, {}, id="none"),
+    ],
+)
+def test_weight_decay_is_recorded_where_the_schedule_changes_it(
+    schedule: Schedule, weight_decay: float, recorded: dict[str, float]
+) -> None:
+    run: Any = Namespace(schedule=schedule, optimizer=Namespace(weight_decay=weight_decay), training=Namespace(steps=5))
+    assert recording.weight_decay(run, 2) == pytest.approx(recorded)
 
 
 def watch(trainer: Trainer) -> list[tuple[float, ...]]:
@@ -48,5 +77,7 @@ def test_a_resumed_run_has_the_same_rates_and_weights(tmp_path: Path) -> None:
     assert found == expected[-len(found) :] and 0 < len(found) < 5
     decays = [[round(row[i], 9) for row in expected] for i in (1, 3)]
     assert sorted(decays) == [[0.1, 0.08, 0.06, 0.04, 0.02], [0.4, 0.32, 0.24, 0.16, 0.08]]
-    assert [line["lr"] for line in steps(part)] == [line["lr"] for line in steps(whole)]
+    for key in ("lr", "weight_decay"):
+        assert [line[key] for line in steps(part)] == [line[key] for line in steps(whole)]
+    assert [line["weight_decay"] for line in steps(part)] == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02])
     assert same(saved(part, 5), saved(whole, 5))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -19,6 +19,8 @@ from titan.training.loss_terms import LossTerm
 @dataclass(frozen=True, kw_only=True)
 class Entropy(LossTerm):
     """The entropy of the predictions and the size of the hidden states."""
+
+    needs_logits: ClassVar[bool] = True
 
     def build(self) -> Callable[[Tokens], Tensor]:
         return entropy

@@ -63,6 +63,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "125M ddp": (*M125, *ROWS, "parallelism=ddp"),
     "125M tp": (*M125, *ROWS, "parallelism=tp"),
     "125M pp": (*M125, *ROWS, "parallelism=pp"),
+    "125M average": (*M125, *ROWS, "evaluation=ema"),
+    "125M fsdp average": (*M125, *ROWS, "parallelism=fsdp", "evaluation=ema"),
     "125M async": (*M125, *ROWS, "checkpoint=async", "checkpoint.every=2"),
 }
 

@@ -80,7 +80,10 @@ def detect(device: str = "auto", probe: Probe | None = None) -> Machine:
         return _gpu_machine(found.gpus, probe)
     unused = f"{len(found.unused)} x {found.unused[0].name} not used: {found.reason}" if found.unused else ""
     if device == "cuda":
-        raise ConfigError(f"cluster.device=cuda: {unused or found.reason}; {found.remedy}, or use cluster.device=cpu.")
+        ways = f"{found.remedy}, or use cluster.device=cpu"
+        if not found.unused:  # no GPU at all, as on the laptop from which jobs are sent
+            ways = f"send it to GPU nodes with hydra/launcher=slurm, use cluster.device=cpu, or {found.remedy}"
+        raise ConfigError(f"cluster.device=cuda: {unused or found.reason}; {ways}.")
     return dataclasses.replace(_cpu(probe), note=unused)
 
 

@@ -55,8 +55,9 @@ class Usage:
 
     Attributes:
         phase: its name, such as "forward of the head" or "optimizer step".
-        parts: bytes by category: weights, optimizer, gradients, gathered (all-gathered weights), activations, logits,
-            communication (buffers); overhead adds context, kernels, allocator and checkpoint.
+        parts: bytes by category: weights, optimizer (its state, and the weights' moving average), gradients, gathered
+            (all-gathered weights), activations, logits, communication (buffers); overhead adds context, kernels,
+            allocator and checkpoint.
     """
 
     phase: str
@@ -153,11 +154,16 @@ def saved_by_block(recipe: Recipe, layout: Layout, microbatches: int, device: st
 
 
 def whole_state(recipe: Recipe) -> tuple[float, float]:
-    """Return the bytes of all weights and of all optimizer state, as a checkpoint holds them."""
+    """Return the bytes of all weights, and of all optimizer state with an average, as a checkpoint holds them."""
     model, weight_bytes = recipe.model, recipe.precision.weight_bytes
     matrices = model.layers * model.block_matmul_parameters()
     state = recipe.optimizer.state_bytes(matrices, model.parameters() - matrices, weight_bytes)
-    return float(model.parameters() * weight_bytes), float(state)
+    return float(model.parameters() * weight_bytes), state + _average_bytes(recipe) * model.parameters()
+
+
+def _average_bytes(recipe: Recipe) -> float:
+    """Return the bytes of the weights' moving average for each of their elements: it is float32."""
+    return 0.0 if recipe.evaluation.ema is None else 4.0
 
 
 def state_bytes(recipe: Recipe, layout: Layout) -> float:
@@ -215,6 +221,7 @@ class _RankMemory:
             parts=recipe.parallelism.loss_parallel,
             chunk=recipe.training.loss_chunk,
             terms=bool(recipe.training.terms),
+            whole=any(term.needs_logits for term in recipe.training.terms.values()),
         )
         self.splits_backward = layout.pipeline > 1 and splits_backward(recipe.parallelism)
         self._count_elements()
@@ -256,9 +263,11 @@ class _RankMemory:
         on_device = 0.0 if self.recipe.memory.offload else 1.0
         matrices = self.layers * model.block_matmul_parameters() / self.layout.tensor
         self.weights = on_device * precision.weight_bytes * self.elements / self.shards
-        self.optimizer = on_device * self.recipe.optimizer.state_bytes(
+        state: float = self.recipe.optimizer.state_bytes(
             int(matrices), int(self.elements - matrices), precision.weight_bytes
-        ) / self.shards  # fmt: skip
+        )
+        state += _average_bytes(self.recipe) * self.elements
+        self.optimizer = on_device * state / self.shards
         self.grad_element = on_device * precision.weight_bytes / self.shards
 
     def _size_gathered(self) -> None:

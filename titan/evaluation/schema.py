@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from titan.config.kinds import kind
 from titan.config.settings import MISSING, setting
 from titan.errors import ConfigError
 from titan.evaluation.items import FORMATS, Item, read_items
@@ -40,6 +41,13 @@ class Task:
     )
     limit: int | None = setting(None, "items to use, the first ones; null: all", at_least=1)
     bos: bool = setting(False, "begin each context with the tokenizer's token that begins a document")
+    # the class of a task of one's own, so that ids and run.yaml tell tasks of equal settings apart
+    _target_: str = field(init=False, default="", metadata={"later": True})
+
+    def __post_init__(self) -> None:
+        """Record which class this is, if not this one: ids from before that was recorded stay."""
+        if type(self) is not Task:
+            object.__setattr__(self, "_target_", kind(type(self)))
 
     def build(self, where: str = "task") -> tuple[Item, ...]:
         """Return the items.

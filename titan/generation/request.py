@@ -116,6 +116,8 @@ def _check_layout(model: Any, layout: Layout, machine: Machine) -> None:
             f"parallelism.tensor={degree}: this machine has {machine.count} x {machine.name}; give at most "
             f"{machine.count}, or device=cpu."
         )
+    if degree > 1:
+        model.check_tensor_plan(degree)
 
 
 def estimate_memory(settings: Settings, longest: int, model: Any, precision: Precision) -> tuple[float, float]:

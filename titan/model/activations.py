@@ -82,6 +82,11 @@ class Block(NamedTuple):
     outputs: float
 
 
+READ, READ_KEPT = 4, 2
+"""Tensors as large as the logits, in float32, that a loss term of them needs at the peak, and saves for backward: those
+of an entropy, which are log-probabilities, probabilities, and their gradients."""
+
+
 class Head(NamedTuple):
     """Bytes of the final norm, the head and the loss.
 
@@ -150,6 +155,7 @@ def head(
     parts: bool,
     chunk: int | None,
     terms: bool = False,
+    whole: bool = False,
     capped: bool = False,
 ) -> Head:
     """Return the activation memory of the final norm, the head and the cross-entropy.
@@ -161,6 +167,7 @@ def head(
         parts: whether tensor-parallel ranks compute the loss from sharded logits (loss parallel).
         chunk: tokens whose logits exist at a time; None: all.
         terms: whether there are loss terms next to cross-entropy; from statistics of the logits, which need no more.
+        whole: whether a term reads the logits themselves, all of them on every tensor-parallel rank.
         capped: whether logits are soft-capped.
     """
     c, n, s, t = share.bytes, share.tokens, share.between, share.tensor
@@ -170,14 +177,20 @@ def head(
     if chunk is not None:
         gradients = hidden + c * vocab * dim / t
         logits = min(chunk, n) * vocab / t * ((12 + more if fused else 4) + c % 4)
+        logits += _read(min(chunk, n) * vocab, t) * whole
         peak = norm + 2 * hidden + (4 + c) * vocab * dim / t + logits
         return Head(norm + gradients, peak, norm + 2 * gradients, last)
     if fused:
         logits = n * vocab / t
-        peak = norm + hidden + (8 + more) * logits
-        return Head(norm + hidden + 4 * logits, peak, peak, last)
+        peak = norm + hidden + (8 + more) * logits + _read(n * vocab, t) * whole
+        return Head(norm + hidden + 4 * logits + 4 * READ_KEPT * n * vocab * whole, peak, peak, last)
     cut = t > 1 and parts
     logits = n * vocab / (t if cut else 1)
     kept = norm + hidden + (8 if cut else 4) * logits
     forward = norm + hidden + ((12 if cut else 8) + c % 4) * logits
     return Head(kept, forward, norm + hidden + (16 if cut else 12) * logits, last)
+
+
+def _read(logits: float, tensor: int) -> float:
+    """Return the bytes at the peak that a term of whole logits adds, from their number; gathering takes its part."""
+    return 4 * (READ + 1 - 1 / tensor) * logits

@@ -189,11 +189,17 @@ class Decoder:
         return block(share, self.dim, queries, keys, self.heads, self.ffn, bool(self.head_norms()), context)
 
     def head_activations(
-        self, share: RankPart, *, parts: bool = True, chunk: int | None = None, terms: bool = False
+        self,
+        share: RankPart,
+        *,
+        parts: bool = True,
+        chunk: int | None = None,
+        terms: bool = False,
+        whole: bool = False,
     ) -> Head:
         """Return the activation memory of final norm, head and loss; see `titan.model.activations.head`."""
         capped = self.logit_cap is not None
-        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk, terms=terms, capped=capped)
+        return head(share, self.dim, self.vocab, parts=parts, chunk=chunk, terms=terms, whole=whole, capped=capped)
 
 
 @dataclass(frozen=True, kw_only=True)

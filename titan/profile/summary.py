@@ -21,6 +21,7 @@ from titan.files.atomic import write_atomic
 from titan.profile import kinds
 from titan.profile.breakdown import Breakdown
 from titan.profile.memory import Peak
+from titan.profile.schema import Profile
 
 PREDICTED = {
     kinds.MATMULS: ("matmuls",),
@@ -34,8 +35,6 @@ PREDICTED = {
 }  # fmt: skip
 """Causes of `titan.estimate.step_time` by the row that they are compared with: a rank without work waits for a
 message of another stage."""
-SLOW = 1.1
-"""A rank whose own time is so many times the median's is named."""
 _NAME = re.compile(r"step-(\d+)-rank-(\d+)\.json")
 _FIGURES = dict[str, float]
 _KINDS: dict[str, Any] = {"rank": int, "steps": list[int], "seconds": float, "parts": _FIGURES, "hidden": _FIGURES}
@@ -53,6 +52,7 @@ class Summary:
         predicted: seconds of a step by cause, as the run recorded its prediction; empty without one.
         memory: bytes at the peak by category; empty where allocations were not recorded.
         memory_sentence: what was alive at the peak.
+        slow_factor: `profile.slow_factor` of the run.
     """
 
     rank: int
@@ -63,6 +63,7 @@ class Summary:
     predicted: Mapping[str, float] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
     memory_sentence: str = ""
+    slow_factor: float = Profile().slow_factor
 
     @property
     def own(self) -> float:
@@ -192,6 +193,8 @@ def comparison(summaries: Sequence[Summary]) -> list[str]:
         f"data {rounded(one.parts.get(kinds.DATA, 0.0))} s"
         for one in summaries
     ]
-    slow = [s for s in summaries if s.own > SLOW * usual]
+    slow = [s for s in summaries if s.own > s.slow_factor * usual]
     named = [f"rank {s.rank} is slow: its own work takes {s.own / usual:.2f} times the median rank's" for s in slow]
-    return ["ranks:", *rows, *(named or ["  no rank is slow: own work differs by less than a tenth"])]
+    factor = summaries[0].slow_factor
+    none = f"  no rank is slow: none takes {factor:g} times the median's own work (profile.slow_factor)"
+    return ["ranks:", *rows, *(named or [none])]

@@ -21,12 +21,12 @@ from titan.checkpoint.select import Candidate
 from titan.dataset import corpora
 from titan.dataset.mixture import RowMixture
 from titan.errors import ConfigError
-from titan.run import identity, own_code, records
+from titan.run import ended, identity, own_code, records
 from titan.run.directory import has_records, is_locked, parse_attempts, read_attempts, read_result
 from titan.run.identity import Ids
 from titan.run.lineage import Parent, parent, rows_read
 from titan.run.prediction import Prediction, predict
-from titan.run.run import Run, as_config
+from titan.run.run import Run
 from titan.run.same_experiment import check_same, check_same_without_data
 
 
@@ -94,7 +94,7 @@ def begin_attempt(run: Run, progress: Callable[[str], None] | None = None) -> At
         check_same(run, earlier[-1], science, mix, last)
         result, wrong = read_result(directory, _sciences(earlier))
         done = result.get("finished") and result["step"] == run.training.steps
-        done = done or _ended_by_hook(run, earlier[-1], result)
+        done = done or ended.by_hook(run, earlier[-1], result)
         if done and not (last and select.post_save_pending(run.checkpoint, directory, last.about.step)):
             return FinishedRun(run.directory, result)
         _check_last(run, result, last, notes)
@@ -205,14 +205,6 @@ def check_directory(run: Run, own_job: bool) -> None:
 def finished_run(run: Run) -> FinishedRun:
     """Return the result of the finished run in a directory."""
     return FinishedRun(run.directory, read_result(Path(run.directory))[0])
-
-
-def _ended_by_hook(run: Run, last: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
-    """Return whether a hook that the run still has, with the same settings, ended it before its last step."""
-    hook = result.get("ended_by", {}).get("hook")
-    before, now = last["config"], as_config(run)
-    same = result.get("attempt") == last["attempt"] and before["training"]["steps"] == run.training.steps
-    return same and hook in now.get("hooks", {}) and before.get("hooks", {}).get(hook) == now["hooks"][hook]
 
 
 def _sciences(attempts: list[dict[str, Any]]) -> set[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from titan.checkpoint import select
+from titan.config.settings import show
 from titan.errors import ConfigError
 from titan.run.schema import Recipe
 from titan.schedule.schema import WSD
@@ -34,3 +35,14 @@ def decaying(recipe: Recipe) -> Recipe:
     steps = select.load_named(resume).about.step + count
     training, schedule = recipe.training, dataclasses.replace(recipe.schedule, decay=count / steps)
     return dataclasses.replace(recipe, training=dataclasses.replace(training, steps=steps), schedule=schedule)
+
+
+def continuing(run: Recipe, steps: int) -> list[str]:
+    """Return the overrides that continue a finished run to `steps` steps.
+
+    Those of a branch undo `checkpoint.decay_steps`, which would set the steps, and keep the share of steps that decay.
+    """
+    more = [f"training.steps={steps}"]
+    if run.checkpoint.decay_steps is None or not isinstance(run.schedule, WSD):
+        return more
+    return [*more, "checkpoint.decay_steps=null", f"schedule.decay={show(run.schedule.decay)}"]

@@ -15,7 +15,7 @@ LONGEST_FOLDER, LONGEST_PATH, DEEPEST = 240, 2000, 64
 FILES = {
     ".lock", ".hydra", "run.yaml", ".run.yaml", "env.json", "metrics.jsonl", "checkpoints", "result.json", "loss.png",
     "log", "profile", "debug", "tensorboard", "wandb", "save", "sweep.yaml", "ledger.jsonl", ".ledger.jsonl.lock",
-    "slurm",
+    "slurm", "compare.html",
 }  # fmt: skip
 """Names in a run's directory."""
 _TEMPORARY = re.compile(r"\..+\.\d+\.tmp")
@@ -47,7 +47,7 @@ def check_length(directory: str, typed: str) -> None:
         )
 
 
-BEGUN = FILES - {".lock"}
+BEGUN = FILES - {".lock", "compare.html"}
 """What shows that a run has begun in a directory."""
 
 

@@ -12,6 +12,7 @@ from titan.config.settings import show
 from titan.console.numbers import billions, rounded
 from titan.console.progress import duration, loss_text, table
 from titan.estimate import fit
+from titan.run import branch
 from titan.run.directory import ended_by
 from titan.run.run import Run
 
@@ -193,12 +194,12 @@ def _by_source(result: Mapping[str, Any]) -> dict[str, str]:
     return {"  by source": ", ".join(parts)} if parts else {}
 
 
-def show_finished(finished: FinishedRun) -> None:
+def show_finished(run: Run, finished: FinishedRun) -> None:
     """Print that a finished run has nothing to do, and its results."""
     result = finished.result
     hook = ended_by(result)
     state = f"was ended by {hook}" if hook else "is finished"
-    more = "without the hook" if hook else f"with training.steps={result['step'] * 2}"
+    more = "without the hook" if hook else f"with {' '.join(branch.continuing(run, result['step'] * 2))}"
     print(f"{short(finished.directory)} {state}: {result['step']:,} steps; nothing to do.")
     rows = {
         "loss": _loss(result),
@@ -211,7 +212,7 @@ def show_finished(finished: FinishedRun) -> None:
 
 def next_command(run: Run, result: Mapping[str, Any]) -> str:
     """Return the command that resumes the run, or continues a finished one."""
-    more = [f"training.steps={run.training.steps * 2}"] if result["finished"] else []
+    more = branch.continuing(run, run.training.steps * 2) if result["finished"] else []
     more += [f"modules={show(run.modules)}"] if run.modules else []  # which the recorded command can't permit
     return shlex.join(["python", "-m", "titan.train", f"resume={short(run.directory)}", *more])
 

@@ -84,6 +84,12 @@ class Schedule:
         done = progress(step, 0, steps)
         return between(self.final_weight_decay, half_cosine(done) if self.weight_decay_shape == "cosine" else 1 - done)
 
+    @property
+    def sets_weight_decay(self) -> bool:
+        """Whether the weight decay may change from step to step."""
+        own = (getattr(type(self), name) is not getattr(Schedule, name) for name in ("weight_decay_factor", "build"))
+        return self.weight_decay_shape != "constant" or any(own)
+
     def check(self, steps: int) -> None:
         """Raise ConfigError for settings without effect, too long a warm-up, and factors that are no plain numbers.
 

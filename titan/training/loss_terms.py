@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from titan.config.kinds import kind
 from titan.config.settings import setting
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerm:
-    """A term of the loss: a value of each token, whose mean times the coefficient is added to the cross-entropy."""
+    """A term of the loss: a value of each token, whose mean times the coefficient is added to the cross-entropy.
+
+    Attributes:
+        needs_logits: whether its function reads `tokens.logits`, for which the memory estimate counts more.
+    """
+
+    needs_logits: ClassVar[bool] = False
 
     coefficient: float = setting(1.0, "factor of the term in what is minimised; 0: the term is only measured")
     _target_: str = field(init=False, default="")  # so that ids and run.yaml tell terms of equal settings apart

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -222,7 +223,7 @@ class Profiling:
         if not steps:
             log.warning("%s: the trace has no step", file)
             return
-        found = summary.summarise(rank, steps, self.predicted)
+        found = replace(summary.summarise(rank, steps, self.predicted), slow_factor=self.settings.slow_factor)
         if self.settings.memory:
             known, self.known = self.known, {}
             gradients = known.get(memory.GRADIENTS, {})

@@ -57,6 +57,14 @@ def about_run(run: Run, attempt: Attempt, mix: RowMixture | None) -> About:
     )
 
 
+def weight_decay(run: Run, step: int) -> dict[str, float]:
+    """Return what the record of a step says of the weight decay: that of `optimizer`, where the schedule changes it."""
+    if not run.schedule.sets_weight_decay or not run.optimizer.weight_decay:
+        return {}
+    factor = run.schedule.build(run.training.steps)(step).weight_decay
+    return {"weight_decay": run.optimizer.weight_decay * factor}
+
+
 def spikes(run: Run, attempt: Attempt, records: bool) -> SpikeDetector:
     """Return what marks loss spikes; on the rank that records, its window begins with the losses before the attempt."""
     last = read_last_steps(Path(run.directory)) if records else ()

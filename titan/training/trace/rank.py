@@ -27,6 +27,7 @@ from titan.parallelism import data, mesh
 from titan.parallelism.microbatches import Microbatches
 from titan.run.run import Run
 from titan.training.build import build
+from titan.training.evaluation.averages import MovingAverage
 from titan.training.trace.recorder import Recorder
 from titan.training.trace.regions import followed
 from titan.training.trace.streams import recorded
@@ -71,6 +72,7 @@ def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorM
     stages = dict(zip(numbers, train_step.stages, strict=True))
     with fake:
         _create_states(train_step)
+        average = None if run.evaluation.ema is None else MovingAverage(train_step, run.evaluation.ema)
     with ExitStack() as stack:
         gc.collect()
         gc.disable()  # it would free what is in reference cycles at any moment
@@ -92,6 +94,8 @@ def _step(run: Run, train_step: TrainStep, recorder: Recorder, fake: FakeTensorM
         recorder.region = UPDATE
         train_step.norm()
         train_step.optimizer.step()
+        if average is not None:
+            average.update(torch.zeros((), dtype=torch.bool))
         train_step.optimizer.zero_grad(set_to_none=True)
         recorder.active = False
 
