@@ -25,25 +25,26 @@ class Averaging(torch.optim.Optimizer):
         """Update all weights that have a gradient."""
         for group in self.param_groups:
             for y in (p for p in group["params"] if p.grad is not None):
-                self._update(y, group, self.state[y] or self._begin(y))
+                self._update(y, y.grad, group, self.state[y] or self._begin(y))
 
     def _begin(self, y: Tensor) -> dict[str, Tensor]:
         scalars = {name: torch.zeros((), dtype=torch.float64) for name in ("step", "lr_squares")}
-        self.state[y] = {"base": torch.zeros_like(y), "second": torch.zeros_like(y), **scalars}
-        return self.state[y]
+        begun = {"base": torch.zeros_like(y), "second": torch.zeros_like(y), **scalars}
+        self.state[y] = begun
+        return begun
 
-    def _update(self, y: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
+    def _update(self, y: Tensor, gradient: Tensor, group: dict[str, Any], state: dict[str, Tensor]) -> None:
         (beta1, beta2), lr, base, second = self.betas, group["lr"], state["base"], state["second"]
         state["step"] += 1
         state["lr_squares"] += lr**2
         share = lr**2 / max(state["lr_squares"].item(), 1e-300)
-        second.mul_(beta2).addcmul_(y.grad, y.grad, value=1 - beta2)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         scale = (second / (1 - beta2 ** state["step"].item())).sqrt_().add_(self.eps)
-        moved = base - lr * (y.grad / scale + group["weight_decay"] * y)  # the new z - y
+        moved = base - lr * (gradient / scale + group["weight_decay"] * y)  # the new z - y
         base.mul_((1 - beta1) / beta1).add_(moved).mul_(beta1 * (1 - share))  # of z - x the part beyond the new y
         y.add_(moved - base)
 
     def evaluation_weights(self, parameter: Parameter) -> Tensor:
         """Return x."""
-        beta1 = self.betas[0]
-        return parameter - (1 - beta1) / beta1 * self.state[parameter]["base"]
+        beta1, base = self.betas[0], self.state[parameter]["base"]
+        return torch.sub(parameter, base, alpha=(1 - beta1) / beta1)

@@ -63,7 +63,7 @@ class Evaluator:
         return bool(self.sets or self.files or self.tasks)
 
     def measure(self, average: MovingAverage | None = None) -> dict[str, float]:
-        """Return all figures of the weights to evaluate, and of their average where there is one, by keys of metrics.jsonl."""
+        """Return all figures of what is evaluated, and of its average where there is one, by keys of metrics.jsonl."""
         with evaluated(self.train_step):
             found = self.measure_parameters()
         if average is not None:
