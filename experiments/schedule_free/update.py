@@ -37,9 +37,9 @@ class Averaging(torch.optim.Optimizer):
         (beta1, beta2), lr, base, second = self.betas, group["lr"], state["base"], state["second"]
         state["step"] += 1
         state["lr_squares"] += lr**2
-        share = lr**2 / max(state["lr_squares"].item(), 1e-300)
+        share = lr**2 / state["lr_squares"].clamp(min=1e-300)  # a tensor, so that no step waits for the device
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = (second / (1 - beta2 ** state["step"].item())).sqrt_().add_(self.eps)
+        scale = (second / (1 - beta2 ** state["step"])).sqrt_().add_(self.eps)
         moved = base - lr * (gradient / scale + group["weight_decay"] * y)  # the new z - y
         base.mul_((1 - beta1) / beta1).add_(moved).mul_(beta1 * (1 - share))  # of z - x the part beyond the new y
         y.add_(moved - base)

@@ -34,6 +34,12 @@ def averages(state: Tensors) -> Tensors:
     return {n: state[f"model.{n}"].sub(state[f"optimizer.{n}.base"], alpha=(1 - 0.9) / 0.9) for n in names}
 
 
+def split(checkpoint: Tensors) -> tuple[Tensors, Tensors]:
+    """What a resume needs of a checkpoint, and the weights to evaluate by the parameters' names."""
+    other = {name.removeprefix("evaluation."): t for name, t in checkpoint.items() if name.startswith("evaluation.")}
+    return {name: t for name, t in checkpoint.items() if not name.startswith("evaluation.")}, other
+
+
 def test_updates_are_the_published_ones() -> None:
     generator = np.random.default_rng(0)
     x = generator.normal(size=5)
@@ -79,9 +85,8 @@ def test_the_average_is_evaluated_sampled_exported_and_read(tmp_path: Path) -> N
     base = [setting for setting in SMALL if not setting.startswith(("dataset", "model.vocab"))]
     run = composed([*base, *data, *OWN, *sizes, *export, f"hydra.run.dir={tmp_path / 'run'}"])
     (seen,) = train(run, evaluated)
-    state = saved(run, 3)
+    state, kept = split(saved(run, 3))
     expected = averages(state)
-    kept = {name.removeprefix("evaluation."): t for name, t in state.items() if name.startswith("evaluation.")}
     assert same(kept, expected)
     *_, sampled = seen.extra
     # validations after steps 2 and 3, then one forward pass for each of the three tokens
@@ -121,20 +126,27 @@ def validations(run: Run) -> list[float]:
     return [line["validation_loss"] for line in lines if "validation_loss" in line]
 
 
-LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d", "model.kv_heads=2"]}
+LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d"]}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("3d", marks=pytest.mark.full)])
 def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout: str) -> None:
-    more = [*OWN, "training.steps=5", "evaluation.tokens=64", "evaluation.every=1", *LAYOUTS[layout][1:]]
-    alone, split, parts = (tiny(tmp_path / name, *more) for name in ("alone", "split", "parts"))
-    split = tiny(tmp_path / "split", *more, LAYOUTS[layout][0])
-    whole, (cut, *_) = train(alone)[0].last, train(split)
-    assert validations(split) == pytest.approx(validations(alone), rel=1e-5) and len(validations(alone)) == 5
+    more = [
+        *OWN,
+        "training.steps=4",
+        "evaluation.tokens=64",
+        "evaluation.every=1",
+        "model.kv_heads=2",
+        "checkpoint.keep=9",
+    ]
+    alone, parts, moved = (tiny(tmp_path / name, *more) for name in ("alone", "parts", "moved"))
+    (whole,) = train(alone)
     first, second = in_two_attempts(parts, parts)
-    assert same(second[0].last, whole) and learned(parts) == learned(alone)
-    before = tiny(tmp_path / "other", *more, LAYOUTS[layout][0])
-    first, second = in_two_attempts(before, tiny(tmp_path / "other", *more))
     assert same(second[0].first, first[0].last)
-    assert cut.code == 0
+    assert same(second[0].last, whole.last) and learned(parts) == learned(alone)
+    _, second = in_two_attempts(tiny(tmp_path / "moved", *more, *LAYOUTS[layout]), moved)
+    state, kept = split(saved(moved, 2))
+    assert same(second[0].first, state) and same(kept, averages(state))
+    found, expected = validations(moved), validations(alone)
+    assert found == pytest.approx(expected, rel=1e-5) and len(set(expected)) == 4
