@@ -132,14 +132,8 @@ LAYOUTS = {"fsdp": ["parallelism=fsdp"], "3d": ["parallelism=3d"]}
 @pytest.mark.ranks
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("3d", marks=pytest.mark.full)])
 def test_layouts_evaluate_the_same_and_resume_each_other(tmp_path: Path, layout: str) -> None:
-    more = [
-        *OWN,
-        "training.steps=4",
-        "evaluation.tokens=64",
-        "evaluation.every=1",
-        "model.kv_heads=2",
-        "checkpoint.keep=9",
-    ]
+    evaluation = ["evaluation.tokens=64", "evaluation.every=1"]
+    more = [*OWN, *evaluation, "training.steps=4", "model.kv_heads=2", "checkpoint.keep=9"]
     alone, parts, moved = (tiny(tmp_path / name, *more) for name in ("alone", "parts", "moved"))
     (whole,) = train(alone)
     first, second = in_two_attempts(parts, parts)
