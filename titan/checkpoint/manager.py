@@ -37,7 +37,7 @@ from titan.checkpoint.manifest import Corrupt, File, Manifest
 from titan.checkpoint.plans import Part, Places, Plans, Proposal
 from titan.checkpoint.schema import Checkpoint
 from titan.checkpoint.staging import Staging
-from titan.checkpoint.state import TrainState, train_state_dict
+from titan.checkpoint.state import TrainState, evaluation_state_dict, train_state_dict
 from titan.checkpoint.writer import Writer
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended with a single process
@@ -129,15 +129,16 @@ class Manager:
         with _stalled(job):
             for earlier in self.jobs:
                 earlier.ended.wait()  # one at a time: they share the coordinator and the staging buffers
-            staged = self._staged(job, train_state_dict(self.trained))
+            staged = self._staged(job)
             self.jobs.append(job)
             self.thread.submit(self._work, job, staged, about, tokenizer)
             if self.staging is None:
                 job.written.wait()
 
-    def _staged(self, job: _Job, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _staged(self, job: _Job) -> dict[str, Tensor]:
         """Return the tensors to write. If the copy fails, so does the job: the other ranks must learn of it."""
         try:
+            state = train_state_dict(self.trained) | evaluation_state_dict(self.trained)
             return state if self.staging is None else self.staging.start(state)
         except Exception as error:
             job.unstaged = error

@@ -17,7 +17,7 @@ from titan.checkpoint import manifest
 from titan.checkpoint.coordinator import CoordinationError, Coordinator, reason
 from titan.checkpoint.manifest import Corrupt, File
 from titan.checkpoint.reader import METADATA, Foreign, Reader
-from titan.checkpoint.state import TrainState, is_average, train_state_dict
+from titan.checkpoint.state import EVALUATION, TrainState, is_average, train_state_dict
 from titan.config.settings import show
 from titan.errors import ConfigError, RunError
 
@@ -130,7 +130,8 @@ def _compare(state: dict[str, Tensor], reader: Reader, coordinator: Coordinator)
     Each rank compares its own tensors, so that only differing names are sent. A moving average that only one of both
     has is left out, of `state` too; returns False where the checkpoint lacks it.
     """
-    saved: Mapping[str, Any] = coordinator.run_all(reader.read_metadata).state_dict_metadata
+    content: Mapping[str, Any] = coordinator.run_all(reader.read_metadata).state_dict_metadata
+    saved = {name: about for name, about in content.items() if not name.startswith(EVALUATION)}
     has, asks = any(map(is_average, saved)), any(map(is_average, state))
     there = {name: tuple(saved[name].size) for name in sorted(saved) if asks or not is_average(name)}
     for name in [name for name in state if is_average(name) and not has]:

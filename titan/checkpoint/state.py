@@ -8,11 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan.optimizer.evaluated import HasEvaluationWeights, evaluation_weights
 from titan.parallelism import data
 from titan.precision.low_precision import plain_tensor
 
 AVERAGE = "ema"
 """The key of the weights' moving average beside the optimizer's state. A checkpoint may have it or lack it."""
+MODEL, EVALUATION = "model.", "evaluation."
+"""Prefixes of the parameters, and of the weights to evaluate in their place, which only some optimizers have."""
 
 
 class TrainState(Protocol):
@@ -43,12 +46,23 @@ def train_state_dict(state: TrainState) -> dict[str, Tensor]:
     for stage in state.stages:
         data.reshard(stage)  # the optimizer's state belongs to the sharded parameters
     parameters = dict(state.named_parameters())
-    found = {f"model.{name}": plain_tensor(parameter) for name, parameter in parameters.items()}
+    found = {f"{MODEL}{name}": plain_tensor(parameter) for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for key, value in state.optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 found[f"optimizer.{name}.{key}"] = value
     return found
+
+
+def evaluation_state_dict(state: TrainState) -> dict[str, Tensor]:
+    """Return the weights to evaluate where they are not the parameters: `evaluation.NAME`.
+
+    They are saved for what reads weights without the optimizer; a resume computes them again.
+    """
+    if not isinstance(state.optimizer, HasEvaluationWeights):
+        return {}
+    named = state.named_parameters()
+    return {f"{EVALUATION}{name}": plain_tensor(evaluation_weights(state.optimizer, p)) for name, p in named}
 
 
 def is_average(name: str) -> bool:

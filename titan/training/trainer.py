@@ -41,7 +41,7 @@ from titan.run.run import Run
 from titan.schedule.rates import Rates
 from titan.training import layer_norms, not_finite, reading, recording, results, step_metrics
 from titan.training.checkpointing import CheckpointPolicy
-from titan.training.evaluation.averages import MovingAverage
+from titan.training.evaluation.averages import MovingAverage, evaluated
 from titan.training.evaluation.evaluator import Evaluator
 from titan.training.layer_metrics import LayerMetrics
 from titan.training.profiling import Profiling
@@ -512,7 +512,8 @@ class Trainer:
             self.validate()
             self.activity.enter(FINISHING)
         if not self.stopping:
-            sample = sample_text(self.run, self.train_step, self.mix)
+            with evaluated(self.train_step):
+                sample = sample_text(self.run, self.train_step, self.mix)
         ended_by = results.ended_by(self)
         self._call_hooks("on_run_end", {"finished": not self.stopping, **ended_by, **self.validation})
         if self.recorder:

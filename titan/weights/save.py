@@ -20,13 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from titan.checkpoint import manifest
 from titan.checkpoint.manifest import File, Manifest
+from titan.checkpoint.state import MODEL
 from titan.config.kinds import kind
 from titan.config.settings import plain
 from titan.files.atomic import atomic_file
 from titan.weights import tokenizer_files
 from titan.weights.export import SHARD_BYTES, Progress, cast, grouped, ordered, size_of, stored
 from titan.weights.interface import Weights
-from titan.weights.titan_format import PREFIX
 
 _METADATA = ".metadata"
 
@@ -84,7 +84,7 @@ def save_weights(
             out = _Counted(opened)
             for tensor in group:
                 value = cast(weights.read(tensor), stored(weights, tensor, dtype), tensor)
-                index = MetadataIndex(PREFIX + tensor, [0] * value.dim())
+                index = MetadataIndex(MODEL + tensor, [0] * value.dim())
                 places[index] = _StorageInfo(name, out.size, _save(value, out))
                 if progress is not None:
                     progress(value.nbytes)
@@ -109,7 +109,7 @@ def _metadata(weights: Weights, dtype: str, places: dict[MetadataIndex, _Storage
     for name in ordered(weights):
         size = torch.Size(weights.shapes[name])
         chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        tensors[PREFIX + name] = TensorStorageMetadata(TensorProperties(stored(weights, name, dtype)), size, [chunk])
+        tensors[MODEL + name] = TensorStorageMetadata(TensorProperties(stored(weights, name, dtype)), size, [chunk])
     return Metadata(tensors, storage_data=places)
 
 

@@ -12,17 +12,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from titan.checkpoint import manifest
 from titan.checkpoint.reader import Foreign, Reader
+from titan.checkpoint.state import EVALUATION, MODEL
 from titan.console.text import as_line
 from titan.errors import ConfigError
 from titan.weights.interface import check_types, compare, expected, region
 from titan.weights.origin import model_of
 
-PREFIX = "model."
-"""The prefix of parameters' names; the optimizer's tensors have another one."""
-
 
 class TitanFormat:
-    """The weights in a titan checkpoint; see `titan.weights.interface.Weights`."""
+    """The weights to evaluate in a titan checkpoint; see `titan.weights.interface.Weights`."""
 
     def __init__(self, folder: Path, label: str) -> None:
         """Read the manifest and the metadata.
@@ -41,8 +39,11 @@ class TitanFormat:
         self.model = model_of(found, label)
         self._metadata = self._read_metadata()
         contents = self._metadata.state_dict_metadata
+        self._prefix = EVALUATION if any(name.startswith(EVALUATION) for name in contents) else MODEL
         self._tensors: dict[str, TensorStorageMetadata] = {
-            name.removeprefix(PREFIX): tensor for name, tensor in contents.items() if name.startswith(PREFIX)
+            name.removeprefix(self._prefix): tensor
+            for name, tensor in contents.items()
+            if name.startswith(self._prefix)
         }
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: tuple(tensor.size) for name, tensor in self._tensors.items()
@@ -77,7 +78,7 @@ class TitanFormat:
 
     def _chunk(self, name: str, chunk: ChunkStorageMetadata) -> Tensor:
         """Read a whole chunk: a file can't be read in smaller pieces."""
-        place = self._metadata.storage_data[MetadataIndex(PREFIX + name, chunk.offsets)]
+        place = self._metadata.storage_data[MetadataIndex(self._prefix + name, chunk.offsets)]
         try:
             with (Path(self.path) / place.relative_path).open("rb") as file:
                 part: Tensor = torch.load(self._reader._slice_file(file, place), map_location="cpu", weights_only=True)

@@ -1,14 +1,15 @@
-"""Averages of weights, evaluated in place of the weights: over steps (EMA) and over checkpoints."""
+"""Weights that are evaluated in place of the parameters: the optimizer's, and averages over steps or checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from titan.checkpoint.state import AVERAGE
+from titan.optimizer.evaluated import HasEvaluationWeights, evaluation_weights
 from titan.parallelism import data
 from titan.parallelism.grad_norm import local
 from titan.precision.low_precision import plain_tensor
@@ -49,9 +50,16 @@ class MovingAverage:
             yield
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return this rank's shards of the average and of the weights."""
-        state = self.train_step.optimizer.state
-        return ((local(state[p][AVERAGE]), local(plain_tensor(p))) for p in _parameters(self.train_step))
+        """Return this rank's shards of the average and of the weights that are evaluated."""
+        averages = (local(self.train_step.optimizer.state[p][AVERAGE]) for p in _parameters(self.train_step))
+        return zip(averages, _evaluated(self.train_step), strict=True)
+
+
+def evaluated(train_step: TrainStep) -> AbstractContextManager[None]:
+    """Replace the weights by those that the optimizer evaluates, where it has others; all ranks call it together."""
+    if not isinstance(train_step.optimizer, HasEvaluationWeights):
+        return nullcontext()
+    return replaced(train_step, list(_evaluated(train_step)))
 
 
 @contextmanager
@@ -67,11 +75,11 @@ def replaced(train_step: TrainStep, values: Sequence[Tensor]) -> Iterator[None]:
 
 @torch.no_grad()
 def mean_over(train_step: TrainStep, loads: Sequence[Callable[[], None]]) -> None:
-    """Set the weights to the mean of those that each of `loads` loads, summed in float32."""
+    """Set the weights to the mean of those to evaluate after each of `loads`, summed in float32."""
     sums: list[Tensor] = []
     for load in loads:
         load()
-        weights = [weight.float() for weight in _weights(train_step)]
+        weights = [weight.float() for weight in _evaluated(train_step)]
         sums = [a.add_(b) for a, b in zip(sums, weights, strict=True)] if sums else [w.clone() for w in weights]
     _set(train_step, [total.div_(len(loads)) for total in sums])
 
@@ -88,6 +96,12 @@ def _set(train_step: TrainStep, values: Sequence[Tensor]) -> None:
 
 def _weights(train_step: TrainStep) -> list[Tensor]:
     return [local(plain_tensor(parameter)) for parameter in _parameters(train_step)]
+
+
+def _evaluated(train_step: TrainStep) -> Iterator[Tensor]:
+    """Return this rank's shards of the weights that are evaluated, one after the other."""
+    optimizer = train_step.optimizer
+    return (local(plain_tensor(evaluation_weights(optimizer, p))) for p in _parameters(train_step))
 
 
 def _parameters(train_step: TrainStep) -> list[nn.Parameter]:

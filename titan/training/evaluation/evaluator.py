@@ -13,7 +13,7 @@ from titan.evaluation.items import Item
 from titan.evaluation.requests import Request, requests_of
 from titan.evaluation.scores import Figure, figures
 from titan.run.run import Run
-from titan.training.evaluation.averages import MovingAverage
+from titan.training.evaluation.averages import MovingAverage, evaluated
 from titan.training.evaluation.likelihoods import loglikelihoods
 from titan.training.evaluation.sets import eval_sets, evaluate, evaluate_files, file_sets
 from titan.training.train_step import TrainStep
@@ -63,14 +63,16 @@ class Evaluator:
         return bool(self.sets or self.files or self.tasks)
 
     def measure(self, average: MovingAverage | None = None) -> dict[str, float]:
-        """Return all figures of the weights, and of their average where there is one, by keys of metrics.jsonl."""
-        found = self._measure()
+        """Return all figures of what is evaluated, and of its average where there is one, by keys of metrics.jsonl."""
+        with evaluated(self.train_step):
+            found = self.measure_parameters()
         if average is not None:
             with average.in_place():
-                found |= {f"ema/{key}": value for key, value in self._measure().items()}
+                found |= {f"ema/{key}": value for key, value in self.measure_parameters().items()}
         return found
 
-    def _measure(self) -> dict[str, float]:
+    def measure_parameters(self) -> dict[str, float]:
+        """Return all figures of the parameters as they are."""
         found = evaluate(self.train_step, self.world, self.sets) if self.sets else {}
         found |= evaluate_files(self.train_step, self.world, self.files)
         for task, by_name in self.measure_tasks().items():

@@ -62,10 +62,10 @@ class Evaluated(Trainer):
         found = {"weights": evaluator.measure()}
         if self.average is not None:
             with self.average.in_place():
-                found["ema"] = evaluator.measure()
+                found["ema"] = evaluator.measure_parameters()
         if earlier:
             mean_over(self.train_step, [*map(self._loading, earlier), lambda: self._restore()])
-            found[f"average of {len(earlier) + 1}"] = evaluator.measure()
+            found[f"average of {len(earlier) + 1}"] = evaluator.measure_parameters()
         return found
 
     def _loading(self, folder: str) -> Any:
